@@ -195,7 +195,7 @@ def _runner(
             code = runner.run(root, command, stdout=log, stderr=None if alone and not quiet else log)
         if code in _INTERRUPTED or stopped.is_set():
             raise KeyboardInterrupt
-        return JobResult(exit_code=code, output=here, said=_no_run(code, here))
+        return JobResult(exit_code=code, output=here, reason=_no_run(code, here))
 
     return run_job
 
@@ -250,7 +250,7 @@ def _evidence(
         target=resolved.name,
         image=image,
         gpu=hardware.gpu,
-        made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         extra={
             "engine": engine,
             "machine": hardware.as_json(),

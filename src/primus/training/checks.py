@@ -47,13 +47,13 @@ def of_faults(name: str, wrong: Sequence[str], fine: str, *, measured: str = "",
     )
 
 
-def relative_gap(left: float, right: float | None) -> float:
+def relative_gap(value: float, other: float | None) -> float:
     """Return the difference divided by the larger value; infinite if a value is missing or not finite."""
-    if left == right:
+    if value == other:
         return 0.0
-    if right is None or not (math.isfinite(left) and math.isfinite(right)):
+    if other is None or not (math.isfinite(value) and math.isfinite(other)):
         return math.inf
-    return abs(left - right) / max(abs(left), abs(right))
+    return abs(value - other) / max(abs(value), abs(other))
 
 
 def skipped(verdict: Verdict, why: str) -> Verdict:
@@ -203,7 +203,7 @@ _PLAIN_LINEARS = {"Linear", "FSDPLinear", "ColumnParallelLinear", "RowParallelLi
 _KEPT = ("output", "lm_head", "output_layer", "gate", "router", "proj_out")
 
 
-def precision(facts: Mapping[str, Any], asked: str) -> Verdict:
+def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
     """Check that the linear layers computed their products in the requested precision in the first step.
 
     The evidence: dtypes of weight, input and output inside forward (after FSDP2's cast), the types of the layers,
@@ -211,27 +211,27 @@ def precision(facts: Mapping[str, Any], asked: str) -> Verdict:
     internally.
     """
     linears = facts.get("linears")
-    limit = _DTYPES.get(asked, asked).replace("torch.", "")
+    limit = _DTYPES.get(expected, expected).replace("torch.", "")
     if not linears:
         return Verdict(name="precision", passed=False, reason="the run left no facts on its dtypes", limit=limit)
-    if asked in _DTYPES:
-        complaints, evidence = _plain_products(facts, linears, asked)
+    if expected in _DTYPES:
+        complaints, evidence = _plain_products(facts, linears, expected)
     else:
         complaints, evidence = _eight_bit_products(facts, linears)
     ran = ", ".join(linears["weight_dtypes"]) or ", ".join(facts.get("matmul_dtypes", {})) or "nothing"
-    if asked not in _DTYPES and not complaints:
-        ran = asked
+    if expected not in _DTYPES and not complaints:
+        ran = expected
     return Verdict(
         name="precision",
         passed=not complaints,
-        reason=f"{asked} asked, but: " + "; ".join(complaints) if complaints else evidence,
+        reason=f"{expected} asked, but: " + "; ".join(complaints) if complaints else evidence,
         measured=ran.replace("torch.", ""),
         limit=limit,
     )
 
 
-def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], asked: str) -> tuple[list[str], str]:
-    expected, calls = _DTYPES[asked], sum(linears["weight_dtypes"].values())
+def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], precision: str) -> tuple[list[str], str]:
+    expected, calls = _DTYPES[precision], sum(linears["weight_dtypes"].values())
     complaints = [
         f"{count} linear {side}s in {dtype}"
         for side in ("weight", "input", "output")
@@ -242,19 +242,19 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], asked:
     evidence = f"{calls} linear calls, weights, inputs and outputs"
     if not linears.get("listened", True):
         products: Mapping[str, int] = facts.get("matmul_dtypes", {})
-        other = {name: count for name, count in products.items() if not name.endswith(_PROFILED[asked])}
+        other = {name: count for name, count in products.items() if not name.endswith(_PROFILED[precision])}
         calls = sum(products.values()) - sum(other.values())
         evidence = f"{calls} matrix products that the profiler saw"
-        if other and asked == "bf16":
+        if other and precision == "bf16":
             share = _share(facts.get("matmul_flops", {}), other, products)
-            told = [f"{count} {name}" for name, count in other.items()]
+            others = [f"{count} {name}" for name, count in other.items()]
             if share > _OTHERWISE:
-                complaints += told
+                complaints += others
             else:
-                evidence += f", and in other precisions or unknown {', '.join(told)}, {share:.2%} of all"
+                evidence += f", and in other precisions or unknown {', '.join(others)}, {share:.2%} of all"
     if not calls:
         complaints.append("no linear layer was called")
-    if asked == "fp32" and (setting := facts.get("float32_matmul_precision")) != "highest":
+    if precision == "fp32" and (setting := facts.get("float32_matmul_precision")) != "highest":
         complaints.append(f"float32 matmul precision is {setting!r}")
     return complaints, evidence
 
@@ -270,14 +270,18 @@ def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[
 def _converted(linears: Mapping[str, Any]) -> Mapping[str, int]:
     """Return the number of layers that compute in 8 bits, by class. Facts of old runs contain only the classes."""
     plain = {kind: count for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS}
-    told: Mapping[str, int] = linears.get("converted", plain)
-    return told
+    converted: Mapping[str, int] = linears.get("converted", plain)
+    return converted
 
 
 def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) -> tuple[list[str], str]:
     converted = sum(_converted(linears).values())
-    left = [name for name in linears.get("plain", ()) if not name.rpartition(".")[2].startswith(_KEPT)]
-    complaints = [f"{len(left)} linear layers were left as they are: {', '.join(left[:3])} …"] if left else []
+    unconverted = [name for name in linears.get("plain", ()) if not name.rpartition(".")[2].startswith(_KEPT)]
+    complaints = (
+        [f"{len(unconverted)} linear layers were left as they are: {', '.join(unconverted[:3])} …"]
+        if unconverted
+        else []
+    )
     if not converted:
         complaints.append("no layer computes in 8 bits")
     scaled = {name: count for name, count in facts.get("matmul_dtypes", {}).items() if "Float8" in name}
@@ -292,18 +296,18 @@ def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) ->
     return complaints, evidence
 
 
-def ran_as_asked(facts: Mapping[str, Any], asked: Mapping[str, Any]) -> Verdict:
-    """Check that the configuration that the run reports equals the recipe's; ``asked`` has keys of the facts."""
+def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdict:
+    """Check that the configuration that the run reports equals the recipe's; ``expected`` has keys of the facts."""
     wrong = [
         f"{key} is {facts.get(key, 'unknown')!r}, not {value!r}"
-        for key, value in asked.items()
+        for key, value in expected.items()
         if facts.get(key) != value
     ]
     return Verdict(
         name="configuration",
         passed=not wrong,
-        reason="; ".join(wrong) or "the run saw what the recipe asks: " + ", ".join(asked),
-        measured=f"{len(asked) - len(wrong)} of {len(asked)}",
+        reason="; ".join(wrong) or "the run saw what the recipe asks: " + ", ".join(expected),
+        measured=f"{len(expected) - len(wrong)} of {len(expected)}",
         limit="all",
     )
 
@@ -327,11 +331,11 @@ def resume(base: Series, resumed: Series, first: int, tolerance: float) -> Verdi
 
 def _compare(name: str, base: Series, other: Series, tolerance: float, *, first: int) -> Verdict:
     limit = "equal to the last bit" if tolerance == 0 else f"relative gap ≤ {tolerance:g}"
-    wanted = [step for step in base.steps if step.step >= first]
-    if not wanted:
+    compared = [step for step in base.steps if step.step >= first]
+    if not compared:
         return Verdict(name=name, passed=False, reason="the base run has no steps to compare with", limit=limit)
     worst, at, missing = 0.0, first, []
-    for step in wanted:
+    for step in compared:
         twin = other.at(step.step)
         if twin is None:
             missing.append(step.step)
@@ -344,7 +348,7 @@ def _compare(name: str, base: Series, other: Series, tolerance: float, *, first:
     elif worst > tolerance:
         reason = f"differs most at step {at}"
     else:
-        reason = f"{len(wanted)} steps agree"
+        reason = f"{len(compared)} steps agree"
         if not (base.exact and other.exact):
             reason += ", as far as the log's digits go"
     return Verdict(
@@ -376,14 +380,14 @@ def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
     )
 
 
-def layout(one: Series, split: Series, at: int, tolerance: float) -> Verdict:
+def layout(single: Series, split: Series, at: int, tolerance: float) -> Verdict:
     """Check that one rank, and two ranks that share every layer, give the same loss and norm for the same batch and
     weights.
 
     Detects gradients that a layout scales or drops (torchtitan#2972). ``at`` is the first step of both runs.
     """
     limit = f"relative gap ≤ {tolerance:g}"
-    whole, parts = one.at(at), split.at(at)
+    whole, parts = single.at(at), split.at(at)
     if whole is None or parts is None:
         return Verdict(name="layout", passed=False, reason=f"step {at} was not logged", limit=limit)
     loss, norm = relative_gap(whole.loss, parts.loss), relative_gap(whole.grad_norm, parts.grad_norm)

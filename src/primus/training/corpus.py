@@ -68,9 +68,9 @@ def check(corpus: Corpus, *, ranks: int = 1) -> None:
     chosen = dict.fromkeys(files[number * (len(files) - 1) // (_FILES - 1)] for number in range(_FILES))
     samples = (islice(_of_file(corpus, file, _sampled_lines), _FIRST_DOCUMENTS + _PLACES) for file in chosen)
     # A list, because a generator would stop at the first text, and all of them must be read.
-    found = any([bool(document.strip()) for sample in samples for document in sample])  # noqa: C419
+    has_text = any([bool(document.strip()) for sample in samples for document in sample])  # noqa: C419
     # Very long lines are not part of the sample.
-    if not found and next(documents(corpus), None) is None:
+    if not has_text and next(documents(corpus), None) is None:
         raise InputError("the corpus contains no text", where=str(corpus.path), hint=_HINT)
     if ranks > 1 and (few := sum(1 for _ in islice(documents(corpus), ranks))) < ranks:
         raise InputError(
@@ -90,21 +90,21 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         refuse_special(path, str(path))
         return [path]
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, _, names in os.walk(path):
         for name in names:
             file = Path(folder, name)
             if not name.startswith((".", "_")) and file.is_file():
-                found.append(file)
-        if len(found) > _MOST_FILES:
+                files.append(file)
+        if len(files) > _MOST_FILES:
             raise InputError(
                 f"the folder has more than {_MOST_FILES:,} files", where=str(path), hint="name one below it"
             )
-    forms = {file.suffix.lower() for file in found}
+    forms = {file.suffix.lower() for file in files}
     if len(forms) != 1:
         kinds = ", ".join(sorted(form or "no suffix" for form in forms)[:_FILES]) or "no files"
         raise InputError(f"expected files of one form in the folder, found {kinds}", where=str(path), hint=_HINT)
-    return sorted(found)
+    return sorted(files)
 
 
 def _of_file(corpus: Corpus, file: Path, lines: Callable[[Path], Iterator[_Line]]) -> Iterator[str]:
@@ -165,10 +165,10 @@ def _place(file: Path, offset: int) -> str:
     """Return ``file:line`` of a byte offset, or the offset itself if counting the lines before it would take long."""
     if offset > _COUNTED_BYTES:
         return f"{file} (byte {offset:,})"
-    lines, left = 1, offset
+    lines, remaining = 1, offset
     with file.open("rb") as stream:
-        while left and (block := stream.read(min(left, 1 << 20))):
-            lines, left = lines + block.count(b"\n"), left - len(block)
+        while remaining and (block := stream.read(min(remaining, 1 << 20))):
+            lines, remaining = lines + block.count(b"\n"), remaining - len(block)
     return f"{file}:{lines}"
 
 
@@ -209,9 +209,9 @@ def _json_rows(file: Path, lines: Iterator[_Line]) -> Iterator[tuple[str, Any]]:
             row = json.loads(line)
         except ValueError as error:
             column = f":{error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            found = f"{line.strip()[:40]!r}"
+            start = f"{line.strip()[:40]!r}"
             raise InputError(
-                f"expected one JSON object per line, found {found}", where=f"{where()}{column}",
+                f"expected one JSON object per line, found {start}", where=f"{where()}{column}",
                 hint=_converted(file, line),
             ) from None  # fmt: skip
         except RecursionError:
@@ -315,8 +315,8 @@ def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], s
     It leaves out the tokens that begin and end a document, which are added during tokenization.
     """
     config = _json(tokenizer / "tokenizer_config.json") if tokenizer else {}
-    own = tokenizer / "chat_template.jinja" if tokenizer else None
-    template = own.read_text(encoding="utf-8") if own and own.is_file() else config.get("chat_template")
+    file = tokenizer / "chat_template.jinja" if tokenizer else None
+    template = file.read_text(encoding="utf-8") if file and file.is_file() else config.get("chat_template")
     if isinstance(template, list):
         template = next((t.get("template") for t in template if t.get("name") == "default"), None)
     if not isinstance(template, str):
@@ -358,13 +358,13 @@ def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], s
 
 
 def _mark(value: object) -> str:
-    found = value.get("content") if isinstance(value, Mapping) else value
-    return found if isinstance(found, str) else ""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else ""
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

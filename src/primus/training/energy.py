@@ -53,17 +53,17 @@ def _nvidia(ranks: int, environment: Mapping[str, str]) -> Meter | None:
     count = ctypes.c_uint()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
-    asked = environment.get("CUDA_VISIBLE_DEVICES")
-    words = [str(number) for number in range(count.value)] if asked is None else asked.split(",")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    words = [str(number) for number in range(count.value)] if visible is None else visible.split(",")
     handles = []
     for word in words[:ranks]:
         handle = ctypes.c_void_p()
-        found = (
+        error = (
             nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
             if word.strip().isdigit()
             else nvml.nvmlDeviceGetHandleByUUID(word.strip().encode(), ctypes.byref(handle))
         )
-        if found:
+        if error:
             return None
         handles.append(handle)
 

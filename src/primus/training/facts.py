@@ -54,7 +54,7 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
     if stages is not None:
         others: list[Any] = [None] * dist.get_world_size(stages)
         dist.all_gather_object(others, counted, stages)
-        counted = {name: sum((one[name] for one in others), Counter()) for name in counted}
+        counted = {name: sum((counts[name] for counts in others), Counter()) for name in counted}
     return {
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "device": device,
@@ -103,18 +103,18 @@ def watching(
     a second compilation; their dtypes come from the products that the profiler records. With ``trace``,
     everything that it recorded is written to that file.
     """
-    found: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
+    dtypes: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
 
     def note(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if module.weight is None:  # Megatron passes the weight of a tied head to each call.
             return
-        found["input"][_computed(inputs[0])] += 1
+        dtypes["input"][_computed(inputs[0])] += 1
         # Inside forward, FSDP has replaced the shard by the gathered weight, in the dtype of the computation.
-        found["weight"][_computed(module.weight)] += 1
-        made = output[0] if isinstance(output, tuple) else output
+        dtypes["weight"][_computed(module.weight)] += 1
+        product = output[0] if isinstance(output, tuple) else output
         # A head that also computes the loss returns one number, not a product.
-        if made.dim():
-            found["output"][str(made.dtype)] += 1
+        if product.dim():
+            dtypes["output"][str(product.dtype)] += 1
 
     linears: dict[str, Any] = {
         name: module
@@ -145,7 +145,7 @@ def watching(
         "converted": _counts(type(module).__name__ for name, module in linears.items() if name not in plain),
         "plain": sorted(plain),
         "listened": not compiled,
-        **{f"{side}_dtypes": dict(sorted(counter.items())) for side, counter in found.items()},
+        **{f"{side}_dtypes": dict(sorted(counter.items())) for side, counter in dtypes.items()},
     }
     seen["attention"] = sorted(name for name in called if "scaled_dot_product" in name or "flash" in name)
     seen["matmuls"] = {name: called[name] for name in sorted(called) if name in _MATMULS}
@@ -196,9 +196,9 @@ def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
         if len(dtypes) <= place:
             continue
         dtype, factors = dtypes[place].removeprefix("c10::"), shapes[place - 1 : place + 1]
-        known = bool(dtype) and len(factors) == 2 and all(len(shape) > 1 for shape in factors)
-        counts[f"{event.name()} {dtype}" if known else event.name()] += 1
-        if known:
+        complete = bool(dtype) and len(factors) == 2 and all(len(shape) > 1 for shape in factors)
+        counts[f"{event.name()} {dtype}" if complete else event.name()] += 1
+        if complete:
             # Also true for batched and grouped products. On a CPU, linear layers keep the weight transposed.
             columns = factors[1][0 if event.name().startswith("mkldnn") else -1]
             flops[f"{event.name()} {dtype}"] += 2 * math.prod(factors[0]) * columns

@@ -135,12 +135,12 @@ def share(output: Path, log: Path, patience: float) -> None:
     write a note, and ranks of other nodes only notice that it is gone. Waits up to ``patience`` seconds for a note
     with more information.
     """
-    noted = {one.rank for one in _notes(output)}
-    for one in _signalled([_COLOUR.sub("", line) for line in text_if_readable(log).splitlines()]):
-        if one.rank is not None and one.rank not in noted:
-            note(output, one.rank, one.text)
+    noted = {failure.rank for failure in _notes(output)}
+    for failure in _signalled([_COLOUR.sub("", line) for line in text_if_readable(log).splitlines()]):
+        if failure.rank is not None and failure.rank not in noted:
+            note(output, failure.rank, failure.text)
     deadline = time.monotonic() + patience
-    while all(_DERIVED.search(one.text) for one in _notes(output)) and time.monotonic() < deadline:
+    while all(_DERIVED.search(failure.text) for failure in _notes(output)) and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
@@ -150,24 +150,24 @@ def text_of(error: BaseException) -> str:
         return " ".join(str(error).split())
     if isinstance(error, SystemExit):
         return str(error.code)
-    own = _last_line("".join(traceback.format_exception_only(error)))
+    text = _last_line("".join(traceback.format_exception_only(error)))
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
     if first is error:
-        return own
-    return f"{own}; raised from {_last_line(''.join(traceback.format_exception_only(first)))}"
+        return text
+    return f"{text}; raised from {_last_line(''.join(traceback.format_exception_only(first)))}"
 
 
 def _last_line(text: str) -> str:
     """Return the line that names the error: the first one, or the last if the message contains a whole traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if any(_TRACEBACK in line for line in lines[1:]) or any(line.startswith("Original Traceback") for line in lines):
-        found = [line for line in lines if _EXCEPTION.match(line)]
-        return (found[-1] if found else lines[-1])[:_LONGEST]
+        exceptions = [line for line in lines if _EXCEPTION.match(line)]
+        return (exceptions[-1] if exceptions else lines[-1])[:_LONGEST]
     # The first line of some messages only announces the rest.
-    told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    return " ".join(told)[:_LONGEST]
+    message = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    return " ".join(message)[:_LONGEST]
 
 
 def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure | None:
@@ -181,21 +181,21 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
         return None
     lines = [_COLOUR.sub("", line) for line in text_if_readable(output / "log.txt").splitlines()]
     notes = _notes(output) or _notes(shared or output)
-    own = [one for one in notes if not _DERIVED.search(one.text)]
+    first_hand = [noted for noted in notes if not _DERIVED.search(noted.text)]
     raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
     first = [failure for failure in raised if not _DERIVED.search(failure.text)]
     # On a full disk, every writer fails in its own way, and checkpointing wraps all these errors.
-    full = [failure for failure in [*own, *raised] if _DISK_FULL.search(failure.text)]
-    found = next(iter([*full, *own, *_signalled(lines), *first, *notes, *raised]), None)
-    if found is None:
-        found = _by_code(exit_code, lines)
-    if _OUT_OF_MEMORY.search(found.text):
-        return Failure(text=_AFTER_FREE_MEMORY.sub("", found.text), rank=found.rank, hint=_OUT_OF_MEMORY_HINT)
-    if _DISK_FULL.search(found.text):
-        return Failure(text=found.text, rank=found.rank, hint=_DISK_FULL_HINT)
-    if not found.hint and (match := _ENDED.match(found.text)):
-        return Failure(text=found.text, rank=found.rank, hint=_HINTS.get(match["name"], ""))
-    return found
+    full = [failure for failure in [*first_hand, *raised] if _DISK_FULL.search(failure.text)]
+    chosen = next(iter([*full, *first_hand, *_signalled(lines), *first, *notes, *raised]), None)
+    if chosen is None:
+        chosen = _by_code(exit_code, lines)
+    if _OUT_OF_MEMORY.search(chosen.text):
+        return Failure(text=_AFTER_FREE_MEMORY.sub("", chosen.text), rank=chosen.rank, hint=_OUT_OF_MEMORY_HINT)
+    if _DISK_FULL.search(chosen.text):
+        return Failure(text=chosen.text, rank=chosen.rank, hint=_DISK_FULL_HINT)
+    if not chosen.hint and (match := _ENDED.match(chosen.text)):
+        return Failure(text=chosen.text, rank=chosen.rank, hint=_HINTS.get(match["name"], ""))
+    return chosen
 
 
 def _by_code(exit_code: int, lines: list[str]) -> Failure:
@@ -203,18 +203,18 @@ def _by_code(exit_code: int, lines: list[str]) -> Failure:
     with suppress(ValueError):
         name = signal.Signals(number).name
         return Failure(text=f"ended by signal {number} ({name})", hint=_HINTS.get(name, ""))
-    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    text = f"exit code {exit_code}" + (f"; the log ends with: {said}" if said else "")
+    last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    text = f"exit code {exit_code}" + (f"; the log ends with: {last_line}" if last_line else "")
     return Failure(text=text[:_LONGEST])
 
 
 def _notes(output: Path) -> list[Failure]:
-    found = []
+    dated = []
     for file in (output / "cache" / _FOLDER).glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            left = json.loads(file.read_text(encoding="utf-8"))
-            found.append((float(left["time"]), Failure(text=str(left["text"]), rank=int(left["rank"]))))
-    return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+            content = json.loads(file.read_text(encoding="utf-8"))
+            dated.append((float(content["time"]), Failure(text=str(content["text"]), rank=int(content["rank"]))))
+    return [failure for _, failure in sorted(dated, key=lambda pair: pair[0])]
 
 
 def _signalled(lines: list[str]) -> Iterator[Failure]:
@@ -251,12 +251,12 @@ def end_ranks(launcher: int, output: Path, seconds: float) -> None:
 
 def stacks(output: Path) -> dict[int, str]:
     """Return rank → the stack that it wrote when a fatal signal ended it, innermost frame first."""
-    found = {}
+    texts = {}
     for file in stack_file(output, 0).parent.glob("rank-*.txt"):
         with suppress(OSError, ValueError):
             if text := file.read_text(encoding="utf-8", errors="replace"):
-                found[int(file.stem.removeprefix("rank-"))] = text
-    return dict(sorted(found.items()))
+                texts[int(file.stem.removeprefix("rank-"))] = text
+    return dict(sorted(texts.items()))
 
 
 def name_hung(output: Path, seconds: float) -> list[int]:
@@ -275,15 +275,15 @@ def name_hung(output: Path, seconds: float) -> list[int]:
 
 def _ranks(launcher: int) -> dict[int, int]:
     """Return process → rank for the launcher's children: only the ranks, not the processes that they start."""
-    found = {}
+    ranks = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError, IndexError, KeyError):
                 if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == launcher:
                     words = (entry / "environ").read_bytes().split(b"\0")
-                    given = dict(word.split(b"=", 1) for word in words if b"=" in word)
-                    found[int(entry.name)] = int(given[b"RANK"])
-    return found
+                    variables = dict(word.split(b"=", 1) for word in words if b"=" in word)
+                    ranks[int(entry.name)] = int(variables[b"RANK"])
+    return ranks
 
 
 def _state(pid: int) -> str:

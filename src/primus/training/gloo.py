@@ -91,7 +91,7 @@ def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., 
 
         # Do not copy back tensors that are only read, because they may share memory with a result.
         first = _each(arguments[0], lambda tensor: widen(tensor, results))
-        rest = [_each(one, lambda tensor: widen(tensor, [])) for one in arguments[1:]]
+        rest = [_each(argument, lambda tensor: widen(tensor, [])) for argument in arguments[1:]]
         result = operation._op_dk(_ORIGINAL, first, *rest)
         whole = isinstance(result, (tuple, list))
         if results:
@@ -108,7 +108,7 @@ def _each(argument: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return ``argument`` with ``change`` applied to every tensor in it, also in lists."""
     if isinstance(argument, torch.Tensor):
         return change(argument)
-    return [_each(one, change) for one in argument] if isinstance(argument, (list, tuple)) else argument
+    return [_each(item, change) for item in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 @cache

@@ -34,11 +34,11 @@ def of(recipe: Recipe) -> dict[str, Any]:
     Files are compared by content, not by name. Steps, learning rates, precision and the number of ranks may change.
     """
     section = recipe.section(recipe.backend)
-    found: dict[str, Any] = {"backend": recipe.backend, "mode": recipe.mode}
-    found |= {f"model.{key}": value for key, value in flat(asdict(recipe.architecture)) if key != "hf_repo"}
+    fields: dict[str, Any] = {"backend": recipe.backend, "mode": recipe.mode}
+    fields |= {f"model.{key}": value for key, value in flat(asdict(recipe.architecture)) if key != "hf_repo"}
     for key, digest in recipe.asset_digests.items():
-        found[f"assets.{key}"] = f"sha256:{digest}" if digest else recipe.get(f"assets.{key}", str)
-    found |= {
+        fields[f"assets.{key}"] = f"sha256:{digest}" if digest else recipe.get(f"assets.{key}", str)
+    fields |= {
         "data.column": recipe.find("data.column", ""),
         "seq_len": recipe.seq_len,
         "global_batch": recipe.global_batch,
@@ -46,12 +46,12 @@ def of(recipe: Recipe) -> dict[str, Any]:
         **rules_of(recipe).layout(recipe),
     }
     if recipe.mode == "lora":
-        found |= {f"lora.{key}": section.get(f"lora.{key}") for key in ("rank", "alpha", "targets")}
+        fields |= {f"lora.{key}": section.get(f"lora.{key}") for key in ("rank", "alpha", "targets")}
         # The checkpoint contains only the adapters.
         weights = recipe.weights
         name = recipe.find(f"{recipe.backend}.weights", "random")
-        found["weights"] = f"sha256:{tensors.fingerprint(weights)}" if weights else name
-    return found
+        fields["weights"] = f"sha256:{tensors.fingerprint(weights)}" if weights else name
+    return fields
 
 
 def seal(folder: Path, identity: Mapping[str, Any]) -> None:
@@ -74,12 +74,12 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
 
     ``accepted`` are fields that may differ, prefixes of their names (``model``), or ``all``.
     """
-    wanted = of(recipe)
+    current = of(recipe)
     for name in accepted:
-        if name != ALL and not any(_covers(name, field) for field in wanted if not _fixed(field)):
+        if name != ALL and not any(_covers(name, field) for field in current if not _fixed(field)):
             raise InputError(
-                f"--accept-change {name}: there is no such field" + nearest(name, wanted),
-                hint=f"there are: {', '.join(field for field in wanted if not _fixed(field))}",
+                f"--accept-change {name}: there is no such field" + nearest(name, current),
+                hint=f"there are: {', '.join(field for field in current if not _fixed(field))}",
             )
     content = _read(folder)
     if content is None:
@@ -98,23 +98,23 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
         )  # fmt: skip
     saved: dict[str, Any] = content["identity"]
     wrong = {
-        field: (saved.get(field), wanted.get(field))
-        for field in dict.fromkeys([*wanted, *saved])
-        if saved.get(field) != wanted.get(field)
+        field: (saved.get(field), current.get(field))
+        for field in dict.fromkeys([*current, *saved])
+        if saved.get(field) != current.get(field)
     }
-    left = [field for field in wrong if _fixed(field) or not any(_covers(name, field) for name in accepted)]
-    if left:
-        told = [f"{field} was {_shown(wrong[field][0])}, and is {_shown(wrong[field][1])} now" for field in left]
+    refused = [field for field in wrong if _fixed(field) or not any(_covers(name, field) for name in accepted)]
+    if refused:
+        changes = [f"{field} was {_shown(wrong[field][0])}, and is {_shown(wrong[field][1])} now" for field in refused]
         raise InputError(
-            f"the checkpoint belongs to another run: {'; '.join(told)}", where=str(folder), hint=_hint(left)
+            f"the checkpoint belongs to another run: {'; '.join(changes)}", where=str(folder), hint=_hint(refused)
         )
 
 
-def _hint(left: Sequence[str]) -> str:
-    never = [field for field in left if _fixed(field)]
+def _hint(fields: Sequence[str]) -> str:
+    never = [field for field in fields if _fixed(field)]
     if never:
         return f"a checkpoint cannot be resumed with another {' or '.join(never)}"
-    return "to resume anyway: " + " ".join(f"--accept-change {field}" for field in left)
+    return "to resume anyway: " + " ".join(f"--accept-change {field}" for field in fields)
 
 
 def _fixed(field: str) -> bool:
@@ -209,8 +209,11 @@ def verify_tensors(folder: Path) -> None:
     )
     for file, offset, length, name in items[dist.get_rank() :: dist.get_world_size()]:
         try:
-            with (folder / Path(file).name).open("rb") as whole, zipfile.ZipFile(_Part(whole, offset, length)) as kept:
-                damaged = kept.testzip() is not None
+            with (
+                (folder / Path(file).name).open("rb") as whole,
+                zipfile.ZipFile(_Part(whole, offset, length)) as archive,
+            ):
+                damaged = archive.testzip() is not None
         except _FAULTS:
             damaged = True
         if damaged:
@@ -238,8 +241,8 @@ class _Part(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(self._length - self._at, 0)
+        remaining = max(self._length - self._at, 0)
         self._whole.seek(self._offset + self._at)
-        data = self._whole.read(left if size is None or size < 0 else min(size, left))
+        data = self._whole.read(remaining if size is None or size < 0 else min(size, remaining))
         self._at += len(data)
         return data

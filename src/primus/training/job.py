@@ -74,12 +74,12 @@ class Job:
 class JobResult:
     """A finished run: the exit code of ``primus train``, and the job's folder as this process sees it.
 
-    ``said`` is the reason that the command printed. The job's folder may not contain it.
+    ``reason`` is the reason that the command printed. The job's folder may not contain it.
     """
 
     exit_code: int
     output: Path
-    said: str = ""
+    reason: str = ""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -92,8 +92,8 @@ def step_of(checkpoint: Path) -> int:
 
 def steps(folder: Path) -> list[Path]:
     """Return the checkpoints ``step-N`` in ``folder``, oldest first."""
-    found = []
+    numbered = []
     for path in folder.glob("step-*"):
         with suppress(ValueError):
-            found.append((step_of(path), path))
-    return [path for _, path in sorted(found)]
+            numbered.append((step_of(path), path))
+    return [path for _, path in sorted(numbered)]

@@ -70,7 +70,7 @@ def run(
     others = _children(os.getpid())
     started = time.monotonic()
     stop = threading.Event()
-    with _Log(log) as kept, _signals(stop):
+    with _Log(log) as writer, _signals(stop):
         process = subprocess.Popen(
             list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", start_new_session=True,
@@ -81,16 +81,16 @@ def run(
             follow = on_line
             for line in process.stdout or ():
                 heard[0] = time.monotonic()
-                kept.write(line)
+                writer.write(line)
                 try:
                     follow(line)
                 except Exception as error:  # noqa: BLE001 - ranks wait forever if nobody reads their lines
                     follow = _ignore
-                    kept.write(f"primus: the command no longer follows this log: {type(error).__name__}: {error}\n")
+                    writer.write(f"primus: the command no longer follows this log: {type(error).__name__}: {error}\n")
 
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
-        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, hopeless, kept)
+        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, hopeless, writer)
         # Ranks are in their own sessions. Those that the launcher did not end are children of this process now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
@@ -98,7 +98,7 @@ def run(
             process.stdout.close()
     if stop.is_set():
         raise KeyboardInterrupt
-    return Ended(exit_code=code, seconds=time.monotonic() - started, disk_full=kept.full)
+    return Ended(exit_code=code, seconds=time.monotonic() - started, disk_full=writer.full)
 
 
 def _wait(
@@ -107,7 +107,7 @@ def _wait(
     silent: Callable[[], bool],
     on_silence: Callable[[int], None],
     hopeless: Callable[[], bool],
-    kept: _Log,
+    writer: _Log,
 ) -> int:
     until, looked = float("inf"), time.monotonic()
     while True:
@@ -122,7 +122,7 @@ def _wait(
                 looked = time.monotonic()
                 until = looked + GRACE_SECONDS if hopeless() else until
             # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
-            if until == float("inf") and kept.full:
+            if until == float("inf") and writer.full:
                 until = time.monotonic() + GRACE_SECONDS
             if stop.is_set() or time.monotonic() > until:
                 break
@@ -237,12 +237,12 @@ def _children(parent: int) -> set[int]:
             with suppress(OSError, ValueError, IndexError):
                 # The command name, in parentheses, can contain spaces.
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found: set[int] = set()
+    descendants: set[int] = set()
     frontier = {parent}
     while frontier:
-        frontier = {child for child, above in parents.items() if above in frontier} - found
-        found |= frontier
-    return found
+        frontier = {child for child, above in parents.items() if above in frontier} - descendants
+        descendants |= frontier
+    return descendants
 
 
 def _end(pids: set[int]) -> None:

@@ -83,28 +83,28 @@ def read_steps(text: str) -> Series:
     Every rank prints every step with the same global loss and gradient norm, so repeats are merged; a repeat
     with other values is a problem (two runs in one log, or ranks that drifted apart).
     """
-    found: dict[int, Step] = {}
+    merged: dict[int, Step] = {}
     problems: list[str] = []
     for line in text.splitlines():
         step = step_in(line)
         if step is None:
             continue
-        known = found.get(step.step)
-        if known is None:
-            found[step.step] = step
+        earlier = merged.get(step.step)
+        if earlier is None:
+            merged[step.step] = step
             continue
-        if not (_same(known.loss, step.loss) and _same(known.grad_norm, step.grad_norm)):
+        if not (_same(earlier.loss, step.loss) and _same(earlier.grad_norm, step.grad_norm)):
             problems.append(
-                f"step {step.step} is logged twice: loss {known.loss} and {step.loss}, "
-                f"gradient norm {known.grad_norm} and {step.grad_norm}"
+                f"step {step.step} is logged twice: loss {earlier.loss} and {step.loss}, "
+                f"gradient norm {earlier.grad_norm} and {step.grad_norm}"
             )
-        found[step.step] = replace(
-            known,
-            tokens_per_second=min(known.tokens_per_second, step.tokens_per_second),
-            memory_gib=max(known.memory_gib, step.memory_gib),
-            images_per_second=min(filter(None, (known.images_per_second, step.images_per_second)), default=None),
+        merged[step.step] = replace(
+            earlier,
+            tokens_per_second=min(earlier.tokens_per_second, step.tokens_per_second),
+            memory_gib=max(earlier.memory_gib, step.memory_gib),
+            images_per_second=min(filter(None, (earlier.images_per_second, step.images_per_second)), default=None),
         )
-    return Series(steps=tuple(found[number] for number in sorted(found)), problems=tuple(problems))
+    return Series(steps=tuple(merged[number] for number in sorted(merged)), problems=tuple(problems))
 
 
 def read_exact(lines: Iterable[str]) -> dict[int, tuple[float, float]]:
@@ -159,8 +159,8 @@ def _number(word: str) -> float:
         return math.nan
 
 
-def _same(left: float, right: float, within: float = 0.0) -> bool:
-    return left == right or abs(left - right) <= within or (math.isnan(left) and math.isnan(right))
+def _same(value: float, other: float, within: float = 0.0) -> bool:
+    return value == other or abs(value - other) <= within or (math.isnan(value) and math.isnan(other))
 
 
 class Clock:

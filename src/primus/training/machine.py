@@ -30,10 +30,10 @@ def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> Non
     precision that a CPU computes. GPUs that are not in the table are taken for the recipe's, because nothing is
     known about them.
     """
-    found = detect(root)
-    on_cpu = recipe.gpu == CPU or not found.names
+    gpus = detect(root)
+    on_cpu = recipe.gpu == CPU or not gpus.names
     if recipe.gpu != CPU:
-        _check_gpus(recipe, found)
+        _check_gpus(recipe, gpus)
     _check_memory(recipe, None if on_cpu else gpu_bytes(recipe.gpu), root)
     if not on_cpu and not force:
         _check_activations(recipe)
@@ -52,30 +52,31 @@ def _check_compiler(recipe: Recipe, *, gpu: bool) -> None:
         )
 
 
-def _check_gpus(recipe: Recipe, found: Found) -> None:
-    asked = generation(recipe.gpu)
-    if not found.names:
+def _check_gpus(recipe: Recipe, gpus: Found) -> None:
+    expected = generation(recipe.gpu)
+    if not gpus.names:
         if not recipe.get("proxy", bool):
-            raise HostError(f"there is no GPU on this machine, and the job is for {asked.title}", hint=_SMALL)
+            raise HostError(f"there is no GPU on this machine, and the job is for {expected.title}", hint=_SMALL)
         if recipe.precision not in _ON_CPU:
             raise HostError(
-                f"there is no GPU on this machine, and a CPU does not compute {recipe.precision} as {asked.title} does",
+                f"there is no GPU on this machine, and a CPU does not compute {recipe.precision} as "
+                f"{expected.title} does",
                 hint="--gpu cpu resolves the proxy for the CPU",
             )
         return
-    vendor = next(arch.vendor for arch in load_table().archs if arch.arch == asked.arch)
-    if found.vendor != vendor or (found.generation and found.generation != asked.name):
+    vendor = next(arch.vendor for arch in load_table().archs if arch.arch == expected.arch)
+    if gpus.vendor != vendor or (gpus.generation and gpus.generation != expected.name):
         raise HostError(
-            f"the job is for {asked.title}, and this machine has {found.sentence()}",
-            hint=f"--gpu {found.generation} resolves the recipe for it" if found.generation else _SHOW,
+            f"the job is for {expected.title}, and this machine has {gpus.sentence()}",
+            hint=f"--gpu {gpus.generation} resolves the recipe for it" if gpus.generation else _SHOW,
         )
-    if not found.usable:
-        raise HostError(f"the GPUs of this machine cannot be used: {found.obstacle}")
+    if not gpus.usable:
+        raise HostError(f"the GPUs of this machine cannot be used: {gpus.obstacle}")
     ranks = recipe.get("ranks", int)
-    if found.generation and ranks > len(found.names):
+    if gpus.generation and ranks > len(gpus.names):
         raise HostError(
-            f"the job starts {ranks} ranks on each machine, and this one has {found.sentence()}: a rank needs one GPU",
-            hint=f"ranks={len(found.names)}, or a machine with {ranks} GPUs",
+            f"the job starts {ranks} ranks on each machine, and this one has {gpus.sentence()}: a rank needs one GPU",
+            hint=f"ranks={len(gpus.names)}, or a machine with {ranks} GPUs",
         )
 
 
@@ -122,14 +123,14 @@ def least_bytes(recipe: Recipe, *, offload: bool = False) -> float:
 
 def host_bytes(root: Path = Path("/")) -> float:
     """Return the bytes of memory of this machine, or a lower limit of this process's control group; 0 if unknown."""
-    found = []
+    limits = []
     with suppress(OSError, ValueError, IndexError):
         line = next(line for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
-        found.append(float(line.split()[1]) * 1024)
+        limits.append(float(line.split()[1]) * 1024)
     for group in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
-            found.append(float((root / group).read_text()))
-    if not found:
+            limits.append(float((root / group).read_text()))
+    if not limits:
         with suppress(OSError, ValueError):
-            found.append(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
-    return min(found, default=0.0)
+            limits.append(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+    return min(limits, default=0.0)

@@ -97,9 +97,9 @@ class Mfu:
 def work(recipe: Recipe, facts: Mapping[str, Any]) -> Work:
     """Return the work of ``recipe``. The device and the number of LoRA's weights come from the run's own ``facts``."""
     trained = facts.get("trainable_parameters") if recipe.mode == "lora" else None
-    known = recipe.mode != "lora" or trained is not None
+    countable = recipe.mode != "lora" or trained is not None
     return Work(
-        flops=of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained) if known else None,
+        flops=of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained) if countable else None,
         per_image=recipe.architecture.family == "flux",
         precision=recipe.precision,
         device=facts.get("device"),
@@ -118,18 +118,18 @@ def mfu_of(done: Work, tflops: Flops) -> Mfu:
         raise UnknownPeak(f"no MFU: the table of GPUs holds no {done.precision.upper()} peak")
     dtype = cast("Dtype", done.precision)
     shares = [mfu(rate, done.gpu, dtype) for rate in (tflops.causal, tflops.non_causal)]
-    known = by_product_name(done.gpu)
-    published = peak(known, dtype) if known else None
-    if known is None or published is None or published.tflops is None:
+    generation = by_product_name(done.gpu)
+    published = peak(generation, dtype) if generation else None
+    if generation is None or published is None or published.tflops is None:
         raise UnknownPeak(f"no MFU: the peak of {done.gpu!r} is not known")
-    if done.units != known.compute_units:
-        raise UnknownPeak(f"no MFU: {done.units} of the {known.compute_units} compute units of {known.title}")
+    if done.units != generation.compute_units:
+        raise UnknownPeak(f"no MFU: {done.units} of the {generation.compute_units} compute units of {generation.title}")
     return Mfu(
         causal=shares[0],
         non_causal=shares[1],
         peak_tflops=published.tflops,
         dtype=dtype,
-        gpu=known.title,
+        gpu=generation.title,
         source=published.source,
     )
 
@@ -186,7 +186,7 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None, slow_
     joules = [step.joules for step in measured if step.joules is not None]
     rates = [rate for step in measured if (rate := _rate(step, done)) is not None]
     tflops = _tflops(done, statistics.median(rates) if rates else None)
-    found, why = _mfu(done, tflops)
+    utilization, why = _mfu(done, tflops)
     return Summary(
         first_loss=plain(steps[0].loss) if steps else None,
         last_loss=plain(steps[-1].loss) if steps else None,
@@ -198,7 +198,7 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None, slow_
         images_per_second=statistics.median(images) if images else None,
         tflops_causal=tflops.causal if tflops else None,
         tflops_non_causal=tflops.non_causal if tflops else None,
-        mfu=found,
+        mfu=utilization,
         no_mfu=why,
         joules_per_step=statistics.fmean(joules) if joules else None,
         slow_rank=slow_rank,

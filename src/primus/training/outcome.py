@@ -70,7 +70,7 @@ def read(job: Job, result: JobResult) -> Outcome:
         busy={int(step): float(spent) for step, spent in document(folder / "witness" / "seconds.json").items()},
         peak_gib=run.host_memory_gib if run else None,
         slow_rank=str(slow) if (slow := straggler.find(straggler.read(job.output))) else None,
-        cause=result.said or str(failure.cause(folder, exit_code, job.output) or ""),
+        cause=result.reason or str(failure.cause(folder, exit_code, job.output) or ""),
     )
 
 

@@ -98,7 +98,7 @@ def unjudged(recipe: Recipe) -> str | None:
         return "dropout is random"
     rules = backend_rules(recipe.backend)
     for key, value in recipe.section(recipe.backend).items():
-        if value != rules[key].default and any(fnmatchcase(key, one) for one in recipe.knows.unmodelled):
+        if value != rules[key].default and any(fnmatchcase(key, pattern) for pattern in recipe.knows.unmodelled):
             return f"the reference does not repeat {recipe.backend}.{key}={spell(value)}"
     if why := rules_of(recipe).unjudged(recipe):
         return why
@@ -107,32 +107,34 @@ def unjudged(recipe: Recipe) -> str | None:
     return None
 
 
-def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
+def verdicts(evidence: Mapping[str, Any], series: Series) -> list[Verdict]:
     """Judge every step: data, parameters, loss, gradients, learning rate, update. No check passes without evidence."""
-    steps: Sequence[Mapping[str, Any]] = found.get("steps", ())
-    if problem := found.get("problem"):
+    steps: Sequence[Mapping[str, Any]] = evidence.get("steps", ())
+    if problem := evidence.get("problem"):
         return [Verdict(name="reference", passed=False, reason=str(problem))]
-    if not steps and "parameters" in found and not (parameters := _parameters(found["parameters"])).passed:
+    if not steps and "parameters" in evidence and not (parameters := _parameters(evidence["parameters"])).passed:
         return [parameters]
     if not steps or not series.steps:
         return [Verdict(name="reference", passed=False, reason="the reference found no step to repeat")]
     return [
         _data(steps),
-        _figure("loss", "reference loss", found, series, [step.loss for step in series.steps]),
-        _figure("grad_norm", "reference gradient norm", found, series, [step.grad_norm for step in series.steps]),
-        _parameters(found["parameters"]),
+        _figure("loss", "reference loss", evidence, series, [step.loss for step in series.steps]),
+        _figure("grad_norm", "reference gradient norm", evidence, series, [step.grad_norm for step in series.steps]),
+        _parameters(evidence["parameters"]),
         of_faults(
             "reference first weights",
-            found.get("first", _NOTHING),
+            evidence.get("first", _NOTHING),
             "every weight begins as the backend's rule draws it",
         ),
-        _moved(found["moved"]),
-        of_faults("reference saved files", found.get("saved", _NOTHING), "checkpoints and files hold what was trained"),
-        _gradients(found, series),
-        _blocks(found),
-        *([] if found["precision"] == "fp32" else [_constants(found)]),
+        _moved(evidence["moved"]),
+        of_faults(
+            "reference saved files", evidence.get("saved", _NOTHING), "checkpoints and files hold what was trained"
+        ),
+        _gradients(evidence, series),
+        _blocks(evidence),
+        *([] if evidence["precision"] == "fp32" else [_constants(evidence)]),
         _rates(steps),
-        _updates(found),
+        _updates(evidence),
     ]
 
 
@@ -149,29 +151,29 @@ def _data(steps: Sequence[Mapping[str, Any]]) -> Verdict:
     )
 
 
-def _parameters(found: Mapping[str, Any]) -> Verdict:
-    wrong = [f"missing: {name}" for name in found["missing"]]
-    wrong += [f"not in the model: {name}" for name in found["besides"]]
-    wrong += found["shapes"] + found["first_values"]
+def _parameters(findings: Mapping[str, Any]) -> Verdict:
+    wrong = [f"missing: {name}" for name in findings["missing"]]
+    wrong += [f"not in the model: {name}" for name in findings["besides"]]
+    wrong += findings["shapes"] + findings["first_values"]
     return of_faults(
-        "reference parameters", wrong, f"{found['count']:,} parameters, {found['trained']:,} of them trained"
+        "reference parameters", wrong, f"{findings['count']:,} parameters, {findings['trained']:,} of them trained"
     )
 
 
-def _moved(found: Mapping[str, Any]) -> Verdict:
-    wrong = [f"{name} was never updated" for name in found["still"]]
-    wrong += [f"{name} is frozen and changed" for name in found["frozen_moved"]]
+def _moved(findings: Mapping[str, Any]) -> Verdict:
+    wrong = [f"{name} was never updated" for name in findings["still"]]
+    wrong += [f"{name} is frozen and changed" for name in findings["frozen_moved"]]
     return of_faults("reference trained weights", wrong, "every trained weight moved, every frozen one stayed")
 
 
-def _figure(key: str, name: str, found: Mapping[str, Any], series: Series, seen: Sequence[float]) -> Verdict:
-    known = {step["step"]: step for step in found["steps"]}
-    usual = max((step["noise"][key] for step in found["steps"] if step["regular"]), default=0.0)
+def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series, seen: Sequence[float]) -> Verdict:
+    repeated = {step["step"]: step for step in evidence["steps"]}
+    usual = max((step["noise"][key] for step in evidence["steps"] if step["regular"]), default=0.0)
     gaps = []
     for step, value in zip(series.steps, seen, strict=True):
-        own = known.get(step.step, {})
-        limit = _limit(key, max(usual, own.get("noise", {}).get(key, 0.0)), own)
-        gap = relative_gap(value, own.get(key))
+        expected = repeated.get(step.step, {})
+        limit = _limit(key, max(usual, expected.get("noise", {}).get(key, 0.0)), expected)
+        gap = relative_gap(value, expected.get(key))
         gaps.append((gap / limit, gap, limit, step.step))
     share, gap, limit, at = max(gaps)
     return Verdict(
@@ -183,33 +185,33 @@ def _figure(key: str, name: str, found: Mapping[str, Any], series: Series, seen:
     )
 
 
-def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
+def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
     """Judge gradients. Each kind of tensor has its own limit, from its noise at the steps with known noise."""
-    rows = [step for step in found["steps"] if step["own_gradient"]]
+    rows = [step for step in evidence["steps"] if step["own_gradient"]]
     wrong = [f"step {row['step']}: {name} has no gradient" for row in rows for name in row["missing"]]
     wrong += [f"step {row['step']}: ranks that share {name} disagree" for row in rows for name in row["apart"]]
-    if len(rows) < len(found["steps"]):
-        wrong.append(f"the optimizer made {len(rows)} updates in {len(found['steps'])} steps")
-    usual = usual_gaps(found["steps"])
+    if len(rows) < len(evidence["steps"]):
+        wrong.append(f"the optimizer made {len(rows)} updates in {len(evidence['steps'])} steps")
+    usual = usual_gaps(evidence["steps"])
     gaps = [(0.0, 0.0, _LEAST["gradient"], 0, "")]
     for row in rows:
         noise, elsewhere = row.get("noise", {}), _sent_elsewhere(row)
         for kind, (gap, name) in row["gaps"].items():
-            own, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
-            limit = _limit("gradient", max(usual.get(kind, 0.0), own), row)
+            own_noise, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
+            limit = _limit("gradient", max(usual.get(kind, 0.0), own_noise), row)
             if elsewhere or _EXPERTS in kind:
                 limit = max(limit, _ALL_IN_DOUBT * noise.get("doubt", {}).get(kind, 0.0))
             gaps.append((gap / limit, gap, limit, row["step"], name))
-    for kind, (gap, limit) in _means(found["steps"]).items():
+    for kind, (gap, limit) in _means(evidence["steps"]).items():
         if gap > limit:
             wrong.append(f"{kind}: the mean gap is {gap:.1e}, and the limit {limit:.1e}")
     share, gap, limit, at, name = max(gaps)
     if share > 1:
         wrong.append(f"{name} differs most, at step {at}")
-    wrong += _clipping(rows, found, series)
-    rounded = _ROUNDED[min(3, 3 if found["precision"] == "fp32" else found["summands"])]
+    wrong += _clipping(rows, evidence, series)
+    rounded = _ROUNDED[min(3, 3 if evidence["precision"] == "fp32" else evidence["summands"])]
     # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were added.
-    if not (found.get("narrow") or found["narrow_sums"]):
+    if not (evidence.get("narrow") or evidence["narrow_sums"]):
         wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > rounded]
     return of_faults(
         "reference gradients",
@@ -243,13 +245,13 @@ def usual_gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return usual
 
 
-def _blocks(found: Mapping[str, Any]) -> Verdict:
+def _blocks(evidence: Mapping[str, Any]) -> Verdict:
     """Judge what each block computed from what entered it in the run, token by token."""
-    limits = _BLOCKS if found["precision"] == "bf16" else _BLOCKS_WIDE
-    longer = _LONGER_FP8 if found["precision"] == "fp8" else _LONGER
+    limits = _BLOCKS if evidence["precision"] == "bf16" else _BLOCKS_WIDE
+    longer = _LONGER_FP8 if evidence["precision"] == "fp8" else _LONGER
     wrong: list[str] = []
     worst, compared = 0.0, 0
-    for step in found["steps"]:
+    for step in evidence["steps"]:
         if isinstance(step["blocks"], str):
             wrong.append(f"step {step['step']}: {step['blocks']}")
             continue
@@ -259,7 +261,7 @@ def _blocks(found: Mapping[str, Any]) -> Verdict:
             allowed = _LONGER_LOGITS if row["name"] == "logits" else longer
             wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, of_row, allowed)]
             worst = max([worst, *(row.get(key, 0.0) / limit for key, limit in of_row.items())])
-    if found["unseen"]:
+    if evidence["unseen"]:
         return of_faults("reference blocks", wrong, _UNSEEN)
     if not compared:
         wrong.append("the reference did not compare this")
@@ -290,9 +292,9 @@ def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) 
 
 def _constants(evidence: Mapping[str, Any]) -> Verdict:
     """Judge constants of the model whose error is below the noise of one gradient. FP32 runs do not need this check."""
-    found: Mapping[str, Mapping[str, Any]] = evidence.get("constants", {})
+    constants: Mapping[str, Mapping[str, Any]] = evidence.get("constants", {})
     limits, shares = {}, {}
-    for name, row in found.items():
+    for name, row in constants.items():
         share = row["share"] - row["rounding"]
         shares[name] = share if row.get("one_sided") else abs(share)
         close, wide = (max(_CHANGED, count * row["deviation"]) for count in (_DEVIATIONS, _DEVIATIONS_WIDE))
@@ -303,16 +305,16 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
         else:
             limits[name] = close
     wrong = [
-        f"{name}: the blocks show {found[name]['share']:.2f} of it"
+        f"{name}: the blocks show {constants[name]['share']:.2f} of it"
         for name, share in shares.items()
         if not share <= limits[name]
     ]
     decided = [name for name, limit in limits.items() if limit <= 1]
     if evidence["unseen"]:
         return of_faults("reference constants", wrong, _UNSEEN)
-    if not found:
+    if not constants:
         wrong = ["the reference did not compare this"]
-    hidden = ", ".join(name for name in found if name not in decided)
+    hidden = ", ".join(name for name in constants if name not in decided)
     return of_faults(
         "reference constants",
         sorted(wrong, key=lambda sentence: sentence.partition(":")[0]),
@@ -330,13 +332,13 @@ def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]
     """
     regular = [step for step in steps if step["regular"] and step["own_gradient"]]
     rows = [step for step in regular if not _sent_elsewhere(step)]
-    found = {}
+    means = {}
     for kind in rows[0]["gaps"] if len(regular) >= _ENOUGH and len(rows) > 1 else ():
         gap = statistics.fmean(row["gaps"].get(kind, (0.0, ""))[0] for row in rows)
         noises = [row["noise"]["gaps"][kind][0] for row in rows]
         tied = any(row["closest"] < _TIE for row in rows)
-        found[kind] = gap, (_TIED if tied else _LEAST)["gradient"] + _mean_noise(noises)
-    return found
+        means[kind] = gap, (_TIED if tied else _LEAST)["gradient"] + _mean_noise(noises)
+    return means
 
 
 def _mean_noise(noises: Sequence[float]) -> float:
@@ -345,22 +347,22 @@ def _mean_noise(noises: Sequence[float]) -> float:
     if not total:
         return 0.0
     # 1 for a single noisy step, 1 / sqrt(_ENOUGH) for that many equally noisy ones: how much of an error a mean keeps.
-    left = math.sqrt(sum(noise**2 for noise in noises)) / total
+    ratio = math.sqrt(sum(noise**2 for noise in noises)) / total
     least = 1 / math.sqrt(_ENOUGH)
-    share = max(0.0, left - least) / (1 - least)
+    share = max(0.0, ratio - least) / (1 - least)
     return (_MEAN_NOISE + share * (_NOISE["gradient"] - _MEAN_NOISE)) * total / len(noises)
 
 
-def _clipping(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any], series: Series) -> list[str]:
+def _clipping(rows: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any], series: Series) -> list[str]:
     """Return the steps at which the optimizer's gradients do not have the length of the clipped norm."""
-    reported, wrong, most = {step.step: step.grad_norm for step in series.steps}, [], found["max_norm"]
-    allowed = _CLIPPED_NARROW if found.get("narrow") else _CLIPPED
+    reported, wrong, most = {step.step: step.grad_norm for step in series.steps}, [], evidence["max_norm"]
+    allowed = _CLIPPED_NARROW if evidence.get("narrow") else _CLIPPED
     for row in rows:
         norm = reported.get(row["step"], math.nan)
-        wanted = norm * min(1.0, most / (norm + 1e-6)) if most > 0 else norm
-        if not relative_gap(row["used_norm"], wanted) <= allowed:
+        expected = norm * min(1.0, most / (norm + 1e-6)) if most > 0 else norm
+        if not relative_gap(row["used_norm"], expected) <= allowed:
             wrong.append(
-                f"step {row['step']}: the optimizer got gradients of length {row['used_norm']:.4g}, not {wanted:.4g}"
+                f"step {row['step']}: the optimizer got gradients of length {row['used_norm']:.4g}, not {expected:.4g}"
             )
     return wrong
 
@@ -379,17 +381,17 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
     )
 
 
-def _updates(found: Mapping[str, Any]) -> Verdict:
-    worst = max(found["steps"], key=lambda step: step["update"]["gap"])
+def _updates(evidence: Mapping[str, Any]) -> Verdict:
+    worst = max(evidence["steps"], key=lambda step: step["update"]["gap"])
     gap = worst["update"]["gap"]
-    limit = _UPDATE_NARROW if found.get("narrow") else _UPDATE
+    limit = _UPDATE_NARROW if evidence.get("narrow") else _UPDATE
     wrong = [f"{worst['update']['name']} differs most, at step {worst['step']}"] if gap > limit else []
     wrong += [
         f"step {step['step']}: {name} is not the optimizer's, rounded"
-        for step in found["steps"]
+        for step in evidence["steps"]
         for name in step["stale"]
     ]
-    wrong += [f"step {step['step']}: {sentence}" for step in found["steps"] for sentence in step["biases"]]
+    wrong += [f"step {step['step']}: {sentence}" for step in evidence["steps"] for sentence in step["biases"]]
     return of_faults(
         "reference update",
         wrong,
@@ -406,7 +408,7 @@ def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
 
 
 def figures(
-    facts: Mapping[str, Any], found: Mapping[str, Any], series: Series, recipe: Recipe, peak_gib: float | None
+    facts: Mapping[str, Any], evidence: Mapping[str, Any], series: Series, recipe: Recipe, peak_gib: float | None
 ) -> Verdict:
     """Judge the other reported figures: parameters, FLOPs per token or image, memory.
 
@@ -414,16 +416,16 @@ def figures(
     on a GPU report the GPU's memory, which the system does not count.
     Ranks that share layers or experts report only their own parts; their parameter counts are not compared.
     """
-    wrong, known = [], found.get("parameters", {})
+    wrong, parameters = [], evidence.get("parameters", {})
     shared = any(recipe.degree(kind) > 1 for kind in ("tp", "pp", "ep"))
-    for key, count in (("parameters", known.get("count")), ("trainable_parameters", known.get("trained"))):
+    for key, count in (("parameters", parameters.get("count")), ("trainable_parameters", parameters.get("trained"))):
         if not shared and facts.get(key) != count:
             wrong.append(f"{key}: {facts.get(key)}, not {count}")
-    flops = known.get("flops", math.nan)
+    flops = parameters.get("flops", math.nan)
     if relative_gap(facts.get("flops_per_unit", math.nan), flops) > _FLOPS:
         wrong.append(f"FLOPs of a token or image: {facts.get('flops_per_unit', math.nan):.4g}, not {flops:.4g}")
     # Even in the narrowest precision, and without gradients and moments.
-    least = 2 * (known.get("count") or 0) / recipe.world_size / 2**30
+    least = 2 * (parameters.get("count") or 0) / recipe.world_size / 2**30
     wrong += [
         f"step {step.step}: {step.memory_gib:g} GiB of memory, and the weights alone take {least:.2g}"
         for step in series.steps

@@ -68,20 +68,20 @@ def files(job: Job) -> dict[str, str]:
     return {"job.json": job_file(job), **backend_of(job.recipe).files(job)}
 
 
-def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
-    """Return the command that starts all ranks of ``job`` on this machine, in the environment ``given``."""
+def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
+    """Return the command that starts all ranks of ``job`` on this machine, in the environment ``variables``."""
     # With several nodes, each rank also writes its own files, because the log of a node mixes the lines of its ranks.
     tee = ["--tee", "3"] if job.recipe.get("nodes", int) > 1 else []
     return [
         python, "-m", "torch.distributed.run",
         "--nproc-per-node", str(job.recipe.get("ranks", int)),
-        *_meeting(job, given),
-        *tee, "--log-dir", str(folder_of_node(job, given) / "cache" / "torchrun"),
+        *_meeting(job, variables),
+        *tee, "--log-dir", str(folder_of_node(job, variables) / "cache" / "torchrun"),
         "-m", f"primus.training.{job.recipe.backend}.entry", *backend_of(job.recipe).arguments(job),
     ]  # fmt: skip
 
 
-def node_rank(job: Job, given: Mapping[str, str]) -> int:
+def node_rank(job: Job, variables: Mapping[str, str]) -> int:
     """Return the number of this node: NODE_RANK, or Slurm's variable. Raises InputError if neither is set.
 
     A job of one node has only node 0, whatever the environment contains.
@@ -90,7 +90,11 @@ def node_rank(job: Job, given: Mapping[str, str]) -> int:
     if nodes == 1:
         return 0
     name, text = next(
-        ((name, given[name]) for name in ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX") if given.get(name)),
+        (
+            (name, variables[name])
+            for name in ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+            if variables.get(name)
+        ),
         ("NODE_RANK", ""),
     )
     if not text:
@@ -105,13 +109,13 @@ def node_rank(job: Job, given: Mapping[str, str]) -> int:
     return int(text)
 
 
-def folder_of_node(job: Job, given: Mapping[str, str]) -> Path:
+def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:
     """Return the folder for this node's own files, such as log and caches. Node 0 uses the job's folder."""
-    node = node_rank(job, given) if str(given.get("NODE_RANK")) != "$NODE_RANK" else 0
+    node = node_rank(job, variables) if str(variables.get("NODE_RANK")) != "$NODE_RANK" else 0
     return job.output / f"node-{node}" if node else job.output
 
 
-def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
+def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
     """Return torchrun's rendezvous options. Raises InputError if a job of several nodes has no node number."""
     nodes = job.recipe.get("nodes", int)
     if nodes == 1:
@@ -121,9 +125,9 @@ def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
             "--rdzv-backend", "c10d", "--rdzv-endpoint", str(job.output / "cache" / "rendezvous"),
             "--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1",
         ]  # fmt: skip
-    shown = given.get("NODE_RANK") == "$NODE_RANK"
-    first = shown or node_rank(job, given) == 0
-    address, port = given.get("MASTER_ADDR"), given.get("MASTER_PORT") or "29500"
+    shown = variables.get("NODE_RANK") == "$NODE_RANK"
+    first = shown or node_rank(job, variables) == 0
+    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT") or "29500"
     if not address:
         raise InputError(
             f"{nodes} nodes: MASTER_ADDR is not set on this machine",
@@ -132,38 +136,38 @@ def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
         )
     if not shown and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise InputError(f"must be a port from 1 to 65535, not {port!r}", where=f"MASTER_PORT={port}")
-    own = given.get("NODE_ADDR") or (address if first else network.own_address(address))
+    local = variables.get("NODE_ADDR") or (address if first else network.own_address(address))
     return [
         "--nnodes", str(nodes), "--rdzv-backend", "c10d",
         # The id rejects agents of another job, or of an earlier attempt of this one, that find the same port.
-        "--rdzv-id", given.get("RDZV_ID") or job.name,
+        "--rdzv-id", variables.get("RDZV_ID") or job.name,
         "--rdzv-endpoint", f"{address}:{port}",
         "--rdzv-conf", f"is_host={'true' if first else 'false'},read_timeout={_MEETING_SECONDS},"
         f"join_timeout={_MEETING_SECONDS}",
-        *(["--local-addr", own] if own else []),
+        *(["--local-addr", local] if local else []),
     ]  # fmt: skip
 
 
-def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the ranks, based on ``given``: no network, caches in the job's folder or beside it.
+def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the ranks, based on ``inherited``: no network, caches in the job's folder or beside it.
 
     The root file system may be read-only, the user id unknown to the system, and HOME not writable.
     """
-    cache = folder_of_node(job, given) / "cache"
-    made = dict(given)
+    cache = folder_of_node(job, inherited) / "cache"
+    variables = dict(inherited)
     if job.recipe.get("nodes", int) > 1:
         # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes cannot reach.
-        if interface := network.interface_towards(given.get("MASTER_ADDR", "")):
-            made.setdefault("NCCL_SOCKET_IFNAME", interface)
-            made.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface := network.interface_towards(inherited.get("MASTER_ADDR", "")):
+            variables.setdefault("NCCL_SOCKET_IFNAME", interface)
+            variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         # The format that torch uses for tracebacks. By default, every line begins with the name of torchrun's role.
-        made.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
+        variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
     if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
-        made |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cache / "huggingface")}
+        variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cache / "huggingface")}
     compiled = compiled_before(job)
     if compiled is None or not os.access(compiled, os.W_OK):  # it may belong to another user
         compiled = cache
-    made |= {
+    variables |= {
         "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
         "TRITON_CACHE_DIR": str(compiled / "triton"),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
@@ -175,21 +179,21 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
         # Rank 0 opens the ranks' store, because torchrun would always use libuv.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    if not _has_temporary_folder(given):
+    if not _has_temporary_folder(inherited):
         # A read-only root file system without --tmpfs /tmp.
-        made["TMPDIR"] = str(cache)
+        variables["TMPDIR"] = str(cache)
     # torchrun's own default. If it is not set, torchrun prints a warning.
-    made.setdefault("OMP_NUM_THREADS", "1")
-    made.setdefault("USER", "primus")
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    variables.setdefault("USER", "primus")
     # A rank that SIGABRT or SIGSEGV ends then prints its stack.
-    made.setdefault("PYTHONFAULTHANDLER", "1")
-    return made
+    variables.setdefault("PYTHONFAULTHANDLER", "1")
+    return variables
 
 
-def _has_temporary_folder(given: Mapping[str, str]) -> bool:
+def _has_temporary_folder(variables: Mapping[str, str]) -> bool:
     """Return whether Python finds a folder for temporary files, without which torchrun does not start."""
     # The same search as in Python's tempfile, which keeps its answer for the whole process.
-    places = (*(given.get(name) for name in ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp", "/usr/tmp", Path.cwd())
+    places = (*(variables.get(name) for name in ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp", "/usr/tmp", Path.cwd())
     return any(place and os.access(place, os.W_OK | os.X_OK) for place in places)
 
 
@@ -210,7 +214,9 @@ def _packages() -> str:
 
     PyTorch's key of a graph covers neither the gradients nor the code of the operators in it.
     """
-    digest = hashlib.sha256(repr(sorted((one.name, one.version) for one in metadata.distributions())).encode())
+    digest = hashlib.sha256(
+        repr(sorted((package.name, package.version) for package in metadata.distributions())).encode()
+    )
     for source in sorted(Path(optimizations.__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()

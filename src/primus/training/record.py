@@ -26,13 +26,13 @@ def make(
     target: str,
     image: Mapping[str, Any],
     gpu: str,
-    made: str,
+    time: str,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the record of one validation.
 
     ``image`` identifies the bytes that ran (``{"digest": "sha256:…"}`` and whatever else the caller knows). ``gpu``
-    is the GPU's name or "none". ``made`` is the time in ISO 8601. ``passed`` is true only if there are verdicts,
+    is the GPU's name or "none". ``time`` is the time in ISO 8601. ``passed`` is true only if there are verdicts,
     all of them passed, and every planned job has a series of steps.
     """
     recipe = suite.recipe_of(jobs)
@@ -40,7 +40,7 @@ def make(
     ran = all(job.name in outcomes and outcomes[job.name].series.steps for job in jobs)
     return {
         "format": FORMAT,
-        "made": made,
+        "made": time,
         "passed": bool(verdicts) and ran and all(verdict.passed for verdict in verdicts),
         "target": target,
         "image": dict(image),
@@ -66,28 +66,28 @@ def make(
     }
 
 
-def _measurements(recipe: Recipe, left: Outcome) -> dict[str, Any]:
-    done = metrics.work(recipe, left.facts)
+def _measurements(recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
+    done = metrics.work(recipe, outcome.facts)
     warmup = recipe.get("validation.warmup_steps", int)
-    return asdict(metrics.summarize(left.series, warmup, done, left.slow_rank))
+    return asdict(metrics.summarize(outcome.series, warmup, done, outcome.slow_rank))
 
 
-def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
+def _job(job: Job, outcome: Outcome | None) -> dict[str, Any]:
     content: dict[str, Any] = {
         "name": job.name,
         "command": ["primus", *job.arguments()],
-        "ran": left is not None,
+        "ran": outcome is not None,
     }
-    if left is None:
+    if outcome is None:
         return content
-    lines = metrics.as_json_lines(left.series, metrics.work(job.recipe, left.facts)).splitlines()
+    lines = metrics.as_json_lines(outcome.series, metrics.work(job.recipe, outcome.facts)).splitlines()
     return {
         **content,
-        "argv": list(left.argv),
-        "exit_code": left.exit_code,
-        **({"cause": left.cause} if left.cause else {}),
-        "seconds": left.seconds,
-        "exact": left.series.exact,
+        "argv": list(outcome.argv),
+        "exit_code": outcome.exit_code,
+        **({"cause": outcome.cause} if outcome.cause else {}),
+        "seconds": outcome.seconds,
+        "exact": outcome.series.exact,
         "series": [json.loads(line) for line in lines],
     }
 

@@ -43,8 +43,8 @@ _WRITABLE = {
 def check_backend(job: Job) -> None:
     """Raise HostError if a package is not installed that the job's backend, or one of its settings, needs."""
     knows = job.recipe.knows
-    asked = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
-    missing = [name for name in (*knows.packages, *asked) if not importable(name)]
+    optional = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
+    missing = [name for name in (*knows.packages, *optional) if not importable(name)]
     if missing:
         raise HostError(
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",
@@ -64,38 +64,38 @@ def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
     The nodes of a job share the folder. Each writes the same files atomically, so that none has to wait for
     another. Raises InputError if the folder contains another run, and as :func:`primus.turbo.trial.decide`.
     """
-    own = ranks.folder_of_node(job, os.environ)
-    taken = InputError(f"{own} already holds a run", hint="choose another --output, or delete it")
-    if own == job.output and (job.output / "checkpoint").exists():
+    folder = ranks.folder_of_node(job, os.environ)
+    taken = InputError(f"{folder} already holds a run", hint="choose another --output, or delete it")
+    if folder == job.output and (job.output / "checkpoint").exists():
         raise taken
     try:
-        (own / "cache").mkdir(parents=True, exist_ok=True)
+        (folder / "cache").mkdir(parents=True, exist_ok=True)
         # If two runs start at the same moment, only one of them creates it.
-        (own / "log.txt").touch(exist_ok=False)
+        (folder / "log.txt").touch(exist_ok=False)
     except FileExistsError as error:
         raise taken from error
     except OSError as error:
-        raise _cannot_write(job, own, error) from error
+        raise _cannot_write(job, folder, error) from error
     compiled = ranks.compiled_before(job)
     if compiled:
         with contextlib.suppress(OSError):
             compiled.mkdir(parents=True, exist_ok=True)
-    writable = compiled if compiled and os.access(compiled, os.W_OK) else own / "cache"
+    writable = compiled if compiled and os.access(compiled, os.W_OK) else folder / "cache"
     try:
         job = replace(job, trial=decide(job.recipe, writable, ranks.environment(job, os.environ), progress))
         for name, text in ranks.files(job).items():
             write_file(job.output / name, text)
     except OSError as error:
-        raise _cannot_write(job, own, error) from error
+        raise _cannot_write(job, folder, error) from error
     except BaseException:
-        (own / "log.txt").unlink(missing_ok=True)
+        (folder / "log.txt").unlink(missing_ok=True)
         raise
     return job
 
 
-def _cannot_write(job: Job, own: Path, error: OSError) -> HostError:
+def _cannot_write(job: Job, folder: Path, error: OSError) -> HostError:
     with contextlib.suppress(OSError):
-        (own / "log.txt").unlink(missing_ok=True)
+        (folder / "log.txt").unlink(missing_ok=True)
     hint = _WRITABLE.get(error.errno or 0, "choose another --output")
     return HostError(f"cannot write to {job.output}: {error.strerror}", hint=hint)
 
@@ -110,8 +110,8 @@ def start(
     """
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
-    own = ranks.folder_of_node(job, os.environ)
-    used = energy.Log(own / "energy.jsonl", energy.meter(job.recipe.gpu, job.recipe.get("ranks", int), environment))
+    folder = ranks.folder_of_node(job, os.environ)
+    used = energy.Log(folder / "energy.jsonl", energy.meter(job.recipe.gpu, job.recipe.get("ranks", int), environment))
 
     watch = Clock()
 
@@ -128,15 +128,15 @@ def start(
 
     several = job.recipe.get("nodes", int) > 1
     ended = launch.run(
-        argv, log=own / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent,
+        argv, log=folder / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent,
         hopeless=lambda: several and failure.known(job.output),
     )  # fmt: skip
     if stacks := failure.stacks(job.output):
-        _append(own / "log.txt", stacks, on_line)
+        _append(folder / "log.txt", stacks, on_line)
     if hung and not failure.name_hung(job.output, patience) and several:
         time.sleep(_OTHERS_NAME_IT)
     elif ended.exit_code and several:
-        failure.share(job.output, own / "log.txt", _OTHERS_SAY_WHY)
+        failure.share(job.output, folder / "log.txt", _OTHERS_SAY_WHY)
     run = RunResult(
         exit_code=ended.exit_code,
         seconds=round(ended.seconds, 2),
@@ -145,20 +145,20 @@ def start(
         optimizations_off=dict(job.trial.off) if job.trial else {},
         host_memory_gib=round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 3),
     )
-    write(run, own)
-    first = own == job.output
+    write(run, folder)
+    first = folder == job.output
     if first and job.judged and ended.exit_code == 0:
         write_file(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
         _judge(job)
 
-    said = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
-    result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=own, said=said))
+    reason = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
+    result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=folder, reason=reason))
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
     done = metrics.work(job.recipe, result.facts)
     summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done, result.slow_rank)
-    write_file(own / "metrics.jsonl", metrics.as_json_lines(result.series, done))
+    write_file(folder / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     passed = all(verdict.passed for verdict in verdicts)
-    write(replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=summary), own)
+    write(replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=summary), folder)
     return result, verdicts, summary
 
 

@@ -106,30 +106,30 @@ class Pace:
 
 def read(output: Path) -> dict[int, dict[int, Work]]:
     """Return rank → step → own work, from the files of the run in ``output``."""
-    found: dict[int, dict[int, Work]] = {}
+    paces: dict[int, dict[int, Work]] = {}
     for file in (output / _FOLDER).glob("*.jsonl"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             lines = file.read_text(encoding="utf-8").splitlines()
-            rows = found.setdefault(int(file.stem), {})
+            rows = paces.setdefault(int(file.stem), {})
             for row in map(json.loads, lines):
                 rows[int(row["step"])] = Work(busy=float(row["busy"]), idle=float(row["idle"]))
-    return found
+    return paces
 
 
-def find(own: Mapping[int, Mapping[int, Work]]) -> Straggler | None:
-    """Return the slowest straggler, or None. ``own``: rank → step → own work."""
-    steps = sorted(set.intersection(*(set(rows) for rows in own.values()))) if len(own) > 1 else []
-    found = [one for rank in own if (one := _of_rank(rank, own, steps))]
-    return max(found, key=lambda one: one.seconds - one.others, default=None)
+def find(work: Mapping[int, Mapping[int, Work]]) -> Straggler | None:
+    """Return the slowest straggler, or None. ``work``: rank → step → own work."""
+    steps = sorted(set.intersection(*(set(rows) for rows in work.values()))) if len(work) > 1 else []
+    stragglers = [straggler for rank in work if (straggler := _of_rank(rank, work, steps))]
+    return max(stragglers, key=lambda straggler: straggler.seconds - straggler.others, default=None)
 
 
-def _of_rank(rank: int, own: Mapping[int, Mapping[int, Work]], steps: Sequence[int]) -> Straggler | None:
-    rest = [rows for other, rows in own.items() if other != rank]
+def _of_rank(rank: int, work: Mapping[int, Mapping[int, Work]], steps: Sequence[int]) -> Straggler | None:
+    rest = [rows for other, rows in work.items() if other != rank]
     others = {step: statistics.median(rows[step].seconds for rows in rest) for step in steps}
-    slow = [step for step in steps if _is_slow(own[rank][step], [rows[step] for rows in rest], others[step])]
+    slow = [step for step in steps if _is_slow(work[rank][step], [rows[step] for rows in rest], others[step])]
     while len(slow) >= _STEPS:
         if len(slow) >= _PERSISTS * sum(step >= slow[0] for step in steps):
-            mine = statistics.median(own[rank][step].seconds for step in slow)
+            mine = statistics.median(work[rank][step].seconds for step in slow)
             theirs = statistics.median(others[step] for step in slow)
             return Straggler(rank=rank, first=slow[0], last=slow[-1], seconds=mine, others=theirs)
         # A step that was slow by chance can precede the first slow one.
@@ -156,13 +156,13 @@ class _Waits:
         import torch
 
         @wraps(wait)
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
-                return wait(*given, **named)
+                return wait(*arguments, **named)
             self._inside = True
             began = time.perf_counter(), time.thread_time(), _delayed()
             try:
-                return wait(*given, **named)
+                return wait(*arguments, **named)
             finally:
                 self._inside = False
                 self.seconds += time.perf_counter() - began[0]
@@ -177,10 +177,10 @@ def _waits() -> _Waits:
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
 
-    found = _Waits()
-    replace(dist.Work, "wait", found.around(dist.Work.wait))
-    replace(functional, "wait_tensor", found.around(functional.wait_tensor), takes="tensor")
-    return found
+    waits = _Waits()
+    replace(dist.Work, "wait", waits.around(dist.Work.wait))
+    replace(functional, "wait_tensor", waits.around(functional.wait_tensor), takes="tensor")
+    return waits
 
 
 def _delayed() -> float:

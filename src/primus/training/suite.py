@@ -75,14 +75,14 @@ def plan(
             if whole.degree("ep") > 1:
                 # One rank has all experts; two ranks then differ only in that they share each layer.
                 batch["ep"] = 1
-            one = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
+            single = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
             # Start from the same weights, because the halves that two ranks draw from a seed may differ from what one
             # rank draws.
             split = replace(
                 job("tensor-parallel", batch | {"ranks": 2, "tp": 2}),
-                resume_from=one.output / "checkpoint" / "step-1" if knows.resharding else None,
+                resume_from=single.output / "checkpoint" / "step-1" if knows.resharding else None,
             )
-            jobs += [one, split]
+            jobs += [single, split]
         jobs += [
             job(_PRECISION_JOB + precision, {}, replace(whole.choices, precision=precision))
             for precision in _other_precisions(whole)
@@ -119,9 +119,9 @@ def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, O
     """
     outcomes: dict[str, Outcome] = {}
     for job in jobs:
-        left = outcome.read(job, run_job(job))
-        outcomes[job.name] = left
-        if job is jobs[0] and left.exit_code != 0:
+        ended = outcome.read(job, run_job(job))
+        outcomes[job.name] = ended
+        if job is jobs[0] and ended.exit_code != 0:
             break
     return outcomes
 
@@ -133,12 +133,12 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
     """
     verdicts: list[Verdict] = []
     for job in jobs:
-        left = outcomes.get(job.name)
-        if left is None:
+        ended = outcomes.get(job.name)
+        if ended is None:
             absent = Verdict(name=f"{job.name}: exit code", passed=False, reason="")
             verdicts.append(checks.skipped(absent, f"was not run, because {jobs[0].name} failed"))
             continue
-        verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in outcome.basic_verdicts(left)]
+        verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in outcome.basic_verdicts(ended)]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
     together = [
         *((("base",), verdict) for verdict in _of_one(jobs, outcomes, passed)),
@@ -151,9 +151,9 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
 def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str, Outcome]) -> Verdict:
     """Return ``verdict``, as skipped if it did not pass and one of the jobs ``names`` failed or was not run."""
     for name in names:
-        left = outcomes.get(name)
-        if left is None or left.exit_code != 0:
-            return checks.skipped(verdict, f"{name} {'was not run' if left is None else 'failed'}")
+        ended = outcomes.get(name)
+        if ended is None or ended.exit_code != 0:
+            return checks.skipped(verdict, f"{name} {'was not run' if ended is None else 'failed'}")
     return verdict
 
 
@@ -195,13 +195,13 @@ def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tu
     """Return the verdicts that compare planned runs with one another, each with the names of the runs."""
     recipe, planned = recipe_of(jobs), {job.name for job in jobs}
     base = _left(outcomes, "base", jobs)
-    found: list[tuple[tuple[str, ...], Verdict]] = []
+    verdicts: list[tuple[tuple[str, ...], Verdict]] = []
     if "repeat" in planned:
         repeat, tolerance = _left(outcomes, "repeat", jobs), _limit(recipe, "repeat_tolerance")
         resumed, split = (_left(outcomes, name, jobs).series for name in ("resume", "accumulation"))
         again = checks.reproducible(base.series, repeat.series, tolerance, _advice(recipe))
         went_on = checks.resume(base.series, resumed, _resumed_at(jobs), _limit(recipe, "resume_tolerance"))
-        found += [
+        verdicts += [
             (("base", "repeat"), again),
             (("base", "repeat"), _same_weights(base, repeat, tolerance)),
             (("base", "resume"), went_on),
@@ -212,16 +212,16 @@ def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tu
         ]
     if "tensor-parallel" in planned:
         names = ("one-rank", "tensor-parallel")
-        one, split = (_left(outcomes, name, jobs).series for name in names)
+        single, split = (_left(outcomes, name, jobs).series for name in names)
         at = next(job.first_step for job in jobs if job.name == "tensor-parallel")
-        found.append((names, checks.layout(one, split, at, _limit(recipe, "layout_tolerance"))))
+        verdicts.append((names, checks.layout(single, split, at, _limit(recipe, "layout_tolerance"))))
     for name in sorted(planned):
         if name.startswith(_PRECISION_JOB):
             other = _left(outcomes, name, jobs).series
             words = (recipe.precision, name.removeprefix(_PRECISION_JOB))
             verdict = checks.same_loss(words, base.series, other, _limit(recipe, "precision_tolerance"))
-            found.append((("base", name), verdict))
-    return found
+            verdicts.append((("base", name), verdict))
+    return verdicts
 
 
 def _left(outcomes: Mapping[str, Outcome], name: str, jobs: Sequence[Job]) -> Outcome:
@@ -253,8 +253,8 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
 
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
     """Check that the runs resolved (inside the image) exactly the recipe that was planned here."""
-    found = {job.name: outcomes[job.name].recipe_sha256 if job.name in outcomes else None for job in jobs}
-    wrong = [job.name for job in jobs if found[job.name] != job.recipe.digest]
+    digests = {job.name: outcomes[job.name].recipe_sha256 if job.name in outcomes else None for job in jobs}
+    wrong = [job.name for job in jobs if digests[job.name] != job.recipe.digest]
     verdict = Verdict(
         name="recipe",
         passed=not wrong,
@@ -262,7 +262,7 @@ def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdic
         measured=f"{len(jobs) - len(wrong)} of {len(jobs)}",
         limit="all",
     )
-    if any(found[name] is not None for name in wrong):
+    if any(digests[name] is not None for name in wrong):
         return verdict
     return checks.skipped(verdict, f"nothing was run in: {', '.join(wrong)}")
 

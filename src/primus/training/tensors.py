@@ -31,7 +31,7 @@ def files(folder: Path) -> list[Path]:
 
     Raises InputError if there are none, or if a listed file is missing.
     """
-    found = sorted(folder.glob("*.safetensors"))
+    listed = sorted(folder.glob("*.safetensors"))
     for index in sorted(folder.glob("*.safetensors.index.json"))[:1]:
         try:
             named = {folder / str(file) for file in json.loads(read_bytes(index))["weight_map"].values()}
@@ -39,12 +39,12 @@ def files(folder: Path) -> list[Path]:
             raise InputError("the index of the weights cannot be read", where=str(index)) from error
         if missing := sorted(file.name for file in named if not file.is_file()):
             raise InputError(f"the weights lack {missing[0]}, which their index names", where=str(index))
-        found = sorted(named)
-    if not found:
+        listed = sorted(named)
+    if not listed:
         raise InputError(
             f"{folder} contains no safetensors files", hint="name a folder that contains *.safetensors files"
         )
-    return found
+    return listed
 
 
 def header(file: Path) -> Header:

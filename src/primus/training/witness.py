@@ -52,16 +52,16 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     would take several times as long. It would also use DTensor's gathers: with gloo, a rank crashed in about one of a
     million of them, for an unknown reason (PyTorch 2.11 and 2.13).
     """
-    found: dict[str, torch.Tensor] = {}
+    wholes: dict[str, torch.Tensor] = {}
     packs: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and (group := _group_of_rows(tensor)) is not None:
             packs.setdefault((group, tensor.dtype), {})[name] = tensor
         else:
-            found[name] = whole_tensor(tensor)
+            wholes[name] = whole_tensor(tensor)
     for (group, _), pack in packs.items():
-        found |= _gathered(pack, group)
-    return {name: found[name] for name in tensors}
+        wholes |= _gathered(pack, group)
+    return {name: wholes[name] for name in tensors}
 
 
 def _group_of_rows(tensor: DTensor) -> dist.ProcessGroup | None:
@@ -139,15 +139,15 @@ class Blocks:
 
 def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
     for part in parts:
-        for given, module in part.named_modules():
-            name = _WRAPPER.sub("", given)
-            if given != name and _WRAPPER.search(given.rpartition(".")[2]):
+        for path, module in part.named_modules():
+            name = _WRAPPER.sub("", path)
+            if path != name and _WRAPPER.search(path.rpartition(".")[2]):
                 # The wrapper around it has been found. It is called once, the module within it twice if it recomputes.
                 continue
-            if (found := _BLOCK.search(name)) and found.end() == len(name):
+            if (match := _BLOCK.search(name)) and match.end() == len(name):
                 # Megatron numbers the layers of each pipeline stage from 0, but knows their place in the model.
-                number = getattr(module, "layer_number", int(found[2]) + 1) - 1
-                yield f"{found[1]}.{number}", module
+                number = getattr(module, "layer_number", int(match[2]) + 1) - 1
+                yield f"{match[1]}.{number}", module
             elif _OUTPUT.fullmatch(name) and not _BLOCK.search(name):
                 yield "output", module
 
@@ -165,9 +165,9 @@ class _Recorder:
         self._without_graph: list[Tensors] = []
         self._current: Tensors | None = None
 
-    def before(self, _module: torch.nn.Module, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-        known = {"hidden_states": given[0], **named} if given else named
-        tensors = {f"in.{name}": known.get(name) for name in ("hidden_states", "encoder_hidden_states", "temb")}
+    def before(self, _module: torch.nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        inputs = {"hidden_states": arguments[0], **named} if arguments else named
+        tensors = {f"in.{name}": inputs.get(name) for name in ("hidden_states", "encoder_hidden_states", "temb")}
         if not _within_backward():
             self._current = {}
             self._calls.append(self._current)
@@ -296,8 +296,8 @@ class Witness:
         if taken is None and self._rates:
             taken = Taken(gradients=self._gradients, rates=self._rates)
         if _rank() == 0 and taken:
-            kept = {key: value for key, value in vars(taken).items() if key != "weights"}
-            torch.save(kept, self._folder / f"update-{step}.pt")
+            content = {key: value for key, value in vars(taken).items() if key != "weights"}
+            torch.save(content, self._folder / f"update-{step}.pt")
         self._gradients, self._rates = {}, {}
         self._weights(step, taken.weights if taken else None)
 
@@ -320,8 +320,8 @@ class Witness:
 
     def loaded(self) -> None:
         """Record whether a checkpoint restored the random state that :meth:`erase` found. All ranks."""
-        kept = {"kept": torch.equal(self._random, torch.get_rng_state())}
-        (self._folder / f"random-{_rank()}.json").write_text(json.dumps(kept), encoding="utf-8")
+        content = {"kept": torch.equal(self._random, torch.get_rng_state())}
+        (self._folder / f"random-{_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
         torch.set_rng_state(self._random)
 
     def _weights(self, step: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -353,11 +353,11 @@ class Witness:
 
 def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer of ``parts``, gathered from its shards, as a copy on the CPU."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for part in parts:
         stored = part.state_dict(keep_vars=True)
-        found |= {name: tensor for name, tensor in stored.items() if isinstance(tensor, torch.Tensor)}
-    return whole_tensors(found)
+        tensors |= {name: tensor for name, tensor in stored.items() if isinstance(tensor, torch.Tensor)}
+    return whole_tensors(tensors)
 
 
 def _rank() -> int:

@@ -161,7 +161,7 @@ def test_a_record_is_read_like_a_folder(make: Make, tmp_path: Path, capsys: pyte
     job = Job(name="base", recipe=resolve("llama3.1-8b", (), H200), output=tmp_path / "base")
     outcome = Outcome(job=job, exit_code=0, series=series_of(9000.0), facts=FACTS, seconds=61.5)
     made = record.make(
-        [job], {"base": outcome}, verdicts(True), target="h200", gpu="NVIDIA H200", made="2026-11-20T00:00:00Z",
+        [job], {"base": outcome}, verdicts(True), target="h200", gpu="NVIDIA H200", time="2026-11-20T00:00:00Z",
         image={"ref": "h200", "manifest": "sha256:12"},
     )  # fmt: skip
     record.write(made, tmp_path / "evidence/record.json")

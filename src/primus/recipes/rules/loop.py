@@ -88,7 +88,7 @@ def _peak(recipe: Recipe, batch: int) -> Memory:
         layers = model.layers
         eight = recipe.precision == "fp8"
         layer = layer_elements(model, eight=eight) * (1 if compiled else EAGER)
-    kept = layers * model.hidden_size + layer * RECOMPUTED if recomputed else layers * layer
+    saved = layers * model.hidden_size + layer * RECOMPUTED if recomputed else layers * layer
     copies = copies_in_eight(model) if recipe.precision == "fp8" and not recomputed else 0.0
     chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048))
     # One rank gathers nothing, and reads the rows of a frozen embedding in place.
@@ -103,7 +103,7 @@ def _peak(recipe: Recipe, batch: int) -> Memory:
         world=recipe.world_size // recipe.degree("replicas"),
         cast=width != compute,
     )
-    activations = kept * tokens * compute + copies
+    activations = saved * tokens * compute + copies
     reused = 0.0
     if stay and recipe.world_size == 1 and not trained:
         # All weights but the embedding, including the output layer and the blocks, stay in the computing precision.

@@ -99,14 +99,14 @@ def check(folder: Path, model: Architecture, seq_len: int, where: str | None = N
         raise InputError("config.json is not a mapping", where=str(file))
     for part in tensors.files(folder):
         tensors.header(part)
-    found = differences(model, config)
-    if found:
-        told = "; ".join(
-            f"model.{key} is {_shown(mine)}, the weights have {_shown(theirs)}" for key, mine, theirs in found
+    mismatches = differences(model, config)
+    if mismatches:
+        listed = "; ".join(
+            f"model.{key} is {_shown(mine)}, the weights have {_shown(theirs)}" for key, mine, theirs in mismatches
         )
-        words = " ".join(f"model.{key}={_shown(theirs)}" for key, _, theirs in found)
+        words = " ".join(f"model.{key}={_shown(theirs)}" for key, _, theirs in mismatches)
         raise InputError(
-            f"the recipe does not match these weights: {told}",
+            f"the recipe does not match these weights: {listed}",
             where=str(file),
             hint=f"use the settings of the weights: {words}",
         )
@@ -138,41 +138,41 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 
 def _pairs(model: Architecture, config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, Any]]:
-    given = {**_DEFAULTS[kind], **config}
-    heads = given.get("num_attention_heads")
-    yield "layers", model.layers, given.get("num_hidden_layers")
-    yield "hidden_size", model.hidden_size, given.get("hidden_size")
+    settings = {**_DEFAULTS[kind], **config}
+    heads = settings.get("num_attention_heads")
+    yield "layers", model.layers, settings.get("num_hidden_layers")
+    yield "hidden_size", model.hidden_size, settings.get("hidden_size")
     yield "heads", model.heads, heads
-    yield "kv_heads", model.kv_heads, given.get("num_key_value_heads") or heads
-    if given.get("head_dim"):
-        yield "head_dim", model.head_size, given["head_dim"]
+    yield "kv_heads", model.kv_heads, settings.get("num_key_value_heads") or heads
+    if settings.get("head_dim"):
+        yield "head_dim", model.head_size, settings["head_dim"]
     if kind == "mixtral":
-        yield "moe.ffn_size", model.moe.ffn_size or model.ffn_size, given.get("intermediate_size")
-        yield "moe.experts", model.moe.experts, given["num_local_experts"]
-        yield "moe.top_k", model.moe.top_k, given["num_experts_per_tok"]
+        yield "moe.ffn_size", model.moe.ffn_size or model.ffn_size, settings.get("intermediate_size")
+        yield "moe.experts", model.moe.experts, settings["num_local_experts"]
+        yield "moe.top_k", model.moe.top_k, settings["num_experts_per_tok"]
     else:
-        yield "ffn_size", model.ffn_size, given.get("intermediate_size")
-    yield "vocab_size", model.vocab_size, given.get("vocab_size")
-    yield "norm_eps", model.norm_eps, given.get("rms_norm_eps", 1e-6)
-    yield "tied_embeddings", model.tied_embeddings, bool(given.get("tie_word_embeddings", False))
+        yield "ffn_size", model.ffn_size, settings.get("intermediate_size")
+    yield "vocab_size", model.vocab_size, settings.get("vocab_size")
+    yield "norm_eps", model.norm_eps, settings.get("rms_norm_eps", 1e-6)
+    yield "tied_embeddings", model.tied_embeddings, bool(settings.get("tie_word_embeddings", False))
     if kind in ("llama", "qwen2"):
-        yield "qkv_bias", model.qkv_bias, True if kind == "qwen2" else bool(given.get("attention_bias", False))
-    yield "window", model.window, _window(given, kind)
-    yield from _rotary(model, given)
+        yield "qkv_bias", model.qkv_bias, True if kind == "qwen2" else bool(settings.get("attention_bias", False))
+    yield "window", model.window, _window(settings, kind)
+    yield from _rotary(model, settings)
 
 
-def _window(given: Mapping[str, Any], kind: str) -> int:
+def _window(settings: Mapping[str, Any], kind: str) -> int:
     if kind == "qwen2" and (
-        not given.get("use_sliding_window") or given["max_window_layers"] >= given.get("num_hidden_layers", 0)
+        not settings.get("use_sliding_window") or settings["max_window_layers"] >= settings.get("num_hidden_layers", 0)
     ):
         return 0
-    return int(given.get("sliding_window") or 0) if kind != "llama" else 0
+    return int(settings.get("sliding_window") or 0) if kind != "llama" else 0
 
 
-def _rotary(model: Architecture, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _rotary(model: Architecture, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     # transformers 5 has one mapping for what used to be two keys.
-    rope: Mapping[str, Any] = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    theta = rope.get("rope_theta") or given.get("rope_theta") or 10000.0
+    rope: Mapping[str, Any] = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or settings.get("rope_theta") or 10000.0
     kind = rope.get("rope_type") or rope.get("type") or "default"
     mine = model.rope_scaling
     yield "rope_theta", float(model.rope_theta), float(theta)
@@ -180,7 +180,7 @@ def _rotary(model: Architecture, given: Mapping[str, Any]) -> Iterator[tuple[str
     if mine.kind == "none" or mine.kind != kind:
         return
     yield "rope_scaling.factor", float(mine.factor), float(rope.get("factor", 1.0))
-    original = rope.get("original_max_position_embeddings") or given.get("max_position_embeddings")
+    original = rope.get("original_max_position_embeddings") or settings.get("max_position_embeddings")
     yield "rope_scaling.original_max_position", mine.original_max_position, original
     names = (
         {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {"beta_fast": 32.0, "beta_slow": 1.0}

@@ -19,29 +19,29 @@ from primus.training.loop.process import Process
 from primus.training.loop.sharded import Sharded, shard
 
 
-def main(given: RankJob, here: Process) -> None:
+def main(job: RankJob, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""
-    config = given.section(FinetuneConfig)
-    source = _source(config.weights, given, here)
+    config = job.section(FinetuneConfig)
+    source = _source(config.weights, job, here)
     attention: str = config.attention
-    if "flash-attention-4" in given.turbo:
+    if "flash-attention-4" in job.turbo:
         attention = optimized().attention.attend_in_transformers()
-    causal = models.causal_model(given.model, config, source, attention)
-    model = models.FineTuned(models.adapted(causal, config.lora) if given.mode == "lora" else causal, config.loss_chunk)
-    if given.training.compile:
+    causal = models.causal_model(job.model, config, source, attention)
+    model = models.FineTuned(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)
+    if job.training.compile:
         model.compile_loss()
-    if "linear-cross-entropy" in given.turbo:
+    if "linear-cross-entropy" in job.turbo:
         model.fuse_loss()
     # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
-    shard(model, list(model.causal.model.layers), given, here, wide=lambda name: "lm_head" in name or "lora_" in name)
-    models.init(model, given.training.seed, weights.Files(source) if source else None)
-    sharded = Sharded(model, session.loss, given, here, _facts(given, config, model))
-    train.run(given, here, sharded, data.text(given, here))
+    shard(model, list(model.causal.model.layers), job, here, wide=lambda name: "lm_head" in name or "lora_" in name)
+    models.init(model, job.training.seed, weights.Files(source) if source else None)
+    sharded = Sharded(model, session.loss, job, here, _facts(job, config, model))
+    train.run(job, here, sharded, data.text(job, here))
     if config.save_weights:
-        _save(model, given, source)
+        _save(model, job, source)
 
 
-def _source(name: str, given: RankJob, here: Process) -> Path | None:
+def _source(name: str, job: RankJob, here: Process) -> Path | None:
     """Return the folder of the initial weights, or None. Weights of the hub are downloaded once per machine."""
     if name == "random":
         return None
@@ -49,43 +49,43 @@ def _source(name: str, given: RankJob, here: Process) -> Path | None:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    wanted = {
+    request = {
         "repo_id": name.removeprefix(HUB),
         "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
         # Copies of the same weights in the vendor's own format.
         "ignore_patterns": ["consolidated*", "original/*"],
     }
     if here.local_rank == 0:
-        snapshot_download(**wanted)
+        snapshot_download(**request)
     dist.barrier()
-    folder = Path(snapshot_download(**wanted, local_files_only=True))
-    backend.check(folder, given.model, given.training.seq_len)
+    folder = Path(snapshot_download(**request, local_files_only=True))
+    backend.check(folder, job.model, job.training.seq_len)
     return folder
 
 
-def _facts(given: RankJob, config: FinetuneConfig, model: models.FineTuned) -> dict[str, Any]:
+def _facts(job: RankJob, config: FinetuneConfig, model: models.FineTuned) -> dict[str, Any]:
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {
-        "mode": given.mode,
+        "mode": job.mode,
         "weights": config.weights,
         "adapters": sum(".lora_A." in name for name in trained),
         "trained_outside_adapters": sum(".lora_" not in name for name in trained),
     }
 
 
-def _save(model: models.FineTuned, given: RankJob, source: Path | None) -> None:
+def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
     """Export all weights, or only the adapters, with the files that Hugging Face's libraries need. Rank 0 writes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=whole)
     if dist.get_rank() == 0:
-        folder = given.output / "weights"
-        tokenizer = _tokenizer(given.assets["tokenizer"], source)
+        folder = job.output / "weights"
+        tokenizer = _tokenizer(job.assets["tokenizer"], source)
         models.ready_to_generate(model, tokenizer)
-        if given.mode == "lora" and source is not None:
+        if job.mode == "lora" and source is not None:
             # PEFT loads the base model from here.
-            name = str(given.config["weights"])
+            name = str(job.config["weights"])
             model.model.peft_config["default"].base_model_name_or_path = (
                 name.removeprefix(HUB) if name.startswith(HUB) else str(source.absolute())
             )

@@ -30,7 +30,7 @@ def config_of(model: Architecture, attention: str) -> Any:
     if model.family not in TYPES:
         raise SystemExit(f"the finetune backend has no model for the family {model.family}")
     kind = TYPES[model.family]
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_size,
@@ -49,11 +49,11 @@ def config_of(model: Architecture, attention: str) -> Any:
         "attn_implementation": attention,
     }
     if kind != "qwen2":
-        made["head_dim"] = model.head_size
+        settings["head_dim"] = model.head_size
     if kind == "mistral":
-        made["sliding_window"] = model.window or None
+        settings["sliding_window"] = model.window or None
     elif kind == "mixtral":
-        made |= {
+        settings |= {
             "sliding_window": model.window or None,
             "num_local_experts": model.moe.experts,
             "num_experts_per_tok": model.moe.top_k,
@@ -61,8 +61,8 @@ def config_of(model: Architecture, attention: str) -> Any:
             "router_aux_loss_coef": model.moe.auxiliary_loss,
         }
     elif kind == "qwen2" and model.window:
-        made |= {"use_sliding_window": True, "sliding_window": model.window, "max_window_layers": 0}
-    return AutoConfig.for_model(kind, **made)
+        settings |= {"use_sliding_window": True, "sliding_window": model.window, "max_window_layers": 0}
+    return AutoConfig.for_model(kind, **settings)
 
 
 def _rope(model: Architecture) -> dict[str, Any]:
@@ -94,14 +94,14 @@ def causal_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if source is None:
-        made = config_of(model, attention)
+        configuration = config_of(model, attention)
     else:
         # Settings that a recipe cannot express keep the values of the weights' config.json.
-        made = AutoConfig.from_pretrained(source, attn_implementation=attention, use_cache=False)
+        configuration = AutoConfig.from_pretrained(source, attn_implementation=attention, use_cache=False)
         if model.moe.experts:
-            made.router_aux_loss_coef = model.moe.auxiliary_loss
+            configuration.router_aux_loss_coef = model.moe.auxiliary_loss
     with weights.empty():
-        return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(configuration, dtype=torch.float32)
 
 
 def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
@@ -154,23 +154,23 @@ class FineTuned(LanguageModel):
     @property
     @override
     def head(self) -> nn.Linear:
-        found: nn.Linear = self.causal.lm_head
-        return found
+        head: nn.Linear = self.causal.lm_head
+        return head
 
     @override
     def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         causal = self.causal
         balance = getattr(causal, "router_aux_loss_coef", 0.0)
-        found = causal.model(input_ids=tokens, use_cache=False, **({"output_router_logits": True} if balance else {}))
+        output = causal.model(input_ids=tokens, use_cache=False, **({"output_router_logits": True} if balance else {}))
         if not balance:
-            return found.last_hidden_state, None
+            return output.last_hidden_state, None
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        routed = load_balancing_loss_func(found.router_logits, causal.num_experts, causal.num_experts_per_tok)
-        return found.last_hidden_state, balance * routed
+        routed = load_balancing_loss_func(output.router_logits, causal.num_experts, causal.num_experts_per_tok)
+        return output.last_hidden_state, balance * routed
 
 
-def init(model: nn.Module, seed: int, given: weights.Files | None) -> None:
+def init(model: nn.Module, seed: int, files: weights.Files | None) -> None:
     """Set every weight of the sharded ``model`` from the files or, without files, from the seed.
 
     Adapters start without effect. Raises SystemExit if the files lack a weight.
@@ -182,8 +182,8 @@ def init(model: nn.Module, seed: int, given: weights.Files | None) -> None:
         elif ".lora_A." in plain:
             # The same variance as in PEFT's own initialization.
             weights.fill(parameter, weights.normal(plain, parameter, seed, 1 / math.sqrt(3 * parameter.shape[-1])))
-        elif given is not None:
-            weights.fill(parameter, _stored(given, plain))
+        elif files is not None:
+            weights.fill(parameter, _stored(files, plain))
         else:
             weights.draw_one(plain, parameter, seed, outer=plain in _OUTER)
 

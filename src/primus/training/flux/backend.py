@@ -42,21 +42,21 @@ _PER_TOKEN = 4
 
 def check_cache(folder: Path, model: DiffusionTransformer) -> None:
     """Raise InputError, with the file, if ``model`` cannot be trained on the cache."""
-    found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not found:
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
         raise InputError(f"{_EXPECTED}, found none", where=str(folder))
     side = model.image_size // _PIXELS
-    wanted = {
+    expected = {
         "latents": (model.in_channels // _PER_TOKEN, side, side),
         "text": (model.text_tokens, model.text_dim),
         "pooled": (model.pooled_dim,),
     }
     images = 0
-    for file in found:
+    for file in files:
         shapes = tensors.header(file).shapes
         if missing := [key for key in KEYS if key not in shapes]:
             raise InputError(f"{_EXPECTED}; {', '.join(missing)} is missing", where=str(file))
-        for key, shape in wanted.items():
+        for key, shape in expected.items():
             if shapes[key][1:] != shape:
                 raise InputError(
                     f"{key} is {_shown(shapes[key])}, but the model needs {_shown(('images', *shape))}", where=str(file)
@@ -97,8 +97,8 @@ def check_transformer(folder: Path, model: Architecture, where: str | None = Non
         "dit.pooled_dim": dit.pooled_dim, "dit.guidance": dit.guidance,
     }  # fmt: skip
     if wrong := [key for key in mine if mine[key] != theirs[key]]:
-        told = "; ".join(f"model.{key} is {mine[key]}, the weights have {theirs[key]}" for key in wrong)
-        raise InputError(f"the recipe does not match these weights: {told}", where=str(file))
+        listed = "; ".join(f"model.{key} is {mine[key]}, the weights have {theirs[key]}" for key in wrong)
+        raise InputError(f"the recipe does not match these weights: {listed}", where=str(file))
 
 
 def _shown(shape: tuple[object, ...]) -> str:

@@ -19,31 +19,31 @@ from primus.training.loop.session import Batch
 from primus.training.loop.sharded import Sharded, shard
 
 
-def main(given: RankJob, here: Process) -> None:
+def main(job: RankJob, here: Process) -> None:
     """Train the transformer."""
-    config = given.section(FluxConfig)
+    config = job.section(FluxConfig)
     # With cuDNN's attention on an H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU reported an illegal
     # address; the other three implementations were correct. cuDNN seems to prepare its backward pass once for all calls
     # with the same layout of query, key and value, with the gradient layout of the first call. FLUX's two kinds of
     # blocks share the former but not the latter.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    data = latents.images(given, config)
-    model = transformer(given.model)
-    if "flash-attention-4" in given.turbo:
+    data = latents.images(job, config)
+    model = transformer(job.model)
+    if "flash-attention-4" in job.turbo:
         optimized().attention.attend_in_diffusers()
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
-    shard(model, blocks, given, here, wide=_wide)
+    shard(model, blocks, job, here, wide=_wide)
     if config.weights == "random":
-        draw(model, given.training.seed)
+        draw(model, job.training.seed)
     else:
         _read(model, weights.Files(Path(config.weights)))
-    side = int(latents.image_tokens(given.model.dit) ** 0.5)
+    side = int(latents.image_tokens(job.model.dit) ** 0.5)
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return flow_matching(model, batch, side, config.guidance if given.model.dit.guidance else None)
+        return flow_matching(model, batch, side, config.guidance if job.model.dit.guidance else None)
 
-    known = {"weights": config.weights, "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled()}
-    train.run(given, here, Sharded(model, loss, given, here, known), data)
+    facts = {"weights": config.weights, "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled()}
+    train.run(job, here, Sharded(model, loss, job, here, facts), data)
 
 
 def transformer(model: Architecture) -> Any:
@@ -82,7 +82,7 @@ def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | N
     ids = torch.zeros(side, side, 3, device=clean.device)
     ids[..., 1] += torch.arange(side, device=clean.device)[:, None]
     ids[..., 2] += torch.arange(side, device=clean.device)[None, :]
-    found = model(
+    velocity = model(
         hidden_states=(1 - level) * clean + level * noise,
         encoder_hidden_states=batch["text"],
         pooled_projections=batch["pooled"],
@@ -92,7 +92,7 @@ def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | N
         guidance=None if guidance is None else torch.full_like(time, guidance),
         return_dict=False,
     )[0]
-    errors: torch.Tensor = (found.float() - (noise - clean)).square().mean((1, 2)).sum()
+    errors: torch.Tensor = (velocity.float() - (noise - clean)).square().mean((1, 2)).sum()
     return errors
 
 

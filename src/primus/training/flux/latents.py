@@ -34,12 +34,12 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 class Images(Data):
     """Samples of latents, text and pooled text. The noise of a sample and its level depend on the sample's number."""
 
-    def __init__(self, given: RankJob, config: FluxConfig) -> None:
-        self._seed = given.training.seed
+    def __init__(self, job: RankJob, config: FluxConfig) -> None:
+        self._seed = job.training.seed
         self._times = config.times
-        self._tokens = image_tokens(given.model.dit) + given.model.dit.text_tokens
-        if given.training.seq_len != self._tokens:
-            raise SystemExit(f"seq_len is {given.training.seq_len}, but image and text have {self._tokens} tokens")
+        self._tokens = image_tokens(job.model.dit) + job.model.dit.text_tokens
+        if job.training.seq_len != self._tokens:
+            raise SystemExit(f"seq_len is {job.training.seq_len}, but image and text have {self._tokens} tokens")
 
     @property
     @override
@@ -78,9 +78,9 @@ class Images(Data):
 class _Mock(Images):
     """Synthetic prompts, each with one picture. The images of a prompt are small variations of its picture."""
 
-    def __init__(self, given: RankJob, config: FluxConfig) -> None:
-        super().__init__(given, config)
-        model = given.model.dit
+    def __init__(self, job: RankJob, config: FluxConfig) -> None:
+        super().__init__(job, config)
+        model = job.model.dit
         generator = generator_of(self._seed, -1)
         common = torch.randn(model.in_channels, generator=generator)
         shape = (_MOCK_PROMPTS, image_tokens(model), model.in_channels)
@@ -98,10 +98,10 @@ class _Mock(Images):
 
 
 class _Cached(Images):
-    def __init__(self, given: RankJob, config: FluxConfig, folder: Path) -> None:
+    def __init__(self, job: RankJob, config: FluxConfig, folder: Path) -> None:
         from safetensors import safe_open
 
-        super().__init__(given, config)
+        super().__init__(job, config)
         self._places = []
         for file in sorted(folder.glob("*.safetensors")):
             handle = safe_open(file, framework="pt")
@@ -121,12 +121,12 @@ class _Cached(Images):
         return {"latents": packed(latents), "text": text, "pooled": pooled}
 
 
-def cached(given: RankJob, config: FluxConfig, folder: Path) -> Images:
+def cached(job: RankJob, config: FluxConfig, folder: Path) -> Images:
     """Return the samples of the cache in ``folder``. Raises SystemExit if it contains no image."""
-    return _Cached(given, config, folder)
+    return _Cached(job, config, folder)
 
 
-def images(given: RankJob, config: FluxConfig) -> Images:
+def images(job: RankJob, config: FluxConfig) -> Images:
     """Return the data that the job's assets name."""
-    corpus = given.assets["corpus"]
-    return _Mock(given, config) if corpus == MOCK else cached(given, config, Path(corpus))
+    corpus = job.assets["corpus"]
+    return _Mock(job, config) if corpus == MOCK else cached(job, config, Path(corpus))

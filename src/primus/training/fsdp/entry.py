@@ -12,21 +12,21 @@ from primus.training.loop.process import Process
 from primus.training.loop.sharded import Sharded, shard
 
 
-def main(given: RankJob, here: Process) -> None:
+def main(job: RankJob, here: Process) -> None:
     """Train from random weights."""
-    config = given.section(FsdpConfig)
-    if given.model.family not in FAMILIES or given.model.moe.experts:
-        raise SystemExit(f"the fsdp backend has no model for the family {given.model.family}")
+    config = job.section(FsdpConfig)
+    if job.model.family not in FAMILIES or job.model.moe.experts:
+        raise SystemExit(f"the fsdp backend has no model for the family {job.model.family}")
     with weights.empty():
-        attend = next((name for name in ("flash-attention-4", "flex-attention") if name in given.turbo), "torch")
-        model = Llama(given.model, given.training.seq_len, config.loss_chunk, attend)
-    if "linear-cross-entropy" in given.turbo:
+        attend = next((name for name in ("flash-attention-4", "flex-attention") if name in job.turbo), "torch")
+        model = Llama(job.model, job.training.seq_len, config.loss_chunk, attend)
+    if "linear-cross-entropy" in job.turbo:
         model.fuse_loss()
-    if given.training.compile:
+    if job.training.compile:
         model.compile_loss()
-    shard(model, list(model.layers), given, here, wide=lambda name: name == "output")
-    weights.draw_all(model, given.training.seed, outer=("embedding.weight", "output.weight"))
-    train.run(given, here, Sharded(model, session.loss, given, here), data.text(given, here))
+    shard(model, list(model.layers), job, here, wide=lambda name: name == "output")
+    weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
+    train.run(job, here, Sharded(model, session.loss, job, here), data.text(job, here))
 
 
 if __name__ == "__main__":

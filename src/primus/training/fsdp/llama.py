@@ -128,8 +128,8 @@ def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Rotate each pair (element i, element i + size/2) by the angle of its position, in float32."""
     wide = states.float()
-    left, right = wide.chunk(2, dim=-1)
-    turned = wide * cosine + torch.cat((-right, left), dim=-1) * sine
+    first, second = wide.chunk(2, dim=-1)
+    turned = wide * cosine + torch.cat((-second, first), dim=-1) * sine
     return turned.to(states.dtype)
 
 

@@ -17,7 +17,7 @@ from primus.training.failure import text_of
 from primus.training.loop.session import Session
 
 
-def save(output: Path, step: int, session: Session, known: Mapping[str, Any]) -> Path:
+def save(output: Path, step: int, session: Session, fields: Mapping[str, Any]) -> Path:
     """Save the model, optimizer and random states after ``step``, with the run's identity. Returns the folder.
 
     The folder is renamed to its final name when all ranks have written their part.
@@ -30,7 +30,7 @@ def save(output: Path, step: int, session: Session, known: Mapping[str, Any]) ->
     dcp.save({**session.state_dict(), **_random_states()}, checkpoint_id=unfinished)
     dist.barrier()
     if dist.get_rank() == 0:
-        identity.seal(unfinished, known)
+        identity.seal(unfinished, fields)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     dist.barrier()
@@ -55,9 +55,9 @@ def load(folder: Path, session: Session) -> None:
     session.load_state_dict(state)
 
 
-def prove(output: Path, step: int, session: Session, known: Mapping[str, Any], erase: Callable[[], None]) -> None:
+def prove(output: Path, step: int, session: Session, fields: Mapping[str, Any], erase: Callable[[], None]) -> None:
     """Save a checkpoint, ``erase`` everything that was trained, and load it. Later steps show what is lost."""
-    folder = save(output, step, session, known)
+    folder = save(output, step, session, fields)
     erase()
     load(folder, session)
     dist.barrier()
@@ -68,8 +68,8 @@ def prove(output: Path, step: int, session: Session, known: Mapping[str, Any], e
 def _load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Fill ``state`` from ``folder``. Returns the random states; ``state`` contains them if the rank count matches."""
     random = _random_states()
-    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    saved_ranks = sum(name.startswith("random.") for name in known)
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved_ranks = sum(name.startswith("random.") for name in metadata)
     if saved_ranks == dist.get_world_size():
         state |= random
     dcp.load(state, checkpoint_id=folder)

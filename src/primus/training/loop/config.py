@@ -80,8 +80,8 @@ def learning_rate(config: LoopConfig, step: int) -> float:
         return config.lr
     last = config.decay_steps or config.steps
     done = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
-    left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.min_lr + (config.lr - config.min_lr) * left
+    remaining = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * remaining
 
 
 Section = TypeVar("Section")

@@ -24,18 +24,18 @@ _MOCK_STEPS = (1, 3, 7, 19)
 _IGNORED = -100
 
 
-def text(given: RankJob, process: Process) -> Data:
+def text(job: RankJob, process: Process) -> Data:
     """Return the data that the job's assets name. Raises SystemExit if corpus, tokenizer and model do not fit."""
-    if given.assets["corpus"] == MOCK:
-        return mock(given.training.seed, given.training.seq_len, given.model.vocab_size)
-    if given.assets["tokenizer"] == MOCK:
+    if job.assets["corpus"] == MOCK:
+        return mock(job.training.seed, job.training.seq_len, job.model.vocab_size)
+    if job.assets["tokenizer"] == MOCK:
         raise SystemExit("assets.tokenizer is mock, but the corpus is text: name a tokenizer")
-    tokens = _tokenized(given, process)
-    if (largest := int(tokens.max())) >= given.model.vocab_size:
+    tokens = _tokenized(job, process)
+    if (largest := int(tokens.max())) >= job.model.vocab_size:
         raise SystemExit(
-            f"the tokenizer produces token {largest}, but the model's vocabulary has {given.model.vocab_size} tokens"
+            f"the tokenizer produces token {largest}, but the model's vocabulary has {job.model.vocab_size} tokens"
         )
-    return Packed(tokens, given.training.seq_len, given.training.seed)
+    return Packed(tokens, job.training.seq_len, job.training.seed)
 
 
 class _Tokens(Data):
@@ -121,13 +121,13 @@ def shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
     return torch.randperm(count, generator=generator_of(seed, turn))
 
 
-def _tokenized(given: RankJob, process: Process) -> np.ndarray:
+def _tokenized(job: RankJob, process: Process) -> np.ndarray:
     """Return the corpus as one stream of tokens. One rank per machine tokenizes it; all ranks map the same file."""
-    path = given.output / "cache" / "tokens.npy"
+    path = job.output / "cache" / "tokens.npy"
     if process.local_rank == 0:
         waiting = path.with_suffix(f".{process.rank}.npy")
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(waiting, tokens_of(given.assets["corpus"], given.assets["tokenizer"], given.column))
+        np.save(waiting, tokens_of(job.assets["corpus"], job.assets["tokenizer"], job.column))
         os.replace(waiting, path)  # noqa: PTH105
     dist.barrier()
     tokens: np.ndarray = np.load(path, mmap_mode="r")

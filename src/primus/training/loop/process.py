@@ -39,40 +39,40 @@ class Process:
 def main(folder: str, train: Callable[[RankJob, Process], None]) -> None:
     """Run one rank of the job in the output folder ``folder``: set up, call ``train``, and exit."""
     with noting(Path(folder)):
-        given = read_job(Path(folder))
-        process = start(given)
-        train(given, process)
+        job = read_job(Path(folder))
+        process = start(job)
+        train(job, process)
         dist.barrier()
         dist.destroy_process_group()
     if process.on_cpu:
         gloo.leave()
 
 
-def start(given: RankJob) -> Process:
+def start(job: RankJob) -> Process:
     """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable.
 
     On a CPU, the number of threads is fixed regardless of the environment. Sums then always have the same order, and a
     run can be repeated to the last bit.
     """
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    choose_store(given.output)
+    choose_store(job.output)
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, timeout=_PATIENCE)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(given.threads)
+        torch.set_num_threads(job.threads)
         # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         gloo.complete()
         dist.init_process_group("gloo", timeout=_PATIENCE)
-    if given.training.deterministic:
+    if job.training.deterministic:
         # cuBLAS reads it when its handle is created, which has not happened yet.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    torch.manual_seed(given.training.seed)
+    torch.manual_seed(job.training.seed)
     return Process(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
 
 

@@ -27,7 +27,7 @@ Loss = Callable[[nn.Module, Batch], torch.Tensor]
 def shard(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    given: RankJob,
+    job: RankJob,
     process: Process,
     *,
     wide: Callable[[str], bool] = lambda _name: False,
@@ -37,8 +37,8 @@ def shard(
     Each of ``blocks`` is recomputed, compiled and gathered separately; the other parameters are gathered together.
     Linear layers for which ``wide`` returns true keep ``training.dtype`` when ``training.fp8`` replaces the others.
     """
-    config, sharding = given.training, given.section(ShardingConfig, "sharding")
-    if "reduce-scatter-copy-in" in given.turbo:
+    config, sharding = job.training, job.section(ShardingConfig, "sharding")
+    if "reduce-scatter-copy-in" in job.turbo:
         optimized().sharded.lay_out_gradients()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
@@ -89,11 +89,11 @@ class Sharded(Session):
     """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different data."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, given: RankJob, process: Process, facts: Mapping[str, Any] | None = None
+        self, model: nn.Module, loss: Loss, job: RankJob, process: Process, facts: Mapping[str, Any] | None = None
     ) -> None:
         self._model = model.train()
         self._loss = loss
-        self._config = given.training
+        self._config = job.training
         self._process = process
         self._facts = dict(facts or {})
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -102,7 +102,7 @@ class Sharded(Session):
             self._trained, lr=self._config.lr, betas=(self._config.beta1, self._config.beta2), eps=self._config.eps,
             weight_decay=self._config.weight_decay, **implementation,
         )  # fmt: skip
-        self._fused = _fused_step(self._optimizer) if "fused-adamw" in given.turbo else None
+        self._fused = _fused_step(self._optimizer) if "fused-adamw" in job.turbo else None
         # Ranks have different seeds, so that dropout differs between them.
         torch.manual_seed(self._config.seed + process.rank)
 

@@ -35,17 +35,17 @@ class Tracker(Protocol):
         """Flush and close."""
 
 
-def trackers(given: RankJob) -> list[Tracker]:
+def trackers(job: RankJob) -> list[Tracker]:
     """Return the trackers that the recipe requests. Raises SystemExit if their library is not installed."""
-    made: list[Tracker] = []
+    chosen: list[Tracker] = []
     try:
-        if given.training.tensorboard:
-            made.append(_TensorBoard(given.output / "tensorboard"))
-        if given.training.wandb:
-            made.append(_WeightsAndBiases(given))
+        if job.training.tensorboard:
+            chosen.append(_TensorBoard(job.output / "tensorboard"))
+        if job.training.wandb:
+            chosen.append(_WeightsAndBiases(job))
     except ImportError as error:
         raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error
-    return made
+    return chosen
 
 
 class _TensorBoard(Tracker):
@@ -66,15 +66,15 @@ class _TensorBoard(Tracker):
 class _WeightsAndBiases(Tracker):
     """Weights & Biases, offline unless WANDB_MODE is set. The key comes from the environment or the user's login."""
 
-    def __init__(self, given: RankJob) -> None:
+    def __init__(self, job: RankJob) -> None:
         import wandb
 
         self._run: Any = wandb.init(
             project="primus",
-            name=given.output.name,
-            dir=str(given.output),
+            name=job.output.name,
+            dir=str(job.output),
             mode=os.environ.get("WANDB_MODE", "offline"),
-            config=dict(given.config),
+            config=dict(job.config),
         )
 
     def step(self, figures: Mapping[str, float], step: int) -> None:
@@ -90,18 +90,17 @@ class Report:
     ``adapters`` is the number of weights that LoRA trains, or None if all weights are trained.
     """
 
-    def __init__(self, given: RankJob, process: Process, data: Data, adapters: int | None = None) -> None:
-        self._given = given
+    def __init__(self, job: RankJob, process: Process, data: Data, adapters: int | None = None) -> None:
         self._process = process
         # Tensor-parallel ranks share samples. Dividing by all ranks gives a figure per rank for any layout.
-        samples = given.global_batch / process.world_size
+        samples = job.global_batch / process.world_size
         self._tokens = samples * data.tokens_per_sample
         self._images = samples * data.images_per_sample
-        self._exact = given.output / "exact.jsonl"
-        self._trackers = trackers(given) if process.rank == 0 else []
+        self._exact = job.output / "exact.jsonl"
+        self._trackers = trackers(job) if process.rank == 0 else []
         self._since = time.perf_counter()
         # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
-        per_unit = of_recipe_unit(given.model, given.training.seq_len, adapters=adapters)
+        per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=adapters)
         self._causal = per_unit.causal * (self._images or self._tokens)
         # FLOPs of one token or image, attention counted in full.
         self.flops_per_unit = per_unit.non_causal
@@ -155,64 +154,64 @@ class Report:
 _COLLECT_EVERY = 50
 
 
-def run(given: RankJob, process: Process, session: Session, data: Data) -> None:
+def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
     """Train all steps of the job, and write log, facts and checkpoints to the output folder.
 
     Facts about dtypes and kernels come from the first step: see :func:`primus.training.facts.watching`.
     """
-    config = given.training
-    known = {**facts.static(session.model_parts, process.device.type), **_kept(given), **session.facts()}
-    report = Report(given, process, data, known["trainable_parameters"] if given.mode == "lora" else None)
-    known["flops_per_unit"] = report.flops_per_unit
-    if given.resume_from is not None:
-        checkpoint.load(given.resume_from, session)
-        report.say(f"resumed from {given.resume_from}")
-    parts, examined = session.model_parts, given.examined if given.blocks else ()
-    witness = Witness(given.output, parts, session.data_rank, session, examined=examined) if given.witness else None
+    config = job.training
+    observed = {**facts.static(session.model_parts, process.device.type), **_kept(job), **session.facts()}
+    report = Report(job, process, data, observed["trainable_parameters"] if job.mode == "lora" else None)
+    observed["flops_per_unit"] = report.flops_per_unit
+    if job.resume_from is not None:
+        checkpoint.load(job.resume_from, session)
+        report.say(f"resumed from {job.resume_from}")
+    parts, examined = session.model_parts, job.examined if job.blocks else ()
+    witness = Witness(job.output, parts, session.data_rank, session, examined=examined) if job.witness else None
     if witness:
-        witness.first_weights(given.first_step - 1)
+        witness.first_weights(job.first_step - 1)
     gc.collect()
     gc.disable()
-    pace = Pace(given.output, process.device.type)
-    for step in range(given.first_step, given.last_step + 1):
+    pace = Pace(job.output, process.device.type)
+    for step in range(job.first_step, job.last_step + 1):
         rate = learning_rate(config, step)
-        batches = _batches(given, session, data, step)
+        batches = _batches(job, session, data, step)
         if witness:
             for batch in batches:
                 witness.batch(**{"inputs" if name == "input_ids" else name: part for name, part in batch.items()})
-        if step == given.first_step:
+        if step == job.first_step:
             report.start()
             with facts.watching(
-                session.model_parts, session.linear_types, compiled=config.compile, trace=_trace(given, process, step)
+                session.model_parts, session.linear_types, compiled=config.compile, trace=_trace(job, process, step)
             ) as seen:
                 loss, norm = _step(process, session, data, batches, rate)
-            known |= seen | _fed(batches) | _switched_on(given)
+            observed |= seen | _fed(batches) | _switched_on(job)
             report.step(step, loss, norm, rate)
-            facts.write(given.output / "facts.json", known)
+            facts.write(job.output / "facts.json", observed)
             report.start()
         else:
-            with _profiled(_trace(given, process, step)):
+            with _profiled(_trace(job, process, step)):
                 loss, norm = _step(process, session, data, batches, rate)
             report.step(step, loss, norm, rate)
             pace.step(step)
         if witness:
             witness.step(step)
-            if step == (given.first_step + given.last_step) // 2:
+            if step == (job.first_step + job.last_step) // 2:
                 with witness.busy(step):
-                    checkpoint.prove(given.output / "cache", step, session, given.identity, witness.erase)
+                    checkpoint.prove(job.output / "cache", step, session, job.identity, witness.erase)
                     witness.loaded()
             report.start()
-        if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == given.last_step):
+        if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == job.last_step):
             began = time.perf_counter()
-            folder = checkpoint.save(given.output, step, session, given.identity)
+            folder = checkpoint.save(job.output, step, session, job.identity)
             report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
             report.start()
         if step % _COLLECT_EVERY == 0:
             gc.collect()
         pace.start()
     report.end()
-    known |= {"weights_sha256": facts.digest(session.model_parts), "last_step": given.last_step} | _switched_on(given)
-    facts.write(given.output / "facts.json", known)
+    observed |= {"weights_sha256": facts.digest(session.model_parts), "last_step": job.last_step} | _switched_on(job)
+    facts.write(job.output / "facts.json", observed)
 
 
 def _step(process: Process, session: Session, data: Data, batches: list[Batch], rate: float) -> tuple[float, float]:
@@ -224,23 +223,23 @@ def _step(process: Process, session: Session, data: Data, batches: list[Batch], 
     return loss.item(), float(norm)
 
 
-def _batches(given: RankJob, session: Session, data: Data, step: int) -> list[Batch]:
+def _batches(job: RankJob, session: Session, data: Data, step: int) -> list[Batch]:
     """Return this rank's micro-batches of ``step``. Each rank takes consecutive samples, in the order of the ranks.
 
     The samples of a step are the same for any number of ranks and micro-batches.
     """
-    size, count = given.training.micro_batch_size, given.accumulation
-    first = (step - 1) * given.global_batch + session.data_rank * size * count
+    size, count = job.training.micro_batch_size, job.accumulation
+    first = (step - 1) * job.global_batch + session.data_rank * size * count
     return [data.batch(first + part * size, size) for part in range(count)]
 
 
-def _kept(given: RankJob) -> dict[str, object]:
-    return {"seed": given.training.seed, "vocab_size": given.model.vocab_size}
+def _kept(job: RankJob) -> dict[str, object]:
+    return {"seed": job.training.seed, "vocab_size": job.model.vocab_size}
 
 
-def _switched_on(given: RankJob) -> dict[str, object]:
+def _switched_on(job: RankJob) -> dict[str, object]:
     """Return which optimizations ran, if any were requested."""
-    return active(given.turbo) if given.turbo else {}
+    return active(job.turbo) if job.turbo else {}
 
 
 def _fed(batches: list[Batch]) -> dict[str, object]:
@@ -253,9 +252,9 @@ def _fed(batches: list[Batch]) -> dict[str, object]:
     }
 
 
-def _trace(given: RankJob, process: Process, step: int) -> Path | None:
+def _trace(job: RankJob, process: Process, step: int) -> Path | None:
     """Return the file for the profile of ``step``, which a browser's trace viewer can open; None on most ranks."""
-    return given.output / "profile.json" if process.rank == 0 and step == given.training.profile_step else None
+    return job.output / "profile.json" if process.rank == 0 and step == job.training.profile_step else None
 
 
 def _profiled(trace: Path | None) -> AbstractContextManager[object]:

@@ -31,10 +31,10 @@ def main(folder: str) -> None:
         cpu.apply()
     from primus.training.loop import data, process, train
 
-    def run(given: RankJob, here: process.Process) -> None:
+    def run(job: RankJob, here: process.Process) -> None:
         from primus.training.megatron.session import MegatronSession
 
-        train.run(given, here, MegatronSession(given, here), data.text(given, here))
+        train.run(job, here, MegatronSession(job, here), data.text(job, here))
 
     process.main(folder, run)
 

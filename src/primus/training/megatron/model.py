@@ -141,12 +141,12 @@ class TurboAttentionFp8(TurboAttention):
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def layers_of(asked: MegatronConfig) -> str:
+def layers_of(choices: MegatronConfig) -> str:
     """Return which library's layers the model uses: "transformer_engine" or "local"."""
     usable = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-    if asked.layers == "transformer_engine" and not usable:
+    if choices.layers == "transformer_engine" and not usable:
         raise SystemExit("megatron: layers: transformer_engine is asked, but it is not installed or there is no GPU")
-    return "transformer_engine" if usable and asked.layers != "local" else "local"
+    return "transformer_engine" if usable and choices.layers != "local" else "local"
 
 
 def configure(
@@ -155,7 +155,7 @@ def configure(
     """Return Megatron's configuration of the model: the recipe's sizes, then the job's own ``model`` keys."""
     dtype = getattr(torch, training.dtype)
     keys = render.section(config, "model")
-    given = {
+    arguments = {
         **render.transformer(model, training),
         "activation_func": torch.nn.functional.silu,
         "params_dtype": dtype,
@@ -172,16 +172,16 @@ def configure(
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
         **keys,
     }
-    if given.get("moe_aux_loss_coeff"):
+    if arguments.get("moe_aux_loss_coeff"):
         # With a loss per token, Megatron 0.16.1 weights this loss by the tokens of the rank, not of the micro-batch. It
         # would be too small by the number of ranks that share a sequence and, if it is counted by sequences, by the
         # number of sequences.
-        given["moe_aux_loss_coeff"] *= given.get("tensor_model_parallel_size", 1)
-        if given.get("moe_router_load_balancing_type") == "seq_aux_loss":
-            given["moe_aux_loss_coeff"] *= training.micro_batch_size
-    if given.get("fp8") and layers != "transformer_engine":
+        arguments["moe_aux_loss_coeff"] *= arguments.get("tensor_model_parallel_size", 1)
+        if arguments.get("moe_router_load_balancing_type") == "seq_aux_loss":
+            arguments["moe_aux_loss_coeff"] *= training.micro_batch_size
+    if arguments.get("fp8") and layers != "transformer_engine":
         raise SystemExit("megatron: FP8 needs Transformer Engine, which is not installed here")
-    return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**given)
+    return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**arguments)
 
 
 @contextmanager
@@ -201,13 +201,13 @@ def build(
     model: Architecture,
     training: LoopConfig,
     config: dict[str, Any],
-    asked: MegatronConfig,
+    choices: MegatronConfig,
     turbo: tuple[str, ...] = (),
     *,
     on_cpu: bool,
 ) -> list[DistributedDataParallel | ShardedParallel]:
     """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
-    layers = layers_of(asked)
+    layers = layers_of(choices)
     if turbo:
         primus_turbo.check()
     if find_spec("transformer_engine") is None:
@@ -222,7 +222,7 @@ def build(
         with _attention_of_environment(transformer):
             part = GPTModel(
                 config=transformer,
-                transformer_layer_spec=_spec(transformer, asked, layers, turbo, **place),
+                transformer_layer_spec=_spec(transformer, choices, layers, turbo, **place),
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
                 **render.gpt(model, training.seq_len),
@@ -232,7 +232,7 @@ def build(
             part.cuda(torch.cuda.current_device())
         weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
         parts.append(_narrow(transformer, part) if transformer.bf16 else part)
-    if asked.torch_fsdp2:
+    if choices.torch_fsdp2:
         return [ShardedParallel(transformer, ddp, part) for part in parts]
     return [
         DistributedDataParallel(transformer, ddp, part, disable_bucketing=number > 0)
@@ -250,7 +250,7 @@ def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
 
 
 def _spec(
-    config: TransformerConfig, asked: MegatronConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None
+    config: TransformerConfig, choices: MegatronConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None
 ) -> Any:
     """Return Megatron's own block of layers; local layers get this package's norm and attention."""
     block = get_gpt_decoder_block_spec(
@@ -266,7 +266,7 @@ def _spec(
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention = layer.submodules.self_attention.submodules
-        if asked.attention == "torch" and not set(turbo) & set(chosen):
+        if choices.attention == "torch" and not set(turbo) & set(chosen):
             attention.core_attention = TorchAttention
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if config.qk_layernorm and hasattr(attention, name):

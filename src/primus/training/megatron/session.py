@@ -28,24 +28,24 @@ from primus.training.witness import Taken
 class MegatronSession:
     """One rank's part of a GPT model, trained by Megatron's schedules and optimizer."""
 
-    def __init__(self, given: RankJob, process: Process) -> None:
-        config = dict(given.config)
-        asked = MegatronConfig(**render.own(config))
+    def __init__(self, job: RankJob, process: Process) -> None:
+        config = dict(job.config)
+        choices = MegatronConfig(**render.own(config))
         _initialize_parallelism(render.section(config, "model"))
-        _initialize_random_states(given.training.seed, on_cpu=process.on_cpu)
-        if given.training.deterministic:
+        _initialize_random_states(job.training.seed, on_cpu=process.on_cpu)
+        if job.training.deterministic:
             # Transformer Engine's attention refuses to run beside Megatron's deterministic mode without this variable.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         self._device = process.device
-        self._seq_len = given.training.seq_len
-        self._micro_batch = given.training.micro_batch_size
-        self._layers = layers_of(asked)
-        self._tied = given.model.tied_embeddings
-        self._attention = asked.attention
-        self._torch_fsdp2 = asked.torch_fsdp2
-        self.model_parts = build(given.model, given.training, config, asked, given.turbo, on_cpu=process.on_cpu)
+        self._seq_len = job.training.seq_len
+        self._micro_batch = job.training.micro_batch_size
+        self._layers = layers_of(choices)
+        self._tied = job.model.tied_embeddings
+        self._attention = choices.attention
+        self._torch_fsdp2 = choices.torch_fsdp2
+        self.model_parts = build(job.model, job.training, config, choices, job.turbo, on_cpu=process.on_cpu)
         self._ddp = self.model_parts[0].ddp_config
-        settings = _optimizer_config(given, self._ddp)
+        settings = _optimizer_config(job, self._ddp)
         self._optimizer = get_megatron_optimizer(
             settings, self.model_parts, get_standard_config_overrides(settings), use_gloo_process_groups=False
         )
@@ -161,9 +161,9 @@ class MegatronSession:
             for part in self.model_parts:
                 part.start_param_sync(force_sync=True)
         updates = self._updates()
-        own = updates.weights()
-        updated, gradients = weights.gather(self.model_parts, [own, updates.gradients()], tied=self._tied)
-        stale = weights.gathered(weights.different(self.model_parts, own, tied=self._tied))
+        masters = updates.weights()
+        updated, gradients = weights.gather(self.model_parts, [masters, updates.gradients()], tied=self._tied)
+        stale = weights.gathered(weights.different(self.model_parts, masters, tied=self._tied))
         return Taken(
             gradients=gradients.tensors,
             rates={
@@ -235,13 +235,13 @@ def _initialize_random_states(seed: int, *, on_cpu: bool) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def _optimizer_config(given: RankJob, ddp: Any) -> OptimizerConfig:
+def _optimizer_config(job: RankJob, ddp: Any) -> OptimizerConfig:
     return OptimizerConfig(
         **{
-            **render.optimizer(given.training, ddp.use_distributed_optimizer),
-            "params_dtype": getattr(torch, given.training.dtype),
+            **render.optimizer(job.training, ddp.use_distributed_optimizer),
+            "params_dtype": getattr(torch, job.training.dtype),
             "overlap_param_gather": ddp.overlap_param_gather,
-            **render.section(given.config, "optimizer"),
+            **render.section(job.config, "optimizer"),
         }
     )
 

@@ -95,22 +95,22 @@ def gather(parts: Sequence[Any], values: Sequence[Values], *, tied: bool) -> lis
     A value maps each parameter to the tensor to gather for it: itself, or one of its shape, such as its gradient. If
     ranks that must hold the same have different values, those of the first rank are returned.
     """
-    mine = [list(_parts(parts, one, tied=tied)) for one in values]
+    mine = [list(_parts(parts, value, tied=tied)) for value in values]
     # Rank 0 keeps its own tensors, because copying them takes longer than all else.
     rows: list[Any] = [mine, *gathered([] if dist.get_rank() == 0 else mine)[1:]]
-    found = []
+    wholes = []
     for number in range(len(values)):
         pieces: dict[str, dict[int, _Part]] = {}
         apart: set[str] = set()
         for part in (part for row in rows for part in row[number]) if dist.get_rank() == 0 else ():
-            known = pieces.setdefault(part.name, {}).setdefault(part.place, part)
-            if known.digest != part.digest:
+            earlier = pieces.setdefault(part.name, {}).setdefault(part.place, part)
+            if earlier.digest != part.digest:
                 apart.add(part.name)
-            if known.tensor is None:
+            if earlier.tensor is None:
                 pieces[part.name][part.place] = part
         tensors = {name: _joined([row[place] for place in sorted(row)]) for name, row in pieces.items()}
-        found.append(Whole(tensors=tensors, apart=apart))
-    return found
+        wholes.append(Whole(tensors=tensors, apart=apart))
+    return wholes
 
 
 def gathered(mine: Any) -> list[Any]:
@@ -146,7 +146,7 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
         model = _model(part)
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias") and b is not None]
         named = dict([*_named(model, tied=tied), *biases])
-        own = whole_tensors({n: values[t] if isinstance(t, torch.nn.Parameter) else t for n, t in named.items()})
+        whole = whole_tensors({n: values[t] if isinstance(t, torch.nn.Parameter) else t for n, t in named.items()})
         for name, tensor in named.items():
             split = getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
             place = _tensor_group(name).rank()
@@ -156,8 +156,8 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
                 split=split,
                 halves=2 if "linear_fc1" in name else 1,
                 place=place if split >= 0 else 0,
-                tensor=own[name] if sends else None,
-                digest=_digest(own[name]),
+                tensor=whole[name] if sends else None,
+                digest=_digest(whole[name]),
             )
 
 
@@ -249,7 +249,7 @@ class Updates:
             return {
                 parameter: of(getattr(parameter, "main_param", parameter)).detach() for parameter in self._parameters
             }
-        found: Tensors = {}
+        tensors: Tensors = {}
         for dense in (True, False):
             kind = [p for p in self._parameters if getattr(p, "allreduce", True) == dense]
             if not kind:
@@ -267,8 +267,8 @@ class Updates:
                 if dense
                 else parallel_state.get_expert_data_parallel_group(),
             )
-            found |= {parameter: piece.view_as(parameter) for parameter, piece in zip(kind, pieces, strict=True)}
-        return found
+            tensors |= {parameter: piece.view_as(parameter) for parameter, piece in zip(kind, pieces, strict=True)}
+        return tensors
 
 
 def _gradient(updated: torch.Tensor) -> torch.Tensor:

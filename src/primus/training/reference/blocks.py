@@ -51,12 +51,12 @@ class Unlike(Exception):
 class Result:
     """What a module returned for each token [samples, length, size]: in the run, exactly, and in the run's precision.
 
-    ``given`` is what the module only adds to; None if it replaces its input. ``certain`` [samples, length] are the
+    ``entered`` is what the module only adds to; None if it replaces its input. ``certain`` [samples, length] are the
     tokens that rounding cannot send to other experts. ``balanced``: they are gradients, also of a balancing loss.
     """
 
     name: str
-    given: torch.Tensor | None
+    entered: torch.Tensor | None
     run: torch.Tensor
     exact: torch.Tensor
     rounded: torch.Tensor
@@ -111,7 +111,7 @@ def compare(
     seen = _calls(folder, step)
     if sorted(seen) != list(range(ranks)):
         raise Unlike(f"the ranks {sorted(seen)} of {ranks} left what their blocks computed")
-    found: dict[str, list[Result]] = {}
+    by_name: dict[str, list[Result]] = {}
     for rank, whole in enumerate(batches):
         for number, parts in enumerate(zip(*(tensor.chunk(count) for tensor in whole.values()), strict=True)):
             run, batch = _Run(seen[rank], number, count), dict(zip(whole, parts, strict=True))
@@ -120,21 +120,21 @@ def compare(
             else:
                 results = _of_text(run, pair.exact, pair, batch, scale / terms, scale / ranks / count)
             for result in results:
-                found.setdefault(result.name, []).append(result)
-    rows = [{"name": name, **_figures(results)} for name, results in found.items()]
-    return rows, products_of_blocks(list(pair.trials), (one for results in found.values() for one in results))
+                by_name.setdefault(result.name, []).append(result)
+    rows = [{"name": name, **_figures(results)} for name, results in by_name.items()]
+    return rows, products_of_blocks(list(pair.trials), (result for results in by_name.values() for result in results))
 
 
 def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
     """Return data-parallel rank → name of a module → its calls on each rank that shares the data."""
-    found: dict[int, dict[str, list[list[Call]]]] = {}
+    calls: dict[int, dict[str, list[list[Call]]]] = {}
     files = sorted(folder.glob(f"blocks-{step}-*.pt"), key=lambda file: int(file.stem.rpartition("-")[2]))
     for file in files:
         seen = torch.load(file, weights_only=True)
-        of_rank = found.setdefault(int(seen["data_rank"]), {})
+        of_rank = calls.setdefault(int(seen["data_rank"]), {})
         for name, each in seen["calls"].items():
             of_rank.setdefault(name, []).append(each)
-    return found
+    return calls
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,15 @@ class _Run:
 
     def needed(self, name: str, keys: Mapping[str, Sequence[int]]) -> torch.Tensor:
         """Return the same as :meth:`read`. Raises Unlike if the run left nothing."""
-        if (found := self.read(name, keys)) is None:
+        if (tensor := self.read(name, keys)) is None:
             raise Unlike(f"{name} left no tensors {' and '.join(keys)}")
-        return found
+        return tensor
 
     def time(self, name: str) -> torch.Tensor:
         """Return the vector of FLUX's time [images, hidden] that the block ``name`` got."""
-        if (found := self.calls[name][0][self.number].get("in.temb")) is None:
+        if (time := self.calls[name][0][self.number].get("in.temb")) is None:
             raise Unlike(f"{name} left no time")
-        return found
+        return time
 
     def read(self, name: str, keys: Mapping[str, Sequence[int]], before: str = "") -> torch.Tensor | None:
         """Return the tensors ``keys`` of the module ``name``, each of the given shape [samples, length, size], joined
@@ -172,7 +172,7 @@ class _Run:
                 share = [call.get(before + key) for call in each[self.number * size : (self.number + 1) * size]]
                 held = [tensor for tensor in share if tensor is not None]
                 if len(held) == len(share):
-                    pieces.append(torch.cat([one.flatten(0, -2) for one in held]) if len(held) > 1 else held[0])
+                    pieces.append(torch.cat([tensor.flatten(0, -2) for tensor in held]) if len(held) > 1 else held[0])
             joined.append(_arranged(pieces, shape, name) if len(pieces) == len(parts) else None)
         if all(tensor is None for tensor in joined):
             return None
@@ -209,7 +209,7 @@ def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float,
     every = torch.ones(tokens.shape, dtype=torch.bool)
     states = run.needed("layers.0", inside)
     exact, rounded = pair.both(lambda model, weights: model.embedded(weights, tokens))
-    yield Result(name="embeddings", given=None, run=states, exact=exact, rounded=rounded, certain=every)
+    yield Result(name="embeddings", entered=None, run=states, exact=exact, rounded=rounded, certain=every)
     for layer in range(sizes.layers):
         name = f"layers.{layer}"
         _check_entered(run, name, inside, states)
@@ -227,7 +227,7 @@ def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float,
     yield from _of_output(
         "logits", logits, pair, states, run.read(f"layers.{sizes.layers - 1}", outside, "grad."), every,
         lambda model, weights, states: model.head(weights, states),
-        lambda model, found: model.entropies(found, batch["labels"]).sum() * per_term,
+        lambda model, predicted: model.entropies(predicted, batch["labels"]).sum() * per_term,
     )  # fmt: skip
 
 
@@ -241,10 +241,10 @@ def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: 
     every = torch.ones(images, texts + tokens, dtype=torch.bool)
     names = model.blocks()
     states, time = run.needed(names[0], inside), run.time(names[0])
-    (exact, own), (rounded, near) = pair.both(lambda model, weights: model.entered(weights, batch))
-    yield Result(name="embeddings", given=None, run=states, exact=exact, rounded=rounded, certain=every)
+    (exact, exact_time), (rounded, near) = pair.both(lambda model, weights: model.entered(weights, batch))
+    yield Result(name="embeddings", entered=None, run=states, exact=exact, rounded=rounded, certain=every)
     yield Result(
-        name="time", given=None, run=time[:, None], exact=own[:, None], rounded=near[:, None],
+        name="time", entered=None, run=time[:, None], exact=exact_time[:, None], rounded=near[:, None],
         certain=every[:, :1], floor=_FLOOR_OF_TIME,
     )  # fmt: skip
     for name in names:
@@ -262,7 +262,7 @@ def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: 
     yield from _of_output(
         "velocity", velocity, pair, states, run.read(names[-1], outside, "grad."), every[:, texts:],
         lambda model, weights, states: model.velocity(weights, states, time.to(states.dtype)),
-        lambda model, found: model.errors(found, batch).sum() * per_term,
+        lambda model, predicted: model.errors(predicted, batch).sum() * per_term,
     )  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def _check_entered(run: _Run, name: str, keys: Mapping[str, Sequence[int]], stat
 
 def _of_block(
     run: _Run, name: str, inside: Mapping[str, Sequence[int]], outside: Mapping[str, Sequence[int]], pair: Pair,
-    given: torch.Tensor, returned: torch.Tensor, per_call: float,
+    entered: torch.Tensor, returned: torch.Tensor, per_call: float,
     compute: Callable[[Any, Tensors, torch.Tensor], Computed],
 ) -> Iterator[Result]:  # fmt: skip
     """Yield a block's outputs and the gradients of its inputs. ``compute`` returns the outputs and a balancing loss."""
@@ -282,7 +282,7 @@ def _of_block(
     back_out = run.read(name, outside, "grad.") if back is not None else None
 
     def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
-        states = given.detach().to(_dtype(weights))
+        states = entered.detach().to(_dtype(weights))
         if back_out is None:
             with torch.no_grad():
                 return compute(model, weights, states)[0], None
@@ -294,35 +294,35 @@ def _of_block(
             gradients.append(torch.full_like(balance, per_call))
         return out.detach(), model.between(torch.autograd.grad(outs, states, gradients)[0])
 
-    (exact, own), (rounded, near) = pair.both(one)
-    sure, balanced = torch.ones(given.shape[:2], dtype=torch.bool), False
+    (exact, exact_gradient), (rounded, near) = pair.both(one)
+    sure, balanced = torch.ones(entered.shape[:2], dtype=torch.bool), False
     if isinstance(pair.exact, Model) and pair.exact.choices:
         balanced = pair.exact.dialect.balance != "none" and pair.exact.sizes.moe.auxiliary_loss > 0
         sure = _sure(pair.exact, pair.rounded).view_as(sure)
         pair.both(lambda model, _: model.choices.clear())
     shown = {name: trial for name, trial in pair.trials.items() if "outputs" in trial.shows}
     result = Result(
-        name=name, given=given, run=returned, exact=exact, rounded=rounded, certain=sure,
-        moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, given.to(exact.dtype))[0]),
+        name=name, entered=entered, run=returned, exact=exact, rounded=rounded, certain=sure,
+        moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, entered.to(exact.dtype))[0]),
     )  # fmt: skip
     yield result
-    if own is not None and near is not None and back is not None:
+    if exact_gradient is not None and near is not None and back is not None:
         if not sure.all():
             # Attention spreads the gradient of a token that went to another expert over its sample.
             usual = _FLIPPED * _mean_square(result.noises[sure])
             sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
         yield Result(
-            name=f"gradients of {name}", given=back_out, run=back, exact=own, rounded=near, certain=sure,
+            name=f"gradients of {name}", entered=back_out, run=back, exact=exact_gradient, rounded=near, certain=sure,
             balanced=balanced,
             moved={
-                key: one(trial.model, pair.weights)[1] - own
+                key: one(trial.model, pair.weights)[1] - exact_gradient
                 for key, trial in pair.trials.items() if "gradients" in trial.shows
             },
         )  # fmt: skip
 
 
 def _of_output(
-    name: str, returned: torch.Tensor | None, pair: Pair, given: torch.Tensor, back: torch.Tensor | None,
+    name: str, returned: torch.Tensor | None, pair: Pair, entered: torch.Tensor, back: torch.Tensor | None,
     certain: torch.Tensor, compute: Callable[[Any, Tensors, torch.Tensor], torch.Tensor],
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> Iterator[Result]:  # fmt: skip
@@ -330,26 +330,32 @@ def _of_output(
     moved: dict[str, torch.Tensor] = {}
 
     def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        states = given.detach().to(_dtype(weights)).requires_grad_()
+        states = entered.detach().to(_dtype(weights)).requires_grad_()
         out = compute(model, weights, states)
         value = loss(model, out)
-        own = torch.autograd.grad(value, states, retain_graph=True)[0]
+        gradient = torch.autograd.grad(value, states, retain_graph=True)[0]
         for key, trial in pair.trials.items() if model is pair.exact else ():
             if "loss" in trial.shows:
                 moved[key] = torch.autograd.grad(loss(trial.model, out) - value, states, retain_graph=True)[0]
-        return out.detach(), model.between(own)
+        return out.detach(), model.between(gradient)
 
-    (exact, own), (rounded, near) = pair.both(one)
+    (exact, gradient), (rounded, near) = pair.both(one)
     shown = {name: trial for name, trial in pair.trials.items() if trial.model.constants.norm_eps}
     if returned is not None:
         yield Result(
-            name=name, given=None, run=returned, exact=exact, rounded=rounded, certain=certain,
-            moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, given.to(exact.dtype))),
+            name=name, entered=None, run=returned, exact=exact, rounded=rounded, certain=certain,
+            moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, entered.to(exact.dtype))),
         )  # fmt: skip
     if back is not None:
-        every = torch.ones(own.shape[:2], dtype=torch.bool)
+        every = torch.ones(gradient.shape[:2], dtype=torch.bool)
         yield Result(
-            name=f"gradients of {name}", given=None, run=back, exact=own, rounded=near, certain=every, moved=moved
+            name=f"gradients of {name}",
+            entered=None,
+            run=back,
+            exact=gradient,
+            rounded=near,
+            certain=every,
+            moved=moved,
         )
 
 
@@ -359,7 +365,7 @@ def _moved(
     """Return how far each of ``trials`` moves the outputs."""
     with torch.no_grad():
         plain = compute(pair.plain) if trials and pair.plain is not pair.exact else exact
-        return {name: compute(one.model) - (exact if one.rounds else plain) for name, one in trials.items()}
+        return {name: compute(trial.model) - (exact if trial.rounds else plain) for name, trial in trials.items()}
 
 
 def _sure(exact: Model, rounded: AnyModel) -> torch.Tensor:
@@ -388,10 +394,10 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     along the module's own change of its input, relative to it, beyond that of the noise; ``noise`` is the size of the
     noise, also relative to it.
     """
-    sure = torch.cat([one.certain for one in results])
-    own, noise = (torch.cat([getattr(one, key) for one in results]).double() for key in ("errors", "noises"))
-    exact = torch.cat([one.exact for one in results]).double()
-    change = exact - torch.cat([one.given for one in results]) if results[0].given is not None else exact
+    sure = torch.cat([result.certain for result in results])
+    errors, noise = (torch.cat([getattr(result, key) for result in results]).double() for key in ("errors", "noises"))
+    exact = torch.cat([result.exact for result in results]).double()
+    change = exact - torch.cat([result.entered for result in results]) if results[0].entered is not None else exact
     row: dict[str, Any] = {"certain": float(sure.double().mean()), "balanced": results[0].balanced}
     if not sure.any():
         return row
@@ -399,19 +405,19 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     floor = results[0].floor * _mean_square(exact.norm(dim=-1)[sure]) + _SMALLEST
     usual = _mean_square(noise[sure]) + floor
     allowed = noise.clamp(min=usual)
-    ratios = torch.where(sure, own / allowed, 0.0)
+    ratios = torch.where(sure, errors / allowed, 0.0)
     at = int(ratios.argmax())
     others = sure.scatter(0, ratios.argmax(0, keepdim=True), value=False)
-    squares, spread = (torch.where(others, part.square(), 0.0).sum(0) for part in (own, allowed))
+    squares, spread = (torch.where(others, part.square(), 0.0).sum(0) for part in (errors, allowed))
     places = (squares / spread.clamp(min=usual**2)).sqrt()
-    parts = [part if sure.shape[1] >= _LONG else part[None] for part in (own, noise, sure)]
+    parts = [part if sure.shape[1] >= _LONG else part[None] for part in (errors, noise, sure)]
     medians = [
         float(of[held].median() / (rounding[held].median() + floor))
         for of, rounding, held in zip(*parts, strict=True)
         if int(held.sum()) >= min(_ENOUGH, held.numel())
     ]
     size = float(change.norm(dim=-1)[sure].norm())
-    run, rounded = (torch.cat([getattr(one, key) for one in results]).double() for key in ("run", "rounded"))
+    run, rounded = (torch.cat([getattr(result, key) for result in results]).double() for key in ("run", "rounded"))
     along = ((run - rounded) * change).sum(-1)
     return row | {
         "typical": max(medians, default=0.0),

@@ -204,19 +204,19 @@ def _documents(job: dict[str, Any], seed: int) -> list[str]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.name[0] not in "._")
-    found: list[str] = []
+    documents: list[str] = []
     for file in files:
         if file.suffix.lower() == ".txt":
             grouped = groupby(_lines(file), key=lambda line: bool(line.strip()))
-            found += ["\n".join(lines).strip("\r\n") for filled, lines in grouped if filled]
+            documents += ["\n".join(lines).strip("\r\n") for filled, lines in grouped if filled]
             continue
         rows = _rows(file)
         column = job.get("column")
         if column is None:
             column = "text" if not rows or "text" in rows[0] else "messages"
         values = [row[column] for row in rows]
-        found += [value if isinstance(value, str) else _conversation(value, folder) for value in values]
-    return [document for document in found if document.strip()]
+        documents += [value if isinstance(value, str) else _conversation(value, folder) for value in values]
+    return [document for document in documents if document.strip()]
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -239,7 +239,7 @@ def _conversation(messages: Any, folder: Path) -> str:
     file, config = folder / "chat_template.jinja", _configuration(folder)
     template = file.read_text(encoding="utf-8") if file.is_file() else config["chat_template"]
     if isinstance(template, list):
-        template = next(one["template"] for one in template if one["name"] == "default")
+        template = next(entry["template"] for entry in template if entry["name"] == "default")
     marks = {name: _content(config.get(name)) or "" for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     rendered, _ = render_jinja_template([messages], chat_template=template, **marks)
     return str(rendered[0]).removeprefix(marks["bos_token"]).removesuffix(marks["eos_token"])
@@ -273,8 +273,8 @@ def _encoder(folder: str, *, special: bool = True) -> Any:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    known = marks(Path(folder))
-    begin, end = ([known[key]] if key in known else [] for key in ("bos_token_id", "eos_token_id"))
+    specials = marks(Path(folder))
+    begin, end = ([specials[key]] if key in specials else [] for key in ("bos_token_id", "eos_token_id"))
 
     def encode(text: str) -> list[int]:
         tokens: list[int] = tokenizer.encode(text, add_special_tokens=special).ids

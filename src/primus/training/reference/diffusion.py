@@ -48,15 +48,15 @@ class Diffusion:
 
     def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean squared error of each image's velocity, noise − latents; and 0 for the balancing loss."""
-        found = self.prediction(weights, batch)
-        return self.errors(found, batch), found.new_zeros(())
+        velocity = self.prediction(weights, batch)
+        return self.errors(velocity, batch), velocity.new_zeros(())
 
     def prediction(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the velocity [images, tokens, channels] of each token of the images."""
-        states, given = self.entered(weights, batch)
+        states, condition = self.entered(weights, batch)
         for name in self.blocks():
-            states = self.block(weights, name, states, given)
-        return self.velocity(weights, states, given)
+            states = self.block(weights, name, states, condition)
+        return self.velocity(weights, states, condition)
 
     def blocks(self) -> list[str]:
         """Return the names of the blocks in order."""
@@ -74,28 +74,28 @@ class Diffusion:
         mixed = self.entering((1 - level) * clean + level * noise)
         text, pooled = (self.entering(batch[name].to(like.dtype)) for name in ("text", "pooled"))
         states = self._linear(weights, "context_embedder", text), self._linear(weights, "x_embedder", mixed)
-        return torch.cat(states, 1), self._given(weights, pooled, time)
+        return torch.cat(states, 1), self._condition(weights, pooled, time)
 
-    def block(self, weights: Weights, name: str, states: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    def block(self, weights: Weights, name: str, states: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         """Return the states after the block ``name``."""
         text, image = states.split([self.sizes.dit.text_tokens, states.shape[1] - self.sizes.dit.text_tokens], 1)
         turn = self._angles(text.shape[1], image)
         if name.startswith("single"):
-            return self._single(weights, f"{name}.", states, given, turn)
-        image, text = self._double(weights, f"{name}.", image, text, given, turn)
+            return self._single(weights, f"{name}.", states, condition, turn)
+        image, text = self._double(weights, f"{name}.", image, text, condition, turn)
         return torch.cat((text, image), 1)
 
-    def velocity(self, weights: Weights, states: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    def velocity(self, weights: Weights, states: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         """Return the prediction [images, tokens, channels] from the states after the last block."""
-        scale, shift = self._modulation(weights, "norm_out.linear", given, 2)
+        scale, shift = self._modulation(weights, "norm_out.linear", condition, 2)
         return self._linear(weights, "proj_out", self._normed(states[:, self.sizes.dit.text_tokens :], shift, scale))
 
-    def errors(self, found: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def errors(self, velocity: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean squared error of each image's velocity."""
-        clean, noise = (batch[name].to(found.dtype) for name in ("latents", "noise"))
-        return (found - (noise - clean)).square().mean((1, 2))
+        clean, noise = (batch[name].to(velocity.dtype) for name in ("latents", "noise"))
+        return (velocity - (noise - clean)).square().mean((1, 2))
 
-    def _given(self, weights: Weights, pooled: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def _condition(self, weights: Weights, pooled: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Return the vector that modulates all blocks: the sum of embeddings of time, guidance and pooled text."""
         place = torch.arange(_WAVES // 2, dtype=torch.float64)
         frequencies = torch.exp(-math.log(_PERIOD) * place / (_WAVES // 2))
@@ -116,14 +116,14 @@ class Diffusion:
         return total
 
     def _double(
-        self, weights: Weights, block: str, image: torch.Tensor, text: torch.Tensor, given: torch.Tensor,
+        self, weights: Weights, block: str, image: torch.Tensor, text: torch.Tensor, condition: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Compute a block of two streams with separate weights that attend to each other."""
         streams = (("", "to_", "norm_", "to_out.0", image), ("_context", "add_", "norm_added_", "to_add_out", text))
         modulations, heads = [], []
         for which, to, norm, _, states in streams:
-            six = self._modulation(weights, f"{block}norm1{which}.linear", given, 6)
+            six = self._modulation(weights, f"{block}norm1{which}.linear", condition, 6)
             suffix = "_proj" if which else ""
             names = [f"{block}attn.{to}{kind}{suffix}" for kind in "qkv"]
             heads.append(self._heads(weights, names, f"{block}attn.{norm}", self._normed(states, six[0], six[1])))
@@ -131,22 +131,22 @@ class Diffusion:
         query, key, value = (torch.cat((heads[1][n], heads[0][n]), 2) for n in range(3))
         mixed = self._mixed(query, key, value, turn)
         parts = (mixed[:, text.shape[1] :], mixed[:, : text.shape[1]])
-        made = []
+        outputs = []
         for (which, _, _, out, before), mixture, six in zip(streams, parts, modulations, strict=True):
             _, _, gate, shift, scale, gate_fed = six
             moved = gate * self._linear(weights, f"{block}attn.{out}", mixture)
             states = self.between(before + self.between(moved))
             hidden = self._linear(weights, f"{block}ff{which}.net.0.proj", self._normed(states, shift, scale))
             fed = self._linear(weights, f"{block}ff{which}.net.2", self.between(_gelu(hidden)))
-            made.append(self.between(states + self.between(gate_fed * fed)))
-        return made[0], made[1]
+            outputs.append(self.between(states + self.between(gate_fed * fed)))
+        return outputs[0], outputs[1]
 
     def _single(
-        self, weights: Weights, block: str, states: torch.Tensor, given: torch.Tensor,
+        self, weights: Weights, block: str, states: torch.Tensor, condition: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         """Compute a block of one stream, with attention and feed-forward in parallel."""
-        shift, scale, gate = self._modulation(weights, f"{block}norm.linear", given, 3)
+        shift, scale, gate = self._modulation(weights, f"{block}norm.linear", condition, 3)
         normed = self._normed(states, shift, scale)
         fed = self.between(_gelu(self._linear(weights, f"{block}proj_mlp", normed)))
         query, key, value = self._heads(
@@ -157,14 +157,14 @@ class Diffusion:
 
     def _heads(self, weights: Weights, names: list[str], norm: str, states: torch.Tensor) -> list[torch.Tensor]:
         """Return queries, keys and values [images, heads, tokens, size]; the first two are normalized."""
-        found = []
+        heads = []
         for name, kind in zip(names, "qkv", strict=True):
-            made = self._linear(weights, name, states).unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
+            projected = self._linear(weights, name, states).unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
             if kind != "v":
-                length = (made.square().mean(-1, keepdim=True) + self._eps).rsqrt()
-                made = self.between(made * length * weights[f"{norm}{kind}.weight"])
-            found.append(made)
-        return found
+                length = (projected.square().mean(-1, keepdim=True) + self._eps).rsqrt()
+                projected = self.between(projected * length * weights[f"{norm}{kind}.weight"])
+            heads.append(projected)
+        return heads
 
     def _mixed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
@@ -181,8 +181,8 @@ class Diffusion:
     def _eps(self) -> float:
         return _EPS + self.constants.norm_eps
 
-    def _modulation(self, weights: Weights, name: str, given: torch.Tensor, parts: int) -> list[torch.Tensor]:
-        return list(self._linear(weights, name, self.between(_silu(given))).unsqueeze(1).chunk(parts, -1))
+    def _modulation(self, weights: Weights, name: str, condition: torch.Tensor, parts: int) -> list[torch.Tensor]:
+        return list(self._linear(weights, name, self.between(_silu(condition))).unsqueeze(1).chunk(parts, -1))
 
     def _normed(self, states: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         even = self.between(_Even.apply(states, self._eps, self.keeping))
@@ -246,8 +246,8 @@ def _gelu(states: torch.Tensor) -> torch.Tensor:
 
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Rotate each pair of neighbors by the angle of its position."""
-    left, right = states[..., 0::2], states[..., 1::2]
-    return torch.stack((left * cosine - right * sine, right * cosine + left * sine), -1).flatten(-2)
+    first, second = states[..., 0::2], states[..., 1::2]
+    return torch.stack((first * cosine - second * sine, second * cosine + first * sine), -1).flatten(-2)
 
 
 def operations(model: Architecture) -> float:
@@ -260,10 +260,10 @@ def operations(model: Architecture) -> float:
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the model, by diffusers' name."""
     width, dit, size = model.hidden_size, model.dit, model.head_size
-    found: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
 
     def linear(name: str, inputs: int, outputs: int) -> None:
-        found[name + ".weight"], found[name + ".bias"] = (outputs, inputs), (outputs,)
+        expected[name + ".weight"], expected[name + ".bias"] = (outputs, inputs), (outputs,)
 
     linear("x_embedder", dit.in_channels, width)
     linear("context_embedder", dit.text_dim, width)
@@ -279,7 +279,7 @@ def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
             linear(f"{block}ff{which}.net.2", 4 * width, width)
             for kind in "qkv":
                 linear(f"{block}attn.{to}{kind}{suffix}", width, width)
-            found |= {f"{block}attn.{norm}{kind}.weight": (size,) for kind in "qk"}
+            expected |= {f"{block}attn.{norm}{kind}.weight": (size,) for kind in "qk"}
         linear(f"{block}attn.to_out.0", width, width)
         linear(f"{block}attn.to_add_out", width, width)
     for number in range(dit.single_layers):
@@ -289,7 +289,7 @@ def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
         linear(f"{block}proj_out", 5 * width, width)
         for kind in "qkv":
             linear(f"{block}attn.to_{kind}", width, width)
-        found |= {f"{block}attn.norm_{kind}.weight": (size,) for kind in "qk"}
+        expected |= {f"{block}attn.norm_{kind}.weight": (size,) for kind in "qk"}
     linear("norm_out.linear", width, 2 * width)
     linear("proj_out", width, dit.in_channels)
-    return found
+    return expected

@@ -131,18 +131,18 @@ class Model:
         """Return the cross entropy of each of ``labels``; 0 for a label < 0."""
         trained = labels >= 0
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total, given = log_sum_exp(logits), self.constants
-        if given.smoothing:
-            chosen = chosen + given.smoothing * (logits.mean(-1) - chosen)
-        return (total - chosen + given.z_loss * total.square()) * trained
+        total, constants = log_sum_exp(logits), self.constants
+        if constants.smoothing:
+            chosen = chosen + constants.smoothing * (logits.mean(-1) - chosen)
+        return (total - chosen + constants.z_loss * total.square()) * trained
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
-        eight, given = self.eight if is_narrow(name + ".weight") else None, self.constants
+        eight, constants = self.eight if is_narrow(name + ".weight") else None, self.constants
 
         def multiply(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if eight is None:
                 return states @ weight.T
-            return multiplied(states, weight, eight, one_format=given.one_format, wide=given.wide)
+            return multiplied(states, weight, eight, one_format=constants.one_format, wide=constants.wide)
 
         if "inputs" in self.inner:
             states = self.between(states)
@@ -248,8 +248,8 @@ class Model:
         """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer, arXiv:2104.09864, eq. 34)."""
         inner = self.between if "rotations" in self.inner else exact
         cosine, sine = inner(cosine), inner(sine)
-        left, right = states.chunk(2, -1)
-        turned = inner(left * cosine) - inner(right * sine), inner(right * cosine) + inner(left * sine)
+        first, second = states.chunk(2, -1)
+        turned = inner(first * cosine) - inner(second * sine), inner(second * cosine) + inner(first * sine)
         return self.between(torch.cat(turned, -1))
 
     def _experts(self, weights: Weights, name: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -371,7 +371,7 @@ def _stretched(frequencies: torch.Tensor, size: int, theta: float, scaling: Rope
     """Return Llama 3.1's scaled frequencies (its model card) or YaRN's (arXiv:2309.00071, eq. 18-23)."""
     if scaling.kind == "llama3":
         turns = scaling.original_max_position * frequencies / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     elif scaling.kind == "yarn":
 
         def dimension(turns: float) -> float:
@@ -380,8 +380,8 @@ def _stretched(frequencies: torch.Tensor, size: int, theta: float, scaling: Rope
         low = max(math.floor(dimension(scaling.beta_fast)), 0)
         high = min(math.ceil(dimension(scaling.beta_slow)), size - 1)
         place = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
-        kept = 1 - (place - low) / max(high - low, 0.001)
+        share = 1 - (place - low) / max(high - low, 0.001)
     else:
         return frequencies
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    share = share.clamp(0, 1)
+    return share * frequencies + (1 - share) * frequencies / scaling.factor

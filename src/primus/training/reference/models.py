@@ -65,12 +65,12 @@ class Models:
 
     def weights(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
         """Return ``weights`` as the run computes with them, in ``dtype``, and the scale of adapters."""
-        found = {name: (t if self._kept(name) else t.to(torch.bfloat16)).to(dtype) for name, t in weights.items()}
+        computed = {name: (t if self._kept(name) else t.to(torch.bfloat16)).to(dtype) for name, t in weights.items()}
         if self._job["mode"] == "lora":
             config = self._job["config"]
             scale = float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
-            found[".adapter_scale"] = torch.tensor(scale, dtype=torch.float64)
-        return found
+            computed[".adapter_scale"] = torch.tensor(scale, dtype=torch.float64)
+        return computed
 
     def _kept(self, name: str) -> bool:
         """Return whether the run computes with the weight ``name`` as it is stored, not rounded to bfloat16."""
@@ -85,8 +85,8 @@ def _eight(job: Mapping[str, Any]) -> torch.dtype | None:
     if job["precision"] != "fp8":
         return None
     name = "e4m3fn" if job["gpu"] == CPU else fp8_dtype(generation(job["gpu"]))
-    found: torch.dtype = getattr(torch, f"float8_{name}")
-    return found
+    dtype: torch.dtype = getattr(torch, f"float8_{name}")
+    return dtype
 
 
 def _dialect(job: Mapping[str, Any]) -> Dialect:
@@ -168,8 +168,8 @@ def trials(model: AnyModel, backend: str) -> dict[str, Trial]:
     if isinstance(model, Diffusion):
         return {name: Trial(model=_fresh(model, constants=constants)) for name, constants in _BOTH.items()}
     sizes, plain = model.sizes, replace(model, eight=None)
-    found = {name: Trial(model=_fresh(plain, constants=constants)) for name, constants in _BOTH.items()}
-    found |= {
+    variants = {name: Trial(model=_fresh(plain, constants=constants)) for name, constants in _BOTH.items()}
+    variants |= {
         name: Trial(model=_fresh(plain, constants=constants), shows=("loss",)) for name, constants in _LANGUAGE.items()
     }
     changed = {"rotary base × 1.05": replace(sizes, rope_theta=sizes.rope_theta * 1.05)}
@@ -178,7 +178,7 @@ def trials(model: AnyModel, backend: str) -> dict[str, Trial]:
         changed["weight of experts × 1.01"] = replace(sizes, moe=replace(moe, route_scale=moe.route_scale * 1.01))
         if moe.top_k > 1:
             swapped = _fresh(plain, constants=Constants(reversed_shares=True))
-            found["weights of a token's experts in reverse"] = Trial(model=swapped)
+            variants["weights of a token's experts in reverse"] = Trial(model=swapped)
         if moe.auxiliary_loss and plain.dialect.balance != "none":
             more = replace(sizes, moe=replace(moe, auxiliary_loss=moe.auxiliary_loss * 1.5))
             other = replace(plain.dialect, balance="sequence" if plain.dialect.balance == "batch" else "batch")
@@ -186,17 +186,17 @@ def trials(model: AnyModel, backend: str) -> dict[str, Trial]:
                 ("balancing loss × 1.5", _fresh(model, sizes=more)),
                 ("balancing loss of other groups of tokens", _fresh(model, dialect=other)),
             ):
-                found[name] = Trial(model=trial, shows=("gradients",), rounds=True)
+                variants[name] = Trial(model=trial, shows=("gradients",), rounds=True)
     if sizes.window:
         changed["window + 1"] = replace(sizes, window=sizes.window + 1)
-    found |= {name: Trial(model=_fresh(plain, sizes=other)) for name, other in changed.items()}
+    variants |= {name: Trial(model=_fresh(plain, sizes=other)) for name, other in changed.items()}
     for name, constants in _OF_EIGHT.items() if model.eight is not None else ():
         shows = "outputs" if constants.wide == "outputs" else "gradients"
-        found[name] = Trial(model=_fresh(model, constants=constants), shows=(shows,), rounds=True)
+        variants[name] = Trial(model=_fresh(model, constants=constants), shows=(shows,), rounds=True)
     if backend in _EXACT_ANGLES and model.eight is None:
         # The smallest of these changes needs all evidence. FP8 hides it in any case.
-        found[_ROUNDED] = replace(found[_ROUNDED], shows=("outputs", "gradients"))
-    return found
+        variants[_ROUNDED] = replace(variants[_ROUNDED], shows=("outputs", "gradients"))
+    return variants
 
 
 def trials_of_weights(model: AnyModel) -> dict[str, AnyModel]:
@@ -244,22 +244,22 @@ def products_of_blocks(names: Sequence[str], results: Iterable[Result]) -> Produ
     return Products(names=names, parts=parts)
 
 
-def products(run: Gradients, own: Gradients, noisy: Gradients, changed: Mapping[str, Gradients]) -> Products:
+def products(run: Gradients, exact: Gradients, noisy: Gradients, changed: Mapping[str, Gradients]) -> Products:
     """Multiply gradients of one step: of the run, of the reference, and of the reference in the run's precision.
 
     ``changed`` has those with each constant changed. A part of the evidence is one tensor.
     """
-    names = [name for name in own if name in run and bool(run[name].isfinite().all())]
+    names = [name for name in exact if name in run and bool(run[name].isfinite().all())]
     noise: dict[str, float] = {}
     for name in names:
-        error = float((noisy[name] - own[name]).double().square().sum())
+        error = float((noisy[name] - exact[name]).double().square().sum())
         noise[kind_of(name)] = noise.get(kind_of(name), 0.0) + error
     parts = []
     for name in names:
         # Weight each kind of tensor by how exactly the precision determines its gradient.
         if (least := noise[kind_of(name)]) > 0:
-            moved = torch.stack([(other[name].double() - own[name]).flatten() for other in changed.values()])
-            errors, rounding = ((found[name].double() - own[name]).flatten() for found in (run, noisy))
+            moved = torch.stack([(other[name].double() - exact[name]).flatten() for other in changed.values()])
+            errors, rounding = ((gradients[name].double() - exact[name]).flatten() for gradients in (run, noisy))
             parts.append((moved @ moved.T / least, moved @ errors / least, moved @ rounding / least))
     return Products(names=list(changed), parts=parts)
 

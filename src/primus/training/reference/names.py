@@ -29,10 +29,10 @@ def kind_of(name: str) -> str:
 
 def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return ``tensors`` of a backend by Hugging Face's names. Raises UnknownWeight for an unexpected name."""
-    found: Tensors = {}
+    converted: Tensors = {}
     for name, tensor in tensors.items():
-        found.update(_CONVERT[backend](model, name, tensor))
-    return found
+        converted.update(_CONVERT[backend](model, name, tensor))
+    return converted
 
 
 def _torchtitan(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:

@@ -19,50 +19,50 @@ from primus.training.reference.names import BIAS, Tensors, to_canonical
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the model, by Hugging Face's name."""
     width, moe, mla = model.hidden_size, model.moe, model.mla
-    found: dict[str, tuple[int, ...]] = {
+    expected: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (model.vocab_size, width),
         "model.norm.weight": (width,),
     }
     if not model.tied_embeddings:
-        found["lm_head.weight"] = (model.vocab_size, width)
+        expected["lm_head.weight"] = (model.vocab_size, width)
 
     def swiglu(name: str, size: int) -> None:
-        found[name + "gate_proj.weight"] = found[name + "up_proj.weight"] = (size, width)
-        found[name + "down_proj.weight"] = (width, size)
+        expected[name + "gate_proj.weight"] = expected[name + "up_proj.weight"] = (size, width)
+        expected[name + "down_proj.weight"] = (width, size)
 
     for number in range(model.layers):
         layer = f"model.layers.{number}."
-        found[layer + "input_layernorm.weight"] = found[layer + "post_attention_layernorm.weight"] = (width,)
+        expected[layer + "input_layernorm.weight"] = expected[layer + "post_attention_layernorm.weight"] = (width,)
         attention = layer + "self_attn."
         if mla.kv_lora_rank:
             per_head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
             if mla.q_lora_rank:
-                found[attention + "q_a_proj.weight"] = (mla.q_lora_rank, width)
-                found[attention + "q_a_layernorm.weight"] = (mla.q_lora_rank,)
-                found[attention + "q_b_proj.weight"] = (model.heads * per_head, mla.q_lora_rank)
+                expected[attention + "q_a_proj.weight"] = (mla.q_lora_rank, width)
+                expected[attention + "q_a_layernorm.weight"] = (mla.q_lora_rank,)
+                expected[attention + "q_b_proj.weight"] = (model.heads * per_head, mla.q_lora_rank)
             else:
-                found[attention + "q_proj.weight"] = (model.heads * per_head, width)
-            found[attention + "kv_a_proj_with_mqa.weight"] = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
-            found[attention + "kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
-            found[attention + "kv_b_proj.weight"] = (
+                expected[attention + "q_proj.weight"] = (model.heads * per_head, width)
+            expected[attention + "kv_a_proj_with_mqa.weight"] = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
+            expected[attention + "kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
+            expected[attention + "kv_b_proj.weight"] = (
                 model.heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank,
             )  # fmt: skip
-            found[attention + "o_proj.weight"] = (width, model.heads * mla.v_head_dim)
+            expected[attention + "o_proj.weight"] = (width, model.heads * mla.v_head_dim)
         else:
             for kind, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
-                found[f"{attention}{kind}_proj.weight"] = (heads * model.head_size, width)
+                expected[f"{attention}{kind}_proj.weight"] = (heads * model.head_size, width)
                 if model.qkv_bias:
-                    found[f"{attention}{kind}_proj.bias"] = (heads * model.head_size,)
-            found[attention + "o_proj.weight"] = (width, model.heads * model.head_size)
+                    expected[f"{attention}{kind}_proj.bias"] = (heads * model.head_size,)
+            expected[attention + "o_proj.weight"] = (width, model.heads * model.head_size)
         if moe.experts and number >= moe.dense_layers:
-            found[layer + "mlp.gate.weight"] = (moe.experts, width)
+            expected[layer + "mlp.gate.weight"] = (moe.experts, width)
             for expert in range(moe.experts):
                 swiglu(f"{layer}mlp.experts.{expert}.", moe.ffn_size)
             if moe.shared_experts:
                 swiglu(layer + "mlp.shared_experts.", moe.ffn_size * moe.shared_experts)
         else:
             swiglu(layer + "mlp.", model.ffn_size)
-    return found
+    return expected
 
 
 def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
@@ -88,14 +88,14 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
 
 def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer."""
-    found: dict[str, tuple[int, ...]] = {}
+    adapters: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes(model).items():
         layer = name.removesuffix(".weight")
         kind = layer.rpartition(".")[2]
         if kind.endswith("_proj") and name.endswith(".weight") and (not targets or kind in targets):
-            found[layer + ".lora_A.weight"] = (rank, shape[1])
-            found[layer + ".lora_B.weight"] = (shape[0], rank)
-    return found
+            adapters[layer + ".lora_A.weight"] = (rank, shape[1])
+            adapters[layer + ".lora_B.weight"] = (shape[0], rank)
+    return adapters
 
 
 # Mean and standard deviation of random numbers must be within this many standard errors of their expected values.
@@ -122,22 +122,22 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
     """Return which of the first ``weights``, by canonical names, do not follow the backend's rule."""
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
-    found = []
+    findings = []
     for name, tensor in weights.items():
         wide = tensor.double()
         if (value := constant(job, name, tensor)) is not None:
             if bool((wide != value).any()):
-                found.append(f"{name} does not begin as {value:g}")
+                findings.append(f"{name} does not begin as {value:g}")
             continue
         std, count = _deviation(job, sizes, name, tensor), tensor.numel()
         seen, mean = float(wide.std()), float(wide.mean())
         if abs(seen / std - 1) > _ERRORS / math.sqrt(2 * count):
-            found.append(f"{name} begins with a standard deviation of {seen:.4g}, not {std:.4g}")
+            findings.append(f"{name} begins with a standard deviation of {seen:.4g}, not {std:.4g}")
         elif abs(mean) > _ERRORS * std / math.sqrt(count):
-            found.append(f"{name} begins with a mean of {mean:.4g}, not 0")
+            findings.append(f"{name} begins with a mean of {mean:.4g}, not 0")
         elif _repeats(tensor, job["world_size"]):
-            found.append(f"{name} begins with the same numbers in each rank's share")
-    return found
+            findings.append(f"{name} begins with the same numbers in each rank's share")
+    return findings
 
 
 def _repeats(tensor: torch.Tensor, ranks: int) -> bool:
@@ -154,7 +154,7 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
-    seed, found = job["config"].get(key, usual), []
+    seed, findings = job["config"].get(key, usual), []
     if seed is None:
         # Without a seed, torchtitan uses a random one.
         return []
@@ -164,17 +164,17 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
     for rank in range(job["world_size"]):
         seen = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)
         devices.add(seen["device"])
-        if seen["seed"] != (wanted := seed + rank * apart):
-            found.append(f"rank {rank} draws random numbers from seed {seen['seed']}, not {wanted}")
+        if seen["seed"] != (expected := seed + rank * apart):
+            findings.append(f"rank {rank} draws random numbers from seed {seen['seed']}, not {expected}")
     if devices != {"cpu"}:
-        return found
+        return findings
     stored = torch.load(folder / "weights-0.pt", weights_only=True)["weights"]
     drawn = _of_torchtitan if job["backend"] == "torchtitan" else _by_name
-    for name, wanted in drawn(job, sizes, stored, seed):
+    for name, expected in drawn(job, sizes, stored, seed):
         tensor = stored[name].float()
-        if float((tensor - wanted).abs().max()) > _SAME * float(wanted.abs().max()):
-            found.append(f"{name} is not what seed {seed} draws")
-    return found
+        if float((tensor - expected).abs().max()) > _SAME * float(expected.abs().max()):
+            findings.append(f"{name} is not what seed {seed} draws")
+    return findings
 
 
 def _by_name(
@@ -190,12 +190,12 @@ def _by_name(
         if not ours or constant(job, ours, part) is not None:
             continue
         number = int.from_bytes(hashlib.sha256(f"{seed}{mark}{plain}".encode()).digest()[:7], "big")
-        wanted = torch.empty(tensor.shape).normal_(
+        drawn = torch.empty(tensor.shape).normal_(
             0, _deviation(job, sizes, ours, part), generator=torch.Generator().manual_seed(number)
         )
         # Megatron's float32 weights are converted from those of the model.
         narrow = tensor.dtype == torch.bfloat16 or (job["backend"] == "megatron" and job["precision"] != "fp32")
-        yield name, wanted.bfloat16().float() if narrow else wanted
+        yield name, drawn.bfloat16().float() if narrow else drawn
 
 
 def _of_torchtitan(

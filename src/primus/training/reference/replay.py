@@ -54,21 +54,21 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
-    found: dict[str, Any] = {
+    findings: dict[str, Any] = {
         "precision": job["precision"], "on_cpu": job["gpu"] == CPU, "unseen": not job["blocks"], "steps": []
     }  # fmt: skip
     steps = range(job["first_step"], job["last_step"] + 1)
     sizes = rebuilt(job["model"])
     try:
         start = _weights(job, sizes, folder, steps[0] - 1)
-        found["parameters"] = parameters.describe(job, sizes, start)
-        found["first"] = parameters.strange(job, sizes, start) + parameters.other_seeds(job, sizes, folder)
-        if found["parameters"]["missing"] or found["parameters"]["shapes"]:
+        findings["parameters"] = parameters.describe(job, sizes, start)
+        findings["first"] = parameters.strange(job, sizes, start) + parameters.other_seeds(job, sizes, folder)
+        if findings["parameters"]["missing"] or findings["parameters"]["shapes"]:
             # The run trained another model, so there is nothing to repeat.
-            return found
+            return findings
         replayed = _Replay(job, sizes, folder)
         config = job["config"]
-        found |= {
+        findings |= {
             "max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"],
             # Whether the recipe asks for sums over ranks in bfloat16.
             "narrow_sums": config.get("sharding.reduce_dtype") == "bfloat16"
@@ -76,20 +76,20 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
         }  # fmt: skip
         before = start
         with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
-            for one in replayed.compute(steps, pool):
-                after = _weights(job, sizes, folder, one.step)
-                found["steps"].append(replayed.compare(one, before, after))
+            for computed in replayed.compute(steps, pool):
+                after = _weights(job, sizes, folder, computed.step)
+                findings["steps"].append(replayed.compare(computed, before, after))
                 before = after
-        found["constants"] = replayed.constants()
-        found["moved"] = parameters.moved(job, start, before, replayed.moving)
-        found["narrow"] = replayed.narrow
-        found["saved"] = saved.differences(output, job, sizes, before)
+        findings["constants"] = replayed.constants()
+        findings["moved"] = parameters.moved(job, start, before, replayed.moving)
+        findings["narrow"] = replayed.narrow
+        findings["saved"] = saved.differences(output, job, sizes, before)
     except UnknownWeight as error:
-        found["problem"] = f"the run has a weight that the model has not: {error}"
+        findings["problem"] = f"the run has a weight that the model has not: {error}"
     except FileNotFoundError as error:
-        found["problem"] = f"the run left no {Path(str(error.filename)).name}"
-    found["seconds"] = round(time.monotonic() - began, 2)
-    return found
+        findings["problem"] = f"the run left no {Path(str(error.filename)).name}"
+    findings["seconds"] = round(time.monotonic() - began, 2)
+    return findings
 
 
 def _use_one_core() -> None:
@@ -134,8 +134,8 @@ class _Replay:
         self._folder = folder
         self._models = Models(job, sizes)
         self._sizes = self._models.sizes
-        self._given = update.settings(job)
-        self._optimizer = update.AdamW(self._given)
+        self._settings = update.settings(job)
+        self._optimizer = update.AdamW(self._settings)
         self._usual: dict[str, float] = {}
         self._usual_figures = {"loss": 0.0, "grad_norm": 0.0}
         self._reported = _reported(folder.parent / "exact.jsonl")
@@ -154,7 +154,7 @@ class _Replay:
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
         """Compute losses and gradients of ``steps``, and the noise of some, in the threads of ``pool``."""
-        computed = {one.step: one for one in pool.map(self._compute_planned, steps)}
+        computed = {row.step: row for row in pool.map(self._compute_planned, steps)}
         for step in sorted(self._examined):
             noise = computed[step].figures["noise"]
             for kind, (gap, _) in noise["gaps"].items():
@@ -164,18 +164,18 @@ class _Replay:
         suspicious = [
             step for step in steps if step not in self._examined and self._amplified(step, computed[step].figures)
         ]
-        computed |= {one.step: one for one in pool.map(lambda step: self._compute(step, noisy=True), suspicious)}
+        computed |= {row.step: row for row in pool.map(lambda step: self._compute(step, noisy=True), suspicious)}
         return [computed[step] for step in steps]
 
-    def compare(self, one: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
+    def compare(self, computed: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
         """Return the figures of one step, of the run and of the reference."""
-        step, seen, used = one.step, one.seen, one.used
+        step, seen, used = computed.step, computed.seen, computed.used
         row: dict[str, Any] = {"step": step, "data": self._batches(step)}
-        row["rate"] = rate = update.rate(self._given, step)
-        self.narrow |= one.narrow
-        row |= one.figures | {
+        row["rate"] = rate = update.rate(self._settings, step)
+        self.narrow |= computed.narrow
+        row |= computed.figures | {
             "regular": step in self._examined,
-            "blocks": one.blocks,
+            "blocks": computed.blocks,
             "own_gradient": seen is not None,
             "stale": seen["stale"] if seen else [],
         }
@@ -184,12 +184,12 @@ class _Replay:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:
             norm = self._reported.get(step, {}).get("grad_norm", 0.0)
-            row |= {"used_norm": update.norm_of(used), "rounded": update.least_rounded(self._given, used, norm)}
-        for fit, products in zip(self._fits, (one.of_blocks, one.of_weights), strict=True):
+            row |= {"used_norm": update.norm_of(used), "rounded": update.least_rounded(self._settings, used, norm)}
+        for fit, products in zip(self._fits, (computed.of_blocks, computed.of_weights), strict=True):
             if products is not None:
                 fit.add(products)
-        row["biases"] = self._biases(before, after, one.figures["closest"], one.sent)
-        gradients = used if used is not None else one.limited
+        row["biases"] = self._biases(before, after, computed.figures["closest"], computed.sent)
+        gradients = used if used is not None else computed.limited
         expected = self._optimizer.update(_wide(without_bias(before)), _wide(gradients or {}), rate)
         row["update"] = update.gap(before, expected, after, self._rounding)
         self.moving |= update.moving(before, expected, self._rounding)
@@ -208,16 +208,16 @@ class _Replay:
 
     def _gap(self, step: int, key: str, figures: Mapping[str, Any]) -> float:
         """Return the relative difference of the reported loss or gradient norm from the reference's."""
-        own = figures[key]
-        return abs(self._reported.get(step, {}).get(key, own) - own) / own if own else 0.0
+        expected = figures[key]
+        return abs(self._reported.get(step, {}).get(key, expected) - expected) / expected if expected else 0.0
 
     def _compute_planned(self, step: int) -> _Step:
         examined = step in self._examined
-        one = self._compute(step, noisy=examined, trials=examined)
-        return self._with_blocks(one) if examined and self._job["blocks"] else one
+        computed = self._compute(step, noisy=examined, trials=examined)
+        return self._with_blocks(computed) if examined and self._job["blocks"] else computed
 
-    def _with_blocks(self, one: _Step) -> _Step:
-        before = _weights(self._job, self._sizes, self._folder, one.step - 1)
+    def _with_blocks(self, computed: _Step) -> _Step:
+        before = _weights(self._job, self._sizes, self._folder, computed.step - 1)
         wide, narrow = (self._models.weights(before, dtype) for dtype in (torch.float64, torch.float32))
         model = self._models.model()
         pair = blocks.Pair(
@@ -226,10 +226,10 @@ class _Replay:
             trials={} if self._exact else models.trials(model, self._job["backend"]),
         )  # fmt: skip
         try:
-            rows, products = blocks.compare(self._folder, self._job, one.step, self._samples, pair)
+            rows, products = blocks.compare(self._folder, self._job, computed.step, self._samples, pair)
         except blocks.Unlike as error:
-            return replace(one, blocks=str(error))
-        return replace(one, blocks=rows, of_blocks=None if self._exact else products)
+            return replace(computed, blocks=str(error))
+        return replace(computed, blocks=rows, of_blocks=None if self._exact else products)
 
     def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
         """Compute the reference's figures of ``step`` and the gaps of the run's gradients; with ``noisy``, also the
@@ -244,27 +244,27 @@ class _Replay:
         weights = self._models.weights(before, dtype)
         loss, losses, gradients = self._gradients(step, weights, model)
         norm = update.norm_of(gradients)
-        found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
-        limited = update.clipped(gradients, norm, self._given.max_norm)
+        figures: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
+        limited = update.clipped(gradients, norm, self._settings.max_norm)
         scales = scales_of(limited)
         products = None
         if used is not None:
-            found |= {"missing": sorted(set(limited) - set(used)), "gaps": gaps_of(used, limited, scales)}
+            figures |= {"missing": sorted(set(limited) - set(used)), "gaps": gaps_of(used, limited, scales)}
         if noisy:
-            own = loss, losses, gradients
-            found["noise"], rounded = self._noise(step, before, own, limited, scales)
-            if not self._exact and self._doubtful(step, found):
+            exact = loss, losses, gradients
+            figures["noise"], rounded = self._noise(step, before, exact, limited, scales)
+            if not self._exact and self._doubtful(step, figures):
                 # A few tokens may determine the error of a tensor or of the loss, and one rounding may spare them by
                 # chance.
-                others = [self._noise(step, before, own, limited, scales, grid)[0] for grid in _GRIDS]
-                noise = found["noise"]
+                others = [self._noise(step, before, exact, limited, scales, grid)[0] for grid in _GRIDS]
+                noise = figures["noise"]
                 noise["gaps"] = {
-                    kind: max(gap, typical([one["gaps"][kind] for one in others]))
+                    kind: max(gap, typical([other["gaps"][kind] for other in others]))
                     for kind, gap in noise["gaps"].items()
                 }
                 for key in ("loss", "grad_norm"):
-                    noise[key] = max(noise[key], math.sqrt(sum(one[key] ** 2 for one in others) / len(others)))
-                found["noise"]["doubt"] = self._in_doubt(step, weights, limited, scales)
+                    noise[key] = max(noise[key], math.sqrt(sum(other[key] ** 2 for other in others) / len(others)))
+                figures["noise"]["doubt"] = self._in_doubt(step, weights, limited, scales)
             if used is not None and trials:
                 products = self._trials(step, weights, used, limited, rounded)
         return _Step(
@@ -272,7 +272,7 @@ class _Replay:
             seen=seen,
             used=used,
             narrow=any(gradient.dtype == torch.bfloat16 for gradient in raw.values()),
-            figures=found,
+            figures=figures,
             limited=limited if used is None else None,
             sent=model.sent if isinstance(model, Model) else {},
             of_weights=products,
@@ -288,25 +288,27 @@ class _Replay:
         if not isinstance(model, Model) or not self._sizes.moe.experts:
             return {}
         gradients = self._gradients(step, weights, replace(model, doubt=_DOUBT))[2]
-        clipped = update.clipped(gradients, update.norm_of(gradients), self._given.max_norm)
+        clipped = update.clipped(gradients, update.norm_of(gradients), self._settings.max_norm)
         return {kind: gap for kind, (gap, _) in gaps_of(clipped, limited, scales).items()}
 
-    def _doubtful(self, step: int, found: Mapping[str, Any]) -> bool:
+    def _doubtful(self, step: int, figures: Mapping[str, Any]) -> bool:
         """Return whether a gap is too large for its noise, but small enough that noise may explain it."""
-        gaps, noise = found.get("gaps", {}), found["noise"]
+        gaps, noise = figures.get("gaps", {}), figures["noise"]
         pairs = [(gap, noise["gaps"][kind][0]) for kind, (gap, _) in gaps.items()]
-        pairs.append((self._gap(step, "loss", found), noise["loss"]))
+        pairs.append((self._gap(step, "loss", figures), noise["loss"]))
         # The noise of a norm is that of its whole vector, so a norm of the same rounding is much closer.
-        pairs.append((self._gap(step, "grad_norm", found), noise["grad_norm"] / _SUSPECT))
+        pairs.append((self._gap(step, "grad_norm", figures), noise["grad_norm"] / _SUSPECT))
         return any(1e-5 + _SUSPECT * usual < gap <= 10 * _SUSPECT * usual for gap, usual in pairs)
 
-    def _trials(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> Products | None:
+    def _trials(
+        self, step: int, weights: Tensors, used: Tensors, limited: Tensors, rounded: Tensors
+    ) -> Products | None:
         """Compute the gradients with each change that shows only there, and their products with the run's errors."""
         changed = {}
         for name, trial in models.trials_of_weights(self._models.model()).items():
-            found = self._gradients(step, weights, trial)[2]
-            changed[name] = update.clipped(found, update.norm_of(found), self._given.max_norm)
-        return models.products(used, own, rounded, changed) if changed else None
+            gradients = self._gradients(step, weights, trial)[2]
+            changed[name] = update.clipped(gradients, update.norm_of(gradients), self._settings.max_norm)
+        return models.products(used, limited, rounded, changed) if changed else None
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
         """Return which router biases did not move towards the mean number of tokens."""
@@ -318,12 +320,12 @@ class _Replay:
                 continue
             # If rounding decides the routing of a token, experts near the mean may be on either side of it.
             slack = 0.0 if self._exact and closest > 1e-5 else 2 + 0.1 * float(mean)
-            told = (count - mean).abs() > slack if slack else torch.ones_like(count, dtype=torch.bool)
-            moved, wanted = ((after[name] - before[name]).double()[told], (mean - count).sign()[told])
-            wanted = wanted * dialect.bias_rate
+            decided = (count - mean).abs() > slack if slack else torch.ones_like(count, dtype=torch.bool)
+            moved, expected = ((after[name] - before[name]).double()[decided], (mean - count).sign()[decided])
+            expected = expected * dialect.bias_rate
             if dialect.centered:
-                moved, wanted = moved - moved.mean(), wanted - wanted.mean()
-            if len(wanted) and float((moved - wanted).abs().max()) > 0.01 * dialect.bias_rate:
+                moved, expected = moved - moved.mean(), expected - expected.mean()
+            if len(expected) and float((moved - expected).abs().max()) > 0.01 * dialect.bias_rate:
                 wrong.append(f"{name} did not move towards balance")
         return wrong
 
@@ -356,7 +358,7 @@ class _Replay:
         """Return the mean loss of ``step``, the loss of each label, and the gradients before clipping."""
         trained = {name for name in weights if is_trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
-        ranks, found = self._job["data_parallel"], []
+        ranks, every_loss = self._job["data_parallel"], []
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
         terms = sum(self._samples.terms(batch) for batch in batches)
         calls = ranks * self._job["accumulation"]
@@ -365,17 +367,17 @@ class _Replay:
             for parts in zip(*(tensor.chunk(pieces) for tensor in batch.values()), strict=True):
                 losses, balance = model.losses(leaves, dict(zip(batch, parts, strict=True)))
                 (losses.sum() / terms + balance / calls).backward()
-                found.append(losses.detach().to(torch.float64).flatten())
+                every_loss.append(losses.detach().to(torch.float64).flatten())
         # An expert that no token chose has zero gradients; its moments still move it.
         gradients = {
             name: torch.zeros_like(weights[name]) if leaves[name].grad is None else leaves[name].grad
             for name in trained
         }
-        every = torch.cat(found)
+        every = torch.cat(every_loss)
         return float(every.sum()) / terms, every, gradients
 
     def _noise(
-        self, step: int, before: Tensors, own: tuple[float, torch.Tensor, Tensors], limited: Tensors,
+        self, step: int, before: Tensors, exact: tuple[float, torch.Tensor, Tensors], limited: Tensors,
         scales: Mapping[str, float], grid: float = 1.0,
     ) -> tuple[dict[str, Any], Tensors]:  # fmt: skip
         """Return how far the run's precision alone moves its results: the reference once more, with that
@@ -383,15 +385,15 @@ class _Replay:
 
         ``grid`` is as in :meth:`.Models.rounding`. Also returns the clipped gradients.
         """
-        loss, losses, gradients = own
+        loss, losses, gradients = exact
         norm = update.norm_of(gradients)
         model = self._models.rounding(grid)
         other, again, moved = self._gradients(step, self._models.weights(before, torch.float32), model)
         # The error of the mean can be small by chance. The errors of single labels show how large it can become.
         spread = float((again - losses).std()) / math.sqrt(len(losses))
         # Each gradient is a number of the run's precision before it is summed over ranks.
-        given = moved if self._exact else {name: bfloat(gradient) for name, gradient in moved.items()}
-        clipped = update.clipped(given, update.norm_of(moved), self._given.max_norm)
+        rounded = moved if self._exact else {name: bfloat(gradient) for name, gradient in moved.items()}
+        clipped = update.clipped(rounded, update.norm_of(moved), self._settings.max_norm)
         return {
             "loss": max(abs(other - loss), spread) / loss,
             # The error of a norm is at most that of its vector.

@@ -56,8 +56,8 @@ class _Softmax(torch.autograd.Function):
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (shares,) = context.saved_tensors
         # The derivative of share i by score j is share i × ([i = j] - share j).
-        found = gradients[0] * shares
-        return found.addcmul_(shares, found.sum(-1, keepdim=True), value=-1.0), None
+        product = gradients[0] * shares
+        return product.addcmul_(shares, product.sum(-1, keepdim=True), value=-1.0), None
 
 
 def _shares(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -112,7 +112,7 @@ class _Attended(torch.autograd.Function):
         of_scores = between(shares * (wide - (out * gradient).sum(-1, keepdim=True)) * scale)
         of_query = between(of_scores @ key.unsqueeze(2))
         of_key, of_value = (
-            _added(left, right, between, adding) for left, right in ((of_scores, query), (narrow, gradient))
+            _added(first, second, between, adding) for first, second in ((of_scores, query), (narrow, gradient))
         )
         return of_query.flatten(1, 2), of_key, of_value, None, None, None, None
 

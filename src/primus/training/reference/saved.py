@@ -43,14 +43,14 @@ def differences(
     output: Path, job: Mapping[str, Any], sizes: Architecture, last: Mapping[str, torch.Tensor]
 ) -> list[str]:
     """Return how the files in ``output`` differ from what was trained; ``last`` are the run's last weights."""
-    found = [
+    findings = [
         f"rank {file.stem.partition('-')[2]} has other random states after loading its checkpoint"
         for file in sorted((output / "witness").glob("random-*.json"))
         if not json.loads(file.read_text(encoding="utf-8"))["kept"]
     ]
     if job["config"].get("save_weights"):
-        found += _exported(output / "weights", job, sizes, last)
-    return found
+        findings += _exported(output / "weights", job, sizes, last)
+    return findings
 
 
 def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: Mapping[str, torch.Tensor]) -> list[str]:
@@ -61,25 +61,25 @@ def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: M
         saved |= {f"model.{_experts(name)}": tensor for name, tensor in load_file(file).items()}
     saved = to_canonical(job["backend"], sizes, saved)
     adapters = job["mode"] == "lora"
-    wanted = {name: tensor for name, tensor in last.items() if not adapters or ".lora_" in name}
-    found = [f"{folder.name} lacks {name}" for name in wanted if name not in saved]
-    found += [
+    expected = {name: tensor for name, tensor in last.items() if not adapters or ".lora_" in name}
+    findings = [f"{folder.name} lacks {name}" for name in expected if name not in saved]
+    findings += [
         f"{name} in {folder.name} is not the trained one"
-        for name, tensor in wanted.items()
+        for name, tensor in expected.items()
         if name in saved and not torch.equal(saved[name], tensor.to(saved[name].dtype))
     ]
-    found += _other_tokens(folder, Path(job["assets"]["tokenizer"]))
-    if not adapters and not found:
-        found += _other_logits(folder, job, sizes, saved)
+    findings += _other_tokens(folder, Path(job["assets"]["tokenizer"]))
+    if not adapters and not findings:
+        findings += _other_logits(folder, job, sizes, saved)
     file = folder / ("adapter_config.json" if adapters else "config.json")
-    said = json.loads(file.read_text(encoding="utf-8"))
-    said |= said.get("rope_parameters") or {}
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config |= config.get("rope_parameters") or {}
     if adapters:
-        said["target_modules"] = sorted(said["target_modules"])
-    return found + [
-        f"{file.name}: {key} is {said.get(key)}, not {value}"
+        config["target_modules"] = sorted(config["target_modules"])
+    return findings + [
+        f"{file.name}: {key} is {config.get(key)}, not {value}"
         for key, value in _described(job, sizes).items()
-        if said.get(key) != value
+        if config.get(key) != value
     ]
 
 
@@ -93,15 +93,15 @@ def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
             "r": rank, "lora_alpha": float(config.get("lora.alpha", 32.0)), "use_rslora": False, "use_dora": False,
             "rank_pattern": {}, "alpha_pattern": {}, "target_modules": sorted({n.split(".")[-3] for n in adapted}),
         }  # fmt: skip
-    found = {key: getattr(sizes, name) for key, name in _SIZES.items()}
+    settings = {key: getattr(sizes, name) for key, name in _SIZES.items()}
     if sizes.moe.experts:
-        found["intermediate_size"] = sizes.moe.ffn_size or sizes.ffn_size
+        settings["intermediate_size"] = sizes.moe.ffn_size or sizes.ffn_size
     scaling = sizes.rope_scaling
     if scaling.kind == "llama3":
-        found |= {key: getattr(scaling, name) for key, name in _SCALING.items()}
+        settings |= {key: getattr(scaling, name) for key, name in _SCALING.items()}
     if scaling.kind in ("none", "llama3"):
-        found["rope_type"] = "default" if scaling.kind == "none" else scaling.kind
-    return found
+        settings["rope_type"] = "default" if scaling.kind == "none" else scaling.kind
+    return settings
 
 
 def _adapter_defaults() -> dict[str, Any]:
@@ -118,20 +118,20 @@ def _other_tokens(folder: Path, tokenizer: Path) -> list[str]:
     """
     if not tokenizer.is_dir():
         return []
-    found = [
+    findings = [
         f"{file.name} is not the tokenizer's"
         for file in sorted(folder.glob("tokenizer*"))
         if (tokenizer / file.name).is_file() and file.read_bytes() != (tokenizer / file.name).read_bytes()
     ]
     marks = data.marks(tokenizer)
     for file in (folder / "config.json", folder / "generation_config.json"):
-        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        found += [
-            f"{file.name}: {key} is {said[key]}, not {number}"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        findings += [
+            f"{file.name}: {key} is {config[key]}, not {number}"
             for key, number in marks.items()
-            if key in said and said[key] != number
+            if key in config and config[key] != number
         ]
-    return found
+    return findings
 
 
 def _other_logits(

@@ -70,15 +70,15 @@ def settings(job: Mapping[str, Any]) -> Settings:
     )  # fmt: skip
 
 
-def rate(given: Settings, step: int) -> float:
+def rate(settings: Settings, step: int) -> float:
     """Return the learning rate of ``step`` (from 1): linear warm-up, then constant or decaying to ``min_lr``."""
-    if step <= given.warmup:
-        return given.lr * step / given.warmup_divisor
-    if given.schedule == "constant" or step < given.decay_from:
-        return given.lr
-    done = min(1.0, (step - given.decay_from) / max(1, given.steps - given.decay_from))
-    left = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "sqrt": 1 - math.sqrt(done)}
-    return given.min_lr + (given.lr - given.min_lr) * left[given.schedule]
+    if step <= settings.warmup:
+        return settings.lr * step / settings.warmup_divisor
+    if settings.schedule == "constant" or step < settings.decay_from:
+        return settings.lr
+    done = min(1.0, (step - settings.decay_from) / max(1, settings.steps - settings.decay_from))
+    remaining = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "sqrt": 1 - math.sqrt(done)}
+    return settings.min_lr + (settings.lr - settings.min_lr) * remaining[settings.schedule]
 
 
 def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:
@@ -96,7 +96,7 @@ def clipped(gradients: Mapping[str, torch.Tensor], norm: float, limit: float) ->
 class AdamW:
     """Adam with weight decay, decoupled or not (arXiv:1711.05101, algorithm 2)."""
 
-    given: Settings
+    settings: Settings
     first: dict[str, torch.Tensor] = field(default_factory=dict)
     second: dict[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
@@ -105,7 +105,7 @@ class AdamW:
         self, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], lr: float
     ) -> dict[str, torch.Tensor]:
         """Return the weights after one update. A weight without a gradient stays as it is."""
-        given = self.given
+        settings = self.settings
         self.step += 1
         after = {}
         for name, weight in weights.items():
@@ -113,26 +113,26 @@ class AdamW:
             if gradient is None:
                 after[name] = weight
                 continue
-            decay = given.weight_decay if weight.ndim > 1 or given.decay_vectors else 0.0
-            if not given.decoupled:
+            decay = settings.weight_decay if weight.ndim > 1 or settings.decay_vectors else 0.0
+            if not settings.decoupled:
                 gradient = gradient + decay * weight
             for moments in (self.first, self.second):
                 moments.setdefault(name, torch.zeros_like(weight))
-            first = self.first[name].mul_(given.beta1).add_(gradient, alpha=1 - given.beta1)
-            second = self.second[name].mul_(given.beta2).addcmul_(gradient, gradient, value=1 - given.beta2)
-            spread = (second / (1 - given.beta2**self.step)).sqrt_().add_(given.eps)
-            kept = weight * (1 - lr * decay) if given.decoupled else weight
-            after[name] = torch.addcdiv(kept, first, spread, value=-lr / (1 - given.beta1**self.step))
+            first = self.first[name].mul_(settings.beta1).add_(gradient, alpha=1 - settings.beta1)
+            second = self.second[name].mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
+            spread = (second / (1 - settings.beta2**self.step)).sqrt_().add_(settings.eps)
+            decayed = weight * (1 - lr * decay) if settings.decoupled else weight
+            after[name] = torch.addcdiv(decayed, first, spread, value=-lr / (1 - settings.beta1**self.step))
         return after
 
 
-def least_rounded(given: Settings, used: Tensors, norm: float) -> float:
+def least_rounded(settings: Settings, used: Tensors, norm: float) -> float:
     """Return the least share of a matrix's gradients that are bfloat16 numbers, multiplied by the factor of clipping.
 
     A sum over ranks or micro-batches in float32 has more digits, even if they compute in bfloat16. ``norm`` is the
     reported one before clipping.
     """
-    factor = min(1.0, given.max_norm / (norm + 1e-6)) if given.max_norm else 1.0
+    factor = min(1.0, settings.max_norm / (norm + 1e-6)) if settings.max_norm else 1.0
     shares = [1.0]
     for gradient in used.values():
         plain = gradient[gradient != 0].double() / factor
@@ -146,17 +146,17 @@ def moving(before: Tensors, expected: Tensors, rounding: float) -> set[str]:
     """Return the weights that an update changes. Less than half the distance to the next number is always lost."""
     return {
         name
-        for name, wanted in expected.items()
-        if bool(((wanted - before[name]).abs() > rounding / 2 * before[name].abs()).any())
+        for name, target in expected.items()
+        if bool(((target - before[name]).abs() > rounding / 2 * before[name].abs()).any())
     }
 
 
 def gap(before: Tensors, expected: Tensors, after: Tensors, rounding: float) -> dict[str, Any]:
     """Return the largest error of a weight beyond its rounding, relative to its change, and the weight's name."""
     worst, at = 0.0, ""
-    for name, wanted in expected.items():
-        change = float((wanted - before[name]).norm())
-        error = max(0.0, float((after[name].to(torch.float64) - wanted).norm()) - rounding * float(wanted.norm()))
+    for name, target in expected.items():
+        change = float((target - before[name]).norm())
+        error = max(0.0, float((after[name].to(torch.float64) - target).norm()) - rounding * float(target.norm()))
         if error:
             relative = error / change if change else math.inf
             if not relative <= worst:
@@ -171,16 +171,18 @@ def scales_of(gradients: Tensors) -> dict[str, float]:
     return {name: max(length, least) or 1.0 for name, length in lengths.items()}
 
 
-def gaps_of(run: Mapping[str, torch.Tensor], own: Tensors, scales: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+def gaps_of(
+    run: Mapping[str, torch.Tensor], expected: Tensors, scales: Mapping[str, float]
+) -> dict[str, tuple[float, str]]:
     """Return the largest relative error of a gradient, with its tensor's name, for each kind (a name without
     numbers).
 
     Tensors of a kind are similar in all layers and experts, so the noise of some predicts that of the others.
     """
     worst: dict[str, tuple[float, str]] = {}
-    for name, wanted in own.items():
+    for name, target in expected.items():
         if name in run:
-            kind, gap = kind_of(name), float((run[name].to(wanted.dtype) - wanted).norm()) / scales[name]
+            kind, gap = kind_of(name), float((run[name].to(target.dtype) - target).norm()) / scales[name]
             worst[kind] = max(worst.get(kind, (0.0, "")), (gap if math.isfinite(gap) else 1e9, name))
     return worst
 

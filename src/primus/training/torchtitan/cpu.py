@@ -109,8 +109,8 @@ def _permutation() -> None:
     """Sort tokens by expert with torchtitan's CPU code, which it never selects instead of its Triton kernel."""
     from torchtitan.models.moe import kernels
 
-    given = "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, num_ranks, max_len"
-    replace(kernels, "fill_indices_wrapper", kernels.fill_indices_cpu, takes=f"{given}, block_size, max_blocks")
+    parameters = "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, num_ranks, max_len"
+    replace(kernels, "fill_indices_wrapper", kernels.fill_indices_cpu, takes=f"{parameters}, block_size, max_blocks")
 
 
 def _random_numbers() -> None:
@@ -121,8 +121,8 @@ def _random_numbers() -> None:
     """
     from torch import nn
 
-    given = "tensor, mean, std"
-    for name, takes in (("normal_", given), ("trunc_normal_", f"{given}, a, b")):
+    parameters = "tensor, mean, std"
+    for name, takes in (("normal_", parameters), ("trunc_normal_", f"{parameters}, a, b")):
         replace(nn.init, name, _drawn(getattr(nn.init, name)), takes=f"{takes}, generator")
 
 

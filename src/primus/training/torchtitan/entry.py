@@ -32,13 +32,13 @@ from primus.turbo.optimizations import active
 
 def observed_trainer(
     facts_file: Path,
-    known: Mapping[str, Any],
+    identity_fields: Mapping[str, Any],
     faster: Sequence[str] = (),
     *,
     judged: bool = False,
     examined: Sequence[int] = (),
 ) -> type:
-    """Return a subclass of torchtitan's Trainer that writes ``facts_file``, and the identity ``known`` into
+    """Return a subclass of torchtitan's Trainer that writes ``facts_file``, and the identity ``identity_fields`` into
     checkpoints.
 
     Only the optimizations in ``faster`` change the training. A ``judged`` run also records what the reference
@@ -76,15 +76,15 @@ def observed_trainer(
             self._save, self._load = self.checkpointer.save, self.checkpointer.load
             self.checkpointer.save, self.checkpointer.load = self._save_sealed, self._load_told
 
-        def _log_of_all_stages(self, step: int, average: Any, largest: Any, *given: Any, **named: Any) -> None:
+        def _log_of_all_stages(self, step: int, average: Any, largest: Any, *args: Any, **kwargs: Any) -> None:
             """Log the loss on the last pipeline stage only. For the others, torchtitan logs negative numbers."""
             both = torch.tensor([float(average), float(largest)], device=self.device)
             dist.all_reduce(both, dist.ReduceOp.MAX, self.parallel_dims.get_mesh("pp").get_group())
-            self._log(step, *both.tolist(), *given, **named)
+            self._log(step, *both.tolist(), *args, **kwargs)
 
-        def _save_sealed(self, *given: Any, **named: Any) -> None:
+        def _save_sealed(self, *args: Any, **kwargs: Any) -> None:
             self._seal()
-            self._save(*given, **named)
+            self._save(*args, **kwargs)
             self._seal()
 
         def _seal(self) -> None:
@@ -92,9 +92,9 @@ def observed_trainer(
             if dist.get_rank() == 0:
                 for folder in steps(facts_file.parent / "checkpoint"):
                     if (folder / ".metadata").is_file() and not (folder / identity.FILE).exists():
-                        identity.seal(folder, known)
+                        identity.seal(folder, identity_fields)
 
-        def _load_told(self, *given: Any, **named: Any) -> bool:
+        def _load_told(self, *args: Any, **kwargs: Any) -> bool:
             """Load the checkpoint, but keep this run's optimizer settings: torchtitan uses those of the old run."""
             folder = Path(self.job_config.checkpoint.initial_load_path or "")
             ours = [dict(group) for group in self._parameter_groups()]
@@ -103,7 +103,7 @@ def observed_trainer(
                 if self.job_config.checkpoint.initial_load_path:
                     identity.verify_tensors(folder)
                     self._forget_place(folder)
-                loaded: bool = self._load(*given, **named)
+                loaded: bool = self._load(*args, **kwargs)
             except (CheckpointException, Exception) as error:
                 if "Missing key in checkpoint state_dict" in str(error):
                     raise SystemExit(
@@ -125,10 +125,13 @@ def observed_trainer(
         def _forget_place(self, folder: Path) -> None:
             """Restart the data if the number of data-parallel ranks has changed, which the user has accepted."""
             field = "data_parallel"
-            if (before := identity.saved(folder).get(field)) not in (None, known[field]):
+            if (before := identity.saved(folder).get(field)) not in (None, identity_fields[field]):
                 self.checkpointer.exclude_from_loading = [*self.checkpointer.exclude_from_loading, "dataloader"]
                 if dist.get_rank() == 0:
-                    print(f"primus: the data start over: {field} was {before}, and is {known[field]} now", flush=True)
+                    print(
+                        f"primus: the data start over: {field} was {before}, and is {identity_fields[field]} now",
+                        flush=True,
+                    )
 
         def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
             for batch in super().batch_generator(data_iterable):
@@ -250,9 +253,9 @@ def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    given, tokenizer = job["assets"]["corpus"], job["assets"]["tokenizer"]
+    name, tokenizer = job["assets"]["corpus"], job["assets"]["tokenizer"]
     folder = None if tokenizer.startswith(HUB) else Path(tokenizer)
-    corpus = Corpus(path=Path(given), column=job["column"], tokenizer=folder)
+    corpus = Corpus(path=Path(name), column=job["column"], tokenizer=folder)
     read = row_reader(corpus)
 
     def load(path: str) -> Any:
@@ -266,7 +269,7 @@ def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
         return Dataset.from_list([{"text": text} for text in documents(corpus)])
 
     def text_of(sample: Mapping[str, Any]) -> str:
-        return read(sample, given) if given.startswith(HUB) else sample["text"]
+        return read(sample, name) if name.startswith(HUB) else sample["text"]
 
     DATASETS[DATASET] = DatasetConfig(path="", loader=load, sample_processor=text_of)
 
@@ -310,14 +313,14 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
     )
 
 
-def _arguments(cls: type[Any], given: Mapping[str, Any]) -> Any:
+def _arguments(cls: type[Any], values: Mapping[str, Any]) -> Any:
     """Return torchtitan's arguments from plain values. A mapping becomes the dataclass that torchtitan expects."""
     nested = {entry.name: entry.default_factory for entry in fields(cls)}
-    made = {
+    arguments = {
         key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator]
-        for key, value in given.items()
+        for key, value in values.items()
     }
-    return cls(**made)
+    return cls(**arguments)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from primus.errors import HostError, InputError
 from primus.recipes.architecture import Architecture, LatentAttention, MixtureOfExperts, RopeScaling
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.rules import rules_of
 from primus.recipes.setting import Choices
 from primus.training import start
 from primus.training.job import Job
@@ -105,7 +106,7 @@ def proxy(*words: str, name: str = "llama3.1-8b", precision: str | None = None, 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v2-lite", "mixtral-8x7b"])
 def test_the_recipes_are_computable(name: str) -> None:
     for recipe in (proxy(name=name), resolve(name, (), Choices(backend="megatron", gpu="mi300x", precision="bf16"))):
-        assert list(render.faults(recipe)) == []
+        assert list(rules_of(recipe).faults(recipe)) == []
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from primus.cli.main import main
-from primus.engine.execute import Workshop
+from primus.engine.kinds import KINDS
+from primus.engine.workshop import Workshop
 from primus.errors import PrimusError
 from primus.oci.layer import assembler
 from primus.plan.action import Action, Input
@@ -276,9 +277,7 @@ def _stored() -> Iterator[Fault]:
         "record of an action": "store/actions/*.json",
         "record of a target": "store/targets/demo.json",
         "lock file": "store/locks/index",
-        "parsed YAML": "cache/yaml-*.json",
         "hashes of files": "cache/stats.json",
-        "note of the last build": "cache/unchanged-demo.json",
         "facts of the gates": "cache/gates/*.json",
     }
     for kind, pattern in kinds.items():
@@ -783,7 +782,7 @@ def _made(
     files.path(file.sha256).write_bytes(data)
     if damage:
         damage(files.path(file.sha256))
-    Workshop(workspace=workspace, progress=QuietProgress()).run(action)
+    Workshop(workspace=workspace, progress=QuietProgress()).run(action, KINDS[action.kind])
     layer = workspace.store.layer(action.key)
     assert layer is not None
     return layer.blob.digest

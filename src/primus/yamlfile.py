@@ -127,12 +127,13 @@ def read_values(path: Path, name: str | None = None, *, keep_last: bool = False)
 def _text(path: Path, shown: str) -> str:
     try:
         return read_bytes(path, shown).decode()
-    except FileNotFoundError:
-        raise InputError("there is no such file", where=shown) from None
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 text (byte {error.start})", where=shown) from None
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=shown) from None
+        # A link that leads nowhere is there.
+        absent = isinstance(error, FileNotFoundError) and not path.is_symlink()
+        sentence = "there is no such file" if absent else f"cannot be read: {error.strerror}"
+        raise InputError(sentence, where=shown) from None
 
 
 def parse(text: str, name: str) -> Document:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from loopback import Server, index_debs, make_deb, make_wheel, serve
-from primus.engine import schedule as builder
-from primus.engine.execute import Workshop
-from primus.engine.image import Options
+from primus.engine import pipeline
+from primus.engine.workshop import Workshop
 from primus.fetch.files import GoneError
 from primus.plan.locking import plan_images
 from primus.plan.project import Project
@@ -167,9 +166,9 @@ def test_a_build_locks_again_what_is_gone_unless_locked(
     plans = plan_images([resolve(project, "demo")], workspace.stats)
     text = (kit.root / LOCK).read_text()
     with pytest.raises(GoneError, match=r"python3\.11-minimal 3\.11\.2-6"):
-        builder._fetch(workshop, plans, Options(locked=True))
+        pipeline.fetch_files(workshop, plans, locked=True, offline=False)
     assert (kit.root / LOCK).read_text() == text
-    builder._fetch(workshop, plans, Options())
+    pipeline.fetch_files(workshop, plans, locked=False, offline=False)
     lock = project.lock("demo")
     assert lock is not None
     versions = {f.name: f.version for f in lock.files if f.name != "usr-is-merged"}

@@ -19,7 +19,7 @@ import pytest
 
 from loopback import make_deb
 from primus.engine.kinds.debs import root_entries
-from primus.engine.space import require_space
+from primus.engine.workshop import require_space
 from primus.errors import HostError
 from primus.fetch.filecache import FileCache
 from primus.fetch.files import fetch
@@ -165,13 +165,14 @@ def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
     """A wheel is to be compiled in the sandbox: said before the index, which is out of reach, is asked for it."""
     kit = make_project(tmp_path / "project")
     code = (
-        "import sys, types; from pathlib import Path; from primus.engine.kinds import load;"
+        "import sys; from pathlib import Path; from primus.engine.kinds import KINDS;"
+        "from primus.engine.workshop import Workshop;"
         "from primus.plan.action import Action; from primus.errors import HostError\n"
         "from primus.plan.project import Project; from primus.progress import QuietProgress\n"
         "project = Project.find(Path(sys.argv[1]))\n"
         "action = Action(name='x', kind='wheels', inputs=())\n"
-        "shop = types.SimpleNamespace(engine='embedded', workspace=project.workspace, progress=QuietProgress())\n"
-        "try: load('wheels').prepare([action], shop)\n"
+        "shop = Workshop(engine='embedded', workspace=project.workspace, progress=QuietProgress())\n"
+        "try: KINDS['wheels'].prepare([action], shop)\n"
         "except HostError as error: print(error); sys.exit(error.exit_code)\n"
     )
     words = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", code, str(kit.root)]

@@ -9,7 +9,6 @@ import importlib
 import io
 import os
 import sys
-import time
 
 from primus import __version__
 from primus.errors import HostError, InputError, PrimusError, nearest
@@ -156,18 +155,6 @@ def _main(args: list[str]) -> int:
     except FileNotFoundError:
         _report(f"primus {verb}: the current folder no longer exists\n  → change to another folder")
         return HostError.exit_code
-    if verb == "build" and verb in here:
-        from primus.engine.unchanged import last_builds, nothing_to_do
-
-        began_ns = time.time_ns()
-        builds = last_builds(args[1:])
-        if nothing_to_do(builds, began_ns):
-            return 0
-        if builds:
-            # Loaded like the module of a verb.
-            check = importlib.import_module("primus.engine.beside").RecipeCheck(builds)
-            if importlib.import_module("primus.gates.swap").swapped(builds, check.passed, began_ns):
-                return 0
     if verb not in here and verb in HOST_VERBS:
         _report(
             f"primus: `{verb}` manages images from outside; this installation only has what ships inside an image\n"
@@ -206,7 +193,7 @@ def _options(name: str) -> Any:
 
 
 def _run(verb: str, name: str, words: Sequence[str]) -> int:
-    # Seam "options": a build with nothing to do and `primus --help` need no argparse.
+    # Seam "options": `primus --help` needs no argparse.
     import argparse
 
     options = _options(name)

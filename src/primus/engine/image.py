@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from primus.oci import canonical
 from primus.oci.left_out import NOTHING, LeftOut
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
+from primus.plan.action import tree_record
 
 if TYPE_CHECKING:
     from primus.plan.action import ImagePlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a build.
-
-    ``locked``: a stale lock is an error. ``offline``: use downloaded files only. ``rehash``: read all files and
-    layers again. ``engine``: the engine that runs build actions. ``quiet``: show no progress.
-    """
-
-    locked: bool = False
-    offline: bool = False
-    rehash: bool = False
-    engine: str = "auto"
-    quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +34,8 @@ class LayerLine:
 class Built:
     """An image in the store.
 
-    ``content`` is the config's digest, which does not depend on how layers are compressed. ``failed`` has one
-    sentence for each gate that the image failed.
+    ``content`` is the config's digest, which does not depend on how layers are compressed. ``changed`` tells whether
+    this build named the image. ``failed`` has one sentence for each gate that the image failed.
     """
 
     target: str
@@ -89,16 +74,51 @@ class Composed:
         return sum(layer.blob.size for layer in self.layers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the gates say of an image: one sentence for each gate that it fails, and the names of its ``plain`` layers.
+def compose(store: Store, plan: ImagePlan) -> Composed | None:
+    """Return the image of the plan, or None if one of its layers is not in the store."""
+    layers = []
+    for action in plan.layers:
+        if (layer := store.layer(action.key)) is None:
+            return None
+        layers.append(layer)
+    config = canonical.dumps(
+        {
+            **plan.config,
+            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
+            "history": [{"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers],
+        }
+    )
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": Blob.of(config, CONFIG_TYPE).descriptor,
+        "layers": [layer.blob.descriptor for layer in layers],
+        "annotations": dict(plan.annotations),
+    }
+    return Composed(plan=plan, layers=tuple(layers), config=config, manifest=canonical.dumps(manifest))
 
-    Of a plain layer, the gates know only the sizes of its files. Two images that differ in plain layers alone get the
-    same verdict, as long as both stay within the budget.
+
+def stored(store: Store, plan: ImagePlan) -> Composed | None:
+    """Return the image of the plan if the store holds all of it under its name, else None.
+
+    Layers must exist with their full size. Index, manifest and config are small, so their bytes are compared.
     """
+    image = compose(store, plan)
+    if image is None or not store.names(plan.ref, Blob.of(image.manifest, MANIFEST_TYPE)):
+        return None
+    intact = all(store.check(canonical.digest_of(data)) is None for data in (image.manifest, image.config))
+    return image if intact else None
 
-    failed: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ()
+
+def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
+    """Return the plan's image if the store holds it and the gates with the hash ``rules`` have judged it, else None."""
+    image = stored(store, plan)
+    record = store.record("targets", plan.state) or {}
+    if image is None or (record.get("digest"), record.get("judged")) != (image.digest, judged_by(plan, rules)):
+        return None
+    sentences = record.get("failed")
+    failed = tuple(map(str, sentences)) if isinstance(sentences, list) else ()
+    return _built(image, failed, changed=False, made=())
 
 
 def judged_by(plan: ImagePlan, rules: str) -> str:
@@ -108,119 +128,49 @@ def judged_by(plan: ImagePlan, rules: str) -> str:
     return f"{rules} budget {plan.resolved.budget_gb} arch {plan.resolved.arch}"
 
 
-def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built | None:
-    """Return the image if the store holds all of this plan's image, else None. A no-op build ends here.
+def name_image(
+    store: Store, image: Composed, *, failed: tuple[str, ...], made: Collection[str], about: Mapping[str, Any]
+) -> Built:
+    """Store config and manifest, let the image's name point to the manifest, and record the build.
 
-    With ``judged``, the image must have been judged by the gates with this hash.
+    ``failed`` has one sentence for each failed gate, ``made`` the keys of the actions that this build ran, and
+    ``about`` what else the record contains.
     """
-    state = store.record("targets", plan.state)
-    if state is None or state.get("key") != plan.key:
-        return None
-    if judged is not None and state.get("judged") != judged_by(plan, judged):
-        return None
-    try:
-        return _current(store, plan, state)
-    except (KeyError, TypeError, ValueError):
-        # Treat a record written by another version as missing.
-        return None
+    plan = image.plan
+    store.put(image.config, CONFIG_TYPE)
+    store.tag(plan.ref, store.put(image.manifest, MANIFEST_TYPE))
+    record = {"digest": image.digest, "failed": list(failed), "inputs": tree_record(plan), **about}
+    store.save("targets", plan.state, record)
+    return _built(image, failed, changed=True, made=made)
 
 
-def _current(store: Store, plan: ImagePlan, state: Mapping[str, Any]) -> Built | None:
-    blobs = [Blob(**b) for b in state["blobs"]]
-    if not all(store.has(blob) for blob in blobs):
-        return None
-    entry = store.images().get(plan.ref, {})
-    if (entry.get("digest"), entry.get("size")) != (state["digest"], blobs[0].size):
-        return None
-    lines = tuple(
-        LayerLine(**{**line, "built": False, "seconds": 0.0, "left_out": LeftOut.of(line.get("left_out", ()))})
-        for line in state["layers"]
-    )
+def _built(image: Composed, failed: tuple[str, ...], *, changed: bool, made: Collection[str]) -> Built:
+    plan = image.plan
     return Built(
         target=plan.target,
         ref=plan.ref,
-        digest=state["digest"],
-        content=state["content"],
-        changed=False,
-        layers=lines,
-        failed=tuple(state.get("failed", ())),
+        digest=image.digest,
+        content=canonical.digest_of(image.config),
+        changed=changed,
+        layers=tuple(
+            LayerLine(
+                name=action.name,
+                digest=layer.blob.digest,
+                size=layer.blob.size,
+                unpacked=layer.unpacked,
+                built=action.key in made,
+                seconds=layer.seconds if action.key in made else 0.0,
+                left_out=layer.left_out,
+            )
+            for action, layer in zip(plan.layers, image.layers, strict=True)
+        ),
+        failed=failed,
     )
 
 
-def compose(store: Store, plan: ImagePlan) -> Composed | None:
-    """Return the image of the plan, or None if one of its layers is not in the store."""
-    found = [store.layer(action.key) for action in plan.layers]
-    layers = tuple(layer for layer in found if layer is not None)
-    if len(layers) < len(found):
+def actions_of(record: Mapping[str, Any]) -> set[str] | None:
+    """Return the keys of the actions of a recorded build; None for a record that another version wrote."""
+    try:
+        return {str(action["key"]) for action in record["inputs"]["actions"].values()}
+    except (AttributeError, KeyError, TypeError):
         return None
-    config = canonical.dumps(
-        {
-            **plan.config,
-            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
-            "history": [{"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers],
-        }
-    )
-    blob = Blob(digest=canonical.digest_of(config), media_type=CONFIG_TYPE, size=len(config))
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": MANIFEST_TYPE,
-        "config": blob.descriptor,
-        "layers": [layer.blob.descriptor for layer in layers],
-        "annotations": dict(plan.annotations),
-    }
-    return Composed(plan=plan, layers=layers, config=config, manifest=canonical.dumps(manifest))
-
-
-def line_of(name: str, layer: Layer, *, built: bool) -> LayerLine:
-    """Return the row of the summary for a layer."""
-    return LayerLine(
-        name=name,
-        digest=layer.blob.digest,
-        size=layer.blob.size,
-        unpacked=layer.unpacked,
-        built=built,
-        seconds=layer.seconds if built else 0.0,
-        left_out=layer.left_out,
-    )
-
-
-def name_image(
-    store: Store,
-    config: bytes,
-    manifest: bytes,
-    *,
-    target: str,
-    ref: str,
-    state: str,
-    layers: Sequence[tuple[Blob, LayerLine]],
-    verdict: Verdict,
-    about: Mapping[str, object],
-) -> Built:
-    """Store config and manifest, let ``ref`` point to the manifest, and record the image under the name ``state``.
-
-    The gates must have accepted the image. ``about`` is what else the record holds: what the image was made from.
-    """
-    config_blob, manifest_blob = store.put(config, CONFIG_TYPE), store.put(manifest, MANIFEST_TYPE)
-    store.tag(ref, manifest_blob, {"architecture": "amd64", "os": "linux"})
-    blobs = (manifest_blob, config_blob, *(blob for blob, _ in layers))
-    lines = tuple(line for _, line in layers)
-    record = {
-        **about,
-        "digest": manifest_blob.digest,
-        "content": config_blob.digest,
-        "blobs": [asdict(blob) for blob in blobs],
-        "layers": [asdict(line) for line in lines],
-        "failed": verdict.failed,
-        "plain": verdict.plain,
-        "when": int(time.time()),
-    }
-    store.save("targets", state, record)
-    return Built(
-        target=target,
-        ref=ref,
-        digest=manifest_blob.digest,
-        content=config_blob.digest,
-        changed=True,
-        layers=lines,
-        failed=verdict.failed,
-    )

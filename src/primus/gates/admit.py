@@ -12,19 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING
 
-from primus.engine.image import Verdict
-from primus.engine.schedule import build_images
+from primus.engine.pipeline import Gates
 from primus.errors import CheckFailed
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import Examined, look_into
 from primus.gates.facts import keep
 from primus.gates.needles import needles_of
-from primus.gates.rules import rules
 from primus.gates.rules.coherence import check_pins
 from primus.gates.watch import Watch
 
 if TYPE_CHECKING:
-    from primus.engine.image import Built, Composed, Options
+    from primus.engine.image import Composed
     from primus.gates.examiner import LayerFacts
     from primus.gates.finding import GateReport
     from primus.oci.store import Layer
@@ -37,19 +35,21 @@ if TYPE_CHECKING:
 _READERS = max(2, os.cpu_count() or 2)
 
 
-class Gatekeeper:
-    """Judges the images of one build. ``mark`` is the hash of the gates' code; a verdict is valid only for the same
-    hash.
-    """
+class Gatekeeper(Gates):
+    """Judges the images of one build."""
 
     def __init__(self, workspace: Workspace, progress: Progress) -> None:
-        self.mark = rules()
         self._workspace = workspace
-        self._progress = progress
         # The pool starts no thread before the first submission.
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
         self._facts: dict[str, Future[LayerFacts]] = {}
         self._stop = Event()
+
+    def admit(self, plans: Sequence[ImagePlan]) -> None:
+        """Raise CheckFailed for a release whose pins contradict each other."""
+        for plan in plans:
+            if not plan.resolved.choice.preview:
+                check_pins(plan.resolved)
 
     def watch(self) -> Watching:
         """Return an observer, with which a worker thread examines a layer while it is written."""
@@ -73,7 +73,7 @@ class Gatekeeper:
         if not seen.cancelled() and seen.exception() is None:
             keep(seen.result(), layer.blob.digest, self._workspace.facts, needles_of(self._workspace))
 
-    def judge(self, image: Composed) -> Verdict:
+    def judge(self, image: Composed) -> tuple[str, ...]:
         """Judge an image by the facts about its layers.
 
         Raises CheckFailed with all findings if a release fails a gate, HostError if a layer is damaged.
@@ -90,10 +90,7 @@ class Gatekeeper:
                 f"{image.plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
                 hint="only an image of a preview channel may fail one",
             )
-        return Verdict(
-            failed=tuple(_sentence(report) for report in outcome.reports if not report.passed),
-            plain=tuple(name for name, found in facts.items() if found.plain),
-        )
+        return tuple(_sentence(report) for report in outcome.reports if not report.passed)
 
     def close(self) -> None:
         """Stop all examinations. Called when the build ends or is interrupted."""
@@ -105,14 +102,3 @@ def _sentence(report: GateReport) -> str:
     first, *others = (f for f in report.findings if f.severity == "error")
     more = f" (and {len(others)} more)" if others else ""
     return f"{report.gate}: {report.summary}; {first.path + ': ' if first.path else ''}{first.message}{more}"
-
-
-def build_gated(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
-    """Build the images and run all gates. For a release, contradicting pins are refused before anything is fetched.
-
-    See :func:`primus.engine.schedule.build_images` for the exceptions.
-    """
-    for plan in plans:
-        if not plan.resolved.choice.preview:
-            check_pins(plan.resolved)
-    return build_images(plans, workspace, gates=Gatekeeper, options=options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from primus.engine.image import compose, current
+from primus.engine.image import stored
 from primus.errors import InputError
 from primus.gates.examiner import LayerFacts
 from primus.gates.facts import facts_of, known
@@ -63,7 +63,7 @@ def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examin
     Raises InputError if the store does not hold exactly this image, HostError if a layer is damaged.
     """
     store = workspace.store
-    image = compose(store, plan) if current(store, plan) else None
+    image = stored(store, plan)
     if image is None:
         raise InputError(
             f"{plan.ref} is not built from the current versions.yaml and lock", hint=f"primus build {plan.target}"

@@ -29,11 +29,6 @@ class LayerFacts:
     traces: tuple[Trace, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def plain(self) -> bool:
-        """Whether no gate judges anything in the layer: only the sizes of its files are known."""
-        return self == LayerFacts(folders=self.folders)
-
 
 class Examiner:
     """Examines the entries of a layer one after the other, as their bytes are streamed.

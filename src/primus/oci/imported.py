@@ -6,7 +6,7 @@ import hashlib
 import tarfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -129,11 +129,3 @@ def _entry(member: tarfile.TarInfo, path: str) -> Entry:
         raise InputError(f"/{path} is not a plain file, folder or link")
     link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
     return Entry(path=path, kind=kind, link=link)
-
-
-def stacked(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Merge the paths of an image's own layers, lowest first. An upper layer may replace files of a lower one."""
-    result: dict[str, str] = {}
-    for layer in layers:
-        result |= layer
-    return result

@@ -8,12 +8,12 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import IO, Protocol
 
-from primus.errors import HostError
+from primus.errors import CheckFailed, HostError
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Watch, in_order, write_tar
 
@@ -163,3 +163,66 @@ def read_paths(store: Store, layer: Layer) -> dict[str, str]:
             kind, mode, owner, path = line.split(" ", 3)
             result[path] = f"{kind} {mode} {owner}"
     return result
+
+
+def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None:
+    """Raise CheckFailed, with the first conflicts, if two layers of an image contain the same path.
+
+    ``layers`` are name, whether the layer is of the base image, and path → ``kind mode uid:gid``, lowest first. The
+    base image's own layers may replace each other's files, so they count as one.
+    """
+    base: dict[str, str] = {}
+    own = []
+    for name, of_base, paths in layers:
+        if of_base:
+            base |= paths
+        else:
+            own.append((name, paths))
+    conflicts = overlaps([("the base image", base), *own])
+    if conflicts:
+        more = f" (and {len(conflicts) - 5} more)" if len(conflicts) > 5 else ""
+        raise CheckFailed(
+            "two layers own one path: " + "; ".join(conflicts[:5]) + more,
+            hint="let one component own it, or leave the file out of the other",
+        )
+
+
+def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Return one sentence per conflict between layers (name, path → ``kind mode uid:gid``), lowest layer first.
+
+    Several layers may contain a folder if kind, mode and owner agree. Only one may contain a file. No layer may
+    contain a path below another layer's symbolic link, because unpacking would replace the link (``/lib`` on a
+    merged /usr).
+    """
+    layers = list(layers)
+    merged: dict[str, str] = {}
+    links: set[str] = set()
+    conflicts: list[str] = []
+
+    def owner(path: str) -> str:
+        return next(name for name, paths in layers if path in paths)
+
+    for name, paths in layers:
+        shared = {path: merged[path] for path in sorted(merged.keys() & paths.keys())}
+        for path, meta in shared.items():
+            if not (meta == paths[path] and meta.startswith("dir ")):
+                conflicts.append(f"/{path} is in both {owner(path)} ({meta}) and {name} ({paths[path]})")
+        links.update(path for path, meta in paths.items() if meta.startswith("symlink ") and path not in shared)
+        merged |= {**paths, **shared}
+    # There are few folders compared with files, so each folder's parents are visited once.
+    folders = {path.rpartition("/")[0] for path in merged}
+    bad = {folder: link for folder in folders if (link := _link_at(folder, links))}
+    below = ((path, bad.get(path.rpartition("/")[0])) for path in (merged if bad else ()))
+    conflicts += [
+        f"/{path} of {owner(path)} lies below the symbolic link /{link} of {owner(link)}"
+        for path, link in below
+        if link
+    ]
+    return conflicts
+
+
+def _link_at(folder: str, links: set[str]) -> str:
+    """Return the nearest of ``links`` at the folder or above it; empty if there is none."""
+    while folder and folder not in links:
+        folder = folder.rpartition("/")[0]
+    return folder

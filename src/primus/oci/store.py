@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +24,6 @@ from primus import files
 from primus.errors import HostError, InputError
 from primus.jsonfile import read_json
 from primus.oci import canonical
-from primus.oci.in_use import InUse
 from primus.oci.left_out import NOTHING, LeftOut
 from primus.schema import build, described
 from primus.yamlfile import Document
@@ -36,6 +35,7 @@ LAYER_TYPES = {
     "gzip": "application/vnd.oci.image.layer.v1.tar+gzip",
 }
 _REF = "org.opencontainers.image.ref.name"
+_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 _DIGEST = r"sha256:[0-9a-f]{64}"
 
 
@@ -47,9 +47,14 @@ class Blob:
     media_type: str
     size: int
 
+    @classmethod
+    def of(cls, data: bytes, media_type: str) -> Blob:
+        """Return the blob of these bytes."""
+        return cls(digest=canonical.digest_of(data), media_type=media_type, size=len(data))
+
     @property
     def descriptor(self) -> dict[str, object]:
-        """Return the OCI descriptor."""
+        """The OCI descriptor."""
         return {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
 
 
@@ -68,6 +73,43 @@ class Layer:
     left_out: LeftOut = NOTHING
 
 
+class InUse:
+    """The lock file ``path`` that keeps ``primus clean`` from removing what another command uses: the folder ``where``,
+    which messages call ``what``.
+    """
+
+    def __init__(self, path: Path, what: str, where: Path) -> None:
+        self._path, self._what, self._where = path, what, where
+        self._held: int | None = None
+
+    def hold(self) -> None:
+        """Prevent :meth:`alone` from starting until this process ends. Does nothing if the folder does not exist."""
+        if self._held is None:
+            # Readers of another user's folder hold the lock, too. A folder without this file was never cleaned or
+            # built in.
+            with contextlib.suppress(OSError):
+                self._held = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                fcntl.flock(self._held, fcntl.LOCK_SH)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other commands from using the folder. Raises HostError if one is using it."""
+        if self._held is not None:
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise HostError(
+                    f"another command uses {self._what}",
+                    where=str(self._where),
+                    hint="run this again when it has ended",
+                ) from None
+        try:
+            yield
+        finally:
+            if self._held is not None:
+                fcntl.flock(self._held, fcntl.LOCK_SH)
+
+
 class Store:
     """One OCI image layout on disk. Several builders may use it at once."""
 
@@ -80,11 +122,12 @@ class Store:
         try:
             for folder in ("blobs/sha256", "actions", "targets", "locks", "tmp"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
-            if not (self.root / "oci-layout").exists():
-                self._replace(self.root / "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
+            if not self._is_layout():
+                self._replace(self.root / "oci-layout", _LAYOUT)
+            if not self._index.exists():
                 with self.lock("index"):
-                    if not (self.root / "index.json").exists():
-                        self._write_index([])
+                    if not self._index.exists():
+                        self._replace(self._index, _index_bytes({}))
         except OSError as error:
             raise storage_error(error, self.root) from None
         self.in_use.hold()
@@ -134,7 +177,7 @@ class Store:
 
     def put(self, data: bytes, media_type: str) -> Blob:
         """Store a small blob, such as a config or a manifest."""
-        blob = Blob(digest=canonical.digest_of(data), media_type=media_type, size=len(data))
+        blob = Blob.of(data, media_type)
         if not self.has(blob) or self.check(blob.digest):
             self._replace(self.blob_path(blob.digest), data)
         return blob
@@ -182,7 +225,6 @@ class Store:
             os.close(keep)
 
     def _scratch(self, prefix: str) -> Path:
-        """Return a new path in ``tmp/``. The module tempfile, which could do that, takes 3 ms to import."""
         return self.root / "tmp" / f"{prefix}-{os.urandom(6).hex()}"
 
     @contextlib.contextmanager
@@ -232,7 +274,7 @@ class Store:
 
     def images(self) -> dict[str, dict[str, Any]]:
         """Return name → manifest descriptor, as in index.json. Raises HostError if it is damaged."""
-        path = self.root / "index.json"
+        path = self._index
         try:
             data: Any = read_json(path).data
             entries = [m for m in data["manifests"] if _REF in m.get("annotations", {})]
@@ -251,35 +293,44 @@ class Store:
             ) from None
         return images
 
-    def tag(self, ref: str, manifest: Blob, platform: dict[str, str]) -> None:
+    def names(self, ref: str, manifest: Blob) -> bool:
+        """Whether ``ref`` points to the manifest, and ``index.json`` and ``oci-layout`` are exactly as written here.
+
+        Raises HostError if the index is damaged.
+        """
+        images = self.images()
+        if images.get(ref) != _entry(ref, manifest):
+            return False
+        return self._is_layout() and files.read_bytes(self._index) == _index_bytes(images)
+
+    def _is_layout(self) -> bool:
+        try:
+            return files.read_bytes(self.root / "oci-layout") == _LAYOUT
+        except (OSError, InputError):
+            return False
+
+    def tag(self, ref: str, manifest: Blob) -> None:
         """Let the name ``ref`` point to the manifest."""
         with self.lock("index"):
-            images = self.images()
-            entry = {**manifest.descriptor, "platform": platform, "annotations": {_REF: ref}}
-            if images.get(ref) != entry:
-                images[ref] = entry
-                self._write_index([images[name] for name in sorted(images)])
+            if not self.names(ref, manifest):
+                self._replace(self._index, _index_bytes({**self.images(), ref: _entry(ref, manifest)}))
 
     def untag(self, ref: str) -> None:
         """Remove the name ``ref`` from the index."""
         with self.lock("index"):
             images = self.images()
             del images[ref]
-            self._write_index([images[name] for name in sorted(images)])
+            self._replace(self._index, _index_bytes(images))
 
     def reset_index(self) -> None:
         """Replace a damaged index. Every image gets its name back when it is built again, from the same layers."""
         with self.lock("index"):
-            _remove(self.root / "index.json")
-            self._write_index([])
+            _remove(self._index)
+            self._replace(self._index, _index_bytes({}))
 
-    def _write_index(self, manifests: list[dict[str, Any]]) -> None:
-        index = {
-            "schemaVersion": 2,
-            "mediaType": "application/vnd.oci.image.index.v1+json",
-            "manifests": manifests,
-        }
-        self._replace(self.root / "index.json", canonical.dumps(index))
+    @property
+    def _index(self) -> Path:
+        return self.root / "index.json"
 
     def _replace(self, path: Path, data: bytes) -> None:
         try:
@@ -314,6 +365,20 @@ class Store:
         finally:
             os.close(handle)
         return True
+
+
+def _entry(ref: str, manifest: Blob) -> dict[str, Any]:
+    platform = {"architecture": "amd64", "os": "linux"}
+    return {**manifest.descriptor, "platform": platform, "annotations": {_REF: ref}}
+
+
+def _index_bytes(images: Mapping[str, Mapping[str, Any]]) -> bytes:
+    index = {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.index.v1+json",
+        "manifests": [images[name] for name in sorted(images)],
+    }
+    return canonical.dumps(index)
 
 
 def _reason(error: OSError | InputError) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -12,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 from primus.errors import InputError, did_you_mean
-from primus.files import read_bytes, read_sealed, write_sealed
 from primus.gpus.generation import Table
 from primus.gpus.names import TABLE_FILE
 from primus.oci.store import Store
@@ -25,7 +22,6 @@ from primus.versions.lock import Lock
 from primus.versions.lock import load as load_lock
 from primus.yamlfile import Document, read
 
-_CACHE_FORMAT = 2
 _ALL_RECIPES = "all"
 _TARGET = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
@@ -158,24 +154,4 @@ class Project:
         return load_lock(path, str(path.relative_to(self.root)))
 
     def _document(self, path: Path, name: str | None = None) -> Document:
-        """Parse a file. The result is cached by the file's exact text, because parsing YAML costs 40 ms."""
-        name = name or str(path.relative_to(self.root))
-        try:
-            text = read_bytes(path, name)
-        except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", where=name) from None
-        mark = hashlib.sha256(f"{_CACHE_FORMAT} {name} ".encode() + text).hexdigest()[:32]
-        cache = self.workspace.folder / "cache" / f"yaml-{mark}.json"
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            known = read_sealed(cache)
-            places = {tuple(key): (line, column) for key, line, column in known["places"]}
-            return Document(name=name, data=known["data"], places=places)
-        document = read(path, name)
-        with contextlib.suppress(OSError):
-            write_sealed(cache, {"data": document.data, "places": list(_rows(document))})
-        return document
-
-
-def _rows(document: Document) -> Iterator[tuple[list[str | int], int, int]]:
-    for key, (line, column) in document.places.items():
-        yield list(key), line, column
+        return read(path, name or str(path.relative_to(self.root)))

@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from primus.fetch.filecache import FileCache
-from primus.oci.in_use import InUse
-from primus.oci.store import Store
+from primus.oci.store import InUse, Store
 from primus.plan.stats import StatIndex
 
 

@@ -205,7 +205,7 @@ def test_values_from_a_list_complete_and_no_file_is_offered(line: str, word: str
 def test_images_of_the_store_complete(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     store.prepare()
-    store.tag("v26.10-cpu", store.put(b"{}", "application/vnd.oci.image.manifest.v1+json"), {})
+    store.tag("v26.10-cpu", store.put(b"{}", "application/vnd.oci.image.manifest.v1+json"))
     assert completions(f"primus clean --store {store.root} --image v26.1", tmp_path) == ["v26.10-cpu"]
 
 

@@ -16,7 +16,7 @@ from primus.cli.main import main
 from primus.compat import tables
 from primus.errors import PrimusError
 from primus.gpus.detect import Found
-from primus.oci.overlap import overlaps
+from primus.oci.layer import overlaps
 from primus.plan.prefix import Prefix
 from primus.plan.skeleton import environment, inline_entries, working_folders
 from primus.recipes.load import names

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import InputError
-from primus.files import read_sealed
 from primus.gpus.table import environment, load_table
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
@@ -101,27 +98,6 @@ def test_an_unknown_generation_has_no_architecture(kit: Kit) -> None:
     with pytest.raises(InputError, match="no GPU generation is called 'mi35x'") as caught:
         resolve(Project(kit.root), "demo")
     assert caught.value.where == "images/demo.yaml:2:1"
-
-
-def test_a_noop_with_a_gpu_parses_no_yaml(kit: Kit) -> None:
-    kit.build()
-    before = {p.name for p in (kit.root / ".primus/cache").glob("yaml-*")}
-    code = (
-        "import sys; from primus.cli.main import main; code = main(['plan', 'demo']);"
-        "sys.exit(code or ('yaml' in sys.modules and 9))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=kit.root, env=kit.env, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert {p.name for p in (kit.root / ".primus/cache").glob("yaml-*")} == before
-
-
-def test_the_note_of_a_build_holds_the_table(kit: Kit) -> None:
-    """A new table is a new environment, so it must end "nothing to do"."""
-    kit.build()
-    kit.build()
-    notes = list((kit.root / ".primus/cache").glob("unchanged-demo.json"))
-    assert notes, "no note was left"
-    assert any("gpus/generations.yaml" in paths for _, paths, _ in read_sealed(notes[0])["groups"])
 
 
 names = st.sampled_from([*BAKED, "COLOR", "HF_HOME"])

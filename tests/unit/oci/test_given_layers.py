@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.oci.imported import adopt_layer, stacked
+from primus.oci.imported import adopt_layer
 from primus.oci.layer import read_paths
 from primus.oci.store import Store
 
@@ -77,8 +77,3 @@ def test_a_hostile_header_is_refused_at_once(store: Store, tmp_path: Path, tar: 
     path.write_bytes(gzip.compress(tar))
     with pytest.raises(InputError, match=why):
         adopt_layer(store, path, hashlib.sha256(path.read_bytes()).hexdigest())
-
-
-def test_upper_layers_replace_files_of_lower_ones() -> None:
-    lower = {"a": "dir 755 0:0", "a/x": "file 1", "a/y": "file 1"}
-    assert stacked([lower, {"a": "dir 755 0:0", "a/y": "file 2"}]) == {**lower, "a/y": "file 2"}

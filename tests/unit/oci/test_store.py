@@ -152,7 +152,7 @@ def test_tags_of_many_processes_all_stay(store: Store) -> None:
 def _tag(root: Path, number: int) -> None:
     store = Store(root)
     blob = store.put(f'{{"n":{number}}}'.encode(), "application/json")
-    store.tag(f"v1.0-t{number}", blob, {"os": "linux"})
+    store.tag(f"v1.0-t{number}", blob)
 
 
 def _hang_before_rename(root: Path) -> None:

@@ -4,64 +4,101 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from primus.cli.host.common import open_project, targets_of
 from primus.cli.host.plan import print_plans
-from primus.engine.image import Built, Options, current
-from primus.engine.note import remember
-from primus.engine.summary import full_name, say_channel, summarize
+from primus.engine.image import Built
+from primus.engine.pipeline import Options, build, say_channel
 from primus.errors import PrimusError
+from primus.gates.admit import Gatekeeper
 from primus.gates.rules import rules
-from primus.plan.action import ImagePlan
+from primus.plan.channel import Choice
 from primus.plan.locking import plan_images
 from primus.plan.resolve import resolve_all
-from primus.plan.workspace import Workspace
+from primus.terminal import Screen, Styled, bytes_text, counted
 
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing; print a table and the digests."""
-    begin, began_ns = time.monotonic(), time.time_ns()
+    begin = time.monotonic()
     project = open_project(args)
     workspace, names = project.workspace, targets_of(project, args)
     workspace.stats.trusted = not args.rehash
+    options = Options(locked=args.locked, offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
     try:
         targets = resolve_all(project, names)
-        plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
+        if args.dry_run:
+            plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
+            print_plans(plans, workspace.store, as_json=args.json)
+            return 0
     except PrimusError:
-        # Which lock is stale depends on the channel.
+        # Which file is wrong may depend on the channel.
         for name in names:
-            say_channel(name, project.choice(name), len(project.target(name).channels))
+            say_channel(name, project.choice(name), project.target(name).channels)
         raise
-    if args.dry_run:
-        workspace.stats.save()
-        print_plans(plans, workspace.store, as_json=args.json)
-        return 0
-    options = Options(locked=args.locked, offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
-    built = build_plans(plans, workspace, options)
+    images = build(targets, workspace, options, gates=Gatekeeper, rules=rules())
+    workspace.stats.save()
     seconds = time.monotonic() - begin
     if args.json:
-        print(json.dumps({"images": [asdict(b) for b in built], "seconds": round(seconds, 3)}))
+        print(json.dumps({"images": [asdict(image) for _, image in images], "seconds": round(seconds, 3)}))
     else:
-        # While no input changes, the next build only reads this note.
-        for plan, image in zip(plans, built, strict=True):
-            remember(workspace, plan, image, full_name(image), began_ns)
-        summarize([(image, plan.resolved.choice) for plan, image in zip(plans, built, strict=True)], seconds)
+        _summarize([(image, plan.resolved.choice) for plan, image in images], seconds)
     return 0
 
 
-def build_plans(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
-    """Build the plans, run all gates and return the images. Prints the channel of each image to standard error."""
-    done = [] if options.rehash else [current(workspace.store, plan, rules()) for plan in plans]
-    built = [image for image in done if image is not None]
-    if len(built) < len(plans):
-        # Seam "work": importing the code that fetches, builds and checks takes 300 ms. A no-op build does not need it.
-        from primus.gates.admit import build_gated
+def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float) -> None:
+    """Print a table for each image, or that there was nothing to do. The last lines are the digests."""
+    if not any(image.changed for image, _ in images):
+        _say_unchanged([image for image, _ in images], seconds)
+        return
+    screen = Screen.of(sys.stderr)
+    for image, choice in images:
+        print(_table(image, choice, screen), file=sys.stderr)
+    layers = [line for image, _ in images for line in image.layers]
+    made = sum(line.built for line in layers)
+    print(f"{counted(made, 'layer')} built, {len(layers) - made} reused, {seconds:.2f} s", file=sys.stderr)
+    for image, _ in images:
+        print(image.digest)
 
-        for plan in plans:
-            say_channel(plan.target, plan.resolved.choice, len(plan.resolved.target.channels))
-        built = build_gated(plans, workspace, options)
-    workspace.stats.save()
-    return built
+
+def _say_unchanged(images: Sequence[Built], seconds: float) -> None:
+    """Print one line per image. Its digest alone goes to standard output: if both streams are one, on the same line."""
+    end = "  " if _one_stream() else "\n"
+    for image in images:
+        gates = ", ".join(sentence.partition(":")[0] for sentence in image.failed)
+        name = image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
+        print(f"{name}: nothing to do, {seconds:.2f} s", end=end, file=sys.stderr, flush=True)
+        print(image.digest, flush=True)
+
+
+def _one_stream() -> bool:
+    """Whether standard output and standard error are the same terminal, file or pipe."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+
+
+def _table(image: Built, choice: Choice, screen: Screen) -> str:
+    lines = screen.wrap(f"{image.ref}  (channel {choice.channel}: {choice.reason})", hanging="  ")
+    if choice.preview:
+        lines += screen.wrap(Styled(f"PREVIEW, no release: {choice.preview}", "yellow"), "  ", "    ")
+    rows = []
+    for line in image.layers:
+        state, seconds = (Styled("built", "green"), f"{line.seconds:.1f}") if line.built else ("cached", "")
+        rows.append((line.name, bytes_text(line.size), state, seconds, line.digest[7:19]))
+    rows.append(("", bytes_text(image.size), counted(len(image.layers), "layer"), "", ""))
+    lines += screen.table(rows, head=("layer", "size", "state", "seconds", "digest"), right=(1, 3), indent="  ")
+    for line in image.layers:
+        if text := line.left_out.text():
+            lines += screen.wrap(Styled(f"{line.name}, for other GPUs: {text} unpacked", "dim"), "  ", "    ")
+    for sentence in image.failed:
+        lines += screen.wrap(sentence, f"  {screen.paint('✗', 'red')} ", "    ")
+    if image.failed:
+        lines += screen.wrap("gates failed: primus check and primus validate will fail for this image", "  ")
+    return "\n".join(lines)

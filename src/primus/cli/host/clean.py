@@ -6,7 +6,7 @@ import argparse
 import json
 
 from primus.cli.host.common import open_project
-from primus.engine.clean import find_waste, remove
+from primus.engine.upkeep import find_waste, remove
 from primus.errors import InputError, did_you_mean
 from primus.terminal import Screen, bytes_text
 

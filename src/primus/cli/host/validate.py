@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from primus.cli.host.build import build_plans
 from primus.cli.host.common import resolved_target
-from primus.engine.image import Options
+from primus.engine.pipeline import Options, build
 from primus.errors import InputError
+from primus.gates.admit import Gatekeeper
+from primus.gates.rules import rules
 from primus.plan.layers import plan_image
-from primus.plan.locking import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.known import CPU
 from primus.release import golden
@@ -44,10 +44,8 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_image(resolved, workspace.stats)
     else:
         options = Options(locked=args.locked, offline=args.offline, engine=args.engine, quiet=args.json)
-        (plan,) = plan_images(
-            [resolved], workspace.stats, locked=options.locked, offline=options.offline, quiet=options.quiet
-        )
-        build_plans([plan], workspace, options)
+        ((plan, _),) = build([resolved], workspace, options, gates=Gatekeeper, rules=rules())
+        workspace.stats.save()
     validated = validate(
         plan,
         workspace,

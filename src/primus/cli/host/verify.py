@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
 import json
 import shutil
 import sys
+import tarfile
 import tempfile
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
+from typing import IO, Any
+
+import zstandard
 
 from primus.cli.host.common import resolved_targets
 from primus.display import choose_progress
-from primus.engine.difference import first_difference
-from primus.engine.image import Options
-from primus.engine.schedule import build_images
+from primus.engine.image import Built
+from primus.engine.pipeline import Options, build
 from primus.gates.admit import Gatekeeper
 from primus.gates.check import check_image, outcome_text
+from primus.gates.rules import rules
 from primus.oci.store import Store
-from primus.plan.locking import plan_images
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen
 
@@ -25,18 +32,18 @@ from primus.terminal import Screen
 def run(args: argparse.Namespace) -> int:
     """Build again into an empty store, compare the digests and run the gates. Returns 0, or 1 on a difference."""
     targets, workspace = resolved_targets(args)
-    plans = plan_images(targets, workspace.stats, locked=True, quiet=args.json)
-    first = build_images(plans, workspace, gates=Gatekeeper, options=Options(locked=True, rehash=True, quiet=args.json))
+    options = Options(locked=True, rehash=True, quiet=args.json)
+    built = build(targets, workspace, options, gates=Gatekeeper, rules=rules())
+    plans, first = [plan for plan, _ in built], [image for _, image in built]
     workspace.folder.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
     failed: dict[str, str] = {}
     try:
         # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
-        again = plan_images(targets, twin.stats, locked=True)
-        second = build_images(again, twin, gates=None, options=Options(locked=True, quiet=args.json))
+        second = [image for _, image in build(targets, twin, Options(locked=True, quiet=args.json))]
         for one, other in zip(first, second, strict=True):
-            if (where := first_difference((workspace.store, one), (twin.store, other))) is not None:
+            if (where := _first_difference((workspace.store, one), (twin.store, other))) is not None:
                 failed[one.target] = where
     finally:
         if not (failed and args.keep):
@@ -63,3 +70,52 @@ def run(args: argparse.Namespace) -> int:
         if failed and args.keep:
             print(f"the second store is {scratch}", file=sys.stderr)
     return 0 if passed else 1
+
+
+def _first_difference(one: tuple[Store, Built], other: tuple[Store, Built]) -> str | None:
+    """Return one sentence that names the first difference between the images, or None if they have the same bytes."""
+    (store_a, a), (store_b, b) = one, other
+    if a.digest == b.digest:
+        return None
+    for line_a, line_b in zip_longest(a.layers, b.layers):
+        if line_a is None or line_b is None or line_a.name != line_b.name:
+            return f"layers differ: {getattr(line_a, 'name', 'none')} against {getattr(line_b, 'name', 'none')}"
+        if line_a.digest != line_b.digest:
+            path = _first_path(_members(store_a, line_a.digest), _members(store_b, line_b.digest))
+            return f"layer {line_a.name}: " + (path or "the same files, compressed to other bytes")
+    return "the layers are the same, config or manifest differ"
+
+
+def _first_path(one: Iterator[tuple[str, str]], other: Iterator[tuple[str, str]]) -> str | None:
+    for left, right in zip_longest(one, other):
+        if left != right:
+            if left is None or right is None or left[0] != right[0]:
+                return f"/{(left or right)[0]} is in one only"
+            return f"/{left[0]}: {left[1]} against {right[1]}"
+    return None
+
+
+def _members(store: Store, digest: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and a description of every entry of a layer blob, in its order."""
+    with (
+        store.blob_path(digest).open("rb") as raw,
+        _plain(raw) as stream,
+        tarfile.open(fileobj=stream, mode="r|") as archive,
+    ):
+        for member in archive:
+            content = ""
+            if member.isreg() and (data := archive.extractfile(member)):
+                content = "sha256 " + hashlib.file_digest(data, "sha256").hexdigest()[:12]  # type: ignore[arg-type]
+            yield (
+                member.name,
+                f"type {member.type.decode()} mode {member.mode:o} owner {member.uid}:{member.gid} "
+                f"time {member.mtime} size {member.size} {member.linkname} {content}".strip(),
+            )
+
+
+def _plain(raw: IO[bytes]) -> Any:
+    magic = raw.read(4)
+    raw.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.open(raw)
+    return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)

@@ -6,34 +6,29 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from primus.engine import sandboxed
-from primus.engine.kinds import Wheel
+from primus.engine.workshop import Wheel, Workshop, own_code
 from primus.errors import CheckFailed
+from primus.plan.action import Action
 from primus.plan.source import ORDER
-
-if TYPE_CHECKING:
-    from primus.engine.execute import Workshop
-    from primus.plan.action import Action
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     """Check that the sandbox can run the script."""
-    sandboxed.prepare(shop)
+    shop.prepare_sandbox()
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Wheel:
     """Run the build script without network on a read-only source. The script must write one wheel to /out."""
     (source,) = action.files
     inside, out = f"/in/{source.file}", scratch / "out"
-    sandboxed.run(
+    shop.run_isolated(
         action,
-        shop,
         ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside, str(action.spec["python"])],
         inputs={
             inside: shop.file(source),
-            "/in/order/sitecustomize.py": sandboxed.own_code(action, "sorted folders", ORDER, scratch),
+            "/in/order/sitecustomize.py": own_code(action, "sorted folders", ORDER, scratch),
         },
         outputs=out,
         env={**_environment(action.job_bytes), **cast("Mapping[str, str]", action.spec["environment"])},

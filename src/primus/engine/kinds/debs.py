@@ -23,25 +23,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from primus.engine.kinds import Made
 from primus.engine.kinds.kernels import unlisted
-from primus.engine.space import disk_is_full
+from primus.engine.workshop import Made, Workshop, disk_is_full
 from primus.errors import CheckFailed, HostError
 from primus.oci.contents import KINDS, members
 from primus.oci.store import storage_error
 from primus.oci.tar import MTIME, Entry, open_part
+from primus.plan.action import Action
 from primus.plan.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
 from primus.sandbox import userns
 from primus.sandbox.isolated import log_tail
 from primus.sandbox.running import tracked
 from primus.sandbox.tools import need
 from primus.versions.lock import LockedFile
-
-if TYPE_CHECKING:
-    from primus.engine.execute import Workshop
-    from primus.plan.action import Action
 
 # On a merged /usr these are links; nothing may be unpacked below them.
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from primus.engine.kinds import Made
+from primus.engine.workshop import Made, Workshop
 from primus.oci.tar import Entry
+from primus.plan.action import Action
 from primus.plan.skeleton import inline_entries
-
-if TYPE_CHECKING:
-    from primus.engine.execute import Workshop
-    from primus.plan.action import Action
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from primus.engine.kinds import Made
+from primus.engine.workshop import Made, Workshop
 from primus.oci.imported import adopt_layer
-
-if TYPE_CHECKING:
-    from primus.engine.execute import Workshop
-    from primus.plan.action import Action
+from primus.plan.action import Action
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:

@@ -16,19 +16,16 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
-from primus.engine.kinds import Made
+from primus.engine.workshop import Made, Workshop
 from primus.errors import CheckFailed, HostError
 from primus.gpucode.fatbinary import keep_only
 from primus.oci.contents import members
 from primus.oci.left_out import LeftOut
 from primus.oci.tar import Entry
+from primus.plan.action import Action
 from primus.sandbox.tools import need
-
-if TYPE_CHECKING:
-    from primus.engine.execute import Workshop
-    from primus.plan.action import Action
 
 _NARROW = "narrow the base's pattern under `kernels`"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")

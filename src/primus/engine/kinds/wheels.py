@@ -6,26 +6,22 @@ import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from primus.engine import sandboxed
-from primus.engine.kinds import Made
 from primus.engine.wheel import wheel_entries
+from primus.engine.workshop import Made, Workshop, own_code
 from primus.errors import CheckFailed
 from primus.jsonfile import read_json
 from primus.oci.tar import Entry, open_part
+from primus.plan.action import Action
 from primus.plan.compile_bytecode import is_compiled
 from primus.plan.prefix import Prefix
 from primus.plan.source import BYTECODE
 
-if TYPE_CHECKING:
-    from primus.engine.execute import Workshop
-    from primus.plan.action import Action
-
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     """Check that the sandbox can compile the bytecode."""
-    sandboxed.prepare(shop)
+    shop.prepare_sandbox()
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
@@ -36,12 +32,11 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Made:
     entries: list[Entry] = []
     for wheel in shop.read_by(action):
         entries += wheel_entries(shop.file(wheel), wheel.file, prefix, without)
-    script = sandboxed.own_code(action, "bytecode", BYTECODE, scratch)
+    script = own_code(action, "bytecode", BYTECODE, scratch)
 
     def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
-        sandboxed.run(
+        shop.run_isolated(
             action,
-            shop,
             [f"/usr/bin/python{python}", "-I", "/compile.py", place],
             inputs={**inputs, "/compile.py": script},
             outputs=out,

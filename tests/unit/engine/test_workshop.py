@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from primus.engine.execute import Workshop
-from primus.engine.kinds import Wheel
-from primus.engine.records import wheel_of
+from primus.engine.workshop import Wheel, Workshop, wheel_of
 from primus.errors import HostError
 from primus.oci.store import Store
 from primus.plan.action import Action

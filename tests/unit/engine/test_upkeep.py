@@ -15,7 +15,7 @@ import pytest
 
 from primus.cli.host.common import open_project
 from primus.cli.host.image_root import image_root
-from primus.engine.clean import find_waste, remove
+from primus.engine.upkeep import find_waste, remove
 from primus.errors import HostError
 from primus.plan.project import Project
 from project_kit import Kit, make_project

@@ -1,0 +1,271 @@
+"""The pipeline of a build, step by step: lock → plan → fetch → build → compose → gates → index."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from primus.display import choose_progress
+from primus.engine.image import Built, Composed, compose, finished, judged_by, name_image
+from primus.engine.kinds import KINDS
+from primus.engine.upkeep import remove_damage
+from primus.engine.workshop import Workshop, require_space_for
+from primus.errors import CheckFailed, PrimusError
+from primus.oci.layer import check_overlap, read_paths
+from primus.plan.action import Action, ImagePlan, tree_rows
+from primus.plan.layers import plan_image
+from primus.plan.locking import lock_target, plan_images
+from primus.recipes.changed import check_changed
+from primus.sandbox.running import stop_all
+from primus.versions.lock import LockedFile
+from primus.versions.suites import suites_of
+
+if TYPE_CHECKING:
+    from primus.oci.store import Layer, Store
+    from primus.oci.tar import Watch
+    from primus.plan.channel import Choice
+    from primus.plan.resolve import ResolvedTarget
+    from primus.plan.workspace import Workspace
+    from primus.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a build.
+
+    ``locked``: a stale lock is an error. ``offline``: use downloaded files only. ``rehash``: read all files and
+    layers again. ``engine``: the engine that runs build actions. ``quiet``: show no progress.
+    """
+
+    locked: bool = False
+    offline: bool = False
+    rehash: bool = False
+    engine: str = "auto"
+    quiet: bool = False
+
+
+class Gates:
+    """The checks that an image must pass before a name points to it. This one accepts every image."""
+
+    def admit(self, plans: Sequence[ImagePlan]) -> None:
+        """Raise CheckFailed for a plan whose image cannot pass, before anything is fetched."""
+
+    def watch(self) -> Watch | None:
+        """Return an observer that examines a layer while it is written."""
+        return None
+
+    def look(self, layer: Layer, watch: Watch | None) -> None:
+        """Examine a layer that the build has just created. ``watch``, if given, has already seen its bytes."""
+
+    def judge(self, image: Composed) -> tuple[str, ...]:
+        """Return one sentence for each gate that the image fails. Raises CheckFailed if it must not get its name."""
+        return ()
+
+    def close(self) -> None:
+        """Release all resources. Called when the build ends."""
+
+
+def build(
+    targets: Sequence[ResolvedTarget],
+    workspace: Workspace,
+    options: Options,
+    *,
+    gates: Callable[[Workspace, Progress], Gates] = lambda *_: Gates(),
+    rules: str = "",
+) -> list[tuple[ImagePlan, Built]]:
+    """Build the images of ``targets``, and return each with its plan. Each blob is built once.
+
+    ``gates`` judge each image before it gets its name, and ``rules`` is a hash of their code. If the store has every
+    image already and gates with these rules have judged it, nothing else is done.
+
+    Raises InputError for a stale lock and for a recipe that does not load, CheckFailed for a failed action or a
+    rejected image, HostError for a failing source, disk or sandbox.
+    """
+    store = workspace.store
+    try:
+        # lock → plan
+        plans = plan_images(
+            targets, workspace.stats, locked=options.locked, offline=options.offline, quiet=options.quiet
+        )
+    except PrimusError:
+        # Which lock is stale depends on the channel.
+        _say_channels(targets)
+        raise
+    if options.rehash:
+        store.prepare()
+        for sentence in remove_damage(store, [action for plan in plans for action in plan.actions()]):
+            print(f"! {sentence}", file=sys.stderr)
+    complete = {plan.key: image for plan in plans if (image := finished(store, plan, rules))}
+    if all(plan.key in complete for plan in plans):
+        return [(plan, complete[plan.key]) for plan in plans]
+    _say_channels(targets)
+    store.prepare()
+    check_recipes(store, plans)
+    with choose_progress(options.quiet) as progress, contextlib.closing(gates(workspace, progress)) as judges:
+        judges.admit(plans)
+        workshop = Workshop(
+            workspace=workspace, progress=progress, engine=options.engine, watch=judges.watch, made=judges.look
+        )
+        # fetch
+        plans = fetch_files(workshop, plans, locked=options.locked, offline=options.offline)
+        # build
+        made = run_actions(workshop, missing(plans, workshop.done))
+        # compose → gates → index
+        return [(plan, complete.get(plan.key) or _image(store, plan, made, judges, rules)) for plan in plans]
+
+
+def _image(store: Store, plan: ImagePlan, made: Collection[str], gates: Gates, rules: str) -> Built:
+    """Compose the image of a plan whose layers are all in the store, run the gates, and name it.
+
+    Raises CheckFailed if layers overlap or the gates reject the image; its name then stays unchanged.
+    """
+    image = compose(store, plan)
+    if image is None:
+        raise CheckFailed(f"a layer of {plan.ref} was removed from the store while it was in use", hint="build again")
+    layers = list(zip(plan.layers, image.layers, strict=True))
+    # Most changes keep the paths of all layers, and the path lists of a whole image are long.
+    apart = [[action.kind == "image", layer.paths] for action, layer in layers]
+    if (store.record("targets", plan.state) or {}).get("apart") != apart:
+        check_overlap([(action.name, action.kind == "image", read_paths(store, layer)) for action, layer in layers])
+    failed = gates.judge(image)
+    return name_image(store, image, failed=failed, made=made, about={"judged": judged_by(plan, rules), "apart": apart})
+
+
+def say_channel(name: str, choice: Choice, channels: Sequence[str]) -> None:
+    """Print which of its ``channels`` builds the target ``name``, and why, if there are several."""
+    if len(channels) > 1:
+        print(f"{name}: channel {choice.channel}, {choice.reason}", file=sys.stderr)
+
+
+def _say_channels(targets: Sequence[ResolvedTarget]) -> None:
+    for target in targets:
+        say_channel(target.name, target.choice, target.target.channels)
+
+
+def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
+    """Raise InputError, with the place, for a recipe that is about to enter an image and does not load.
+
+    Inside the image, ``primus list`` reads every recipe, so one that cannot be read breaks the command for all of
+    them. Recipes that the last build of the target has read are not read again.
+    """
+    for plan in plans:
+        folder = plan.resolved.root / "recipes"
+        for action in plan.layers:
+            if action.root == str(folder) and store.layer(action.key) is None:
+                try:
+                    record = store.record("targets", plan.state) or {}
+                    before = dict(record["inputs"]["actions"][action.name]["tree"])
+                except (KeyError, TypeError, ValueError):
+                    before = {}
+                check_changed(folder, tree_rows(action.tree), before)
+
+
+def fetch_files(workshop: Workshop, plans: list[ImagePlan], *, locked: bool, offline: bool) -> list[ImagePlan]:
+    """Check that this machine can run the missing actions, and fetch the files that they read.
+
+    Returns the plans. If no source has a file any more, its target is locked and planned again, unless ``locked`` or
+    ``offline`` forbids it.
+    """
+    todo = missing(plans, workshop.done)
+    for kind in {action.kind: None for action in todo}:
+        KINDS[kind].prepare([action for action in todo if action.kind == kind], workshop)
+    absent = _absent(workshop, todo)
+    require_space_for(workshop.workspace, todo, () if offline else absent)
+    if not absent:
+        return plans
+    # Seam "sources", as below.
+    from primus.fetch.files import GoneError
+
+    try:
+        _fetch(workshop, plans, offline=offline)
+    except GoneError as gone:
+        if locked or offline:
+            raise
+        plans = _locked_again(workshop, plans, gone.files)
+        _fetch(workshop, plans, offline=offline)
+    return plans
+
+
+def _absent(workshop: Workshop, actions: Sequence[Action]) -> list[LockedFile]:
+    files = {file.sha256: file for action in actions for file in action.files}
+    return [file for file in files.values() if not workshop.files.has(file.sha256, file.size)]
+
+
+def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
+    # Seam "sources": the network libraries take a third of the start-up time of a build that fetches nothing.
+    from primus.fetch.files import fetch
+    from primus.versions.sources import Sources
+
+    bases = {name: base for plan in plans for name, base in plan.resolved.request.bases.items()}
+    fetch(
+        _absent(workshop, missing(plans, workshop.done)),
+        workshop.files,
+        suites={name: suites_of(base.suite, base.packages) for name, base in bases.items()},
+        sources=Sources.of_project(plans[0].resolved.versions, bases),
+        offline=offline,
+        progress=workshop.progress,
+    )
+
+
+def _locked_again(workshop: Workshop, plans: Sequence[ImagePlan], gone: Sequence[LockedFile]) -> list[ImagePlan]:
+    progress = workshop.progress
+    progress.say(f"! no source has {', '.join(file.label for file in gone)} any more; locking again")
+    result = []
+    for plan in plans:
+        resolved = plan.resolved
+        if resolved.lock is not None and any(file in resolved.lock.files for file in gone):
+            resolved = lock_target(resolved, progress, gone=gone)
+        result.append(plan_image(resolved, workshop.workspace.stats))
+    return result
+
+
+def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
+    """Return the actions to run, each once. Actions that only finished actions depend on are skipped."""
+    todo: dict[str, Action] = {}
+    for plan in plans:
+        for action in reversed(plan.actions()):
+            is_layer = any(action.key == layer.key for layer in plan.layers)
+            needed = any(action in (*other.needs, *other.tools) for other in todo.values())
+            if action.key not in todo and (is_layer or needed) and not done(action):
+                todo[action.key] = action
+    return list(reversed(todo.values()))
+
+
+def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
+    """Run the actions, independent ones in parallel, and return the keys of those that ran here.
+
+    After the first failure, no further action starts; finished actions are kept.
+    """
+    # Hashing and compressing acquire the GIL a thousand times per gigabyte and compete with gates that search text.
+    # With the default switch interval, each time takes up to 5 ms.
+    sys.setswitchinterval(0.0005)
+    waiting = {action.key: action for action in actions}
+    made: set[str] = set()
+    running: dict[Future[bool], str] = {}
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="action") as pool:
+        try:
+            while waiting or running:
+                busy = set(running.values()) | set(waiting)
+                ready = [a for a in waiting.values() if not any(n.key in busy for n in (*a.needs, *a.tools))]
+                # Start the largest action first, since it decides how long the build takes.
+                for action in sorted(ready, key=lambda a: -sum(file.size for file in a.files)):
+                    del waiting[action.key]
+                    running[pool.submit(workshop.run, action, KINDS[action.kind])] = action.key
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    key = running.pop(future)
+                    if future.result():
+                        made.add(key)
+        except BaseException:
+            for future in running:
+                future.cancel()
+            # Ctrl-C reaches only the main thread, while the pool waits for its workers. A worker may be about to
+            # start another process.
+            while wait(running, timeout=0.2).not_done:
+                stop_all()
+            raise
+    return made

@@ -1,0 +1,303 @@
+"""Run one action: create its layer or wheel, and record it. :mod:`primus.engine.kinds` has the code for each kind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+from primus.errors import CheckFailed, HostError, InputError
+from primus.oci.layer import compression_of, write_layer
+from primus.oci.roots import root_of_layers
+from primus.oci.store import Layer, Store
+from primus.oci.tar import BLOCK, Entry, Watch
+from primus.plan.action import Action
+from primus.sandbox.engines import choose
+from primus.sandbox.isolated import log_tail, run_isolated
+from primus.schema import build
+from primus.terminal import bytes_text
+from primus.versions.lock import LockedFile
+from primus.yamlfile import Document
+
+if TYPE_CHECKING:
+    from primus.fetch.filecache import FileCache
+    from primus.plan.workspace import Workspace
+    from primus.progress import Progress
+
+
+# Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
+# at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
+_LAYER, _BASE_SCRATCH = 0.8, 5
+_NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't have enough free space in")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A layer in the store, and the observer that examined it while it was written."""
+
+    layer: Layer
+    watch: Watch | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A wheel in the file cache; ``size`` is in bytes."""
+
+    file: str
+    sha256: str
+    size: int
+
+
+class Kind(Protocol):
+    """A kind of action."""
+
+    def prepare(self, actions: Sequence[Action], shop: Workshop, /) -> None:
+        """Check that this machine can run these actions of the kind. Called once, before long work begins.
+
+        Raises HostError, in one sentence, for missing namespaces or a missing tool.
+        """
+
+    def make(self, action: Action, shop: Workshop, scratch: Path, /) -> Made | Wheel:
+        """Run the action; ``scratch`` is an empty folder, removed afterwards.
+
+        Raises CheckFailed, HostError or InputError; the store then has no result for the action.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """What actions work with: the store, the fetched files, a progress callback.
+
+    ``watch`` returns an observer for the next layer while it is written; ``made`` is called with each finished layer
+    and its observer.
+    """
+
+    workspace: Workspace
+    progress: Progress
+    engine: str = "auto"
+    watch: Callable[[], Watch | None] = lambda: None
+    made: Callable[[Layer, Watch | None], None] = lambda *_: None
+
+    @property
+    def files(self) -> FileCache:
+        """The cache of fetched files."""
+        return self.workspace.files
+
+    def run(self, action: Action, kind: Kind) -> bool:
+        """Run the action of this kind, unless another builder has just done so. Returns True if it ran here.
+
+        A second builder of the same action waits for the first one and uses its result.
+        """
+        store = self.workspace.store
+        with store.lock(action.key):
+            if self.done(action):
+                return False
+            self.progress.start(action.key, action.name, None)
+            try:
+                with self._verified(action), store.folder("work") as scratch:
+                    made = kind.make(action, self, scratch)
+            except InputError as error:
+                # A file that a pin requests is wrong, so report the pin's line.
+                where = error.where or next((i.where for i in action.inputs if i.where), None)
+                raise InputError(f"{action.name}: {error.message}", where=where, hint=error.hint) from None
+            record = {"name": action.name, "kind": action.kind}
+            if isinstance(made, Wheel):
+                store.save("actions", action.key, {**record, "wheel": asdict(made)})
+                self.progress.finish(action.key, made.file)
+            else:
+                layer = made.layer
+                store.save_layer(action.key, layer, {**record, "tree": action.tree})
+                self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
+                self.made(layer, made.watch)
+        return True
+
+    def write(self, action: Action, entries: Sequence[Entry]) -> Made:
+        """Write the entries as the action's layer; see :func:`primus.oci.layer.write_layer` for what it raises."""
+        self.progress.start(action.key, action.name, sum(BLOCK + entry.size for entry in entries))
+        watch = self.watch()
+        try:
+            layer = write_layer(
+                self.workspace.store,
+                entries,
+                compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
+                advance=lambda count: self.progress.advance(action.key, count),
+                watch=watch,
+            )
+        finally:
+            if watch:
+                watch.close()
+        return Made(layer=layer, watch=watch)
+
+    def done(self, action: Action) -> bool:
+        """Whether the store has the action's result."""
+        if action.makes_layer:
+            return self.workspace.store.layer(action.key) is not None
+        wheel = wheel_of(self.workspace.store, action.key)
+        return wheel is not None and self.files.has(wheel.sha256, wheel.size)
+
+    def file(self, file: LockedFile) -> Path:
+        """Return the path of a fetched file."""
+        return self.files.path(file.sha256)
+
+    def read_by(self, action: Action) -> tuple[LockedFile, ...]:
+        """Return the locked files that the action reads; for ``wheels``, also the wheels that ``build`` actions
+        created.
+        """
+        return (*action.files, *self._built(action)) if action.kind == "wheels" else action.files
+
+    def _built(self, action: Action) -> Iterator[LockedFile]:
+        for needed in action.needs:
+            wheel = wheel_of(self.workspace.store, needed.key)
+            if wheel is None:
+                raise HostError(f"{needed.name} has no result in the store", hint="build again")
+            yield LockedFile(kind="wheel", name=str(needed.spec["package"]), version="", **asdict(wheel))
+
+    @contextlib.contextmanager
+    def _verified(self, action: Action) -> Iterator[None]:
+        """Verify the fetched files before the action reads them, and afterwards those that changed meanwhile."""
+        marks: dict[str, tuple[int, ...]] = {}
+        for file in self.read_by(action):
+            marks[file.sha256] = self.files.mark(file.sha256)
+            self._verify(file)
+        yield
+        # apt compares each package with its hash as it reads it, and hard links change the inode's times.
+        if action.kind != "debs" or "over" in action.spec:
+            for file in self.read_by(action):
+                if self.files.mark(file.sha256) != marks[file.sha256]:
+                    self._verify(file)
+
+    def _verify(self, file: LockedFile) -> None:
+        if not self.files.verify(file.sha256):
+            self.files.drop(file.sha256)
+            raise HostError(
+                f"the fetched {file.file} is damaged: its bytes no longer hash to sha256:{file.sha256}",
+                hint="it was removed from the file cache; build again to download it",
+            )
+
+    def log(self, action: Action) -> Path:
+        """Return the path of the log of the action's commands."""
+        folder = self.workspace.logs
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / f"{action.name.replace(' ', '-')}-{action.key[:12]}.log"
+        self.progress.follow(action.key, log)
+        return log
+
+    def prepare_sandbox(self) -> None:
+        """Check that this machine can isolate a command. Raises HostError that names what is missing."""
+        choose(self.engine, self.progress.say).prepare_host()
+
+    def run_isolated(
+        self,
+        action: Action,
+        argv: Sequence[str],
+        *,
+        inputs: Mapping[str, Path],
+        outputs: Path,
+        what: str,
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Run ``argv`` on the layers of the action's tools, without network. ``outputs`` is mounted at /out.
+
+        Raises CheckFailed with the end of the log if the command fails, HostError if the disk is full.
+        """
+        log, store = self.log(action), self.workspace.store
+        code = run_isolated(
+            root_of_layers(store, self.workspace.unpacked, [self._layer(tool) for tool in action.tools]),
+            argv,
+            inputs=inputs,
+            outputs=outputs,
+            env=env,
+            log=log,
+            engine=choose(self.engine, self.progress.say),
+        )
+        if code != 0:
+            if full := disk_is_full(log, store.root):
+                raise full
+            raise CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
+
+    def _layer(self, action: Action) -> Layer:
+        layer = self.workspace.store.layer(action.key)
+        if layer is None:
+            raise HostError(f"the layer of {action.name} is not in the store", hint="build again")
+        return layer
+
+
+def wheel_of(store: Store, key: str) -> Wheel | None:
+    """Return the wheel that the action ``key`` created; None if the store has no record of one."""
+    try:
+        fields = (store.record("actions", key) or {})["wheel"]
+        return build(Wheel, Document(name=key, data=fields, places={}, typed=True))
+    except (KeyError, InputError):
+        # Another version may have written it in another shape.
+        return None
+
+
+def own_code(action: Action, name: str, path: Path, scratch: Path) -> Path:
+    """Copy a file of this package to ``scratch`` to run it in the sandbox. Its bytes are those that the action's
+    key names.
+    """
+    data = path.read_bytes()
+    if f"sha256:{hashlib.sha256(data).hexdigest()}" not in (i.value for i in action.inputs if i.name == name):
+        raise CheckFailed(f"{path} changed while the build read it", hint="build again")
+    copy = scratch / path.name
+    copy.write_bytes(data)
+    return copy
+
+
+def require_space_for(workspace: Workspace, todo: Sequence[Action], absent: Iterable[LockedFile]) -> None:
+    """Raise HostError if ``todo`` and the files in ``absent``, which must be fetched, need more space than is free."""
+    bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
+    scratch = max((_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0)
+    require_space(
+        [
+            (workspace.folder / "files", sum(file.size for file in absent)),
+            (workspace.store.root, int(_LAYER * sum(f.size for a in todo if a.makes_layer for f in a.files))),
+            # An ordinary user's mmdebstrap works in the folder for temporary files.
+            (Path(tempfile.gettempdir()) if os.geteuid() else workspace.store.root, scratch),
+        ]
+    )
+
+
+def require_space(needs: Iterable[tuple[Path, int]]) -> None:
+    """Raise HostError if a file system has less free space than all paths on it need. ``needs`` are paths and bytes."""
+    wanted: dict[int, int] = {}
+    places: dict[int, Path] = {}
+    for path, size in needs:
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        device = there.stat().st_dev
+        wanted[device] = wanted.get(device, 0) + size
+        places.setdefault(device, there)
+    for device, size in wanted.items():
+        found = os.statvfs(places[device])
+        free = found.f_bavail * found.f_frsize
+        if free < size:
+            raise HostError(
+                f"the disk that holds {places[device]} has {bytes_text(free)} free, "
+                f"and this build needs about {bytes_text(size)} there",
+                hint="free some space, or keep the store on another disk (--store DIR)",
+            )
+
+
+def disk_is_full(log: Path, *places: Path) -> HostError | None:
+    """Return an error if a tool failed because the disk is full, judging by the end of its log or by the disk
+    itself.
+    """
+    full = next((place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None)
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 200_000))
+            text = stream.read()
+    except OSError:
+        text = b""
+    if full is None and not any(words in text for words in _NO_SPACE):
+        return None
+    return HostError(
+        f"the disk that holds {full or places[0]} is full",
+        hint=f"free some space and run it again: finished work is kept (log: {log})",
+    )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-PACKAGES = {"go": "golang-go", "etcd": "etcd-server", "openssl": "openssl"}
+PACKAGES = {"go": "golang-go", "etcd": "etcd-server", "openssl": "openssl", "kubectl": "kubernetes-client"}
 SERVERS = ("kube-apiserver", "kube-controller-manager")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "primus-tests" / "kubernetes-1.20"
 SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
@@ -159,15 +159,21 @@ class Kubernetes:
                 [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder
             )
 
-    def _until_ready(self) -> None:
-        from kubernetes import client, config
+    def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        """What kubectl prints."""
+        command = ["kubectl", f"--kubeconfig={self.config}", "--request-timeout=5s", *words]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True).stdout
 
+    def names(self, kind: str) -> set[str]:
+        """The names of the objects of a kind."""
+        return set(self.kubectl("get", kind, "--output=name").replace("/", " ").split()[1::2])
+
+    def _until_ready(self) -> None:
         deadline = time.monotonic() + 90
-        api = config.new_client_from_config(str(self.config))
         while time.monotonic() < deadline:
             assert all(server.poll() is None for server in self._servers.values()), self._logs()
-            with suppress(Exception):
-                client.CoreV1Api(api).read_namespace("default", _request_timeout=5)
+            with suppress(subprocess.CalledProcessError):
+                self.kubectl("get", "namespace", "default")
                 return
             time.sleep(0.5)
         raise AssertionError(self._logs())

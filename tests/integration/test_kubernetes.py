@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 import kube_kit
 from primus.cli.main import main
-from primus.launch.kubernetes import KINDS
 
 WHY = kube_kit.missing()
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(WHY), reason=WHY),
-    # The server makes its certificate itself.
-    pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY)]
 IMAGE = "rocm/primus:v26.11-mi300x"
+TWO_NODES = ("llama3.1-8b", "--nodes", "2", "--image", IMAGE)
 
 
-class Said(NamedTuple):
+class Answer(NamedTuple):
     """What a command answered."""
 
     code: int
@@ -34,7 +27,7 @@ class Said(NamedTuple):
     err: str
 
 
-Launch = Callable[..., Said]
+Launch = Callable[..., Answer]
 
 
 @pytest.fixture(scope="module")
@@ -50,56 +43,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_kit.Kubern
 def launch(server: kube_kit.Kubernetes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
     monkeypatch.setenv("KUBECONFIG", str(server.config))
 
-    def call(*words: str) -> Said:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            code = main(["launch", "k8s", *words])
-        return Said(code, *capsys.readouterr())
+    def call(*words: str) -> Answer:
+        return Answer(main(["launch", "k8s", *words]), *capsys.readouterr())
 
     return call
-
-
-@pytest.fixture(scope="module")
-def api(server: kube_kit.Kubernetes) -> Any:
-    from kubernetes import config
-
-    return config.new_client_from_config(str(server.config))
-
-
-@pytest.fixture(scope="module")
-def definitions(api: Any) -> None:
-    """The kinds of JobSet, Kubeflow Trainer, Training Operator and Volcano, without their controllers and schemas."""
-    from kubernetes import client
-
-    extensions = client.ApiextensionsV1Api(api)
-    for version, kind, plural in KINDS.values():
-        group, _, name = version.partition("/")
-        if group == "batch":
-            continue
-        schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-        served = {"name": name, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-        extensions.create_custom_resource_definition(
-            {
-                "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
-                "metadata": {"name": f"{plural}.{group}"},
-                "spec": {
-                    "group": group, "scope": "Namespaced", "versions": [served],
-                    "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
-                },
-            }
-        )  # fmt: skip
-        until(lambda group=group, name=name, plural=plural: served_now(api, group, name, plural))
-
-
-def served_now(api: Any, group: str, version: str, plural: str) -> bool:
-    from kubernetes import client
-    from kubernetes.client.exceptions import ApiException
-
-    try:
-        client.CustomObjectsApi(api).list_namespaced_custom_object(group, version, "default", plural)
-    except ApiException:
-        return False
-    return True
 
 
 def until(true: Callable[[], bool], seconds: float = 60) -> None:
@@ -109,86 +56,66 @@ def until(true: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.3)
 
 
-def names(found: Any) -> set[str]:
-    return {one.metadata.name for one in found.items}
+def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kubernetes) -> None:
+    def pods() -> list[dict[str, object]]:
+        label = "--selector=app.kubernetes.io/name=watched"
+        return list(json.loads(server.kubectl("get", "pods", label, "--output=json"))["items"])
 
-
-def test_a_job_is_made_watched_and_deleted(launch: Launch, api: Any) -> None:
-    from kubernetes import client
-
-    core, batch = client.CoreV1Api(api), client.BatchV1Api(api)
-    said = launch("llama3.1-8b", "--nodes", "2", "--image", IMAGE, "--name", "watched", "--shm", "32Gi")
-    assert said.code == 0, said.err
-    assert "applied job watched in namespace default" in said.out
-    job = batch.read_namespaced_job("watched", "default")
-    assert (job.spec.completions, job.spec.parallelism, job.spec.backoff_limit) == (2, 2, 0)
-    pod = lambda: core.list_namespaced_pod("default", label_selector="app.kubernetes.io/name=watched")  # noqa: E731
-    until(lambda: len(pod().items) == 2)
-    made = pod().items[0]
-    assert made.spec.containers[0].resources.limits["amd.com/gpu"] == "8"
-    assert made.spec.containers[0].image == IMAGE
-    assert "watched" in names(core.list_namespaced_service("default"))
-    told = launch("status", "watched", "--json")
-    assert told.code == 0, told.err
-    assert [row["phase"] for row in json.loads(told.out)["pods"]] == ["Pending", "Pending"]
+    created = launch(*TWO_NODES, "--name", "watched", "--shm", "32Gi", "--queue", "")
+    assert created.code == 0, created.err
+    assert "applied job watched in namespace default" in created.out
+    spec = json.loads(server.kubectl("get", "job", "watched", "--output=json"))["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (2, 2, 0)
+    until(lambda: len(pods()) == 2)
+    container = pods()[0]["spec"]["containers"][0]  # type: ignore[index]
+    assert container["resources"]["limits"]["amd.com/gpu"] == "8"
+    assert container["image"] == IMAGE
+    assert "watched" in server.names("service")
+    shown = launch("status", "watched", "--json")
+    assert shown.code == 0, shown.err
+    assert [row["phase"] for row in json.loads(shown.out)["pods"]] == ["Pending", "Pending"]
     assert launch("logs", "watched").out.count("(pending: ") == 2
-    again = launch("llama3.1-8b", "--nodes", "2", "--image", IMAGE, "--name", "watched")
+    again = launch(*TWO_NODES, "--name", "watched")
     assert again.code == 2
-    assert "there is such an object already" in again.err
-    assert "watched" in names(batch.list_namespaced_job("default"))
-    assert "watched" in names(core.list_namespaced_service("default"))
+    assert "the object cannot be created" in again.err
+    assert "watched" in server.names("job") & server.names("service")
     gone = launch("delete", "watched")
     assert (gone.code, gone.out) == (0, "deleted job watched\n"), gone.err
-    until(lambda: "watched" not in names(batch.list_namespaced_job("default")))
-    until(lambda: not pod().items)
-    assert "watched" not in names(core.list_namespaced_service("default"))
+    until(lambda: "watched" not in server.names("job"))
+    until(lambda: not pods())
+    assert "watched" not in server.names("service")
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_every_kind_is_taken_by_the_server(kind: str, launch: Launch, definitions: None) -> None:
-    words = ("--kind", kind, "--name", f"one-{kind}")
-    said = launch("mixtral-8x7b", "--nodes", "4", "--image", IMAGE, "--queue", "team", *words)
-    assert said.code == 0, said.err
-    assert launch("status", f"one-{kind}", *words[:2], "--json").code == 0
-    assert launch("delete", f"one-{kind}", *words[:2]).code == 0
-
-
-def test_a_kind_that_is_not_served_and_a_missing_namespace_are_sentences(launch: Launch, api: Any) -> None:
-    from kubernetes import client
-
-    before = names(client.CoreV1Api(api).list_namespaced_service("default"))
-    for words in (("--namespace", "nowhere"), ("--namespace", "nowhere", "--kind", "jobset")):
-        said = launch("llama3.1-8b", "--nodes", "2", "--image", IMAGE, *words)
-        assert said.code == 2, said
-        assert "the cluster has no such object" in said.err
-        assert "Traceback" not in said.err
+def test_a_missing_namespace_and_a_missing_job_are_sentences(launch: Launch, server: kube_kit.Kubernetes) -> None:
+    before = server.names("service")
+    refused = launch(*TWO_NODES, "--namespace", "nowhere")
+    assert refused.code == 2, refused
+    assert "the cluster has no such object" in refused.err
     for verb in ("status", "logs", "delete"):
         assert launch(verb, "nobody").code == 2
-    assert names(client.CoreV1Api(api).list_namespaced_service("default")) == before
+    assert server.names("service") == before
 
 
-def test_what_the_server_refuses_leaves_nothing_behind(launch: Launch, api: Any) -> None:
-    from kubernetes import client
-
-    said = launch("llama3.1-8b", "--nodes", "2", "--image", IMAGE, "--name", "bad", "--rdma", "a..b/hca=1")
-    assert said.code == 2, said
-    assert "the cluster refuses the manifest" in said.err
-    assert "bad" not in names(client.CoreV1Api(api).list_namespaced_service("default"))
-    assert "bad" not in names(client.BatchV1Api(api).list_namespaced_job("default"))
+def test_what_the_server_refuses_leaves_nothing_behind(launch: Launch, server: kube_kit.Kubernetes) -> None:
+    refused = launch(*TWO_NODES, "--name", "bad", "--rdma", "a..b/hca=1")
+    assert refused.code == 2, refused
+    assert "the cluster refuses the manifest" in refused.err
+    assert "bad" not in server.names("service") | server.names("job")
 
 
-def test_nodes_with_their_gpus(launch: Launch, api: Any) -> None:
-    from kubernetes import client
-
-    core = client.CoreV1Api(api)
+def test_nodes_with_their_gpus(launch: Launch, server: kube_kit.Kubernetes) -> None:
     for name, amount in (("left", "8"), ("right", "4k")):
-        labels = {"amd.com/gpu.product-name": "AMD_Instinct_MI300X"}
-        core.create_node({"metadata": {"name": name, "labels": labels}})
-        state = {"allocatable": {"amd.com/gpu": amount}, "conditions": [{"type": "Ready", "status": "True"}]}
-        core.patch_node_status(name, {"status": state})
-    said = launch("nodes", "--json")
-    assert said.code == 0, said.err
-    rows = {row["name"]: row for row in json.loads(said.out)["nodes"]}
+        node = {
+            "apiVersion": "v1", "kind": "Node",
+            "metadata": {"name": name, "labels": {"amd.com/gpu.product-name": "AMD_Instinct_MI300X"}},
+            "status": {
+                "allocatable": {"amd.com/gpu": amount}, "conditions": [{"type": "Ready", "status": "True"}],
+            },
+        }  # fmt: skip
+        server.kubectl("create", "--filename=-", stdin=json.dumps(node))
+    nodes = launch("nodes", "--json")
+    assert nodes.code == 0, nodes.err
+    rows = {row["name"]: row for row in json.loads(nodes.out)["nodes"]}
     assert rows["left"] == {"name": "left", "ready": True, "gpus": 8, "product": "AMD_Instinct_MI300X"}
     assert rows["right"]["gpus"] == 4000
 
@@ -197,12 +124,9 @@ def test_a_wrong_token_and_a_silent_server_are_sentences(
     server: kube_kit.Kubernetes, launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "wrong"
-    server.write_config(wrong, server.port, "other")
     monkeypatch.setenv("KUBECONFIG", str(wrong))
-    said = launch("nodes")
-    assert said.code == 3
-    assert "HTTP 401" in said.err
-    server.write_config(wrong, kube_kit._free_port(), "other")
-    said = launch("nodes")
-    assert said.code == 3
-    assert "the cluster does not answer" in said.err
+    for port in (server.port, kube_kit._free_port()):
+        server.write_config(wrong, port, "other")
+        refused = launch("nodes")
+        assert refused.code == 3
+        assert "kubectl cannot use the cluster" in refused.err

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from primus.errors import InputError
 from primus.gpus.table import generation
@@ -16,20 +15,9 @@ from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, refuse_secrets, r
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
 
-Kind = Literal["job", "trainjob", "jobset", "pytorchjob", "vcjob"]
 Manifest = dict[str, Any]
-# Kind → API version, kind, plural.
-KINDS: Mapping[Kind, tuple[str, str, str]] = {
-    "job": ("batch/v1", "Job", "jobs"),
-    "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs"),
-    "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"),
-    "pytorchjob": ("kubeflow.org/v1", "PyTorchJob", "pytorchjobs"),
-    "vcjob": ("batch.volcano.sh/v1alpha1", "Job", "jobs"),
-}
 LABEL = "app.kubernetes.io/name"
 _PORT = 29500
-# Kubeflow Trainer's own runtime for PyTorch, which a TrainJob patches.
-_RUNTIME = "torch-distributed"
 _RUNS = "/workspace/runs"
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
@@ -51,7 +39,6 @@ class Cluster:
     resource of the network devices, ``NAME`` or ``NAME=COUNT``. ``claim`` is a volume claim for the results.
     """
 
-    kind: Kind = "job"
     image: str
     name: str = ""
     namespace: str = "default"
@@ -104,155 +91,46 @@ def default_name(recipe: str) -> str:
     return f"primus-{text}".strip("-")[:42].rstrip("-")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pod:
-    """How a pod of one kind of job learns its node number and the address of the first node."""
-
-    container: str
-    first: str
-    node_rank: str = ""
-    subdomain: str = ""
-    restart: str | None = "Never"
-    own_port: bool = True
-    own_id: bool = True
-
-
 def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
-    """Return the objects to apply, in order. The job comes first, except that a headless Service precedes a Job.
+    """Return the objects to create, in order: a headless Service, and the Indexed Job whose pods it names.
 
     Raises InputError for data, weights or files of the recipe that pods would not see.
     """
     _refuse_unseen(plan.recipe)
     name = name_of(plan, cluster)
-    make = {"job": _job, "trainjob": _trainjob, "jobset": _jobset, "pytorchjob": _pytorchjob, "vcjob": _vcjob}
-    return make[cluster.kind](plan, cluster, name)
-
-
-def _object(kind: str, version: str, name: str, cluster: Cluster, spec: Manifest, *, queued: bool = False) -> Manifest:
-    labels = {LABEL: name, "app.kubernetes.io/managed-by": "primus"}
-    if queued and cluster.queue:
-        labels["kueue.x-k8s.io/queue-name"] = cluster.queue
-    metadata = {"name": name, "namespace": cluster.namespace, "labels": labels}
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
-
-
-def _queued(cluster: Cluster) -> Manifest:
-    # Kueue starts the job when its quota allows.
-    return {"suspend": True} if cluster.queue else {}
-
-
-def _job_spec(plan: Plan, pod: Manifest) -> Manifest:
-    return {
-        "completions": plan.nodes, "parallelism": plan.nodes, "completionMode": "Indexed", "backoffLimit": 0,
-        "template": pod,
-    }  # fmt: skip
-
-
-def _job(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
     service = {
         "clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True,
         "ports": [{"name": "rendezvous", "port": _PORT}],
     }  # fmt: skip
-    pod = _pod(plan, cluster, name, _Pod(container="node", first=f"{name}-0.{name}", subdomain=name))
-    spec = {**_job_spec(plan, pod), "ttlSecondsAfterFinished": cluster.ttl, **_queued(cluster)}
+    job = {
+        "completions": plan.nodes, "parallelism": plan.nodes, "completionMode": "Indexed", "backoffLimit": 0,
+        "template": _pod(plan, cluster, name), "ttlSecondsAfterFinished": cluster.ttl,
+        # Kueue starts the job when its quota allows.
+        **({"suspend": True} if cluster.queue else {}),
+    }  # fmt: skip
+    labels = {LABEL: name, "app.kubernetes.io/managed-by": "primus"}
+    queue = {"kueue.x-k8s.io/queue-name": cluster.queue} if cluster.queue else {}
+
+    def metadata(labels: dict[str, str]) -> Manifest:
+        return {"name": name, "namespace": cluster.namespace, "labels": labels}
+
     return [
-        _object("Service", "v1", name, cluster, service),
-        _object("Job", KINDS["job"][0], name, cluster, spec, queued=True),
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata(labels), "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(labels | queue), "spec": job},
     ]
 
 
-def _jobset(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
-    pod = _pod(plan, cluster, name, _Pod(container="node", first=f"{name}-node-0-0.{name}"))
-    spec = {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
-        "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [
-            {"name": "node", "replicas": 1, "template": {"spec": _job_spec(plan, pod)}}
-        ],
-        "ttlSecondsAfterFinished": cluster.ttl, **_queued(cluster),
-    }  # fmt: skip
-    return [_object("JobSet", KINDS["jobset"][0], name, cluster, spec, queued=True)]
-
-
-def _trainjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
-    pod = _pod(plan, cluster, name, _Pod(container="node", first=f"{name}-node-0-0.{name}", restart=None))
-    whole = pod["spec"]
-    container = whole.pop("containers")[0]
-    # The runtime owns the pod. A TrainJob patches the fields that it cannot set itself.
-    patch = {
-        "metadata": pod["metadata"],
-        "spec": {
-            **whole,
-            "containers": [
-                {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
-                | {"env": [one for one in container["env"] if "valueFrom" in one]}
-            ],
-        },
-    }
-    patch["spec"].pop("hostNetwork", None)
-    replicated = [{"name": "node", "template": {"spec": {"template": patch}}}]
-    runtime = {"template": {"spec": {"replicatedJobs": replicated}}}
-    spec = {
-        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": _RUNTIME},
-        "trainer": {
-            "image": cluster.image, "numNodes": plan.nodes, "command": container["command"],
-            "resourcesPerNode": container["resources"],
-            "env": [one for one in container["env"] if "value" in one],
-        },
-        "runtimePatches": [
-            {"manager": "github.com/primus-launch", "trainingRuntimeSpec": runtime}
-        ],
-        **_queued(cluster),
-    }  # fmt: skip
-    if cluster.host_network:
-        raise InputError("--host-network: a TrainJob uses the network of its runtime", hint="--kind job")
-    return [_object("TrainJob", KINDS["trainjob"][0], name, cluster, spec, queued=True)]
-
-
-def _pytorchjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
-    def replica(count: int) -> Manifest:
-        # The operator sets MASTER_ADDR, MASTER_PORT and RANK; RANK is the number of the node here.
-        pod = _pod(
-            plan,
-            cluster,
-            name,
-            _Pod(container="pytorch", first="", node_rank="$RANK", restart=None, own_port=False, own_id=False),
-        )
-        return {"replicas": count, "restartPolicy": "Never", "template": pod}
-
-    replicas = {"Master": replica(1)} | ({"Worker": replica(plan.nodes - 1)} if plan.nodes > 1 else {})
-    policy = {"cleanPodPolicy": "None", "backoffLimit": 0, "ttlSecondsAfterFinished": cluster.ttl, **_queued(cluster)}
-    spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
-    return [_object("PyTorchJob", KINDS["pytorchjob"][0], name, cluster, spec, queued=True)]
-
-
-def _vcjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
-    """Return a Volcano Job. Volcano starts all pods together or none; its plugins name and number them."""
-    how = _Pod(container="node", first=f"{name}-node-0.{name}", node_rank="$VC_TASK_INDEX", own_id=False)
-    task = {"name": "node", "replicas": plan.nodes, "template": _pod(plan, cluster, name, how)}
-    spec = {
-        "schedulerName": "volcano", "minAvailable": plan.nodes, "maxRetry": 0,
-        **({"queue": cluster.queue} if cluster.queue else {}),
-        "plugins": {"svc": ["--publish-not-ready-addresses=true"], "env": []},
-        # If a pod disappears, the others would wait for it forever.
-        "policies": [{"events": ["PodFailed", "PodEvicted"], "action": "AbortJob"}],
-        "tasks": [{**task, "policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]}],
-        "ttlSecondsAfterFinished": cluster.ttl,
-    }  # fmt: skip
-    return [_object("Job", KINDS["vcjob"][0], name, cluster, spec)]
-
-
-def _pod(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> Manifest:
+def _pod(plan: Plan, cluster: Cluster, name: str) -> Manifest:
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm}}]
     mounts: list[Manifest] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if cluster.claim:
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}})
         mounts.append({"name": "runs", "mountPath": _RUNS})
     container: Manifest = {
-        "name": how.container,
+        "name": "node",
         "image": cluster.image,
-        "command": ["bash", "-c", _script(plan, cluster, name, how)],
-        "env": _environment(cluster, how),
+        "command": ["bash", "-c", _script(plan, cluster, name)],
+        "env": _environment(cluster, first=f"{name}-0.{name}"),
         "resources": _resources(plan, cluster),
         # Needed to register memory with a network device. No other capability is added, and the pod is not privileged.
         "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
@@ -260,12 +138,8 @@ def _pod(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> Manifest:
     }
     spec: Manifest = {
         "containers": [container], "volumes": volumes, "affinity": _affinity(plan, name),
-        "terminationGracePeriodSeconds": 60,
+        "terminationGracePeriodSeconds": 60, "restartPolicy": "Never", "subdomain": name,
     }  # fmt: skip
-    if how.restart:
-        spec["restartPolicy"] = how.restart
-    if how.subdomain:
-        spec["subdomain"] = how.subdomain
     if cluster.selector:
         spec["nodeSelector"] = dict(word.split("=", 1) for word in cluster.selector)
     if resource := _gpu_resource(plan):
@@ -277,7 +151,7 @@ def _pod(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> Manifest:
     return {"metadata": {"labels": {LABEL: name}}, "spec": spec}
 
 
-def _script(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> str:
+def _script(plan: Plan, cluster: Cluster, name: str) -> str:
     files = _own_files(plan.recipe)
     verb, recipe, *others = plan.command
     if plan.recipe.by_path:
@@ -285,16 +159,15 @@ def _script(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> str:
         recipe = f"{_RECIPE}/{path.name}" if files else path.stem
     words = shlex.join([verb, recipe, *others])
     resume = f" --resume-from {shlex.quote(cluster.resume_from)}" if cluster.resume_from else ""
-    rank = f"NODE_RANK={how.node_rank} " if how.node_rank else ""
     # A job that is applied again has a new id, so neither its folder nor its ranks collide with those of the earlier
     # one.
-    own = f"{name}-$RUN_ID" if how.own_id else name
-    script = f'export RDZV_ID="{own}"; {rank}exec primus {words} --output "{_RUNS}/{own}"{resume}'
+    run = f"{name}-$RUN_ID"
     written = []
-    for name_there, text in files.items():
-        target = PurePosixPath(_RECIPE, name_there)
+    for file_name, text in files.items():
+        target = PurePosixPath(_RECIPE, file_name)
         parent, file = shlex.quote(str(target.parent)), shlex.quote(str(target))
         written.append(f"mkdir -p {parent} && printf %s {shlex.quote(text)} > {file} || exit\n")
+    script = f'export RDZV_ID="{run}"; exec primus {words} --output "{_RUNS}/{run}"{resume}'
     # Kubernetes replaces $(NAME) by a variable of the pod, and $$( by $(.
     return "".join([*written, script]).replace("$(", "$$(")
 
@@ -304,16 +177,16 @@ def _own_files(recipe: Recipe) -> dict[str, str]:
 
     Raises InputError if such a file is outside of this folder or contains what looks like a secret.
     """
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for path in recipe.files:
         if path.resolve().is_relative_to(load.folder().resolve()):
             continue
         name = os.path.relpath(path.absolute(), recipe.path.parent)
         if name.startswith("../"):
             raise InputError(f"{name}: pods get files of the recipe's own folder only", where=str(recipe.path))
-        found[name] = path.read_text(encoding="utf-8")
-        refuse_secrets(found[name].split(), f"remove it from {path}: --hf-token-secret NAME passes a token")
-    return found
+        files[name] = path.read_text(encoding="utf-8")
+        refuse_secrets(files[name].split(), f"remove it from {path}: --hf-token-secret NAME passes a token")
+    return files
 
 
 def _refuse_unseen(recipe: Recipe) -> None:
@@ -330,25 +203,25 @@ def _refuse_unseen(recipe: Recipe) -> None:
             )  # fmt: skip
 
 
-def _environment(cluster: Cluster, how: _Pod) -> list[Manifest]:
-    found: list[Manifest] = [
-        {"name": "NODE_ADDR", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+def _environment(cluster: Cluster, *, first: str) -> list[Manifest]:
+    def field(path: str) -> Manifest:
+        return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+    variables: list[Manifest] = [
+        {"name": "NODE_ADDR", **field("status.podIP")},
+        {"name": "NODE_NAME", **field("spec.nodeName")},
+        {"name": "RUN_ID", **field(f"metadata.labels['{_JOB_ID}']")},
+        {"name": "MASTER_ADDR", "value": first},
+        {"name": "MASTER_PORT", "value": str(_PORT)},
     ]
-    if how.own_id:
-        found.append({"name": "RUN_ID", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{_JOB_ID}']"}}})
-    if how.first:
-        found.append({"name": "MASTER_ADDR", "value": how.first})
-    if how.own_port:
-        found.append({"name": "MASTER_PORT", "value": str(_PORT)})
     for word in cluster.environment:
         key, _, value = word.partition("=")
-        found.append({"name": key, "value": value})
+        variables.append({"name": key, "value": value})
     if cluster.token_secret:
         secret, _, key = cluster.token_secret.partition(":")
         reference = {"secretKeyRef": {"name": secret, "key": key or "token"}}
-        found.append({"name": "HF_TOKEN", "valueFrom": reference})
-    return found
+        variables.append({"name": "HF_TOKEN", "valueFrom": reference})
+    return variables
 
 
 def _gpu_resource(plan: Plan) -> str:
@@ -362,24 +235,24 @@ def _resources(plan: Plan, cluster: Cluster) -> Manifest:
     if cluster.rdma:
         resource, _, count = cluster.rdma.partition("=")
         limits[resource] = int(count or 1)
-    asked = {key: value for key, value in (("cpu", cluster.cpu), ("memory", cluster.memory)) if value}
+    requests = {key: value for key, value in (("cpu", cluster.cpu), ("memory", cluster.memory)) if value}
     limits |= {"memory": cluster.memory} if cluster.memory else {}
     # The request of an extended resource must equal its limit.
-    return {"limits": limits, "requests": asked} if asked else {"limits": limits}
+    return {"limits": limits, "requests": requests} if requests else {"limits": limits}
 
 
 def _affinity(plan: Plan, name: str) -> Manifest:
     """Return the affinity: one pod per node, on nodes with the GPU generation by AMD's or NVIDIA's node labels."""
     apart = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
-    found: Manifest = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    affinity: Manifest = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
     maker = vendor(plan.recipe.gpu)
     if not maker:
-        return found
+        return affinity
     gpu = generation(plan.recipe.gpu)
     if maker == "amd":
-        match = {"key": "amd.com/gpu.device-id", "values": [one.removeprefix("0x") for one in gpu.device_ids]}
+        match = {"key": "amd.com/gpu.device-id", "values": [number.removeprefix("0x") for number in gpu.device_ids]}
     else:
-        match = {"key": "nvidia.com/gpu.product", "values": [one.replace(" ", "-") for one in gpu.names]}
+        match = {"key": "nvidia.com/gpu.product", "values": [product.replace(" ", "-") for product in gpu.names]}
     terms = [{"matchExpressions": [{**match, "operator": "In"}]}]
-    found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-    return found
+    affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    return affinity

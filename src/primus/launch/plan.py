@@ -72,9 +72,9 @@ class Plan:
         stall = [f"--stall-timeout={self.stall_timeout}"]
         # A file of the user is mounted at the same path.
         name = str(recipe.path) if recipe.by_path else recipe.name
-        found = ("train", name, *chosen, f"--nodes={self.nodes}", *stall, proxy, *words)
-        refuse_secrets(found, "export it in the shell that starts the job, and leave it out of the settings")
-        return found
+        command = ("train", name, *chosen, f"--nodes={self.nodes}", *stall, proxy, *words)
+        refuse_secrets(command, "export it in the shell that starts the job, and leave it out of the settings")
+        return command
 
     def document(self) -> dict[str, Any]:
         """Return the plan for JSON output; sizes in tokens, memory in bytes."""
@@ -113,7 +113,7 @@ def vendor(gpu: str) -> str:
     if gpu == CPU:
         return ""
     arch = generation(gpu).arch
-    return next(one.vendor for one in load_table().archs if one.arch == arch)
+    return next(row.vendor for row in load_table().archs if row.arch == arch)
 
 
 # An image's name as container engines read it: [HOST[:PORT]/]PATH[:TAG][@DIGEST].

@@ -67,15 +67,8 @@ class Site:
         for word in self.environment:
             if not _VARIABLE.fullmatch(word):
                 raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")
-        for text in (
-            self.image,
-            self.exclude,
-            self.interface,
-            self.name,
-            self.resume_from,
-            *self.extra,
-            str(self.output),
-        ):
+        texts = (self.image, self.exclude, self.interface, self.name, self.resume_from, *self.extra, str(self.output))
+        for text in texts:
             if any(not character.isprintable() for character in text):
                 raise InputError(f"{text!r} contains a control character")
         secrets = (*self.environment, *self.extra, self.image)
@@ -91,11 +84,10 @@ def container_here() -> Container:
     """Return the container runtime of this cluster: pyxis if srun supports it, else the first installed program."""
     if srun := shutil.which("srun"):
         with suppress(subprocess.TimeoutExpired):
-            told = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=20)
-            if "--container-image" in told.stdout:
+            usage = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=20)
+            if "--container-image" in usage.stdout:
                 return "pyxis"
-    found: Container | None = next((one for one in CONTAINERS[1:4] if shutil.which(one)), None)
-    return found or "none"
+    return next((program for program in CONTAINERS[1:4] if shutil.which(program)), "none")
 
 
 def script(plan: Plan, site: Site) -> str:
@@ -135,8 +127,8 @@ def script(plan: Plan, site: Site) -> str:
 
 
 def _exports(site: Site) -> list[str]:
-    given = [word for word in site.environment if "=" in word]
-    lines = [f"export {name}={shlex.quote(value)}" for name, _, value in (word.partition("=") for word in given)]
+    pairs = (word.partition("=") for word in site.environment)
+    lines = [f"export {name}={shlex.quote(value)}" for name, equals, value in pairs if equals]
     if site.interface:
         name = shlex.quote(site.interface)
         lines += [f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"]
@@ -225,11 +217,11 @@ def _task(plan: Plan, site: Site) -> str:
     """Return the shell function of one node. Quotes in it are evaluated on the node."""
     words = shlex.join(plan.command)
     train = f'{words} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
-    own = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
+    address = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
     if site.container in ("none", "pyxis"):
-        text = f"{own}; exec {site.command} {train}"
+        text = f"{address}; exec {site.command} {train}"
     else:
-        text = f"{own}; exec {_engine(plan, site)} {site.command} {train}"
+        text = f"{address}; exec {_engine(plan, site)} {site.command} {train}"
     return f"task={shlex.quote(text)}"
 
 
@@ -238,9 +230,9 @@ def _names(site: Site) -> list[str]:
 
 
 def _mounts(plan: Plan, site: Site) -> list[str]:
-    own = [plan.recipe.path.parent] if plan.recipe.by_path else []
+    recipe = [plan.recipe.path.parent] if plan.recipe.by_path else []
     resumed = [Path(site.resume_from)] if site.resume_from else []
-    return [shlex.quote(str(path)) for path in (site.output, *site.mounts, *resumed, *own)]
+    return [shlex.quote(str(path)) for path in (site.output, *site.mounts, *resumed, *recipe)]
 
 
 def _engine(plan: Plan, site: Site) -> str:
@@ -287,6 +279,6 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
     done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     number = done.stdout.strip().partition(";")[0]
     if not number.isdigit():
-        told = " ".join(done.stderr.split()) or "it gave no reason"
-        raise HostError(f"sbatch refused the job: {told}", hint="--dry-run prints the script")
+        reason = " ".join(done.stderr.split()) or "it gave no reason"
+        raise HostError(f"sbatch refused the job: {reason}", hint="--dry-run prints the script")
     return (done.returncode if wait else 0), number

@@ -254,7 +254,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _validation(record: dict[str, Any]) -> Document:
+def _validation(record: Mapping[str, Any]) -> Document:
     recipe = record["recipe"]
     words = [*map(recipe.get, ("name", "backend", "mode", "precision")), f"{len(record['jobs'])}-runs"]
     name = "-".join(filter(None, words))

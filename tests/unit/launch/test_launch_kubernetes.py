@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import copy
 import json
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,18 +14,15 @@ import pytest
 import yaml
 
 from primus.cli.main import main
-from primus.errors import InputError
+from primus.errors import HostError, InputError
 from primus.launch import cluster
-from primus.launch.kubernetes import KINDS, Cluster, Kind, manifests
+from primus.launch.kubernetes import Cluster, manifests
 from primus.launch.plan import Plan
 from primus.recipes import load
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[dev]' brings it")
-ApiException = pytest.importorskip(
-    "kubernetes.client.exceptions", reason="pip install -e '.[dev]' brings it"
-).ApiException
 
 FULL: dict[str, Any] = {
     "image": "rocm/primus:v26.11-mi300x", "queue": "team", "claim": "runs", "token_secret": "hf:key", "cpu": "96",
@@ -34,72 +31,36 @@ FULL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def made(kind: Kind, gpu: str = "mi300x", nodes: int = 2, **options: Any) -> list[dict[str, Any]]:
+def made(gpu: str = "mi300x", nodes: int = 2, **options: Any) -> list[dict[str, Any]]:
     plan = Plan(recipe=resolve("llama3.1-8b", (), Choices(nodes=nodes, gpu=gpu)))
-    return manifests(plan, Cluster(kind=kind, **{"image": "a/b:c", **options}))
+    return manifests(plan, Cluster(**{"image": "a/b:c", **options}))
 
 
-def pods(kind: Kind, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whole pod templates of what was rendered."""
-    spec = objects[-1]["spec"]
-    if kind == "job":
-        return [spec["template"]]
-    if kind == "jobset":
-        return [spec["replicatedJobs"][0]["template"]["spec"]["template"]]
-    if kind == "pytorchjob":
-        return [one["template"] for one in spec["pytorchReplicaSpecs"].values()]
-    if kind == "vcjob":
-        return [one["template"] for one in spec["tasks"]]
-    patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
-    whole = copy.deepcopy(patch["template"]["spec"]["template"])
-    trainer = spec["trainer"]
-    container = whole["spec"]["containers"][0]
-    container |= {"image": trainer["image"], "command": trainer["command"], "resources": trainer["resourcesPerNode"]}
-    container["env"] = container["env"] + trainer["env"]
-    return [whole]
+def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    template: dict[str, Any] = objects[-1]["spec"]["template"]
+    return template
 
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("gpu", ["mi300x", "mi355x", "h200"])
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_manifests_hold_by_the_current_schemas(kind: Kind, gpu: str, full: bool) -> None:
-    objects = made(kind, gpu, **(FULL if full else {}))
-    version = kubernetes_validate.latest_version()
-    for pod in pods(kind, objects):
-        whole = {
-            "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"},
-            "spec": {"template": {**pod, "spec": {"restartPolicy": "Never", **pod["spec"]}}},
-        }  # fmt: skip
-        kubernetes_validate.validate(whole, version, strict=True)
-        container = pod["spec"]["containers"][0]
-        resource = "nvidia.com/gpu" if gpu == "h200" else "amd.com/gpu"
-        assert container["resources"]["limits"][resource] == 8
-        assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
-        assert "privileged" not in json.dumps(pod)
-    if kind == "job":
-        for one in objects:
-            kubernetes_validate.validate(one, version, strict=True)
-    if kind in ("trainjob", "jobset"):
-        models = pytest.importorskip("kubeflow_trainer_api.models")
-        model = models.TrainerV1alpha1TrainJob if kind == "trainjob" else models.JobsetV1alpha2JobSet
-        assert model.from_dict(objects[0]).to_dict() == objects[0]  # a field that the schema lacks would be dropped
+def test_manifests_hold_by_the_current_schemas(gpu: str, full: bool) -> None:
+    objects = made(gpu, **(FULL if full else {}))
+    for manifest in objects:
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+    container = pod_of(objects)["spec"]["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu" if gpu == "h200" else "amd.com/gpu"] == 8
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert "privileged" not in json.dumps(objects)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_options_reach_the_job(kind: Kind) -> None:
-    objects = made(kind, **FULL)
+def test_options_reach_the_job() -> None:
+    objects = made(**FULL)
     text = json.dumps(objects)
-    labels = objects[-1]["metadata"]["labels"]
-    # Volcano has queues of its own.
-    assert labels.get("kueue.x-k8s.io/queue-name") == (None if kind == "vcjob" else "team")
-    assert ('"suspend": true' in text) == (kind != "vcjob")
-    assert objects[-1]["spec"].get("queue") == ("team" if kind == "vcjob" else None)
-    assert '"secretKeyRef": {"name": "hf", "key": "key"}' in text
-    assert '"rdma/hca": 8' in text
-    assert '"claimName": "runs"' in text
-    assert "--resume-from /workspace/runs/x" in text
-    assert '"74a1"' in text  # the generation's device id
+    assert objects[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    for part in ('"suspend": true', '"secretKeyRef": {"name": "hf", "key": "key"}', '"rdma/hca": 8', '"74a1"',
+                 '"claimName": "runs"', "--resume-from /workspace/runs/x"):  # fmt: skip
+        assert part in text
 
 
 def test_a_token_of_the_environment_is_not_rendered(
@@ -120,7 +81,6 @@ def test_a_token_of_the_environment_is_not_rendered(
         (["--namespace", "A_b"], "not a name of Kubernetes"), (["--rdma", "hca"], "not a resource"),
         (["--memory", "much"], "not a quantity"), (["--node-selector", "a"], "not LABEL=VALUE"),
         (["--env", "A"], "not NAME=VALUE"), (["--mount", "/data"], "--claim"),
-        (["--kind", "trainjob", "--host-network"], "--kind job"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,13 +88,157 @@ def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+# Keeps objects as files. REFUSE is the kind whose creation fails, BROKEN fails everything.
+KUBECTL = """\
+#!%s
+import json, os, pathlib, sys
+folder = pathlib.Path(os.environ["KUBE_OBJECTS"])
+words = [word for word in sys.argv[1:] if not word.startswith("--")]
+def fail(text):
+    sys.exit(text)
+if broken := os.environ.get("BROKEN"):
+    fail(broken)
+if words[0] in ("create", "delete") and "--filename=-" in sys.argv:
+    manifest = json.load(sys.stdin)
+    words = [words[0], manifest["kind"].lower(), manifest["metadata"]["name"]]
+file = folder / "-".join(words[1:3])
+if words[0] == "create":
+    if words[1] == os.environ.get("REFUSE"):
+        fail("Error from server (Forbidden): jobs is forbidden")
+    if file.exists():
+        fail("Error from server (AlreadyExists): there is one")
+    file.write_text(json.dumps(manifest))
+elif words[0] == "logs":
+    print("step: 1\\nstep: 2")
+elif not file.exists():
+    fail("Error from server (NotFound): no " + file.name)
+elif words[0] == "delete":
+    file.unlink()
+else:
+    print(file.read_text())
+"""
+
+
+@pytest.fixture
+def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a cluster's objects, which a stand-in for kubectl creates and deletes."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "objects").mkdir()
+    program = tmp_path / "bin/kubectl"
+    program.write_text(KUBECTL % sys.executable)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("KUBE_OBJECTS", str(tmp_path / "objects"))
+    return tmp_path / "objects"
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+WORDS = ["launch", "k8s", "llama3.1-8b", "--nodes", "2", "--image", "a:mi300x"]
+
+
+def test_a_job_is_applied_shown_and_deleted(objects: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "primus-llama3-1-8b"
+    assert main(WORDS) == 0
+    assert names_in(objects) == {f"job-{name}", f"service-{name}"}
+    assert main(WORDS) == 2
+    assert "the object cannot be created: " in capsys.readouterr().err
+    job = objects / f"job-{name}"
+    condition = {"type": "Failed", "status": "True", "message": "backoff"}
+    job.write_text(json.dumps(json.loads(job.read_text()) | {"status": {"conditions": [condition]}}))
+    pod = {
+        "metadata": {"name": f"{name}-0-x"}, "spec": {"nodeName": "n7"},
+        "status": {"phase": "Running", "containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
+    }  # fmt: skip
+    (objects / "pods").write_text(json.dumps({"items": [pod]}))
+    assert main(["launch", "k8s", "status", name]) == 0
+    out = capsys.readouterr().out
+    assert "Failed backoff" in out
+    assert "ImagePullBackOff" in out
+    assert main(["launch", "k8s", "logs", name]) == 0
+    assert f"[{name}-0-x] step: 2" in capsys.readouterr().out
+    assert main(["launch", "k8s", "delete", name, "--dry-run"]) == 0
+    assert capsys.readouterr().out == f"would delete job {name}\n"
+    assert job.exists()
+    assert main(["launch", "k8s", "llama3.1-8b", "delete"]) == 0
+    assert names_in(objects) == {"pods"}
+    assert main(["launch", "k8s", "delete", name]) == 2
+
+
+def test_a_refused_job_leaves_no_service_behind(
+    objects: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REFUSE", "job")
+    assert main(WORDS) == 3
+    assert "jobs is forbidden" in capsys.readouterr().err
+    assert names_in(objects) == set()
+
+
+def test_the_reason_of_a_refusal_is_told_even_if_nothing_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kubectl(verb: str, *_: str, stdin: str) -> str:
+        if verb == "delete" or json.loads(stdin)["kind"] == "Job":
+            raise HostError(f"{verb} failed")
+        return ""
+
+    monkeypatch.setattr(cluster, "_kubectl", kubectl)
+    with pytest.raises(HostError, match="create failed"):
+        cluster.apply(made())
+
+
+@pytest.mark.parametrize(
+    ("errors", "code", "sentence"),
+    [
+        ('The Job "x" is invalid: spec.x: Invalid value', 2, "the cluster refuses the manifest: The Job"),
+        ("Error from server (BadRequest): no", 2, "the cluster refuses the manifest: no"),
+        ('Error from server (NotFound): namespaces "a" not found', 2, "the cluster has no such object: namespaces"),
+        ("Error from server (Forbidden): no", 3, "the cluster refused the request: no (Forbidden)"),
+        ("error: You must be logged in to the server (Unauthorized)", 3, "kubectl cannot use the cluster: error: You"),
+        ("The connection to the server h:1 was refused", 3, "kubectl cannot use the cluster: The connection"),
+    ],
+)
+def test_every_error_of_kubectl_is_a_sentence(
+    errors: str, code: int, sentence: str, objects: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("BROKEN", errors)
+    assert main(["launch", "k8s", "nodes"]) == code
+    assert sentence in capsys.readouterr().err
+
+
+def test_without_kubectl_the_manifests_can_still_be_printed(
+    objects: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(objects))
+    assert main(WORDS) == 3
+    assert "kubectl is not installed" in capsys.readouterr().err
+    assert main([*WORDS, "--dry-run"]) == 0
+
+
+def test_nodes_show_their_gpus(objects: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = {
+        "metadata": {"name": "n1", "labels": {"amd.com/gpu.product-name": "AMD_Instinct_MI300X_OAM"}},
+        "status": {"allocatable": {"amd.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+    bare = {"metadata": {"name": "n2"}, "status": {}}
+    (objects / "nodes").write_text(json.dumps({"items": [node, bare]}))
+    assert main(["launch", "k8s", "nodes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nodes"] == [
+        {"name": "n1", "ready": True, "gpus": 8, "product": "AMD_Instinct_MI300X_OAM"},
+        {"name": "n2", "ready": False, "gpus": 0, "product": ""},
+    ]
+
+
+EXP = "examples/megatron/configs/llama2_7B-pretrain.yaml"
+
+
 class Api:
-    """A kube-apiserver that keeps objects, or the workload service: paths → answers."""
+    """The workload service: paths → answers."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         self.bodies: list[Any] = []
-        self.refuse: dict[str, tuple[int, str]] = {}
         api = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -152,14 +256,9 @@ class Api:
                 path = self.path.partition("?")[0]
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
                 api.bodies.append((self.command, path, body))
-                if path in api.refuse:
-                    return self._answer(api.refuse[path][0], {"message": api.refuse[path][1]})
                 if self.command == "POST":
-                    key = f"{path}/{body['metadata']['name']}" if "metadata" in body else f"{path}/w1"
-                    if key in api.objects:
-                        return self._answer(409, {"message": f"{key} already exists"})
-                    api.objects[key] = body
-                    return self._answer(201, body if "metadata" in body else {"workloadId": "w1"})
+                    api.objects[f"{path}/w1"] = body
+                    return self._answer(201, {"workloadId": "w1"})
                 if path not in api.objects:
                     return self._answer(404, {"message": f"{path} not found"})
                 if self.command == "DELETE":
@@ -174,122 +273,11 @@ class Api:
 
 
 @pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    found = Api()
-    context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
-    content = {
-        "apiVersion": "v1", "kind": "Config", "current-context": "a", "contexts": [context],
-        "clusters": [{"name": "a", "cluster": {"server": found.url}}], "users": [{"name": "a", "user": {}}],
-    }  # fmt: skip
-    (tmp_path / "config").write_text(yaml.safe_dump(content))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
-
-
-WORDS = ["launch", "k8s", "llama3.1-8b", "--nodes", "2", "--image", "a:mi300x"]
-JOBS = "/apis/batch/v1/namespaces/default/jobs"
-SERVICES = "/api/v1/namespaces/default/services"
-
-
-def test_a_job_is_applied_shown_and_deleted(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "primus-llama3-1-8b"
-    assert main(WORDS) == 0
-    assert set(api.objects) == {f"{JOBS}/{name}", f"{SERVICES}/{name}"}
-    assert main([*WORDS]) == 2
-    assert "the object cannot be created: " in capsys.readouterr().err
-    condition = {"type": "Failed", "status": "True", "message": "backoff"}
-    api.objects[f"{JOBS}/{name}"]["status"] = {"conditions": [condition]}
-    waiting = {"state": {"waiting": {"reason": "ImagePullBackOff"}}, "name": "node", "image": "", "imageID": ""}
-    pod = {
-        "metadata": {"name": f"{name}-0-x"}, "spec": {"nodeName": "n7", "containers": [{"name": "node"}]},
-        "status": {"phase": "Running", "containerStatuses": [{**waiting, "ready": False, "restartCount": 0}]},
-    }  # fmt: skip
-    api.objects["/api/v1/namespaces/default/pods"] = {"items": [pod]}
-    api.objects[f"/api/v1/namespaces/default/pods/{name}-0-x/log"] = "step: 1\nstep: 2\n"
-    assert main(["launch", "k8s", "status", name]) == 0
-    out = capsys.readouterr().out
-    assert "Failed backoff" in out
-    assert "ImagePullBackOff" in out
-    assert main(["launch", "k8s", "logs", name]) == 0
-    assert f"[{name}-0-x] step: 2" in capsys.readouterr().out
-    assert main(["launch", "k8s", "delete", name, "--dry-run"]) == 0
-    assert capsys.readouterr().out == f"would delete job {name}\n"
-    assert f"{JOBS}/{name}" in api.objects
-    assert main(["launch", "k8s", "llama3.1-8b", "delete"]) == 0
-    assert f"{JOBS}/{name}" not in api.objects
-    assert f"{SERVICES}/{name}" not in api.objects
-    assert main(["launch", "k8s", "delete", name]) == 2
-
-
-def test_volcano_starts_all_nodes_together_and_numbers_them() -> None:
-    (job,) = made("vcjob", nodes=4)
-    spec = job["spec"]
-    assert (spec["schedulerName"], spec["minAvailable"], spec["tasks"][0]["replicas"]) == ("volcano", 4, 4)
-    container = spec["tasks"][0]["template"]["spec"]["containers"][0]
-    assert "NODE_RANK=$VC_TASK_INDEX" in container["command"][2]
-    # Volcano's plugin svc names a pod JOB-TASK-NUMBER, below a service with the name of the job.
-    first = next(one["value"] for one in container["env"] if one["name"] == "MASTER_ADDR")
-    assert first == f"{job['metadata']['name']}-node-0.{job['metadata']['name']}"
-
-
-@pytest.mark.parametrize("kind", ["trainjob", "jobset", "pytorchjob", "vcjob"])
-def test_other_kinds_go_to_their_own_api(api: Api, kind: Kind) -> None:
-    assert main([*WORDS, "--kind", kind]) == 0
-    version, _, plural = KINDS[kind]
-    assert list(api.objects) == [f"/apis/{version}/namespaces/default/{plural}/primus-llama3-1-8b"]
-
-
-def test_a_refused_job_leaves_no_service_behind(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    api.refuse[JOBS] = (403, "jobs is forbidden")
-    assert main(WORDS) == 3
-    assert "jobs is forbidden" in capsys.readouterr().err
-    assert api.objects == {}
-
-
-def test_the_reason_of_a_refusal_is_told_even_if_nothing_can_be_undone(
-    api: Api, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise ApiException(status=500, reason="broken")
-
-    monkeypatch.setattr(cluster, "_delete_service", fail)
-    api.refuse[JOBS] = (403, "jobs is forbidden")
-    assert main(WORDS) == 3
-    assert "jobs is forbidden" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "a: [", "clusters: 3\ncurrent-context: a", "\0", "contexts: [{}]"])
-def test_a_damaged_configuration_of_the_cluster_is_a_sentence(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config").write_text(text)
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    assert main(["launch", "k8s", "nodes"]) == 3
-    assert "no cluster is configured" in capsys.readouterr().err
-
-
-def test_nodes_show_their_gpus(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    label = {"amd.com/gpu.product-name": "AMD_Instinct_MI300X_OAM"}
-    node = {
-        "metadata": {"name": "n1", "labels": label},
-        "status": {"allocatable": {"amd.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]},
-    }
-    api.objects["/api/v1/nodes"] = {"items": [node]}
-    assert main(["launch", "k8s", "nodes", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["nodes"]
-    assert found == [{"name": "n1", "ready": True, "gpus": 8, "product": "AMD_Instinct_MI300X_OAM"}]
-
-
-def test_a_cluster_that_does_not_answer_is_said(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    api.server.shutdown()
-    api.server.server_close()
-    assert main(["launch", "k8s", "nodes"]) == 3
-    assert "does not answer" in capsys.readouterr().err
-
-
-EXP = "examples/megatron/configs/llama2_7B-pretrain.yaml"
+def api() -> Iterator[Api]:
+    service = Api()
+    yield service
+    service.server.shutdown()
+    service.server.server_close()
 
 
 def test_the_workload_service_is_asked_as_documented(
@@ -365,7 +353,7 @@ def test_wrong_words_for_the_service(
 )
 def test_a_manifest_that_the_cluster_would_refuse_later(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)) as caught:
-        made("job", **options)
+        made(**options)
     assert "verysecret" not in str(caught.value)
 
 
@@ -373,7 +361,7 @@ def test_a_manifest_that_the_cluster_would_refuse_later(options: dict[str, Any],
     "image", ["a", "localhost:5000/a/b-c:v1", "r.io/a__b@sha256:" + "0" * 64, "docker.io/rocm/primus:v26.11-mi300x"]
 )
 def test_names_of_images_that_engines_take(image: str) -> None:
-    assert pods("job", made("job", image=image))[0]["spec"]["containers"][0]["image"] == image
+    assert pod_of(made(image=image))["spec"]["containers"][0]["image"] == image
 
 
 def test_a_recipe_of_the_user_reaches_the_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +373,7 @@ def test_a_recipe_of_the_user_reaches_the_pods(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "team/mine/lr.yaml").write_text("torchtitan.optimizer.lr: 0.125\n")
     monkeypatch.chdir(tmp_path / "team")
     plan = Plan(recipe=resolve("mine.yaml", (), Choices(gpu="mi300x")))
-    (pod,) = pods("job", manifests(plan, Cluster(image="a/b:c", name="x")))
+    pod = pod_of(manifests(plan, Cluster(image="a/b:c", name="x")))
     command = pod["spec"]["containers"][0]["command"]
     assert command[:2] == ["bash", "-c"]
     # What Kubernetes does with a command: $$( becomes $(.
@@ -402,7 +390,7 @@ def test_a_recipe_of_the_user_reaches_the_pods(tmp_path: Path, monkeypatch: pyte
 def test_a_recipe_of_the_image_given_by_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(load.folder())
     plan = Plan(recipe=resolve("./llama3.1-8b.yaml", (), Choices(gpu="mi300x")))
-    (pod,) = pods("job", manifests(plan, Cluster(image="a/b:c")))
+    pod = pod_of(manifests(plan, Cluster(image="a/b:c")))
     assert "exec primus train llama3.1-8b --backend" in pod["spec"]["containers"][0]["command"][2]
 
 

@@ -2,8 +2,7 @@
 
 `slurm` renders a batch script and submits it. One task per node runs `primus train`; the first node hosts the
 rendezvous. A job that is preempted or loses a node returns to the queue and continues from its newest checkpoint.
-`k8s` renders manifests and applies them: a Job, or a TrainJob, JobSet, PyTorchJob or Volcano Job where the cluster
-has them.
+`k8s` renders a Job and its Service, and creates them with kubectl.
 `k8s status|logs|delete NAME` and `k8s nodes` query or change the cluster.
 The plan is shown before anything is submitted: nodes, mesh, tokens per step. --dry-run prints what would be submitted,
 --json prints one JSON document.
@@ -106,9 +105,8 @@ def add_kubernetes(parser: argparse.ArgumentParser) -> None:
     add_choices(parser, gpu=_GPU)
     add_common(parser)
     site = parser.add_argument_group("Kubernetes")
-    site.add_argument("--kind", choices=tuple(kubernetes.KINDS), default="job", help="kind of object (default: job)")
     site.add_argument("--namespace", default="default", help="namespace (default: default)")
-    site.add_argument("--queue", default="", metavar="NAME", help="local queue of Kueue, or queue of Volcano")
+    site.add_argument("--queue", default="", metavar="NAME", help="local queue of Kueue")
     site.add_argument("--claim", default="", metavar="NAME", help="volume claim for results, shared by all nodes")
     site.add_argument("--hf-token-secret", default="", metavar="NAME[:KEY]", help="Secret with the Hugging Face token")
     site.add_argument("--pull-secret", default="", metavar="NAME", help="Secret to pull the image with")
@@ -165,7 +163,7 @@ def _kubernetes(options: argparse.Namespace) -> int:
         name = options.name or (words[0] if words[0] not in names() else kubernetes.default_name(words[0]))
         return _ask(options, action, name)
     site = kubernetes.Cluster(
-        kind=options.kind, image=options.image, name=options.name, namespace=options.namespace, queue=options.queue,
+        image=options.image, name=options.name, namespace=options.namespace, queue=options.queue,
         claim=options.claim, token_secret=options.hf_token_secret, pull_secret=options.pull_secret, rdma=options.rdma,
         host_network=options.host_network, cpu=options.cpu, memory=options.memory, shm=options.shm, ttl=options.ttl,
         selector=tuple(options.node_selector), environment=tuple(options.env), resume_from=options.resume_from,
@@ -185,31 +183,31 @@ def _kubernetes(options: argparse.Namespace) -> int:
         return 0
     if not options.json:
         print("\n".join(plan.lines()), file=sys.stderr)
-    cluster.apply(options.kind, objects)
+    cluster.apply(objects)
     name = kubernetes.name_of(plan, site)
     if options.json:
         print(json.dumps({"plan": plan.document(), "name": name, "namespace": site.namespace}, indent=2))
     else:
-        print(f"applied {options.kind} {name} in namespace {site.namespace}")
+        print(f"applied job {name} in namespace {site.namespace}")
     return 0
 
 
 def _ask(options: argparse.Namespace, action: str, name: str) -> int:
     if action == "status":
-        return _show(options, cluster.status(options.kind, name, options.namespace), "pods")
+        return _show(options, cluster.status(name, options.namespace), "pods")
     if action == "logs":
-        found = list(cluster.logs(name, options.namespace))
+        by_pod = list(cluster.logs(name, options.namespace))
         if options.json:
-            print(json.dumps(dict(found), indent=2, ensure_ascii=False))
+            print(json.dumps(dict(by_pod), indent=2, ensure_ascii=False))
         else:
-            print("\n".join(f"[{pod}] {line}" for pod, text in found for line in text.splitlines()))
+            print("\n".join(f"[{pod}] {line}" for pod, text in by_pod for line in text.splitlines()))
         return 0
     if not options.dry_run:
-        cluster.delete(options.kind, name, options.namespace)
+        cluster.delete(name, options.namespace)
     if options.json:
         print(json.dumps({"would delete" if options.dry_run else "deleted": name}))
     else:
-        print(f"{'would delete' if options.dry_run else 'deleted'} {options.kind} {name}")
+        print(f"{'would delete' if options.dry_run else 'deleted'} job {name}")
     return 0
 
 
@@ -233,16 +231,16 @@ def _recipe(options: argparse.Namespace, *, here: bool = True) -> Recipe:
     """
     if options.gpu is None:
         words = re.split(r"[-_.:/]", options.image)
-        options.gpu = next((one.name for one in load_table().generations if one.name in words), None)
+        options.gpu = next((gpu.name for gpu in load_table().generations if gpu.name in words), None)
     try:
         return resolved(options, here=here)
     except InputError:
         if options.gpu is not None or detect().names:
             raise
     options.gpu = load_table().generations[0].name
-    found = resolved(options, here=here)
+    recipe = resolved(options, here=here)
     print(f"primus launch: resolved for {options.gpu}; --gpu NAME names the GPU of the nodes", file=sys.stderr)
-    return found
+    return recipe
 
 
 def _slurm(options: argparse.Namespace, plan: Plan) -> int:

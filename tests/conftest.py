@@ -65,7 +65,7 @@ def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
             "what": "What tests of preflight and tuning counted.",
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "command": "pytest --slow --record-fleet tests/unit/system/test_preflight_host.py "
-            "tests/unit/tuning/test_tuning.py",
+            "tests/unit/tuning/test_gemm.py",
             "rows": rows | {name: found},
         }
         path.write_text(json.dumps(document, indent=1) + "\n")

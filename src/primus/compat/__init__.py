@@ -1,1 +1,1 @@
-"""Commands and experiment files of older documents, translated to recipes."""
+"""Commands of older documents, as a table of what each of them runs here, and the import of Primus's experiments."""

@@ -1,4 +1,4 @@
-"""A Primus experiment → the recipe that trains the same, with every difference named."""
+"""A Primus experiment file → a recipe: the recipe of its model, with what the file overrides."""
 
 from __future__ import annotations
 
@@ -6,157 +6,184 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from primus.compat.merge import Merged
-from primus.compat.presets import neutral, put
-from primus.compat.tables import flavors, preset
-from primus.compat.translate import Translation, translate_all
-from primus.compat.words import Given, spelt
-from primus.errors import InputError
-from primus.recipes import load
-from primus.recipes.backends import backend as known_backend
-from primus.recipes.schema import backend_rules, model_rules
+from primus.compat.translate import Option, Translation, table, translate, typed
+from primus.errors import InputError, nearest
+from primus.recipes.backends import backend as backend_named
 from primus.recipes.setting import Value
-from primus.yamlfile import Scalar
+from primus.yamlfile import Scalar, Tree, Values, read_values, spell
 
-_RANKS = 8
+_HEAD = ("work_group", "user_name", "exp_name", "workspace")
+_TRAINER = ("framework", "config", "model", "overrides")
+_PLACE = ("modules", "pre_trainer")
+_PLACEHOLDER = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
+_GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A merged experiment file, the recipe of its model, and the settings that its model adds to that recipe."""
+    """An experiment file: the recipe of its model, what that model adds to it, and the file's overrides."""
 
-    merged: Merged
+    path: Path
+    name: str
+    backend: str
     recipe: str
+    precision: str
     settings: Mapping[str, Scalar]
+    overrides: tuple[Option, ...]
 
-    @property
-    def backend(self) -> str:
-        """The backend that trains the experiment."""
-        return self.merged.framework
-
-    @property
-    def effective(self) -> dict[str, Value]:
-        """Key → value, as Primus merges them."""
-        return {key: one.value for key, one in self.merged.keys.items()}
-
-    @property
-    def least_nodes(self) -> int:
-        """The smallest number of nodes, with eight GPUs each, that its parallel degrees fit."""
-        keys = {kind: key for kind, key in known_backend(self.backend).degrees.items() if kind != "replicas"}
-        given = self.effective
-        degree = {kind: _degree(given, key if key in given else key.rpartition(".")[2]) for kind, key in keys.items()}
-        product, experts = degree["tp"] * degree["pp"] * degree["cp"], degree["ep"] * degree["pp"]
-        ranks = math.lcm(_RANKS, product, experts)
-        # torchtitan computes in less than float32 only if ranks remain to shard the weights over.
-        whole = known_backend(self.backend).sharded_precision and ranks == degree["tp"] * degree["pp"]
-        return ranks * (2 if whole else 1) // _RANKS
-
-    def translated(self, more: Sequence[Given] = ()) -> Translation:
-        """Translate the file's keys, overridden by ``more``, to settings of the recipe."""
-        keys = dict(self.merged.keys)
-        for one in more:
-            put(keys, one.key, one)
-        done = translate_all(self.backend, list(keys.values()), neutral(self.backend))
+    def translated(self, more: Sequence[Option] = ()) -> Translation:
+        """Translate the file's overrides, and ``more`` after them, to settings of the recipe."""
+        done = translate(self.backend, [*self.overrides, *more])
         done.settings = {**self.settings, **done.settings}
-        done.choices.setdefault("precision", "bf16")
-        for key in self._as_the_recipe(done):
-            del done.settings[key]
-        done.left_out += [f"{one}: the last value is used, as by Primus" for one in self.merged.repeated]
-        named = {one.given.key for one in done.unmapped}
-        for key in self.merged.absent:
-            if key not in named:
-                done.left_out.append(f"{key}: {self.merged.source} does not have this key and would refuse the file")
+        done.precision = done.precision or self.precision
         return done
 
-    def placed(self, error: InputError, done: Translation) -> InputError:
-        """Return ``error``, which is about a setting, with the key of Primus and its place in the file instead."""
-        setting = str(error.where).removeprefix("command line: ").partition("=")[0]
-        key = done.sources.get(setting, "")
-        if key not in self.merged.keys:
-            return error
-        return InputError(f"{key}: {error.message}", where=self.merged.keys[key].where, hint=error.hint)
 
-    def _as_the_recipe(self, done: Translation) -> list[str]:
-        """Return the settings from presets that equal the recipe's own values in all of its cases.
-
-        The imported recipe does not need to repeat them.
-        """
-        recipe = load.read(load.find(self.recipe))
-        facts = {"backend": self.backend, "mode": "pretrain", "precision": done.choices["precision"], "proxy": "false"}
-        cases = [
-            case.settings
-            for case in recipe.cases
-            if all(choice not in facts or facts[choice] in words for choice, words in case.when.items())
-        ]
-        same = []
-        for key in done.preset & done.settings.keys():
-            found = [settings[key].value for settings in (recipe.settings, *cases) if key in settings]
-            first = recipe.settings[key].value if key in recipe.settings else _default(self.backend, key)
-            if all(_same(value, done.settings[key]) for value in [first, *found]):
-                same.append(key)
-        return same
+def is_experiment(path: Path) -> bool:
+    """Whether the file has the key ``modules``, which only Primus experiments have. InputError for invalid YAML."""
+    data = read_values(path).data
+    return isinstance(data, dict) and "modules" in data
 
 
-def experiment(merged: Merged) -> Experiment:
-    """Find the recipe of a merged file's model. Raises InputError if there is none."""
-    model = _by_flavor(merged) if merged.framework == "torchtitan" else merged.model
-    recipe, settings = preset(merged.framework, model, merged.model_place)
-    return Experiment(merged=merged, recipe=recipe, settings=settings)
+def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
+    """Read an experiment file. Raises InputError with the place of what no recipe has."""
+    document = read_values(path)
+    _check_keys(document, (), [*_HEAD, "modules"])
+    _check_keys(document, _PLACE[:1], _PLACE[1:])
+    trainer = _check_keys(document, _PLACE, _TRAINER)
+    backend = _text(document, (*_PLACE, "framework"), environment)
+    stems = table("paths")["stems"]
+    if backend not in stems:
+        raise _no("framework", backend, stems, document.where((*_PLACE, "framework")))
+    config = _text(document, (*_PLACE, "config"), environment) if "config" in trainer else "pre_trainer.yaml"
+    if re.sub(r"\.ya?ml$", "", config) != "pre_trainer":
+        raise InputError(
+            f"{config} is not Primus's own pre_trainer.yaml", where=document.where((*_PLACE, "config")),
+            hint="write what it sets under overrides",
+        )  # fmt: skip
+    model = re.sub(r"\.ya?ml$", "", _text(document, (*_PLACE, "model"), environment))
+    stem = model.removesuffix("-fp8")
+    if stem not in stems[backend]:
+        raise _no("model", model, stems[backend], document.where((*_PLACE, "model")))
+    row = stems[backend][stem]
+    overrides: list[Option] = []
+    if trainer.get("overrides") is not None:
+        _flatten(document, (*_PLACE, "overrides"), environment, overrides)
+    return Experiment(
+        path=path, backend=backend, overrides=tuple(overrides), precision="fp8" if model != stem else "bf16",
+        name=_text(document, ("exp_name",), environment) if _at(document, ("exp_name",)) is not None else path.stem,
+        recipe=row if isinstance(row, str) else row["recipe"], settings={} if isinstance(row, str) else row["settings"],
+    )  # fmt: skip
 
 
-def _degree(given: Mapping[str, Value], key: str) -> int:
-    value = given.get(key)
-    return value if isinstance(value, int) and value > 0 else 1
+def least_nodes(backend: str, settings: Mapping[str, Value]) -> int:
+    """Return the smallest number of nodes, with eight GPUs each, that the parallel degrees in ``settings`` fit."""
+
+    def degree(kind: str) -> int:
+        size = settings.get(f"{backend}.{backend_named(backend).degrees[kind]}", 1)
+        return size if isinstance(size, int) and size > 0 else 1
+
+    product, experts = degree("tp") * degree("pp") * degree("cp"), degree("ep") * degree("pp")
+    return math.lcm(_GPUS_PER_NODE, product, experts) // _GPUS_PER_NODE
 
 
-def _default(backend: str, key: str) -> Value:
-    """Return the default of a key that a recipe does not set. It is null if the library computes the default."""
-    section, _, name = key.partition(".")
-    rules = backend_rules(backend) if section == backend else model_rules() if section == "model" else {}
-    return rules[name].default if name in rules else None
-
-
-def _same(one: object, other: object) -> bool:
-    """Whether two values are equal, and both or neither are booleans: 1 equals 1.0, but not true."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
-
-
-def _by_flavor(merged: Merged) -> str:
-    """Return torchtitan's model by its name and flavor, because the name of the file may say otherwise."""
-    flavor = " ".join(str(merged.keys[key].value) for key in ("model.name", "model.flavor") if key in merged.keys)
-    known = flavors()
-    if known.get(re.sub(r"-fp8$", "", merged.model)) in (flavor, None):
-        return merged.model
-    return next((model for model, its in known.items() if its == flavor), flavor)
-
-
-def recipe_text(source: Experiment, done: Translation, nodes: int = 1) -> str:
+def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
     """Return the text of the recipe file. Its settings are a case, so that the proxy keeps its own sizes.
 
     ``nodes`` is the number of nodes that the experiment was written for. Its global batch is that of all of them.
     """
-    batch = next((key for key in done.settings if key.endswith(".global_batch_size")), None)
-    settings, file = dict(done.settings), source.merged.path.name
-    several = f", nodes: {nodes}" if nodes > 1 else ""
+    settings, several = dict(done.settings), f", nodes: {nodes}" if nodes > 1 else ""
     case = f"  - when: {{backend: {source.backend}, proxy: false"
-    apart: list[str] = []
     lines = [
-        f"# Imported from {file} by `primus import-exp`, with the presets of {source.merged.source}.",
+        f"# Imported from {source.path.name} by `primus import-exp`. What the file does not set is the recipe's.",
         f"uses: [{source.recipe}.yaml]",
-        f"name: {spelt(source.merged.name)}",
-        f"description: {spelt(f'{source.recipe} as {file} has it')}",
-        f"default: {{backend: {source.backend}, mode: pretrain, precision: {done.choices['precision']}{several}}}",
+        f"name: {spell(source.name)}",
+        f"description: {spell(f'{source.recipe} as {source.path.name} has it')}",
+        f"default: {{backend: {source.backend}, mode: pretrain, precision: {done.precision}{several}}}",
     ]
-    if batch is not None and isinstance(whole := settings[batch], int) and whole > 0:
-        if several:
-            apart = [f"{case}{several}}}", f"    {batch}: {spelt(settings.pop(batch))}"]
-        if whole % nodes == 0:
-            lines.append(f"# The global batch is that of one node and grows with their number: {whole} on {nodes}.")
-            settings[batch] = whole // nodes
+    key = f"{source.backend}.{backend_named(source.backend).keys['global_batch']}"
+    exact: list[str] = []
+    if several and isinstance(batch := settings.get(key), int) and batch > 0:
+        exact = [f"{case}{several}}}", f"    {key}: {spell(settings.pop(key))}"]
+        if batch % nodes == 0:
+            # A recipe's global batch is that of one node, and grows with their number.
+            settings[key] = batch // nodes
     if settings:
-        lines += ["cases:", f"{case}}}", *(f"    {key}: {spelt(value)}" for key, value in settings.items())]
-    lines += apart
-    lines += [f"# {sentence}" for sentence in done.left_out]
-    lines += [f"# not expressible: {one.given.key}: {spelt(one.given.value)}" for one in done.unmapped]
+        lines += ["cases:", f"{case}}}", *(f"    {name}: {spell(setting)}" for name, setting in settings.items())]
+    lines += [] if settings or not exact else ["cases:"]
+    lines += [*exact, *(f"# {sentence}" for sentence in done.left_out)]
+    lines += [f"# not expressible: {option.key}: {spell(option.value)}" for option, _ in done.unmapped]
     return "\n".join(lines) + "\n"
+
+
+def _flatten(document: Values, key: tuple[str, ...], environment: Mapping[str, str], overrides: list[Option]) -> None:
+    tree, where = _at(document, key), document.where(key)
+    if isinstance(tree, dict):
+        for name in tree:
+            _flatten(document, (*key, str(name)), environment, overrides)
+        return
+    name = ".".join(key[len(_PLACE) + 1 :])
+    if not name:
+        raise InputError("overrides must be a mapping of keys to values", where=where)
+    if isinstance(tree, list) and any(isinstance(item, list | dict) for item in tree):
+        raise InputError("a list may contain plain values only", where=where)
+    items = [_filled(item, where, environment) for item in (tree if isinstance(tree, list) else [tree])]
+    setting: Value = [item for item in items if not isinstance(item, list)] if isinstance(tree, list) else items[0]
+    # Primus reads the text "null" as null in overrides.
+    overrides.append(Option(key=name, value=None if setting == "null" else setting, where=where))
+
+
+def _filled(tree: Tree, where: str, environment: Mapping[str, str]) -> Value:
+    """Replace ``${VAR}`` and ``${VAR:default}`` in text, and convert the result to a number or boolean."""
+    if not isinstance(tree, str) or "${" not in tree:
+        return tree  # type: ignore[return-value]
+
+    def variable(match: re.Match[str]) -> str:
+        text = environment.get(match[1], match[2])
+        if text is None:
+            raise InputError(f"{match[1]} is not set in the environment", where=where, hint=f"export {match[1]}=…")
+        return text
+
+    text = _PLACEHOLDER.sub(variable, tree)
+    if "${" in text:
+        raise InputError(f"{tree!r} has an unclosed ${{", where=where)
+    return typed(text)
+
+
+def _at(document: Values, key: tuple[str, ...]) -> Tree:
+    tree = document.data
+    for part in key:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _check_keys(document: Values, key: tuple[str, ...], allowed: Sequence[str]) -> Mapping[str, Tree]:
+    tree = _at(document, key)
+    if not isinstance(tree, dict):
+        what = ".".join(key) or "an experiment"
+        raise InputError(f"{what} must be a mapping of keys to values", where=document.where(key))
+    for name in tree:
+        if name not in allowed:
+            where = document.where((*key, name))
+            raise InputError(
+                f"there is no key {name!r} here" + nearest(name, allowed), where=where,
+                hint=f"there are: {', '.join(allowed)}",
+            )  # fmt: skip
+    return tree
+
+
+def _text(document: Values, key: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    tree = _at(document, key)
+    if not isinstance(tree, str):
+        raise InputError(f"{'.'.join(key)} is missing", where=document.where(key))
+    return str(_filled(tree, document.where(key), environment))
+
+
+def _no(what: str, name: str, table: Mapping[str, object], where: str) -> InputError:
+    recipe = "recipe for the " if what == "model" else ""
+    return InputError(
+        f"there is no {recipe}{what} {name!r}" + nearest(name, table), where=where,
+        hint=f"there are: {', '.join(table)}",
+    )  # fmt: skip

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from primus.compat.presets import known_versions
-from primus.compat.tables import Entry, commands, documented_paths, keys
+from primus.compat.commands import documented_paths
+from primus.compat.translate import Entry, keys
+from primus.compat.translate import table as compat_table
 from primus.gpus.generation import Arch, Generation, Peak, Table, Variable
 from primus.release.markdown import table
 
@@ -133,7 +134,7 @@ def _others(variable: Variable) -> str:
 
 def old_commands_parts() -> dict[str, list[str]]:
     """Return the name of each generated part of the page → its lines."""
-    tables = commands()
+    tables = compat_table("commands")
     return {
         "commands": table(
             ("command", "in /workspace", "what it does now"),
@@ -141,7 +142,6 @@ def old_commands_parts() -> dict[str, list[str]]:
         ),
         "models": table(("backend", "model in the path", "recipe"), _stems()),
         "paths": [f"- `{path.path}`: {path.says}." for path in documented_paths() if path.says],
-        "versions": [", ".join(known_versions())],
         "keys": table(("backend", "key", "translation", "note"), _keys()),
         "report": table(("-m", "-t", "recipe", "backend"), _report()),
         "report-notes": [f"- {line}: {says}." for line, says in tables["report"]["says"].items()],
@@ -189,7 +189,7 @@ def _became(entry: Entry) -> tuple[str, str]:
 
 
 def _report() -> list[tuple[str, str, str, str]]:
-    report = commands()["report"]
+    report = compat_table("commands")["report"]
     return [
         (name, mode, what["recipe"], what["backends"][kind])
         for name, what in report["models"].items()

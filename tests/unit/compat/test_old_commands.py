@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from primus.cli.image.compat import requested
 from primus.cli.main import main
-from primus.compat import tables
+from primus.compat.commands import documented_paths, requested
+from primus.compat.translate import table
 from primus.errors import PrimusError
 from primus.gpus.detect import Found
 from primus.oci.layer import overlaps
@@ -119,21 +119,20 @@ def test_every_script_is_a_link_to_one_that_calls_primus(tmp_path: Path) -> None
 
 
 def test_every_recipe_that_a_table_names_is_there() -> None:
-    table = tables.commands()
-    named_ones = {what.recipe for what in tables.documented_paths()}
-    named_ones |= {what["recipe"] for part in ("programs", "configs", "tags") for what in table[part].values()}
-    named_ones |= {what["recipe"] for what in table["report"]["models"].values()}
+    commands = table("commands")
+    named_ones = {what.recipe for what in documented_paths()}
+    named_ones |= {what["recipe"] for part in ("programs", "configs", "tags") for what in commands[part].values()}
+    named_ones |= {what["recipe"] for what in commands["report"]["models"].values()}
     assert named_ones <= set(names())
 
 
 def test_the_table_of_scripts_is_what_is_in_the_image() -> None:
-    scripts = tables.commands()["scripts"]
+    scripts = table("commands")["scripts"]
     for name, what in scripts.items():
         assert not what["folder"] or (WORKSPACE / what["folder"] / name).is_file(), name
     with pytest.raises(PrimusError) as caught:
         requested("nothing.sh", [], {})
-    known = set(str(caught.value.hint).removeprefix("commands: ").split(", "))
-    assert known == set(scripts) - {"pytorch_benchmark_setup.sh"}
+    assert caught.value.hint == f"commands: {', '.join(scripts)}"
 
 
 def test_the_working_folder_stays_open_to_every_user_id() -> None:
@@ -190,10 +189,10 @@ def test_a_number_of_ranks_that_is_none_is_refused(ranks: str) -> None:
 def test_tuning_stages_set_what_the_ranks_read() -> None:
     given = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml", "NODE_RANK": "3"}
     dump = requested("run_pretrain.sh", [], {**given, "PRIMUS_HIPBLASLT_TUNING_STAGE": "1"}).environment
-    assert dump["HIPBLASLT_LOG_MASK"] == "32"
-    assert dump["HIPBLASLT_LOG_FILE"].endswith("/llama2-7b/gemm_shape/dump_hipblaslt_gemm_shape_3.txt")
+    assert dump["PYTORCH_TUNABLEOP_RECORD_UNTUNED"] == "1"
+    assert dump["PYTORCH_TUNABLEOP_UNTUNED_FILENAME"].endswith("/llama2-7b/gemm_shape/tunableop_untuned_node3_gpu.csv")
     use = requested("run_pretrain.sh", [], {**given, "PRIMUS_HIPBLASLT_TUNING_STAGE": "3"}).environment
-    assert use["HIPBLASLT_TUNING_OVERRIDE_FILE"].endswith("/llama2-7b/gemm_tune/tune_hipblas_gemm_results.txt")
+    assert use["PYTORCH_TUNABLEOP_FILENAME"].endswith("/llama2-7b/gemm_tune/tunableop_results%d.csv")
     assert requested("run_pretrain.sh", [], given).environment == {}
 
 
@@ -217,8 +216,10 @@ def test_what_only_the_host_can_start_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PRIMUS_GPU", "mi300x")
     assert main(["compat", "run_pretrain.sh"]) == 2
-    assert "the stage dump makes the log" in capsys.readouterr().err
+    assert "the stage dump records them" in capsys.readouterr().err
     assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3
+    assert main(["compat", "run_k8s_pretrain.sh", "create", "--exp", os.environ["EXP"]]) == 3
+    assert "use `primus launch k8s`" in capsys.readouterr().err
 
 
 def test_the_slurm_wrapper_renders_a_job_outside_of_the_image(
@@ -239,7 +240,7 @@ def test_the_slurm_wrapper_renders_a_job_outside_of_the_image(
 def test_setting_up_installs_nothing_and_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("primus.compat.setup.version", lambda name: "1.2.3")
+    monkeypatch.setattr("primus.cli.image.compat.version", lambda name: "1.2.3")
     assert main(["compat", "pytorch_benchmark_setup.sh"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^datasets +1\.2\.3$", out, re.MULTILINE)
@@ -250,6 +251,6 @@ def test_setting_up_installs_nothing_and_names_what_is_missing(
             raise PackageNotFoundError(name)
         return "1.2.3"
 
-    monkeypatch.setattr("primus.compat.setup.version", lacking)
+    monkeypatch.setattr("primus.cli.image.compat.version", lacking)
     assert main(["compat", "pytorch_benchmark_setup.sh"]) == 3
     assert "peft cannot be imported here" in capsys.readouterr().err

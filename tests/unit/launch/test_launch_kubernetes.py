@@ -4,9 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -228,114 +225,6 @@ def test_nodes_show_their_gpus(objects: Path, capsys: pytest.CaptureFixture[str]
         {"name": "n1", "ready": True, "gpus": 8, "product": "AMD_Instinct_MI300X_OAM"},
         {"name": "n2", "ready": False, "gpus": 0, "product": ""},
     ]
-
-
-EXP = "examples/megatron/configs/llama2_7B-pretrain.yaml"
-
-
-class Api:
-    """The workload service: paths → answers."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.bodies: list[Any] = []
-        api = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: Any) -> None: ...
-
-            def _answer(self, code: int, content: Any) -> None:
-                text = content if isinstance(content, str) else json.dumps(content)
-                self.send_response(code)
-                self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
-                self.send_header("Content-Length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def _do(self) -> None:
-                path = self.path.partition("?")[0]
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
-                api.bodies.append((self.command, path, body))
-                if self.command == "POST":
-                    api.objects[f"{path}/w1"] = body
-                    return self._answer(201, {"workloadId": "w1"})
-                if path not in api.objects:
-                    return self._answer(404, {"message": f"{path} not found"})
-                if self.command == "DELETE":
-                    return self._answer(200, api.objects.pop(path))
-                return self._answer(200, api.objects[path])
-
-            do_GET = do_POST = do_DELETE = _do
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
-@pytest.fixture
-def api() -> Iterator[Api]:
-    service = Api()
-    yield service
-    service.server.shutdown()
-    service.server.server_close()
-
-
-def test_the_workload_service_is_asked_as_documented(
-    api: Api, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = ["compat", "run_k8s_pretrain.sh", "--url", api.url]
-    words = ["--replica", "2", "--cpu", "96", "--gpu", "4", "--exp", EXP, "--data_path", "mock"]
-    more = ["--image", "docker.io/custom/image:latest", "--hf_token", "hf_my", "--workspace", "team-dev"]
-    assert main([*script, "create", *words, *more, "--nodelist", "n1", "--train_iters", "5"]) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out) == {"workloadId": "w1"}
-    assert "hf_my" not in told.out + told.err
-    method, path, body = api.bodies[-1]
-    assert (method, path) == ("POST", "/api/v1/workloads")
-    assert body["resource"] | {"replica": 2, "cpu": "96", "gpu": "4"} == body["resource"]
-    assert body["env"]["HF_TOKEN"] == "hf_my"
-    assert body["env"]["EXP"] == EXP
-    assert (body["workspace"], body["image"]) == ("team-dev", "docker.io/custom/image:latest")
-    assert body["customerLabels"] == {"kubernetes.io/hostname": "n1"}
-    assert "run_pretrain.sh --train_iters=5" in body["entryPoint"]
-    api.objects["/api/v1/workloads"] = {"items": ["w1"]}
-    api.objects["/api/v1/nodes"] = {"items": ["n1"]}
-    for command, expected in (("list", {"items": ["w1"]}), ("nodes", {"items": ["n1"]})):
-        assert main([*script, command]) == 0
-        assert json.loads(capsys.readouterr().out) == expected
-    assert main([*script, "get", "--workload-id", "w1"]) == 0
-    assert json.loads(capsys.readouterr().out)["workspace"] == "team-dev"
-    choices = list(api.bodies), dict(api.objects)
-    with monkeypatch.context() as patched:
-        patched.setenv("PRIMUS_DRY_RUN", "1")
-        assert main([*script, "delete", "--workload-id", "w1"]) == 3
-        assert "PRIMUS_DRY_RUN" in capsys.readouterr().err
-        patched.setenv("PRIMUS_GPU", "mi300x")
-        assert main([*script, "create", *words]) == 0
-        assert "primus train llama2-7b" in capsys.readouterr().err
-    assert (list(api.bodies), dict(api.objects)) == choices
-    assert main([*script, "delete", "--workload-id", "w1"]) == 0
-    assert main([*script, "get", "--workload-id", "w1"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["list"], 2, "--url is missing"),
-        (["--url", "ftp://x", "list"], 2, "not the address of a service"),
-        (["--url", "http://127.0.0.1:9", "list"], 3, "127.0.0.1:9 does not answer: Connection refused"),
-        (["--url", "http://127.0.0.1:9", "get"], 2, "--workload-id is missing"),
-        (["--url", "http://127.0.0.1:9", "create", "--exp", EXP, "--image", "a", "--cpu", "many"], 2, "--cpu"),
-        (["--url", "http://127.0.0.1:9", "create", "--image", "a"], 2, "--exp is missing"),
-        (["--url", "http://127.0.0.1:9"], 2, "no command is given"),
-        (["--url", "http://127.0.0.1:9", "lst"], 2, "no command is given; did you mean 'list'?"),
-    ],
-)
-def test_wrong_words_for_the_service(
-    words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compat", "run_k8s_pretrain.sh", *words]) == code
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from primus.cli.arguments import new_file, path, whole
-from primus.compat.experiment import experiment, recipe_text
-from primus.compat.merge import Merged, merge
-from primus.compat.pretrain import ALLOW_UNMAPPED
-from primus.compat.translate import refuse
-from primus.compat.words import spelt
+from primus.compat.experiment import least_nodes, read_experiment, recipe_text
 from primus.errors import HostError, InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -36,58 +32,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=whole(least=1), metavar="N",
         help="number of nodes it was written for (default: the minimum for its parallel degrees)",
     )  # fmt: skip
-    parser.add_argument(
-        "--primus", metavar="VERSION",
-        help="whose presets complete the file, as in v25.10, or the folder of a checkout of Primus (default: the "
-        "checkout that the file is in, or else the newest version that has all of the file's keys)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--effective", action="store_true", help="print Primus's merged configuration instead of a recipe"
-    )
     parser.add_argument("--allow-unmapped", action="store_true", help="leave out keys that no recipe can express")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the recipe")
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert the file. Returns 0. Raises InputError if it is invalid or a recipe cannot express it."""
-    merged = merge(options.file, os.environ, version=options.primus)
-    if options.effective:
-        keys = {key: {"value": one.value, "where": one.where} for key, one in merged.keys.items()}
-        return _print_or_write(options, {"primus": merged.source, "keys": keys}, _effective_text(merged))
-    source = experiment(merged)
+    source = read_experiment(options.file, os.environ)
     done = source.translated()
-    nodes = options.nodes or source.least_nodes
+    print(f"what {source.path.name} does not set is as in the recipe {source.recipe}", file=sys.stderr)
     for sentence in done.left_out:
         print(sentence, file=sys.stderr)
     if not options.allow_unmapped:
-        refuse(done.unmapped, ALLOW_UNMAPPED)
-    for one in done.unmapped:
-        print(f"left out: {one}", file=sys.stderr)
+        done.refuse_unmapped()
+    for option, reason in done.unmapped:
+        print(f"left out: {option.where}: {option.key}: {reason}", file=sys.stderr)
+    nodes = options.nodes or least_nodes(source.backend, done.settings)
     # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys are checked anyway.
-    choices = Choices(backend=source.backend, precision=done.choices["precision"], gpu="mi355x", nodes=nodes)
+    choices = Choices(
+        backend=source.backend, precision=done.precision, gpu="mi355x",
+        nodes=nodes if options.nodes or nodes > 1 else None,
+    )  # fmt: skip
     try:
         recipe = resolve(source.recipe, done.words(), choices)
-        files(Job(name=merged.name, recipe=recipe, output=Path("import")))
+        files(Job(name=source.name, recipe=recipe, output=Path("import")))
     except InputError as error:
-        raise source.placed(error, done) from error
+        raise done.placed(error) from error
+    nodes = recipe.get("nodes", int)
     text = recipe_text(source, done, nodes)
     document = {
-        "primus": merged.source,
         "recipe": source.recipe,
         "backend": source.backend,
-        "precision": done.choices["precision"],
+        "precision": done.precision,
         "nodes": nodes,
         "settings": done.settings,
         "left_out": done.left_out,
-        "unmapped": [{"where": one.given.where, "key": one.given.key, "why": one.why} for one in done.unmapped],
-        "effective": source.effective,
+        "unmapped": [{**asdict(option), "why": reason} for option, reason in done.unmapped],
         "text": text,
     }
-    return _print_or_write(options, document, text)
-
-
-def _print_or_write(options: argparse.Namespace, document: Mapping[str, object], text: str) -> int:
-    """With --json print ``document``, with --out write ``text``; with neither, print ``text``."""
     if options.json:
         print(json.dumps(document, indent=2, ensure_ascii=False))
     elif options.out is None:
@@ -98,9 +80,3 @@ def _print_or_write(options: argparse.Namespace, document: Mapping[str, object],
         except OSError as error:
             raise HostError(f"cannot write {options.out}: {error.strerror}", hint="choose another --out") from error
     return 0
-
-
-def _effective_text(merged: Merged) -> str:
-    """Return the whole configuration as text, each key with the place that sets it."""
-    lines = [f"{key}: {spelt(one.value)}  # {one.where}\n" for key, one in sorted(merged.keys.items())]
-    return f"# {merged.path.name} with the presets of {merged.source}\n{''.join(lines)}"

@@ -23,7 +23,7 @@ from primus.recipes.resolve import resolve
 from primus.terminal import Screen, counted
 from primus.training import machine, start
 from primus.training.job import Job
-from primus.tuning import bench, store
+from primus.tuning.results import Key, alone, folder_of
 from primus.tuning.throughput import Point, candidates, different, gain, overlay, search
 from primus.tuning.trial import Result, Trials, ending
 from primus.turbo.optimizations import missing_packages
@@ -70,16 +70,18 @@ def tune(requested: Recipe, options: argparse.Namespace) -> int:
         return 0
     machine.check(recipe, force=True)
     start.check_backend(Job(name="start", recipe=recipe, output=Path()))
-    known = metadata.packages_distributions()
-    installed = dict.fromkeys(known.get(name.partition(".")[0], [name])[0] for name in ("torch", *knows.packages))
+    distributions = metadata.packages_distributions()
+    installed = dict.fromkeys(
+        distributions.get(name.partition(".")[0], [name])[0] for name in ("torch", *knows.packages)
+    )
     versions = {name: metadata.version(name) for name in installed}
-    found = detect()
-    key = store.Key.of(recipe, json.dumps(versions), f"{recipe.gpu} {found.sentence()}", "pytorch")
-    place = store.Place.of(recipe.name, options.folder or Path("output/tune_throughput"))
-    trials = Trials(source=options.recipe, folder=place.root / key.digest, limit=options.limit, warmup=options.warmup)
+    gpus = detect()
+    key = Key.of(recipe, json.dumps(versions), f"{recipe.gpu} {gpus.sentence()}")
+    folder = folder_of(recipe.name, options.folder or Path("output/tune_throughput")) / key.digest
+    trials = Trials(source=options.recipe, folder=folder, limit=options.limit, warmup=options.warmup)
     if not options.json:
         _show_plan(points, available, as_json=False)
-    with bench.alone(trials.folder), ending():
+    with alone(trials.folder), ending():
         rows = _Rows(points, trials, options)
         winner = search(points, rows.measure)
         if winner is None:
@@ -94,7 +96,7 @@ def tune(requested: Recipe, options: argparse.Namespace) -> int:
     better = evidence is not None and evidence[0] > evidence[1]
     if better and options.output and winner.recipe:
         because = _because(
-            winner, rows.finals, evidence or (0, 0), versions, found.sentence() if found.names else "a CPU"
+            winner, rows.finals, evidence or (0, 0), versions, gpus.sentence() if gpus.names else "a CPU"
         )
         _write(options, overlay(options.recipe, winner.recipe, list(only_here), because, text, options.output), winner)
     _show_end(rows, winner, evidence, better, versions, options)
@@ -158,14 +160,14 @@ class _Rows:
         if point.recipe is None:
             raise InputError(point.out)
         result = self._trials.known(point.recipe, number)
-        kept = result is not None
+        suffix = " (kept from before)" if result else ""
         if result is None:
             self._say(f"run {self._runs + 1} of at most {self._most}{self._left()}: {point.title}")
             result = self._trials.run(point.recipe, number)
         self._runs, self._spent = self._runs + 1, self._spent + result.seconds
         self._longest = max(self._longest, result.seconds)
         rate = f"{result.tokens_per_second:,.0f} tokens/s/rank" if result.tokens_per_second else result.reason
-        self._say(f"  {point.title}: {rate}{' (kept from before)' if kept else ''}")
+        self._say(f"  {point.title}: {rate}{suffix}")
         return result
 
     def _left(self) -> str:

@@ -1,4 +1,4 @@
-"""PyTorch's TunableOp, the tuning of GEMMs that needs only PyTorch: shapes, measurement on all GPUs, merged result.
+"""The fastest solution of every GEMM, by PyTorch's TunableOp: shapes, measurement on all GPUs, merged result.
 
 PyTorch records the GEMMs of a run as ``OPERATION,SHAPE`` lines, measures them from such a file, and reads the result in
 later runs. A result begins with lines that name the versions it is valid for; PyTorch refuses one of other versions. On
@@ -17,8 +17,7 @@ from pathlib import Path
 
 from primus.errors import CheckFailed, InputError
 from primus.files import write_file
-from primus.tuning import store
-from primus.tuning.store import Key
+from primus.tuning.results import Key, folder_of
 
 _RECORDED = ("Gemm", "ScaledGemm")
 # Shapes that one process measures before it saves the results. An interruption loses at most this many per GPU.
@@ -28,8 +27,21 @@ _DEVICES = 16
 _WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
 
 
-class Place(store.Place):
+@dataclass(frozen=True, kw_only=True)
+class Place:
     """The folders of one recipe: a file of shapes per node and device, and a result per device."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, recipe: str, below: Path) -> Place:
+        """Return the folders of a recipe below ``below``."""
+        return cls(root=folder_of(recipe, below))
+
+    @property
+    def shapes(self) -> Path:
+        """The folder of the recorded GEMMs."""
+        return self.root / "gemm_shape"
 
     def dump(self, node: str) -> Path:
         """Return the file name for the shapes of one node; PyTorch adds the device's number."""
@@ -38,7 +50,16 @@ class Place(store.Place):
     @property
     def tuned(self) -> Path:
         """The file name of the result, with %d for the device's number."""
-        return self.results / "tunableop_results%d.csv"
+        return self.root / "gemm_tune" / "tunableop_results%d.csv"
+
+    @property
+    def key(self) -> Path:
+        """The file with the key of the result."""
+        return self.tuned.parent / "key.json"
+
+    def work(self, key: Key) -> Path:
+        """Return the folder of finished parts, which are valid for one key."""
+        return self.tuned.parent / "work" / key.digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +94,7 @@ def _environment(*, tuning: bool) -> dict[str, str]:
 
 def read_shapes(folder: Path) -> list[str]:
     """Return the distinct recorded GEMMs of all files in ``folder``, in order. Raises InputError if there is none."""
-    found: dict[str, None] = {}
+    shapes: dict[str, None] = {}
     for file in sorted(folder.glob("*.csv")):
         try:
             text = file.read_text(encoding="utf-8", errors="replace")
@@ -83,13 +104,13 @@ def read_shapes(folder: Path) -> list[str]:
         whole, _, _ = text.rpartition("\n")
         for line in whole.splitlines():
             if line.startswith(_RECORDED) and len(line.split(",")) >= 2:
-                found[",".join(line.split(",")[:2])] = None
-    if not found:
+                shapes[",".join(line.split(",")[:2])] = None
+    if not shapes:
         raise InputError(
             f"no GEMM is recorded in {folder}",
-            hint="the stage dump records them: primus tune gemm RECIPE --engine tunableop --stage dump",
+            hint="the stage dump records them: primus tune gemm RECIPE --stage dump",
         )
-    return list(found)
+    return list(shapes)
 
 
 def measure(shapes: Sequence[str], folder: Path, gpus: Sequence[str], python: str = sys.executable) -> Result:
@@ -120,9 +141,10 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
         return done
     done.unlink(missing_ok=True)
     write_file(todo, text)
-    raw = folder / f"part-{number}.raw-%d.csv"
-    made = Path(str(raw).replace("%d", "0"))
-    made.unlink(missing_ok=True)
+    # A process that a killed command left behind may still write to its own file.
+    raw = folder / f"part-{number}.{os.getpid()}-%d.csv"
+    result = Path(str(raw).replace("%d", "0"))
+    result.unlink(missing_ok=True)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")},
         **_environment(tuning=True),
@@ -135,14 +157,14 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
         [python, "-c", _WORKER, str(todo)], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         errors="replace", check=False,
     )  # fmt: skip
-    if ended.returncode or not made.is_file():
+    if ended.returncode or not result.is_file():
         lines = [line for line in ended.stderr.splitlines() if line.strip()]
         raise CheckFailed(
             f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: "
             f"{lines[-1][:300] if lines else 'it wrote no result'}",
             hint="finished parts are kept; run it again to continue",
         )
-    made.replace(done)
+    result.replace(done)
     return done
 
 
@@ -166,7 +188,7 @@ def _read(files: Sequence[Path], count: int) -> Result:
 
 def merge(place: Place, key: Key, result: Result) -> None:
     """Write the result for every device, and its key. A result without a matching key is not used."""
-    place.results.mkdir(parents=True, exist_ok=True)
+    place.tuned.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*result.validators, *result.rows]) + "\n"
     place.key.unlink(missing_ok=True)
     for device in range(_DEVICES):

@@ -1,0 +1,385 @@
+"""Commands of older documents → the run that they ask for, by the tables ``commands.yaml`` and ``paths.yaml``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from primus.compat.experiment import is_experiment, read_experiment
+from primus.compat.translate import Option, options, table, translate
+from primus.errors import HostError, InputError, nearest
+from primus.recipes.backends import backend as backend_named
+from primus.recipes.load import names
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+from primus.tuning.gemm import Place, dumping, using
+
+TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True}
+_SWITCH |= {"": False, "0": False, "false": False, "no": False, "off": False}
+# The kinds of options of train_fsdp.py, with its own spelling.
+_FSDP: Mapping[str, type] = {
+    "batch_size": int, "num_iteration": int, "grad_accumlate_pre_steps": int, "reduce_pre_steps": int, "seed": int,
+    "enable_fp8": bool, "enable_compile": bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One run: a recipe, its choices, and ``key=value`` words in order.
+
+    ``says`` are sentences for the user about differences from the old command. ``environment`` holds additional
+    variables for the ranks. ``gpu_of_path`` is the GPU generation in a documented path. It is used only with --dry-run
+    on a machine without a GPU; otherwise the machine's GPU decides. ``benchmark`` is the model and mode as the command
+    names them, if the command writes a CSV.
+    """
+
+    recipe: str
+    choices: Choices = field(default_factory=Choices)
+    words: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    gpu_of_path: str | None = None
+    benchmark: tuple[str, str] | None = None
+
+    def train(self) -> list[str]:
+        """Return the equivalent arguments of ``primus train``."""
+        return [self.recipe, *self.choices.words(), *self.words]
+
+    def for_proxy(self) -> Request:
+        """Return the request for the proxy. It keeps its own sizes, so only the number of steps and the seed remain."""
+        knows = backend_named(self.choices.backend or "torchtitan")
+        kept = tuple(w for w in self.words if w.partition("=")[0] in (knows.key("steps"), knows.key("seed")))
+        dropped = [word for word in self.words if word not in kept]
+        says = (f"the proxy keeps its own sizes: {' '.join(dropped)} left out",) if dropped else ()
+        return replace(self, choices=replace(self.choices, proxy=True), words=kept, says=(*self.says, *says))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documented:
+    """The run that a documented path of an experiment file stands for."""
+
+    path: str
+    recipe: str
+    backend: str
+    precision: str
+    gpu: str | None
+    says: str | None
+    settings: Mapping[str, Any]
+
+
+def requested(
+    name: str, words: Sequence[str], environment: Mapping[str, str], *,
+    allow_unmapped: bool = False, precision: str | None = None,
+) -> Request:  # fmt: skip
+    """Translate the command ``name`` to a request. Raises InputError, or HostError if it trains nothing."""
+    name = name.rpartition("/")[2]
+    if name in ("run_pretrain.sh", "run_local_pretrain.sh", "run_slurm_pretrain.sh"):
+        request = _pretrain(words, environment, allow_unmapped=allow_unmapped, precision=precision)
+    elif name == "run_k8s_pretrain.sh":
+        request = _kubernetes(words, environment, allow_unmapped=allow_unmapped)
+    elif name == "pytorch_benchmark_report.sh":
+        request = _report(words)
+    elif name == "train_fsdp.py":
+        request = _fsdp(words, environment)
+    elif name in table("commands")["programs"]:
+        request = _program(name, words)
+    elif name == "madengine":
+        request = _tag(words)
+    else:
+        scripts = table("commands")["scripts"]
+        raise InputError(
+            f"there is no command {name!r}" + nearest(name, scripts), hint=f"commands: {', '.join(scripts)}"
+        )
+    return replace(request, choices=replace(request.choices, precision=precision)) if precision else request
+
+
+def switched_on(environment: Mapping[str, str], name: str) -> bool:
+    """Whether the variable ``name`` switches something on. InputError for a value that is neither on nor off."""
+    text = environment.get(name, "")
+    if text.lower() not in _SWITCH:
+        raise InputError(f"must be 1 or 0, not {text!r}", where=f"{name}={text}")
+    return _SWITCH[text.lower()]
+
+
+def documented_paths() -> list[Documented]:
+    """Return every documented path, in the order of the table."""
+    paths = table("paths")
+    folders, middles = ("", *(f"{gpu}/" for gpu in paths["gpus"])), ("", *(f"-{name}" for name in paths["precisions"]))
+    stems = [(framework, stem) for framework in paths["stems"] for stem in paths["stems"][framework]]
+    return [
+        documented(f"examples/{framework}/configs/{folder}{stem}{middle}-pretrain.yaml")
+        for (framework, stem), folder, middle in product(stems, folders, middles)
+    ]
+
+
+def documented(name: str) -> Documented:
+    """Return what the path ``name`` stands for. Raises InputError, with a similar name, if no document has it."""
+    paths, parts = table("paths"), PurePosixPath(name).parts
+    start = next((i for i, part in enumerate(parts) if part in paths["frameworks"]), None)
+    match = re.fullmatch(r"(.+?)(?:-(BF16|FP8|MXFP8))?(?:-pretrain)?\.(?:ya?ml|toml)", parts[-1] if parts else "")
+    if start is None or match is None:
+        raise InputError(
+            f"there is no file {name}, and no document names it", where=f"EXP={name}",
+            hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml, or the name of a recipe",
+        )  # fmt: skip
+    backend = paths["frameworks"][parts[start]]
+    folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
+    for what, word, listed in (
+        ("folder", "/".join(folders), paths["gpus"]),
+        ("model", match[1], paths["stems"][backend]),
+    ):
+        if word and word not in listed:
+            raise InputError(
+                f"no document has a {what} {word!r}" + nearest(word, listed), where=name,
+                hint=f"there are: {', '.join(listed)}",
+            )  # fmt: skip
+    row = paths["stems"][backend][match[1]]
+    recipe, settings = (row, {}) if isinstance(row, str) else (row["recipe"], row["settings"])
+    return Documented(
+        path=name, recipe=recipe, backend=backend, settings=settings,
+        precision=paths["precisions"].get(match[2], "bf16"), gpu=paths["gpus"][folders[0]] if folders else None,
+        says=paths["says"].get("/".join(parts[max(start - 1, 0) :])),
+    )  # fmt: skip
+
+
+def _pretrain(
+    words: Sequence[str], environment: Mapping[str, str], *, allow_unmapped: bool, precision: str | None = None
+) -> Request:
+    """Translate ``EXP=… BACKEND=… NNODES=… run_pretrain.sh --key value …``."""
+    given, name, says = options(words), environment.get("EXP", ""), []
+    if not name:
+        raise InputError("EXP is not set", hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml")
+    frameworks = table("paths")["frameworks"]
+    backend = environment.get("BACKEND")
+    if backend and backend not in frameworks:
+        raise InputError(
+            f"there is no backend {backend!r}" + nearest(backend, ["megatron", "torchtitan"]),
+            where=f"BACKEND={backend}", hint="there are: megatron, torchtitan",
+        )  # fmt: skip
+    path = Path(name)
+    if path.is_dir():
+        raise InputError("this is a folder, not a file", where=f"EXP={name}")
+    if path.is_file() and is_experiment(path):
+        source = read_experiment(path, environment)
+        done = source.translated(given)
+        request = Request(recipe=source.recipe, choices=Choices(backend=source.backend, mode="pretrain"))
+        says.append(f"{name} is a Primus experiment; what it does not set is as in the recipe {source.recipe}")
+    elif path.is_file() or name in names():
+        # The recipe's default backend determines the names of its keys.
+        recipe = resolve(name, (), Choices(backend=frameworks.get(backend), gpu="mi300x"))
+        done = translate(recipe.backend, given)
+        request = Request(recipe=name, choices=Choices(backend=recipe.backend))
+    else:
+        run = documented(name)
+        done = translate(run.backend, given)
+        done.settings = {**run.settings, **done.settings}
+        done.precision = done.precision or run.precision
+        choices = Choices(backend=run.backend, mode="pretrain")
+        request = Request(recipe=run.recipe, choices=choices, gpu_of_path=run.gpu)
+        if run.says and (precision or done.precision) == run.precision:
+            says.append(run.says)
+    if backend and frameworks[backend] != request.choices.backend:
+        raise InputError(f"BACKEND is {backend}, but {name} is for {request.choices.backend}", where=f"EXP={name}")
+    if not allow_unmapped:
+        done.refuse_unmapped()
+    says += [f"{key} is left out: {why}" for key, why in table("keys")["environment"].items() if environment.get(key)]
+    says += [*done.left_out, *(f"{option.key} is left out: {why}" for option, why in done.unmapped)]
+    nodes, ranks = _count(environment, "NNODES"), _count(environment, "GPUS_PER_NODE")
+    settings = [f"ranks={ranks}"] if ranks else []
+    if switched_on(environment, "PRIMUS_DETERMINISTIC"):
+        settings.append(f"{backend_named(str(request.choices.backend)).key('deterministic')}=true")
+    # The script's default is one node, whereas the recipe's default may be more; its rendezvous port was 1234.
+    port = {"MASTER_PORT": environment.get("MASTER_PORT", "1234")} if nodes and nodes > 1 else {}
+    return replace(
+        request,
+        choices=replace(request.choices, precision=done.precision, nodes=nodes or 1),
+        words=(*settings, *done.words()),
+        says=tuple(says),
+        environment={**port, **_tuning(environment, request.recipe)},
+    )
+
+
+def _tuning(environment: Mapping[str, str], recipe: str) -> dict[str, str]:
+    """Return the ranks' variables for ``PRIMUS_HIPBLASLT_TUNING_STAGE``."""
+    stage, place = environment.get(TUNING) or "0", Place.of(recipe, Path("output/tune_gemm"))
+    variables: dict[str, dict[str, str]] = {
+        "0": {}, "1": dumping(place, environment.get("NODE_RANK", "0")), "2": {}, "3": using(place),
+    }  # fmt: skip
+    if stage not in variables:
+        raise InputError(
+            f"there is no tuning stage {stage!r}", where=f"{TUNING}={stage}",
+            hint="0 none, 1 record the shapes, 2 tune them, 3 train with the result",
+        )  # fmt: skip
+    return variables[stage]
+
+
+def _kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_unmapped: bool) -> Request:
+    """Translate ``run_k8s_pretrain.sh --url … create …``. Its other commands train nothing."""
+    rest = list(words)
+    command = next((word for word in rest if word in ("create", "get", "delete", "list", "nodes")), None)
+    if command is None:
+        raise InputError("no command is given", where="run_k8s_pretrain.sh", hint="create, get, delete, list or nodes")
+    if command != "create":
+        raise HostError(
+            f"{command} is for the workload service and trains nothing", hint="kubectl shows jobs and nodes"
+        )
+    rest.remove(command)
+    client = (
+        "replica",
+        "cpu",
+        "gpu",
+        "backend",
+        "exp",
+        "data_path",
+        "image",
+        "hf_token",
+        "workspace",
+        "nodelist",
+        "url",
+    )
+    given = {option.key: option for option in options(rest)}
+    client_options = {key: str(given[key].value) for key in client if key in given}
+    if "exp" not in client_options:
+        raise InputError("--exp is missing", where="run_k8s_pretrain.sh create")
+    variables = {**environment, "EXP": client_options["exp"], "NNODES": client_options.get("replica", "1")}
+    variables["GPUS_PER_NODE"] = client_options.get("gpu", "8")
+    if "backend" in client_options:
+        variables["BACKEND"] = client_options["backend"]
+    more = [f"--{key}={option.value}" for key, option in given.items() if key not in client]
+    request = _pretrain(more, variables, allow_unmapped=allow_unmapped)
+    data = (f"assets.corpus={client_options['data_path']}",) if "data_path" in client_options else ()
+    token = ("every user of the machine can see a token on a command line: export HF_TOKEN instead",)
+    return replace(
+        request, words=(*request.words, *data), says=(*request.says, *(token if "hf_token" in client_options else ()))
+    )
+
+
+def _report(words: Sequence[str]) -> Request:
+    """Translate ``pytorch_benchmark_report.sh -t MODE -m MODEL -p PRECISION -s SEQ``."""
+    letters, where = ("-t", "-m", "-p", "-s"), "pytorch_benchmark_report.sh"
+    given: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        letter = rest.pop(0)
+        if letter not in letters or not rest:
+            what = f"{letter} needs a value" if letter in letters else f"there is no option {letter!r}"
+            raise InputError(what, where=where, hint="-t MODE -m MODEL -p BF16|FP8 -s LENGTH")
+        given[letter] = rest.pop(0)
+    if missing := next((letter for letter in ("-t", "-m") if letter not in given), None):
+        raise InputError(f"{missing} is missing", where=where)
+    rows = table("commands")["report"]
+    mode = rows["modes"][_listed(given["-t"], rows["modes"], "-t")]
+    model = _listed(given["-m"], rows["models"], "-m")
+    precision = rows["precisions"][_listed(given.get("-p", "bf16").lower(), rows["precisions"], "-p")]
+    backends, length = rows["models"][model]["backends"], given.get("-s")
+    if length is not None and not length.isdecimal():
+        raise InputError(f"the sequence length must be a whole number, not {length!r}", where=f"-s {length}")
+    if mode not in backends:
+        offered = ", ".join(word for word, kind in rows["modes"].items() if kind in backends)
+        raise InputError(f"{model} has no {given['-t']}", where=f"-t {given['-t']}", hint=f"there are: {offered}")
+    # For FLUX, the page's "pretrain" fine-tunes all weights.
+    flux = backends[mode] == "flux"
+    says = rows["says"].get(f"{model} {given['-t']} {precision}")
+    return Request(
+        recipe=rows["models"][model]["recipe"],
+        choices=Choices(backend=backends[mode], mode="full" if flux else mode, precision=precision),
+        words=(f"{backends[mode]}.training.seq_len={length}",) if length and not flux else (),
+        says=(says,) if says else (),
+        benchmark=(model, given["-t"]),
+    )
+
+
+def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
+    """Translate ``train_fsdp.py CONFIG FAMILY …``, which torchrun starts on all ranks."""
+    where = "train_fsdp.py"
+    if len(words) < 2 or any(word.startswith("-") for word in words[:2]):
+        raise InputError(
+            "the first two arguments must be a configuration and a model family", where=where,
+            hint="train_fsdp.py configs/llama-3.1-8b-8k.json llama --batch_size 3",
+        )  # fmt: skip
+    configs = table("commands")["configs"]
+    row = configs[_listed(words[0].removeprefix("./"), configs, where)]
+    if words[1] != row["family"]:
+        raise InputError(f"{words[0]} is of the family {row['family']}, not {words[1]!r}", where=where)
+    given = {option.key: option for option in options(words[2:])}
+    for option in given.values():
+        _check_fsdp(option)
+    text = environment.get("WORLD_SIZE") or "8"
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        raise InputError(f"WORLD_SIZE must be a whole number of at least 1, not {text[:40]!r}", where=where)
+    values: dict[str, Any] = {"grad_accumlate_pre_steps": 8, **{key: option.value for key, option in given.items()}}
+    micro, ranks = values["grad_accumlate_pre_steps"], int(text)
+    settings: dict[str, object] = {"ranks": ranks, "fsdp.training.seq_len": row["seq_len"]}
+    says = []
+    if "batch_size" in values:
+        settings["fsdp.training.micro_batch_size"] = values["batch_size"]
+        settings["fsdp.training.global_batch_size"] = values["batch_size"] * micro * ranks
+    if "num_iteration" in values:
+        if values["num_iteration"] % micro:
+            reason = f"must be a multiple of the {micro} that make one step"
+            raise InputError(reason, where=given["num_iteration"].where)
+        settings["fsdp.training.steps"] = values["num_iteration"] // micro
+        says.append(f"an iteration of train_fsdp.py is one of the {micro} micro-batches of a step here")
+    if "seed" in values:
+        settings["fsdp.training.seed"] = values["seed"]
+    if "reduce_pre_steps" in values:
+        says.append("reduce_pre_steps is left out: the loss of every step is logged")
+    if "enable_compile" in values:
+        settings["fsdp.training.compile"] = str(values["enable_compile"]).lower()
+    return Request(
+        recipe=row["recipe"],
+        choices=Choices(backend="fsdp", mode="pretrain", precision="fp8" if values.get("enable_fp8") else "bf16"),
+        words=tuple(f"{key}={setting}" for key, setting in settings.items()),
+        says=tuple(says),
+    )
+
+
+def _check_fsdp(option: Option) -> None:
+    if option.key not in _FSDP:
+        raise InputError(f"there is no option --{option.key}" + nearest(option.key, _FSDP), where="train_fsdp.py")
+    flag = isinstance(option.value, bool)
+    if _FSDP[option.key] is bool and not flag:
+        raise InputError("must be True or False", where=option.where)
+    if _FSDP[option.key] is int and (flag or not isinstance(option.value, int) or option.value < 1):
+        raise InputError("must be a whole number of at least 1", where=option.where)
+
+
+def _program(name: str, words: Sequence[str]) -> Request:
+    """Translate a command that names no model: FluxBenchmark's ``launcher.py``, torchtitan's ``run_llama_train.sh``."""
+    row = table("commands")["programs"][name]
+    if words:
+        hint = f"primus train {row['recipe']} takes settings as key=value"
+        raise InputError(f"{words[0]!r} is not supported here", where=name, hint=hint)
+    choices = Choices(backend=row["backend"], mode=row["mode"], precision=row["precision"])
+    return Request(recipe=row["recipe"], choices=choices)
+
+
+def _tag(words: Sequence[str]) -> Request:
+    """Translate ``madengine run --tags TAG …``. Its other options concern containers and are ignored."""
+    if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
+        raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
+    tags = table("commands")["tags"]
+    row = tags[_listed(words[words.index("--tags") + 1], tags, "--tags")]
+    choices = Choices(backend=row["backend"], mode=row.get("mode", "pretrain"))
+    return Request(recipe=row["recipe"], choices=choices, says=(row["says"],) if "says" in row else ())
+
+
+def _listed(word: str, rows: Mapping[str, Any], where: str) -> str:
+    """Return ``word`` as the table spells it, ignoring case. Raises InputError if it is not in the table."""
+    spelling = next((name for name in rows if name.lower() == word.lower()), None)
+    if spelling is None:
+        hint = f"there are: {', '.join(rows)}"
+        raise InputError(f"there is no {word!r}" + nearest(word, rows), where=where, hint=hint)
+    return spelling
+
+
+def _count(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text and (not text.isdecimal() or int(text) < 1):
+        raise InputError(f"{name} must be a whole number of at least 1, not {text!r}", where=f"{name}={text}")
+    return int(text) if text else None

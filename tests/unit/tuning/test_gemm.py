@@ -1,0 +1,222 @@
+"""Tuning GEMMs with PyTorch's TunableOp. A stand-in writes the results here; on GPUs PyTorch does."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import CheckFailed, InputError
+from primus.tuning import gemm
+from primus.tuning.results import Key, alone
+
+SHAPE = "GemmTunableOp_BFloat16_TN,tn_{m}_2048_4096_ld_4096_4096_{m}"
+# As `python -c PROGRAM SHAPES`: it writes where PyTorch would, to the name with the device's number.
+STAND_IN = """#!/bin/sh
+out=$(printf %s "$PYTORCH_TUNABLEOP_FILENAME" | sed 's/%d/0/')
+echo "$HIP_VISIBLE_DEVICES $(grep -c . "$3") $PYTORCH_TUNABLEOP_ENABLED$PYTORCH_TUNABLEOP_TUNING" >> {ledger}
+grep -q {broken} "$3" && {{ echo "RuntimeError: no device" >&2; exit 1; }}
+{{ echo "Validator,PT_VERSION,{version}"; sed 's/$/,Gemm_Hipblaslt_7,0.5/' "$3"; }} > "$out"
+"""
+
+
+def stand_in(folder: Path, broken: str = "nothing", version: str = "2.11.0") -> str:
+    path = folder / "python"
+    path.write_text(STAND_IN.format(ledger=folder / "ledger", broken=broken, version=version))
+    path.chmod(0o755)
+    return str(path)
+
+
+def key(version: str = "2.11.0", recipe: str = "r") -> Key:
+    return Key(pytorch=version, arch="gfx942", recipe=recipe)
+
+
+def shapes(count: int) -> list[str]:
+    return [SHAPE.format(m=256 * number) for number in range(1, count + 1)]
+
+
+def test_shapes_of_all_devices_are_read_once_and_torn_lines_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a0.csv").write_text("\n".join([*shapes(3), "other,line"]) + "\n" + SHAPE.format(m=9)[:40])
+    (tmp_path / "a1.csv").write_text("\n".join(f"{one},more" for one in shapes(4)) + "\n")
+    assert gemm.read_shapes(tmp_path) == shapes(4)
+    with pytest.raises(InputError, match=f"no GEMM is recorded in {tmp_path}/none"):
+        gemm.read_shapes(tmp_path / "none")
+
+
+def test_every_shape_is_measured_once_on_all_gpus(tmp_path: Path) -> None:
+    found = gemm.measure(shapes(100), tmp_path / "work", ["0", "1", "2"], stand_in(tmp_path))
+    assert [row.rpartition(",Gemm")[0] for row in found.rows] == shapes(100)
+    assert found.validators == ("Validator,PT_VERSION,2.11.0",)
+    assert found.changed == 100
+    ledger = [line.split() for line in (tmp_path / "ledger").read_text().splitlines()]
+    assert sum(int(count) for _, count, _ in ledger) == 100
+    assert {gpu for gpu, *_ in ledger} <= {"0", "1", "2"}
+    assert {how for *_, how in ledger} == {"11"}
+    # Again: nothing is measured twice.
+    assert gemm.measure(shapes(100), tmp_path / "work", ["0"], stand_in(tmp_path)) == found
+    assert len((tmp_path / "ledger").read_text().splitlines()) == len(ledger)
+    # One shape more: its part alone.
+    gemm.measure(shapes(101), tmp_path / "work", ["0"], stand_in(tmp_path))
+    assert len((tmp_path / "ledger").read_text().splitlines()) == len(ledger) + 1
+
+
+def test_a_failure_says_why_and_keeps_the_rest(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match="16 GEMMs on GPU 0: RuntimeError: no device"):
+        gemm.measure(shapes(40), tmp_path / "work", ["0"], stand_in(tmp_path, broken=f"tn_{256 * 20}_"))
+    before = len((tmp_path / "ledger").read_text().splitlines())
+    assert len(gemm.measure(shapes(40), tmp_path / "work", ["0"], stand_in(tmp_path)).rows) == 40
+    assert len((tmp_path / "ledger").read_text().splitlines()) == before + 1
+
+
+@pytest.mark.parametrize(("count", "most_kills"), [(160, 3), pytest.param(1000, 50, marks=pytest.mark.slow)])
+def test_kills_lose_no_finished_shape(
+    count: int, most_kills: int, tmp_path: Path, figures: Callable[..., None]
+) -> None:
+    gpus, program, work = 8, stand_in(tmp_path), tmp_path / "work"
+    call = (
+        "from pathlib import Path; from primus.tuning import gemm; "
+        f"gemm.measure({shapes(count)!r}, Path({str(work)!r}), {list(map(str, range(gpus)))!r}, {program!r})"
+    )
+    chance, kills = random.Random(7), 0
+    ledger = tmp_path / "ledger"
+
+    def parts() -> int:
+        return len(ledger.read_text().splitlines()) if ledger.exists() else 0
+
+    while True:
+        before = parts()
+        process = subprocess.Popen([sys.executable, "-c", call], start_new_session=True)
+        if kills == most_kills:
+            assert process.wait() == 0
+            break
+        until = time.monotonic() + 20
+        while parts() <= before and process.poll() is None and time.monotonic() < until:
+            time.sleep(chance.uniform(0.001, 0.01))
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+        if process.returncode == 0:
+            break  # it was faster than the kill
+    result = gemm.measure(shapes(count), work, ["0"], program)
+    assert [row.rpartition(",Gemm")[0] for row in result.rows] == shapes(count)
+    measured = sum(int(line.split()[1]) for line in ledger.read_text().splitlines())
+    assert count <= measured <= count + kills * gpus * 16
+    if count == 1000:
+        figures(
+            "tuning", shapes=count, workers=gpus, kills=kills, measured=len(result.rows),
+            lost=count - len(result.rows), repeated=measured - count,
+        )  # fmt: skip
+
+
+def test_results_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
+    gemm.measure(shapes(16), tmp_path / "work", ["0"], stand_in(tmp_path))
+    with pytest.raises(CheckFailed, match="of 2 versions of PyTorch"):
+        gemm.measure(shapes(32), tmp_path / "work", ["0"], stand_in(tmp_path, version="2.12.0"))
+
+
+def test_a_result_is_used_with_its_key_alone(tmp_path: Path) -> None:
+    place = gemm.Place.of("recipes/llama2-7b.yaml", tmp_path)
+    with pytest.raises(InputError, match="the stage `tune` creates it"):
+        gemm.check(place, key())
+    gemm.merge(place, key(), gemm.measure(shapes(3), tmp_path / "w", ["0"], stand_in(tmp_path)))
+    environment = gemm.check(place, key())
+    assert environment["PYTORCH_TUNABLEOP_TUNING"] == "0"
+    for device in (0, 7):
+        file = Path(environment["PYTORCH_TUNABLEOP_FILENAME"].replace("%d", str(device)))
+        assert file.read_text().splitlines()[0] == "Validator,PT_VERSION,2.11.0"
+        assert len(file.read_text().splitlines()) == 4
+    for other, said in ((key("2.12.0"), "pytorch 2.11.0 instead of 2.12.0"), (key(recipe="x"), "other settings")):
+        with pytest.raises(InputError, match=said):
+            gemm.check(place, other)
+    place.key.write_text("[1]")
+    with pytest.raises(InputError, match="has no valid key"):
+        gemm.check(place, key())
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
+    """The folders of a recipe whose dump recorded five shapes, on a machine with a stand-in for PyTorch."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
+    program, real = stand_in(tmp_path), gemm.measure
+    monkeypatch.setattr("primus.cli.image.tune.measure", lambda shapes, work, gpus: real(shapes, work, gpus, program))
+    place = gemm.Place.of("llama2-7b", tmp_path / "output/tune_gemm")
+    place.shapes.mkdir(parents=True)
+    (place.shapes / "tunableop_untuned_node0_gpu0.csv").write_text("\n".join(shapes(5)) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return place
+
+
+TUNE = ["tune", "gemm", "llama2-7b", "--gpu", "mi300x", "--workers", "2"]
+
+
+def test_the_command_measures_and_refuses_another_recipe(
+    recorded: gemm.Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TUNE, "--stage", "tune", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["shapes"]) == 5
+    assert json.loads(recorded.key.read_text())["pytorch"] == "2.11.0"
+    assert main([*TUNE, "--stage", "use", "seq_len=1024"]) == 2
+    assert "was measured with other settings of the recipe" in capsys.readouterr().err
+
+
+def test_all_stages_print_one_document(
+    recorded: gemm.Place, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train").write_text("#!/bin/sh\necho '{}'\n")
+    (tmp_path / "train").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "train"))
+    assert main([*TUNE, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert len(json.loads(out)["shapes"]) == 5
+    assert err.count("{}") == 2
+
+
+def test_two_tunings_of_one_folder_do_not_race(recorded: gemm.Place, capsys: pytest.CaptureFixture[str]) -> None:
+    with alone(recorded.tuned.parent / "work"):
+        assert main([*TUNE, "--stage", "tune"]) == 3
+    assert "another process tunes in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--workers", "0"], "a whole number of at least 1, not '0'"),
+        (["--dump-steps", "0"], "a whole number of at least 1, not '0'"),
+        (["--pairs", "4"], "--pairs cannot be used with primus tune gemm"),
+        (["--gpu", "cpu", "--proxy"], "tunes GEMMs of GPUs only"),
+        (["--folder", "/nowhere"], "--stage dump"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said(
+    more: list[str], message: str, recorded: gemm.Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main([*TUNE, "--stage", "tune", *more])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_documented_stage_2_tunes(recorded: gemm.Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primus.cli.image.tune._gpus", lambda workers: ["0", "1"])
+    monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
+    monkeypatch.setenv("PRIMUS_GPU", "mi300x")
+    monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
+    assert main(["compat", "run_pretrain.sh"]) == 0
+    assert len(Path(str(recorded.tuned).replace("%d", "0")).read_text().splitlines()) == 6
+
+
+def test_a_dump_records_and_does_not_tune(tmp_path: Path) -> None:
+    place = gemm.Place.of("llama2-7b", tmp_path)
+    environment = gemm.dumping(place, "3")
+    assert environment["PYTORCH_TUNABLEOP_RECORD_UNTUNED"] == "1"
+    assert environment["PYTORCH_TUNABLEOP_TUNING"] == "0"
+    assert Path(environment["PYTORCH_TUNABLEOP_UNTUNED_FILENAME"]).parent == place.shapes

@@ -181,7 +181,7 @@ def test_the_plan_needs_no_gpu_and_fits_the_terminal(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "does not fit: 133.9 GiB can be used" in shown.stdout
     plan = json.loads(_primus(tmp_path, *words, "--json").stdout)["plan"]
-    assert len(plan) == 36
+    assert len(plan) == 24
     assert not list(tmp_path.iterdir())
 
 

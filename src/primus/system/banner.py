@@ -16,8 +16,7 @@ from typing import Any
 
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
-from primus.system.finding import Host, failed
-from primus.system.mounts import IMAGE_FILE
+from primus.system.host import IMAGE_FILE, Host, failed
 from primus.system.preflight import driver, rights, shared_memory
 
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
@@ -54,16 +53,16 @@ def lacking(image: Mapping[str, Any], host: Host) -> str:
 
     The result is empty if nothing is missing, or if the image is for no GPU. Reads files only.
     """
-    gpu = next((one for one in load_table().generations if one.name == image.get("target")), None)
+    gpu = next((row for row in load_table().generations if row.name == image.get("target")), None)
     if gpu is None:
         return ""
-    found = [f for check in (rights, driver, shared_memory) for f in check(host) if f.level in ("failed", "slow")]
+    problems = [f for check in (rights, driver, shared_memory) for f in check(host) if f.level in ("failed", "slow")]
     if not host.gpus.names:
         amd = gpu.arch.startswith("gfx")
         module, option = ("amdgpu", "--device /dev/kfd --device /dev/dri") if amd else ("nvidia", "--gpus all")
         remedy = f"on the host: sudo modprobe {module}; then start the container with {option}"
-        found.insert(0, failed("gpus", f"none found; the image is for {gpu.names[0]}", remedy))
-    return "".join(f"  ! {f.check}: {f.said} → {f.remedy}\n" for f in found)
+        problems.insert(0, failed("gpus", f"none found; the image is for {gpu.names[0]}", remedy))
+    return "".join(f"  ! {f.check}: {f.message} → {f.remedy}\n" for f in problems)
 
 
 def with_bashrc(command: Sequence[str]) -> list[str]:

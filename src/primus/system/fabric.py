@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
+import socket
+import struct
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from primus.system.finding import Finding, Host, failed, ok, skipped, slow
+from primus.system.host import Finding, Host, failed, ok, skipped, slow
 from primus.yamlfile import read_values
 
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _VIRTUAL = re.compile(r"lo$|docker|br-|veth|virbr|cni|flannel|cali|cilium|tailscale|tun|tap|dummy|podman|lxc")
+_SIOCGIFADDR = 0x8915
+_ANY_PORT = 9  # connecting a datagram socket only selects a route
 _DEFAULT_GID = 3  # older launch scripts set this index
 
 
@@ -26,19 +33,19 @@ def _read(host: Host, path: Path) -> str:
 
 def rdma(host: Host) -> Iterator[Finding]:
     """Check that each RDMA port is up, has a usable GID and may be opened, and that like devices have one firmware."""
-    found = devices(host)
-    if not found:
+    cards = devices(host)
+    if not cards:
         yield skipped("RDMA", "no RDMA device; several nodes use TCP")
         return
-    wanted = host.environment.get("NCCL_IB_HCA", "").lstrip("^=")
+    chosen = host.environment.get("NCCL_IB_HCA", "")
     bad, active = False, 0
-    if wanted and not host.environment["NCCL_IB_HCA"].startswith("^"):
-        for name in (word.partition(":")[0] for word in wanted.split(",")):
-            if not any(device.name.startswith(name) for device in found):
+    if chosen.lstrip("=") and not chosen.startswith("^"):
+        for name in (word.partition(":")[0] for word in chosen.lstrip("=").split(",")):
+            if not any(card.name.startswith(name) for card in cards):
                 bad = True
                 yield failed("RDMA", f"NCCL_IB_HCA names {name}, which does not exist", "unset NCCL_IB_HCA")
     firmware: dict[str, set[str]] = {}
-    for device in found:
+    for device in cards:
         firmware.setdefault(_read(host, device / "board_id") or _read(host, device / "hca_type"), set()).add(
             _read(host, device / "fw_ver")
         )
@@ -48,12 +55,12 @@ def rdma(host: Host) -> Iterator[Finding]:
                 active += 1
                 continue
             bad = True
-            yield Finding(check="RDMA", level=problem.level, said=f"{name}: {problem.said}", remedy=problem.remedy)
+            yield replace(problem, check="RDMA", message=f"{name}: {problem.message}")
     for board, versions in firmware.items():
         if len(versions) > 1:
             bad = True
-            said = f"devices of board {board or 'unknown'} have firmware {', '.join(sorted(versions))}"
-            yield slow("RDMA firmware", said, "update all to one version")
+            message = f"devices of board {board or 'unknown'} have firmware {', '.join(sorted(versions))}"
+            yield slow("RDMA firmware", message, "update all to one version")
     closed = [path for path in host.glob("dev/infiniband/uverbs*") if path.exists() and not host.openable(path)]
     if not host.glob("dev/infiniband/uverbs*"):
         bad = True
@@ -67,21 +74,21 @@ def rdma(host: Host) -> Iterator[Finding]:
             f"add the user to group {closed[0].stat().st_gid}",
         )  # fmt: skip
     if not bad:
-        yield ok("RDMA", f"{active} ports are active{_advice(host, found)}")
+        yield ok("RDMA", f"{active} ports are active{_advice(host, cards)}")
 
 
 def libraries(host: Host) -> Iterator[Finding]:
     """Check for libibverbs and the provider of each RDMA device. Without them, NCCL and RCCL fall back to TCP."""
-    found = devices(host)
-    if not found:
+    cards = devices(host)
+    if not cards:
         return
     if not _library(host, "libibverbs.so.1"):
-        said = "there are RDMA devices, and libibverbs is not installed: NCCL and RCCL use TCP"
-        yield slow("RDMA libraries", said, "add the extra rdma to the image, or install ibverbs-providers")
+        message = "there are RDMA devices, and libibverbs is not installed: NCCL and RCCL use TCP"
+        yield slow("RDMA libraries", message, "add the extra rdma to the image, or install ibverbs-providers")
         return
     table = cast("dict[str, Any]", read_values(Path(__file__).with_name("nics.yaml")).data)["providers"]
     lacking: dict[str, list[str]] = {}
-    for device in found:
+    for device in cards:
         provider = _provider(host, device, table)
         if provider and not (
             host.glob(f"etc/libibverbs.d/{provider}.driver") and _library(host, f"libibverbs/lib{provider}-rdmav*.so")
@@ -89,8 +96,8 @@ def libraries(host: Host) -> Iterator[Finding]:
             lacking.setdefault(provider, []).append(device.name)
     for provider, names in lacking.items():
         whose = f"{table[provider]['maker']} {', '.join(names)}"
-        said = f"libibverbs has no provider {provider} for {whose}: NCCL and RCCL use other devices, or TCP"
-        yield slow("RDMA libraries", said, table[provider].get("lacks", "install ibverbs-providers in the image"))
+        message = f"libibverbs has no provider {provider} for {whose}: NCCL and RCCL use other devices, or TCP"
+        yield slow("RDMA libraries", message, table[provider].get("lacks", "install ibverbs-providers in the image"))
     if not lacking:
         yield ok("RDMA libraries", "libibverbs has a provider for every device")
 
@@ -120,11 +127,13 @@ def _port(host: Host, port: Path) -> Finding | str:
     if _read(host, port / "link_layer") != "Ethernet":
         return ""
     best = gid_index(host, port)
-    asked = host.environment.get("NCCL_IB_GID_INDEX")
+    chosen = host.environment.get("NCCL_IB_GID_INDEX")
     if best is None:
         return failed("", "no GID is of RoCE v2 with an address", "give the interface an IP address")
-    if asked is not None and asked.isdecimal() and not _usable(host, port, int(asked)):
-        return failed("", f"GID {asked}, which NCCL_IB_GID_INDEX names, is not of RoCE v2", f"NCCL_IB_GID_INDEX={best}")
+    if chosen is not None and chosen.isdecimal() and not _usable(host, port, int(chosen)):
+        return failed(
+            "", f"GID {chosen}, which NCCL_IB_GID_INDEX names, is not of RoCE v2", f"NCCL_IB_GID_INDEX={best}"
+        )
     return str(best)
 
 
@@ -143,8 +152,8 @@ def gid_index(host: Host, port: Path) -> int | None:
     return next(iter([*routed, *usable]), None)
 
 
-def _advice(host: Host, found: list[Path]) -> str:
-    indices = {_port(host, port) for device in found for port in (device / "ports").glob("*")} - {""}
+def _advice(host: Host, cards: list[Path]) -> str:
+    indices = {_port(host, port) for device in cards for port in (device / "ports").glob("*")} - {""}
     if len(indices) == 1 and isinstance(index := indices.pop(), str):
         return f"; NCCL_IB_GID_INDEX={index}" + ("" if int(index) == _DEFAULT_GID else " (older scripts set 3)")
     return ""
@@ -188,3 +197,32 @@ def interface(host: Host) -> Iterator[Finding]:
         yield skipped("network", "no interface is up; several nodes cannot meet")
     else:
         yield ok("network", f"several nodes: NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
+
+
+def own_address(host: str) -> str:
+    """Return this machine's IPv4 address on the route to ``host``; empty without a route, or if ``host`` is unknown."""
+    with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _ANY_PORT))
+        address = str(probe.getsockname()[0])
+        return "" if address == "0.0.0.0" else address
+    return ""
+
+
+def interfaces() -> dict[str, str]:
+    """Return interface → its first IPv4 address, for the interfaces that have one."""
+    addresses = {}
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def interface_towards(host: str) -> str:
+    """Return the interface on the route to ``host``; empty if unknown."""
+    if not host or not (address := own_address(host)):
+        return ""
+    if address.startswith("127."):
+        return "lo"
+    return next((name for name, other in interfaces().items() if other == address), "")

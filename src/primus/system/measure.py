@@ -67,21 +67,19 @@ class _Bench:
 
 def _gemm(bench: _Bench, size: int) -> float:
     """Return the TFLOP/s of a product of two square BF16 matrices."""
-    left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty(size, size, device=bench.device, dtype=torch.bfloat16)
-    return 2.0 * size**3 / bench.seconds(lambda: torch.mm(left, right, out=out)) / 1e12
+    return 2.0 * size**3 / bench.seconds(lambda: torch.mm(a, b, out=out)) / 1e12
 
 
 def _gemm_fp8(bench: _Bench, size: int, name: str) -> float:
     """Return the TFLOP/s of a product of two FP8 matrices with one scale each and a BF16 result, as in FP8 training."""
     kind = getattr(torch, f"float8_{name}")
-    left, right = (torch.randn(size, size, device=bench.device).to(kind) for _ in range(2))
-    one = torch.ones((), device=bench.device)
+    a, b = (torch.randn(size, size, device=bench.device).to(kind) for _ in range(2))
+    scale = torch.ones((), device=bench.device)
 
     def product() -> torch.Tensor:
-        return torch._scaled_mm(
-            left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+        return torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     return 2.0 * size**3 / bench.seconds(product) / 1e12
 
@@ -120,20 +118,20 @@ def main(folder: Path, fp8: str) -> None:
     """Run all benchmarks and write this rank's figures to ``folder``. ``fp8`` is the GPU's format; empty for none."""
     bench = _Bench()
     dist.init_process_group("nccl" if bench.on_gpu else "gloo")
-    found: dict[str, float | str] = {}
+    figures: dict[str, float | str] = {}
     size = 8192 if bench.on_gpu else 256
-    found["gemm bf16"] = _gemm(bench, size)
+    figures["gemm bf16"] = _gemm(bench, size)
     if fp8 and bench.on_gpu:
-        found["gemm fp8"] = _gemm_fp8(bench, size, fp8)
-    found["memory"] = _copy(bench, (4 << 30) if bench.on_gpu else (1 << 24))
+        figures["gemm fp8"] = _gemm_fp8(bench, size, fp8)
+    figures["memory"] = _copy(bench, (4 << 30) if bench.on_gpu else (1 << 24))
     if bench.world > 1:
         _right_sum(bench)
         # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
         message = min(8 << 30, bench.free() // 4) if bench.on_gpu else 1 << 20
-        found["all-reduce"] = _all_reduce(bench, message)
-        found["all-to-all"] = _all_to_all(bench, min(message, 2 << 30))
-    found["device"] = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
-    (folder / f"rank-{bench.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        figures["all-reduce"] = _all_reduce(bench, message)
+        figures["all-to-all"] = _all_to_all(bench, min(message, 2 << 30))
+    figures["device"] = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
+    (folder / f"rank-{bench.rank}.json").write_text(json.dumps(figures), encoding="utf-8")
     dist.destroy_process_group()
     if not bench.on_gpu:
         gloo.leave()

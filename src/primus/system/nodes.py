@@ -13,7 +13,7 @@ from typing import Any
 from primus.errors import InputError
 from primus.jsonfile import read_json
 from primus.report.html import document as html_document
-from primus.system.finding import Finding, Level, failed, slow
+from primus.system.host import Finding, Level, failed, slow
 from primus.system.speed import APART, Measurement
 
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
@@ -31,40 +31,32 @@ class Node:
     measurements: tuple[Measurement, ...] = ()
 
     @property
-    def passed(self) -> bool:
-        """Return whether nothing would fail a job or slow it down."""
-        return not any(one.level in ("failed", "slow") for one in self.findings)
+    def problems(self) -> list[Finding]:
+        """The findings that would fail a job or slow it down."""
+        return [finding for finding in self.findings if finding.problem]
 
     def document(self) -> dict[str, Any]:
         """Return the node as JSON, which :func:`read` reads."""
         return {
-            "passed": self.passed,
+            "passed": not self.problems,
             "node": self.name,
             "gpus": list(self.gpus),
             "driver": self.driver,
-            "findings": [asdict(one) for one in self.findings],
-            "measurements": [asdict(one) for one in self.measurements],
+            "findings": [finding.as_json() for finding in self.findings],
+            "measurements": [asdict(measurement) for measurement in self.measurements],
         }
-
-    def worst(self) -> dict[str, Level]:
-        """Return check → its worst level on this node."""
-        found: dict[str, Level] = {}
-        for one in self.findings:
-            before = found.get(one.check, "skipped")
-            found[one.check] = min(before, one.level, key=_WORST.index)
-        return found
 
 
 def read(path: Path) -> Node:
     """Read a document that ``preflight --json`` wrote. Raises InputError for any other file."""
     try:
-        found: Any = read_json(path).data
+        document: Any = read_json(path).data
         return Node(
-            name=str(found["node"]), gpus=tuple(map(str, found["gpus"])), driver=str(found["driver"]),
-            findings=tuple(_finding(one) for one in found["findings"]),
+            name=str(document["node"]), gpus=tuple(map(str, document["gpus"])), driver=str(document["driver"]),
+            findings=tuple(_finding(row) for row in document["findings"]),
             measurements=tuple(
-                Measurement(**{**one, "figures": tuple(map(float, one["figures"]))})
-                for one in found.get("measurements", ())
+                Measurement(**{**row, "figures": tuple(map(float, row["figures"]))})
+                for row in document.get("measurements", ())
             ),
         )  # fmt: skip
     except OSError as error:
@@ -77,9 +69,10 @@ def read(path: Path) -> Node:
 
 
 def _finding(row: Mapping[str, Any]) -> Finding:
-    if row["level"] not in MARKS:
+    if row["level"] not in MARKS or row.keys() - {"check", "level", "said", "remedy"}:
         raise ValueError(row["level"])
-    return Finding(**{name: str(value) for name, value in row.items()})  # type: ignore[arg-type]
+    check, level, message = (str(row[key]) for key in ("check", "level", "said"))
+    return Finding(check=check, level=level, message=message, remedy=str(row["remedy"]))  # type: ignore[arg-type]
 
 
 def compare(nodes: Sequence[Node]) -> list[tuple[str, Finding]]:
@@ -99,99 +92,93 @@ def _odd(nodes: Sequence[Node], check: str, of: Callable[[Node], str]) -> Iterat
     usual = Counter(of(node) for node in nodes).most_common(1)[0][0]
     for node in nodes:
         if of(node) != usual:
-            said = f"{of(node) or 'unknown'}; most nodes have {usual or 'an unknown one'}"
-            yield node.name, failed(check, said, "leave the node out, or make it equal to the others")
+            message = f"{of(node) or 'unknown'}; most nodes have {usual or 'an unknown one'}"
+            yield node.name, failed(check, message, "leave the node out, or make it equal to the others")
 
 
 def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
-    figures: dict[str, dict[str, float]] = {}
-    for node in nodes:
-        for one in node.measurements:
-            figures.setdefault(f"{one.what} ({one.unit})", {})[node.name] = min(one.figures)
-    for what, found in figures.items():
-        typical = statistics.median(found.values())
-        for name, figure in found.items():
+    for what, of_nodes in _by_benchmark(nodes).items():
+        figures = {name: min(measurement.figures) for name, measurement in of_nodes.items()}
+        typical = statistics.median(figures.values())
+        for name, figure in figures.items():
             if figure < typical * (1 - APART):
-                said = f"{figure:,.4g}, {1 - figure / typical:.0%} less than the median of the nodes, {typical:,.4g}"
-                yield name, slow(what, said, "it holds all other nodes up: leave it out, or find the cause")
+                message = f"{figure:,.4g}, {1 - figure / typical:.0%} less than the median of the nodes, {typical:,.4g}"
+                remedy = "it holds all other nodes up: leave it out, or find the cause"
+                yield name, slow(f"{what[0]} ({what[1]})", message, remedy)
+
+
+def _by_benchmark(nodes: Sequence[Node]) -> dict[tuple[str, str], dict[str, Measurement]]:
+    """Return (benchmark, unit) → node → measurement."""
+    benchmarks: dict[tuple[str, str], dict[str, Measurement]] = {}
+    for node in nodes:
+        for measurement in node.measurements:
+            benchmarks.setdefault((measurement.what, measurement.unit), {})[node.name] = measurement
+    return benchmarks
+
+
+def _worst(findings: Sequence[Finding], default: Level) -> Level:
+    return min((finding.level for finding in findings), key=_WORST.index, default=default)
 
 
 def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[tuple[str, ...]]:
     """Return table rows, one per node: name, GPUs, verdict, problems."""
-    found: list[tuple[str, ...]] = []
+    table: list[tuple[str, ...]] = []
     for node in nodes:
-        wrong = [one for one in node.findings if one.level in ("failed", "slow")]
-        wrong += [finding for name, finding in between if name == node.name]
-        level: Level = min((one.level for one in wrong), key=_WORST.index, default="ok")
-        found.append(
-            (MARKS[level], node.name, _gpus(node), "; ".join(f"{o.check}: {o.said}" for o in wrong) or "ready")
-        )
-    return found
+        problems = [*node.problems, *(finding for name, finding in between if name == node.name)]
+        text = "; ".join(f"{finding.check}: {finding.message}" for finding in problems) or "ready"
+        table.append((MARKS[_worst(problems, "ok")], node.name, _gpus(node), text))
+    return table
 
 
 def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
     """Return one self-contained HTML page: checks by nodes, figures by nodes, and each problem with its remedy."""
-    names = list(dict.fromkeys(one.check for node in nodes for one in node.findings))
-    worst = {node.name: node.worst() for node in nodes}
-    head = "".join(f"<th>{escape(node.name)}</th>" for node in nodes)
-    checks = "".join(
-        f'<tr><td class="name">{escape(name)}</td>'
-        + "".join(_cell(worst[node.name].get(name, "skipped"), _said(node, name)) for node in nodes)
-        + "</tr>"
-        for name in names
-    )
-    problems = [(node.name, one) for node in nodes for one in node.findings if one.level in ("failed", "slow")]
-    problems += between
-    listed = "".join(
-        f"<tr><td>{escape(name)}</td>{_cell(one.level, '')}<td>{escape(one.check)}</td><td>{escape(one.said)}</td>"
-        f"<td>{escape(one.remedy)}</td></tr>"
-        for name, one in problems
-    )
-    state = "fail" if problems else "pass"
-    said = (
-        f"✗ {len(problems)} problems" if problems else f"✓ {'all nodes are' if len(nodes) > 1 else 'the node is'} ready"
-    )
+    problems = [*((node.name, finding) for node in nodes for finding in node.problems), *between]
+    ready = "all nodes are ready" if len(nodes) > 1 else "the node is ready"
+    verdict = f"✗ {len(problems)} problems" if problems else f"✓ {ready}"
+    names = "".join(f"<th>{escape(node.name)}</th>" for node in nodes)
+    checks = [
+        f'<tr><td class="name">{escape(check)}</td>{"".join(_of_check(node, check) for node in nodes)}</tr>'
+        for check in dict.fromkeys(finding.check for node in nodes for finding in node.findings)
+    ]
+    listed = [
+        f"<tr><td>{escape(name)}</td>{_cell(finding.level, '')}<td>{escape(finding.check)}</td>"
+        f"<td>{escape(finding.message)}</td><td>{escape(finding.remedy)}</td></tr>"
+        for name, finding in problems
+    ]
+    figures = [_figures(nodes, *benchmark) for benchmark in _by_benchmark(nodes).items()]
+    limits = "<th>At least</th><th>At most</th><th>Source</th>"
     parts = [
-        f'<h1>Preflight of {len(nodes)} node{"s" * (len(nodes) != 1)}</h1>',
-        f'<div class="outcome {state}"><strong>{said}.</strong></div>',
-        '<h2>Problems</h2><div class="wide"><table><tr><th>Node</th><th></th><th>Check</th><th>Found</th>'
-        f"<th>Remedy</th></tr>{listed}</table></div>" if problems else "",
-        f'<h2>Checks</h2><div class="wide"><table><tr><th></th>{head}</tr>{checks}</table></div>',
-        _figures(nodes, head),
-    ]  # fmt: skip
+        f"<h1>Preflight of {len(nodes)} node{'s' * (len(nodes) != 1)}</h1>",
+        f'<div class="outcome {"fail" if problems else "pass"}"><strong>{verdict}.</strong></div>',
+        _table("Problems", "<th>Node</th><th></th><th>Check</th><th>Found</th><th>Remedy</th>", listed),
+        _table("Checks", f"<th></th>{names}", checks),
+        _table("Benchmark, each GPU", f"<th></th>{names}{limits}", figures),
+    ]
     return html_document("Preflight", "".join(parts))
 
 
-def _said(node: Node, check: str) -> str:
-    return "; ".join(one.said for one in node.findings if one.check == check)
-
-
-def _cell(level: Level, said: str) -> str:
-    style = {"ok": "pass-mark", "failed": "fail-mark", "slow": "fail-mark", "skipped": "sub"}[level]
-    return f'<td title="{escape(said)}"><span class="{style}">{MARKS[level]}</span></td>'
-
-
-def _figures(nodes: Sequence[Node], head: str) -> str:
-    found: dict[tuple[str, str], dict[str, Measurement]] = {}
-    for node in nodes:
-        for one in node.measurements:
-            found.setdefault((one.what, one.unit), {})[node.name] = one
-    if not found:
+def _table(title: str, head: str, lines: Sequence[str]) -> str:
+    if not lines:
         return ""
-    lines = []
-    for (what, unit), of in found.items():
-        cells = "".join(
-            f'<td class="num">{" ".join(f"{figure:,.4g}" for figure in of[node.name].figures)}</td>'
-            if node.name in of else "<td>–</td>" for node in nodes
-        )  # fmt: skip
-        one = next(iter(of.values()))
-        least = "–" if one.least is None else f"{one.least:,.4g}"
-        most = "–" if one.most is None else f"{one.most:,.4g}"
-        lines.append(
-            f'<tr><td class="name">{escape(what)}, {unit}</td>{cells}<td class="num">{least}</td>'
-            f'<td class="num">{most}</td><td>{escape(one.source)}</td></tr>'
-        )
-    return (
-        f'<h2>Benchmark, each GPU</h2><div class="wide"><table><tr><th></th>{head}<th>At least</th><th>At most</th>'
-        f"<th>Source</th></tr>{''.join(lines)}</table></div>"
-    )
+    return f'<h2>{title}</h2><div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+
+
+def _of_check(node: Node, check: str) -> str:
+    findings = [finding for finding in node.findings if finding.check == check]
+    return _cell(_worst(findings, "skipped"), "; ".join(finding.message for finding in findings))
+
+
+def _cell(level: Level, message: str) -> str:
+    style = {"ok": "pass-mark", "failed": "fail-mark", "slow": "fail-mark", "skipped": "sub"}[level]
+    return f'<td title="{escape(message)}"><span class="{style}">{MARKS[level]}</span></td>'
+
+
+def _figures(nodes: Sequence[Node], benchmark: tuple[str, str], of_nodes: Mapping[str, Measurement]) -> str:
+    measurement = next(iter(of_nodes.values()))
+    cells = [
+        " ".join(f"{figure:,.4g}" for figure in of_nodes[node.name].figures) if node.name in of_nodes else "–"
+        for node in nodes
+    ]
+    cells += ["–" if limit is None else f"{limit:,.4g}" for limit in (measurement.least, measurement.most)]
+    shown = "".join(f'<td class="num">{cell}</td>' for cell in cells)
+    return f'<tr><td class="name">{escape(", ".join(benchmark))}</td>{shown}<td>{escape(measurement.source)}</td></tr>'

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from primus.files import text_if_readable
 from primus.system import fabric
-from primus.system.finding import Finding, Host, failed, ok, skipped, slow
-from primus.system.mounts import IMAGE_FILE
+from primus.system.host import IMAGE_FILE, Finding, Host, failed, ok, skipped, slow
 from primus.yamlfile import read_values
 
 _GIB = 2**30
@@ -25,15 +24,13 @@ _NO_GPU = "no GPU on this machine"
 _DRIVER = "the driver names no such file"
 
 
-def _or_ok(findings: Iterable[Finding], check: str, said: str) -> list[Finding]:
-    """Return the findings, or one without a problem if there are none."""
-    return [*findings] or [ok(check, said)]
+def _or_ok(findings: Iterable[Finding], check: str, message: str) -> list[Finding]:
+    return [*findings] or [ok(check, message)]
 
 
 def _cards(host: Host) -> list[Path]:
-    """Return the device folders of AMD's GPUs."""
-    found = host.glob("sys/class/drm/renderD*/device")
-    return [path for path in found if host.text(f"{path.relative_to(host.root)}/vendor") in ("", _AMD)]
+    paths = host.glob("sys/class/drm/renderD*/device")
+    return [path for path in paths if host.text(f"{path.relative_to(host.root)}/vendor") in ("", _AMD)]
 
 
 def _file(host: Host, card: Path, name: str) -> str:
@@ -89,15 +86,15 @@ def _in_container(host: Host) -> bool:
 
 def rights(host: Host) -> Iterator[Finding]:
     """Check that the user may open the GPUs' devices."""
-    found = host.gpus
-    if not found.names:
+    gpus = host.gpus
+    if not gpus.names:
         yield skipped("device rights", _NO_GPU)
         return
-    if found.vendor == "amd":
+    if gpus.vendor == "amd":
         needed = [host.root / "dev/kfd", *host.glob("dev/dri/renderD*")]
-        if len(needed) - 1 < len(found.names):
+        if len(needed) - 1 < len(gpus.names):
             yield failed(
-                "device rights", f"{len(needed) - 1} of {len(found.names)} GPUs have a /dev/dri/renderD device",
+                "device rights", f"{len(needed) - 1} of {len(gpus.names)} GPUs have a /dev/dri/renderD device",
                 "start the container with --device /dev/kfd --device /dev/dri",
             )  # fmt: skip
     else:
@@ -107,7 +104,7 @@ def rights(host: Host) -> Iterator[Finding]:
         path = closed[0]
         shown = f"/{path.relative_to(host.root)}"
         if not path.exists():
-            option = "--device /dev/kfd --device /dev/dri" if found.vendor == "amd" else "--gpus all"
+            option = "--device /dev/kfd --device /dev/dri" if gpus.vendor == "amd" else "--gpus all"
             yield failed("device rights", f"{shown} is missing", f"start the container with {option}")
         else:
             group = path.stat().st_gid
@@ -133,19 +130,19 @@ def visible(host: Host) -> Iterator[Finding]:
             what = f"GPU {wrong[0]}, and there are {len(host.gpus.names)}" if wrong else "no GPU"
             yield failed("visible GPUs", f"{name}={text} names {what}", f"unset {name}, or name GPUs from 0")
     if len({tuple(words) for words in chosen.values()}) > 1:
-        said = ", ".join(f"{name}={','.join(words)}" for name, words in chosen.items())
-        yield slow("visible GPUs", f"several variables choose GPUs, each among those of the other: {said}", "keep one")
+        pairs = ", ".join(f"{name}={','.join(words)}" for name, words in chosen.items())
+        yield slow("visible GPUs", f"several variables choose GPUs, each among those of the other: {pairs}", "keep one")
 
 
 def driver(host: Host) -> Iterator[Finding]:
     """Check that the kernel's driver supports the ROCm or CUDA in use."""
-    found = host.gpus
-    if not found.names:
+    gpus = host.gpus
+    if not gpus.names:
         yield skipped("driver", _NO_GPU)
         return
     table = cast(dict[str, Any], read_values(Path(__file__).with_name("drivers.yaml")).data)
-    version = host.text(f"sys/module/{'amdgpu' if found.vendor == 'amd' else 'nvidia'}/version")
-    if found.vendor == "nvidia":
+    version = host.text(f"sys/module/{'amdgpu' if gpus.vendor == 'amd' else 'nvidia'}/version")
+    if gpus.vendor == "nvidia":
         cuda = host.component("CUDA")
         row = table["nvidia"].get(int(cuda.partition(".")[0])) if cuda[:1].isdigit() else None
         if row is None or not version:

@@ -18,7 +18,7 @@ from typing import Any, cast
 from primus.files import text_if_readable
 from primus.gpus.detect import visible
 from primus.gpus.table import fp8_dtype, generation, load_table, peak
-from primus.system.finding import Finding, Host, failed, ok, skipped, slow
+from primus.system.host import Finding, Host, failed, ok, skipped, slow
 from primus.training import launch
 from primus.yamlfile import read_values
 
@@ -81,8 +81,8 @@ def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
     ranks = measure(len(gpus), fp8)
     if isinstance(ranks, str):
         return [failed(_CHECK, ranks, "run it again when no job runs; --quick leaves it out")], []
-    found = measurements(name, ranks)
-    return [finding for one in found for finding in judge(one)], found
+    figures = measurements(name, ranks)
+    return [finding for measurement in figures for finding in judge(measurement)], figures
 
 
 def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str, Any]] | str:
@@ -98,15 +98,15 @@ def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str
         if ended.exit_code:
             if time.monotonic() > deadline:
                 return f"the GPUs did not finish within {seconds:g} s"
-            told = [line for line in text_if_readable(log).splitlines() if "Error" in line]
-            return f"PyTorch fails on the GPUs: {(told[0] if told else 'no reason given').strip()[:300]}"
+            errors = [line for line in text_if_readable(log).splitlines() if "Error" in line]
+            return f"PyTorch fails on the GPUs: {(errors[0] if errors else 'no reason given').strip()[:300]}"
         files = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurement]:
     """Group the figures of all ranks by benchmark, each with the range expected of the GPU ``name``."""
-    found = []
+    judged = []
     for what, unit in UNITS.items():
         figures = tuple(float(rank[what]) for rank in ranks if what in rank)
         if not figures:
@@ -115,48 +115,46 @@ def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurem
         figures = (min(figures),) if what in _COLLECTIVES else figures
         row = expected().get((name, what), Expected(least=None, source="no table knows this GPU"))
         fits = row.gpus is None or row.gpus == len(ranks)
-        found.append(
+        judged.append(
             Measurement(
                 what=what, unit=unit, figures=figures, least=row.least if fits else None, most=peak_of(name, what),
                 source=row.source if fits else f"the published figure is of {row.gpus} GPUs",
             )
         )  # fmt: skip
-    return found
+    return judged
 
 
 def peak_of(name: str, what: str) -> float | None:
     """Return the most that the GPU can reach, from the table of generations; None if unknown."""
-    if not any(one.name == name for one in load_table().generations):
+    if name not in {gpu.name for gpu in load_table().generations}:
         return None
     if what == "memory":
         return generation(name).memory.tb_s
     if not what.startswith("gemm"):
         return None
-    found = peak(generation(name), "fp8" if what == "gemm fp8" else "bf16")
-    return found.tflops if found else None
+    row = peak(generation(name), "fp8" if what == "gemm fp8" else "bf16")
+    return row.tflops if row else None
 
 
-def judge(one: Measurement) -> Iterator[Finding]:
+def judge(benchmark: Measurement) -> Iterator[Finding]:
     """Judge the figures of one benchmark: too low, far below the other GPUs, impossible, or as expected."""
-    typical = statistics.median(one.figures)
-    remedy = _REMEDIES.get(one.what) or _REMEDIES["all-reduce" if one.what in _COLLECTIVES else "gemm bf16"]
-    bad = False
-    for gpu, figure in enumerate(one.figures):
-        who = f"GPU {gpu}: " if one.what not in _COLLECTIVES else ""
-        shown = f"{who}{figure:,.4g} {one.unit}"
-        if one.most is not None and figure > one.most * _ABOVE_PEAK:
-            said = f"{shown} is more than the GPU's peak of {one.most:,.4g}: the clock or the result is wrong"
-            finding = failed(one.what, said, "do not train on this GPU before the cause is known")
-        elif one.least is not None and figure < one.least:
-            finding = slow(one.what, f"{shown}, and at least {one.least:,.4g} are expected ({one.source})", remedy)
+    what, unit, figures = benchmark.what, benchmark.unit, benchmark.figures
+    least, most, source = benchmark.least, benchmark.most, benchmark.source
+    typical = statistics.median(figures)
+    remedy = _REMEDIES.get(what) or _REMEDIES["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
+    findings = []
+    for gpu, figure in enumerate(figures):
+        shown = ("" if what in _COLLECTIVES else f"GPU {gpu}: ") + f"{figure:,.4g} {unit}"
+        if most is not None and figure > most * _ABOVE_PEAK:
+            message = f"{shown} is more than the GPU's peak of {most:,.4g}: the clock or the result is wrong"
+            findings.append(failed(what, message, "do not train on this GPU before the cause is known"))
+        elif least is not None and figure < least:
+            findings.append(slow(what, f"{shown}, and at least {least:,.4g} are expected ({source})", remedy))
         elif figure < typical * (1 - APART):
-            said = f"{shown}, {1 - figure / typical:.0%} less than the median of this machine's GPUs"
-            finding = slow(one.what, said, f"it holds all other GPUs up; {remedy}")
-        else:
-            continue
-        bad = True
-        yield finding
-    if not bad:
-        shown = f"{min(one.figures):,.4g}" + (f"–{max(one.figures):,.4g}" if len(one.figures) > 1 else "")
-        limit = f"at least {one.least:,.4g} expected" if one.least is not None else f"not judged: {one.source}"
-        yield ok(one.what, f"{shown} {one.unit}; {limit}")
+            message = f"{shown}, {1 - figure / typical:.0%} less than the median of this machine's GPUs"
+            findings.append(slow(what, message, f"it holds all other GPUs up; {remedy}"))
+    if not findings:
+        shown = f"{min(figures):,.4g}" + (f"–{max(figures):,.4g}" if len(figures) > 1 else "")
+        limit = f"at least {least:,.4g} expected" if least is not None else f"not judged: {source}"
+        findings.append(ok(what, f"{shown} {unit}; {limit}"))
+    yield from findings

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import sysconfig
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +18,6 @@ from primus.recipes.known import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.size import readable, size
-from primus.system import compiler
 
 _SHOW = "--dry-run shows the job"
 _SMALL = f"--proxy trains a small model instead, {_SHOW}"
@@ -44,7 +46,7 @@ def _check_compiler(recipe: Recipe, *, gpu: bool) -> None:
     """Raise HostError without a compiler: a recipe with torch.compile would fail in its first step."""
     backend = recipe.knows.name
     keys = [key for key in ("compile.enable", "training.compile") if recipe.find(f"{backend}.{key}", False)]
-    if keys and (why := compiler.missing(os.environ, gpu=gpu)):
+    if keys and (why := lacks_compiler(os.environ, gpu=gpu)):
         raise HostError(
             f"torch.compile needs a compiler: {why}",
             where=recipe.settings[f"{backend}.{keys[0]}"].origin,
@@ -134,3 +136,31 @@ def host_bytes(root: Path = Path("/")) -> float:
         with suppress(OSError, ValueError):
             limits.append(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
     return min(limits, default=0.0)
+
+
+def lacks_compiler(environment: Mapping[str, str], *, gpu: bool) -> str:
+    """Return what a job that compiles lacks here, as a sentence; empty if it lacks nothing.
+
+    Programs are found as Triton (for a ``gpu``) and PyTorch's inductor (for a CPU) find them.
+    """
+    if not compiler(environment, gpu=gpu):
+        names, variable = ("neither gcc nor clang", "CC") if gpu else ("no g++", "CXX")
+        return f"there is {names} on this machine, and {variable} names no other compiler"
+    if not (header := headers() / "Python.h").is_file():
+        return f"Python's headers are not on this machine: {header}"
+    return ""
+
+
+def compiler(environment: Mapping[str, str], *, gpu: bool) -> str | None:
+    """Return the compiler that Triton (for a ``gpu``) or inductor (for a CPU) calls; None if there is none."""
+    chosen = environment.get("CC" if gpu else "CXX")
+    names = (chosen,) if chosen else ("gcc", "clang") if gpu else ("g++",)
+    programs = (shutil.which(name, path=environment.get("PATH", os.defpath)) for name in names)
+    return next(filter(None, programs), None)
+
+
+def headers() -> Path:
+    """Return the folder in which Triton looks for Python.h."""
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names a folder below /usr/local, which does not contain it.
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])

@@ -15,7 +15,7 @@ from typing import Any
 from primus.errors import InputError
 from primus.recipes.known import CPU
 from primus.recipes.rules import rules_of
-from primus.system import network
+from primus.system import fabric
 from primus.training import identity
 from primus.training.backend import backend_of
 from primus.training.job import Job
@@ -136,7 +136,7 @@ def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
         )
     if not shown and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise InputError(f"must be a port from 1 to 65535, not {port!r}", where=f"MASTER_PORT={port}")
-    local = variables.get("NODE_ADDR") or (address if first else network.own_address(address))
+    local = variables.get("NODE_ADDR") or (address if first else fabric.own_address(address))
     return [
         "--nnodes", str(nodes), "--rdzv-backend", "c10d",
         # The id rejects agents of another job, or of an earlier attempt of this one, that find the same port.
@@ -157,7 +157,7 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     variables = dict(inherited)
     if job.recipe.get("nodes", int) > 1:
         # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes cannot reach.
-        if interface := network.interface_towards(inherited.get("MASTER_ADDR", "")):
+        if interface := fabric.interface_towards(inherited.get("MASTER_ADDR", "")):
             variables.setdefault("NCCL_SOCKET_IFNAME", interface)
             variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         # The format that torch uses for tracebacks. By default, every line begins with the name of torchrun's role.

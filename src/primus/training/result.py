@@ -52,11 +52,10 @@ def read(folder: Path) -> RunResult:
 
 
 def write_refusal(error: PrimusError, folder: Path) -> None:
-    """Record why a run in ``folder`` was not started, unless the folder contains a run, or cannot be written to."""
-    if (folder / "log.txt").exists() or (folder / "checkpoint").exists():
+    """Record why a run was not started, if its ``folder`` exists, can be written to, and contains no run."""
+    if not folder.is_dir() or (folder / "log.txt").exists() or (folder / "checkpoint").exists():
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write(RunResult(exit_code=error.exit_code, passed=False, refused=str(error).partition("\n")[0]), folder)
     except OSError:
         return  # the error itself is printed in any case

@@ -63,6 +63,9 @@ def test_an_interrupt_stops_the_cells_that_run_and_starts_no_other(tmp_path: Pat
 def test_a_refused_job_says_why_in_its_folder(tmp_path: Path) -> None:
     refused, running = tmp_path / "refused", tmp_path / "running"
     assert main(["train", "llama3-proxy", "--output", str(refused), "model.layer=1"]) == 2
+    assert not refused.exists()
+    refused.mkdir()
+    assert main(["train", "llama3-proxy", "--output", str(refused), "model.layer=1"]) == 2
     assert _no_run(2, refused) == result.read(refused).refused
     assert "model.layer" in _no_run(2, refused)
     running.mkdir()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.system import mounts
+from primus.system import host
 
 ROOT = "1 0 0:50 / / rw,relatime - overlay overlay rw,lowerdir=/x\n"
 OUT = "2 1 8:1 /home/me/out /workspace/runs rw,relatime - ext4 /dev/sda1 rw\n"
@@ -18,8 +18,8 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine that takes itself for a container of ours; returns its mountinfo."""
     image, info = tmp_path / "image.json", tmp_path / "mountinfo"
     image.write_text("{}")
-    monkeypatch.setattr(mounts, "IMAGE_FILE", image)
-    monkeypatch.setattr(mounts, "MOUNTS", info)
+    monkeypatch.setattr(host, "IMAGE_FILE", image)
+    monkeypatch.setattr(host, "MOUNTS", info)
     monkeypatch.setattr(Path, "cwd", lambda: Path("/workspace"))
     return info
 
@@ -43,14 +43,14 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_folder_without_a_mount_is_said_to_be_lost(inside: Path, table: str, folder: str, lost: str) -> None:
     inside.write_text(table)
-    said = mounts.warning(Path(folder))
+    said = host.lost_warning(Path(folder))
     assert lost in said if lost else said == ""
 
 
 def test_elsewhere_nothing_is_said(inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     inside.write_text(ROOT)
-    monkeypatch.setattr(mounts, "IMAGE_FILE", tmp_path / "nothing")
-    assert mounts.warning(Path("/workspace/runs/a")) == ""
-    monkeypatch.setattr(mounts, "IMAGE_FILE", tmp_path)
+    monkeypatch.setattr(host, "IMAGE_FILE", tmp_path / "nothing")
+    assert host.lost_warning(Path("/workspace/runs/a")) == ""
+    monkeypatch.setattr(host, "IMAGE_FILE", tmp_path)
     inside.unlink()
-    assert mounts.warning(Path("/workspace/runs/a")) == ""
+    assert host.lost_warning(Path("/workspace/runs/a")) == ""

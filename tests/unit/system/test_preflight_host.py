@@ -13,7 +13,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.system.banner import lacking
-from primus.system.finding import Host
+from primus.system.host import Host
 from primus.system.preflight import CHECKS, preflight
 
 GIB = 2**30
@@ -91,7 +91,7 @@ class Machine:
         host = Host(
             root=self.root, environment=self.environment, space=self.space, output=Path("/runs"), **self.options
         )
-        return [(one.check, one.level, one.said, one.remedy) for one in preflight(host)]
+        return [(one.check, one.level, one.message, one.remedy) for one in preflight(host)]
 
 
 def nic(machine: Machine, driver: str) -> None:
@@ -213,7 +213,7 @@ def test_every_skip_says_why_on_a_host_without_gpus(tmp_path: Path) -> None:
     assert not [one for one in found if one.level in ("failed", "slow")]
     skipped = [one for one in found if one.level == "skipped"]
     assert len(skipped) >= 6
-    assert all(one.said for one in skipped)
+    assert all(one.message for one in skipped)
     assert len(CHECKS) >= 14
 
 
@@ -274,7 +274,7 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from primus.gpus.detect import detect
-    from primus.system import finding
+    from primus.system import host
     from primus.training.backend import Backend
 
     machine = Machine(tmp_path / "host")
@@ -283,12 +283,12 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
     monkeypatch.setattr("primus.cli.image.train.machine.check", lambda recipe, **_: None)
     monkeypatch.setattr("primus.cli.image.train.start.check_backend", lambda job: None)
     monkeypatch.setattr("primus.cli.image.train.backend_of", lambda _: Backend(check_data=lambda _: None))
-    plain = finding.Host
+    plain = host.Host
 
     def elsewhere(**options: Any) -> Host:
         return plain(**{**options, "root": machine.root})
 
-    monkeypatch.setattr(finding, "Host", elsewhere)
+    monkeypatch.setattr(host, "Host", elsewhere)
     words = ["train", "llama3.1-8b", "--gpu", "mi300x", "--output", str(tmp_path / "run")]
     assert main(words) == 3
     told = capsys.readouterr().err

@@ -14,7 +14,7 @@ from primus.errors import InputError
 from primus.gpus.detect import visible
 from primus.gpus.table import load_table
 from primus.system import nodes, speed
-from primus.system.finding import Finding, Host, failed, ok
+from primus.system.host import Finding, Host, failed, ok
 from primus.system.speed import Measurement
 from primus.training import launch
 
@@ -36,7 +36,7 @@ def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4
 def test_a_figure_is_judged_by_its_range_and_by_the_other_gpus(one: Measurement, level: str, said: str) -> None:
     (found,) = speed.judge(one)
     assert found.level == level
-    assert said in found.said
+    assert said in found.message
     assert (found.remedy != "") == (level != "ok")
 
 
@@ -70,16 +70,16 @@ def test_a_gpu_that_no_table_knows_is_shown_and_not_judged() -> None:
 
 
 def test_the_benchmark_says_why_it_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [one.said for one in speed.benchmark(Host(root=tmp_path))[0]] == ["no GPU on this machine"]
+    assert [one.message for one in speed.benchmark(Host(root=tmp_path))[0]] == ["no GPU on this machine"]
     # As on a login node: the driver's files are there, PyTorch is not.
     (tmp_path / "proc/driver/nvidia/gpus/0").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/gpus/0/information").write_text("Model: NVIDIA H200\n")
     hidden = Host(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""})
-    assert "hides all GPUs" in speed.benchmark(hidden)[0][0].said
+    assert "hides all GPUs" in speed.benchmark(hidden)[0][0].message
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found, measured = speed.benchmark(Host(root=tmp_path, environment={}))
     assert (found[0].level, measured) == ("skipped", [])
-    assert "PyTorch is not installed" in found[0].said
+    assert "PyTorch is not installed" in found[0].message
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 from primus.errors import InputError
 from primus.files import write_file
 from primus.system import nodes, speed
-from primus.system.finding import Finding, Host, name_here
+from primus.system.host import Finding, Host, name_here
 from primus.system.preflight import disk_speed, preflight
 from primus.terminal import Screen, counted
 
@@ -73,19 +73,21 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(node.document(), indent=2, ensure_ascii=False))
     else:
         print("\n".join(_lines(findings)))
-        problems = sum(one.level in ("failed", "slow") for one in findings)
-        print(f"{node.name}: " + ("ready" if node.passed else counted(problems, "problem")))
-    return 0 if node.passed else 1
+        print(f"{node.name}: " + (counted(len(node.problems), "problem") if node.problems else "ready"))
+    return 1 if node.problems else 0
 
 
 def _compare(options: argparse.Namespace) -> int:
     compared = [nodes.read(path) for path in options.nodes]
     between = nodes.compare(compared)
-    passed = all(node.passed for node in compared) and not between
+    passed = not between and not any(node.problems for node in compared)
     if options.html:
         _write(options.html, nodes.page(compared, between))
     if options.json:
-        more = [{"node": name, "check": one.check, "level": one.level, "said": one.said} for name, one in between]
+        more = [
+            {"node": name, "check": finding.check, "level": finding.level, "said": finding.message}
+            for name, finding in between
+        ]
         document = {"passed": passed, "nodes": [node.document() for node in compared], "between": more}
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
@@ -106,8 +108,8 @@ def _write(path: Path, text: str) -> None:
 def _lines(findings: list[Finding]) -> list[str]:
     screen = Screen.of()
     rows = []
-    for one in findings:
-        rows += screen.wrap(f"{nodes.MARKS[one.level]} {one.check}: {one.said}", hanging="  ")
-        if one.remedy:
-            rows += screen.wrap(f"→ {one.remedy}", indent="  ", hanging="    ")
+    for finding in findings:
+        rows += screen.wrap(f"{nodes.MARKS[finding.level]} {finding.check}: {finding.message}", hanging="  ")
+        if finding.remedy:
+            rows += screen.wrap(f"→ {finding.remedy}", indent="  ", hanging="    ")
     return rows

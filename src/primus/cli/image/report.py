@@ -16,7 +16,7 @@ from primus.cli.arguments import folder, path
 from primus.errors import HostError, InputError
 from primus.report import compare, sheets
 from primus.report.run import Run, read_all
-from primus.system import mounts
+from primus.system.host import lost_warning
 from primus.terminal import Screen, Styled
 
 EXAMPLE = "primus report runs/before runs/after --out report"
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
             (options.out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise HostError(f"cannot write to {options.out}: {error.strerror}", hint="choose another --out") from error
-    if lost := mounts.warning(options.out):
+    if lost := lost_warning(options.out):
         print(f"primus: {lost}", file=sys.stderr)
     paths = [str(options.out / name) for name in files]
     if options.json:

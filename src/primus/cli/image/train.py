@@ -21,7 +21,7 @@ from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, 
 from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.known import CPU
-from primus.system import mounts
+from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
 from primus.training import identity, logs, machine, metrics, proof, ranks, result, start
 from primus.training.backend import backend_of
@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Resolve the recipe, run the job and check it. Returns 0 or 1. Raises InputError and HostError.
 
-    Sets ``options.output`` to the folder of the run. A folder that the user names also gets the reason of a refusal.
+    Sets ``options.output`` to the folder of the run. An existing folder that the caller names also gets the reason of a
+    refusal.
     """
     named: Path | None = options.output
     try:
@@ -113,7 +114,7 @@ def _run(options: argparse.Namespace) -> int:
     if not options.no_preflight:
         _preflight(job)
     job = start.prepare(job, lambda line: None if options.json else print(f"primus: {line}", file=sys.stderr))
-    if lost := mounts.warning(job.output):
+    if lost := lost_warning(job.output):
         print(f"primus: {lost}", file=sys.stderr)
     if not options.json:
         print(_headline(job), file=sys.stderr)
@@ -151,24 +152,24 @@ def _preflight(job: Job) -> None:
     if job.recipe.gpu == CPU or not detect().names:
         return
     # Seam "preflight": there is nothing to check for a run on the CPU.
-    from primus.system import finding, preflight
+    from primus.system import host, preflight
 
     alone = job.recipe.get("nodes", int) == 1
-    where = "" if alone else f"node {finding.name_here()}: "
+    where = "" if alone else f"node {host.name_here()}: "
     findings = [
-        one
-        for one in preflight.preflight(finding.Host(output=job.output))
-        if not (alone and one.check in preflight.OF_SEVERAL_NODES)
+        finding
+        for finding in preflight.preflight(host.Host(output=job.output))
+        if not (alone and finding.check in preflight.OF_SEVERAL_NODES)
     ]
-    for one in findings:
-        if one.level == "failed":
+    for finding in findings:
+        if finding.level == "failed":
             raise HostError(
-                f"{where}{one.check}: {one.said}",
-                hint=f"{one.remedy}; --no-preflight starts the job without this check",
+                f"{where}{finding.check}: {finding.message}",
+                hint=f"{finding.remedy}; --no-preflight starts the job without this check",
             )
-    for one in findings:
-        if one.level == "slow":
-            print(f"primus: {where}{one.check}: {one.said}\n  → {one.remedy}", file=sys.stderr)
+    for finding in findings:
+        if finding.level == "slow":
+            print(f"primus: {where}{finding.check}: {finding.message}\n  → {finding.remedy}", file=sys.stderr)
 
 
 def _checkpoint(path: Path) -> Path:

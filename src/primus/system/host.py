@@ -1,22 +1,29 @@
-"""The result of one check of a machine, and the machine as its files describe it."""
+"""The machine as its files describe it, and the result of one check of it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from primus.files import text_if_readable
 from primus.gpus.detect import Found, detect
-from primus.system.mounts import IMAGE_FILE
 
 Level = Literal["ok", "failed", "slow", "skipped"]
 _LONGEST = 1000
+# The file in which an image describes itself.
+IMAGE_FILE = Path("/etc/primus/image.json")
+MOUNTS = Path("/proc/self/mountinfo")
+# File systems that are deleted with the container: its own writable layer, and memory.
+_OWN = frozenset({"overlay", "tmpfs", "ramfs"})
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,39 +31,48 @@ class Finding:
     """One result. ``failed``: a job would fail or compute wrong results; ``slow``: it would run slower than it
     could.
 
-    ``remedy`` tells what to do about it. For a skipped check, ``said`` is the reason.
+    ``remedy`` tells what to do about it. For a skipped check, ``message`` is the reason.
     """
 
     check: str
     level: Level
-    said: str
+    message: str
     remedy: str = ""
 
     def __post_init__(self) -> None:
         # Files of the machine and variables are quoted. They must not move the cursor or break the table.
-        for name in ("said", "remedy"):
+        for name in ("message", "remedy"):
             text = "".join(c if c.isprintable() else " " for c in getattr(self, name))
             object.__setattr__(self, name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
 
+    @property
+    def problem(self) -> bool:
+        """Whether it would fail a job or slow it down."""
+        return self.level in ("failed", "slow")
 
-def ok(check: str, said: str) -> Finding:
+    def as_json(self) -> dict[str, str]:
+        """Return the finding for JSON output."""
+        return {"check": self.check, "level": self.level, "said": self.message, "remedy": self.remedy}
+
+
+def ok(check: str, message: str) -> Finding:
     """Return the result of a check that found no problem."""
-    return Finding(check=check, level="ok", said=said)
+    return Finding(check=check, level="ok", message=message)
 
 
-def failed(check: str, said: str, remedy: str) -> Finding:
+def failed(check: str, message: str, remedy: str) -> Finding:
     """Return a problem that makes a job fail or compute wrong results."""
-    return Finding(check=check, level="failed", said=said, remedy=remedy)
+    return Finding(check=check, level="failed", message=message, remedy=remedy)
 
 
-def slow(check: str, said: str, remedy: str) -> Finding:
+def slow(check: str, message: str, remedy: str) -> Finding:
     """Return a problem that makes a job slower than it could be."""
-    return Finding(check=check, level="slow", said=said, remedy=remedy)
+    return Finding(check=check, level="slow", message=message, remedy=remedy)
 
 
 def skipped(check: str, why: str) -> Finding:
     """Return the result of a check that does not apply, or has nothing to read."""
-    return Finding(check=check, level="skipped", said=why)
+    return Finding(check=check, level="skipped", message=why)
 
 
 def name_here() -> str:
@@ -89,8 +105,9 @@ class Host:
     def component(self, name: str) -> str:
         """Return the version of a component of the image, ignoring case; empty outside an image."""
         try:
-            found = json.loads(self.text(str(IMAGE_FILE.relative_to("/"))) or "{}").get("components", {})
-            return next((str(version) for known, version in found.items() if known.lower() == name.lower()), "")
+            components = json.loads(self.text(str(IMAGE_FILE.relative_to("/"))) or "{}").get("components", {})
+            versions = {key.lower(): str(version) for key, version in components.items()}
+            return versions.get(name.lower(), "")
         except (ValueError, AttributeError):
             return ""
 
@@ -115,12 +132,12 @@ class Host:
         if self.uid == 0:
             return True
         if mode.st_uid == self.uid:
-            wanted = stat.S_IRUSR | stat.S_IWUSR
+            rights = stat.S_IRUSR | stat.S_IWUSR
         elif mode.st_gid in self.gids:
-            wanted = stat.S_IRGRP | stat.S_IWGRP
+            rights = stat.S_IRGRP | stat.S_IWGRP
         else:
-            wanted = stat.S_IROTH | stat.S_IWOTH
-        return mode.st_mode & wanted == wanted
+            rights = stat.S_IROTH | stat.S_IWOTH
+        return mode.st_mode & rights == rights
 
     def bytes_of(self, folder: Path) -> tuple[int, int] | None:
         """Return total and free bytes of the file system of ``folder``, which may not exist yet; None if unknown."""
@@ -134,3 +151,42 @@ class Host:
                     return None
                 return usage.total, usage.free
         return None
+
+
+def mount_of(folder: Path, mountinfo: str) -> tuple[Path, str]:
+    """Return the mount point of ``folder`` and the type of its file system. ``mountinfo`` is the text of proc(5)'s
+    file.
+
+    If the text names no mount point, the result is ``/`` with an empty type.
+    """
+    best, kind = Path("/"), ""
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if len(fields) < 5 or not after:
+            continue
+        point = Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]))
+        # A later mount on the same point hides the earlier one.
+        if folder.is_relative_to(point) and len(point.parts) >= len(best.parts):
+            best, kind = point, after.split()[0]
+    return best, kind
+
+
+def lost_warning(folder: Path) -> str:
+    """Return a sentence if ``folder`` is deleted with this container, with the option that keeps it; otherwise "".
+
+    Outside the images of this project, the result is always empty.
+    """
+    if not IMAGE_FILE.exists():
+        return ""
+    with suppress(OSError):
+        folder = folder.resolve()
+        point, kind = mount_of(folder, MOUNTS.read_text(encoding="utf-8", errors="surrogateescape"))
+        if point == Path("/") or kind in _OWN:
+            # A mount on the folder in which jobs start would hide the image's files there.
+            mounted = folder if folder.parent in (Path("/"), Path.cwd()) else folder.parent
+            return (
+                f"{folder} is inside the container and is lost when the container is removed\n"
+                f'  → to keep it, start the container with -v "$PWD/{mounted.name}:{mounted}"'
+            )
+    return ""

@@ -10,7 +10,6 @@ import pytest
 from primus.errors import HostError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.system import compiler
 from primus.training import machine
 
 
@@ -26,7 +25,7 @@ def with_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "include"
     folder.mkdir()
     (folder / "Python.h").touch()
-    monkeypatch.setattr(compiler, "headers", lambda: folder)
+    monkeypatch.setattr(machine, "headers", lambda: folder)
     return folder
 
 
@@ -50,7 +49,7 @@ def test_programs_are_those_that_the_libraries_call(
 ) -> None:
     for name in there:
         program(tmp_path, name, "exit 0")
-    found = compiler.missing({"PATH": str(tmp_path), **environment}, gpu=gpu)
+    found = machine.lacks_compiler({"PATH": str(tmp_path), **environment}, gpu=gpu)
     assert said in found
     assert bool(said) == bool(found)
 
@@ -58,7 +57,7 @@ def test_programs_are_those_that_the_libraries_call(
 def test_a_compiler_without_headers_is_not_enough(with_headers: Path, tmp_path: Path) -> None:
     program(tmp_path, "gcc", "exit 0")
     (with_headers / "Python.h").unlink()
-    assert "Python's headers are not on this machine" in compiler.missing({"PATH": str(tmp_path)}, gpu=True)
+    assert "Python's headers are not on this machine" in machine.lacks_compiler({"PATH": str(tmp_path)}, gpu=True)
 
 
 def test_a_recipe_that_compiles_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

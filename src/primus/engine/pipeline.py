@@ -28,7 +28,7 @@ from primus.versions.suites import suites_of
 if TYPE_CHECKING:
     from primus.oci.store import Layer, Store
     from primus.oci.tar import Watch
-    from primus.plan.channel import Choice
+    from primus.plan.project import Choice
     from primus.plan.resolve import ResolvedTarget
     from primus.plan.workspace import Workspace
     from primus.progress import Progress

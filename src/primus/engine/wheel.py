@@ -27,7 +27,7 @@ from primus.errors import CheckFailed, InputError
 from primus.oci.imported import require_sane
 from primus.oci.tar import Entry
 from primus.paths import path_fault
-from primus.plan.prefix import Prefix
+from primus.plan.skeleton import Prefix
 from primus.versions.names import normalised
 
 _UNIX = 3

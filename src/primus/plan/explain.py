@@ -1,14 +1,20 @@
-"""Why a build would do something: the inputs that changed since the last build, old → new, with their lines."""
+"""What a build would do, and why: the layers to build and to reuse, and the inputs that changed since the last build,
+old → new, with their lines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from primus.oci.store import Store
-from primus.plan.action import ImagePlan, tree_record
-from primus.terminal import PLAIN, Screen
+from primus.plan.action import Action, ImagePlan, tree_record
+from primus.terminal import PLAIN, Screen, Styled, bytes_text
+
+_REASONS = 2  # The number of reasons listed beside a layer; `primus explain` lists all.
+_DIGITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,118 +33,162 @@ class Change:
     def text(self) -> str:
         """The change without the action's name."""
         place = f"  ({self.where})" if self.where else ""
-        old = short(self.old) if self.old is not None else "nothing"
-        new = short(self.new) if self.new is not None else "removed"
+        old = _short(self.old) if self.old is not None else "nothing"
+        new = _short(self.new) if self.new is not None else "removed"
         return f"{self.input}: {old} → {new}{place}"
 
 
-def short(value: str) -> str:
+def _short(value: str) -> str:
     """Return the value with hashes shortened to 12 digits."""
     words = []
     for word in value.split(" "):
         head, colon, digits = word.rpartition(":")
-        known = len(digits) == 64 and all(c in "0123456789abcdef" for c in digits)
-        words.append(f"{head}{colon}{digits[:12]}" if known else word)
+        is_hash = len(digits) == _DIGITS and all(c in "0123456789abcdef" for c in digits)
+        words.append(f"{head}{colon}{digits[:12]}" if is_hash else word)
     return " ".join(words)
 
 
-def changes(state: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
+def changes(record: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
     """Return the differences between the last build's record and the plan; empty if there is nothing to do.
 
     Changes of a local tree are listed by file. Actions that are rebuilt only because of an action they need are
     left out: only the cause is listed.
     """
     try:
-        return _changes((state or {})["inputs"], tree_record(plan))
+        return list(_changes((record or {})["inputs"], tree_record(plan)))
     except (AttributeError, IndexError, KeyError, TypeError):
         # Treat a record written by another version as missing.
         return [Change(action="image", input=plan.ref, old=None, new="its first build")]
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    found: list[Change] = []
-    for name in (*new["actions"], *(n for n in old["actions"] if n not in new["actions"])):
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    for name in {**new["actions"], **old["actions"]}:
         before, after = old["actions"].get(name), new["actions"].get(name)
         if before is None or after is None:
-            kind = (after or before)["kind"]
-            found.append(
-                Change(
-                    action=name,
-                    input="layer" if kind != "build" else "build",
-                    old=_summary(before),
-                    new=_summary(after),
-                    where=_where(after) if after else "",
-                )
-            )
+            what = "build" if (after or before)["kind"] == "build" else "layer"
+            where = next((str(where) for _, where in (after or {"inputs": {}})["inputs"].values() if where), "")
+            yield Change(action=name, input=what, old=_summary(before), new=_summary(after), where=where)
         elif before["key"] != after["key"]:
-            found += _inputs(name, before, after)
+            yield from _inputs(name, before, after)
     for part in ("config", "annotations"):
-        found += _values(part, old[part], new[part])
-    return found
+        yield from _values("image", part, old[part], new[part])
 
 
 def _summary(action: Mapping[str, Any] | None) -> str | None:
     if action is None:
         return None
-    return ", ".join(f"{n} {short(v[0])}" for n, v in list(action["inputs"].items())[:3] if n != "assembler")
+    return ", ".join(f"{n} {_short(v[0])}" for n, v in list(action["inputs"].items())[:3] if n != "assembler")
 
 
-def _where(action: Mapping[str, Any]) -> str:
-    return next((str(v[1]) for v in action["inputs"].values() if v[1]), "")
-
-
-def _inputs(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    found = []
+def _inputs(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
     for key in sorted({*before["inputs"], *after["inputs"]}):
-        old, new = before["inputs"].get(key), after["inputs"].get(key)
-        if (old and old[0]) == (new and new[0]):
+        old, old_where = before["inputs"].get(key, (None, ""))
+        new, new_where = after["inputs"].get(key, (None, ""))
+        if old == new:
             continue
-        files = _values(key, before["tree"], after["tree"]) if before["tree"] or after["tree"] else []
-        if files and str((new or old)[0]).startswith("tree:"):
-            found += [
-                Change(action=name, input=c.input.replace(" ", "/", 1), old=c.old, new=c.new, where=c.where)
-                for c in files
-            ]
-            continue
-        found.append(
-            Change(
-                action=name,
-                input=key,
-                old=old[0] if old else None,
-                new=new[0] if new else None,
-                where=str((new or old)[1]),
-            )
-        )
-    return found
+        files = list(_values(name, key, before["tree"], after["tree"], "/"))
+        if files and str(new or old).startswith("tree:"):
+            yield from files
+        else:
+            yield Change(action=name, input=key, old=old, new=new, where=str(new_where if new else old_where))
 
 
-def _values(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    found: list[Change] = []
+def _values(
+    action: str, part: str, old: Mapping[str, Any], new: Mapping[str, Any], separator: str = " "
+) -> Iterator[Change]:
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
         if before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
-            found += _values(f"{part}.{key}", before, after)
+            yield from _values(action, f"{part}.{key}", before, after)
         else:
-            found.append(
-                Change(
-                    action="image",
-                    input=f"{part} {key}",
-                    old=None if before is None else str(before),
-                    new=None if after is None else str(after),
-                )
-            )
-    return found
+            sides = [None if value is None else str(value) for value in (before, after)]
+            yield Change(action=action, input=f"{part}{separator}{key}", old=sides[0], new=sides[1])
 
 
-def explain_text(plan: ImagePlan, found: Sequence[Change], store: Store, screen: Screen = PLAIN) -> str:
+def explain_text(plan: ImagePlan, changed: Sequence[Change], store: Store, screen: Screen = PLAIN) -> str:
     """Return the changes as text, then the layers that a build would create."""
-    if not found:
+    if not changed:
         return f"{plan.ref}: nothing to do"
-    build = [a.name for a in plan.layers if store.layer(a.key) is None]
     lines = [f"{screen.paint(plan.ref, 'bold')}:"]
-    for change in found:
+    for change in changed:
         lines += screen.wrap(str(change), "  ", "      ")
-    what = ", ".join(build) if build else "no layer, only config and manifest"
+    names = ", ".join(action.name for action in plan.layers if store.layer(action.key) is None)
+    what = names or "no layer, only config and manifest"
     return "\n".join([*lines, *screen.wrap(f"to build: {what}", "  ", "      ")])
+
+
+def outline(store: Store, plan: ImagePlan) -> list[dict[str, Any]]:
+    """Return one row per layer: name, kind, key, ``build`` or ``reuse``, and the known bytes.
+
+    ``bytes`` is the compressed size of a layer in the store, else the size of the files it is made from.
+    """
+    rows = []
+    for action in plan.layers:
+        layer = store.layer(action.key)
+        rows.append(
+            {
+                "name": action.name,
+                "kind": action.kind,
+                "key": action.key,
+                "do": "reuse" if layer else "build",
+                "bytes": layer.blob.size if layer else _source_bytes(action),
+                "digest": layer.blob.digest if layer else None,
+                "inputs": len(action.files) or len(action.tree),
+            }
+        )
+    return rows
+
+
+def _source_bytes(action: Action) -> int:
+    tree = (Path(action.root) / name for name, kind, _ in action.tree if kind != "link")
+    return sum(file.size for file in action.files) + sum(path.stat().st_size for path in tree)
+
+
+def outline_text(
+    plan: ImagePlan,
+    rows: Sequence[Mapping[str, Any]],
+    changed: Sequence[Change] | None,
+    screen: Screen = PLAIN,
+    *,
+    full: bool = True,
+) -> str:
+    """Return the layers as text: ``+`` to build, with the reason, ``=`` to reuse; then their number and bytes.
+
+    ``changed`` are the changes since the last build, None if there was none. Without ``full``, layers to reuse are
+    only counted, and so are all layers of an image that was never built.
+    """
+    build = [row for row in rows if row["do"] == "build"]
+    reuse = [row for row in rows if row["do"] == "reuse"]
+    signs = {"build": Styled("+", "green"), "reuse": Styled("=", "dim")}
+    shown = rows if full else build if changed is not None else []
+    table = []
+    for row in shown:
+        size = bytes_text(row["bytes"]) if row["bytes"] else ""
+        table.append((signs[row["do"]], row["name"], row["kind"], size, _origin(row, changed)))
+    lines = screen.table(table, right=(3,), indent="  ")
+    for change in changed or ():
+        if change.action == "image":
+            lines += screen.wrap(change.text(), f"  {screen.paint('~', 'yellow')} ", "    ")
+    what = f"{len(build)} to build from {bytes_text(sum(r['bytes'] for r in build))}" if build else "nothing to build"
+    count = f"{what}, {len(reuse)} to reuse ({bytes_text(sum(r['bytes'] for r in reuse))})"
+    if changed is None:
+        count = f"not built yet: {count}"
+    ref = screen.paint(plan.ref, "bold")
+    if full:
+        return "\n".join([ref, *lines, *screen.wrap(count, "  ")])
+    return "\n".join([*screen.wrap(count, f"{ref}: ", "    "), *lines])
+
+
+def _origin(row: Mapping[str, Any], changed: Sequence[Change] | None) -> str:
+    """Return a layer's digest, or what it is made from and why."""
+    if row["digest"]:
+        return str(row["digest"])[7:19]
+    words = [f"from {row['inputs']} file{'s' if row['inputs'] > 1 else ''}"] if row["inputs"] else []
+    if changed is not None:
+        reasons = [change.text() for change in changed if change.action == row["name"]]
+        words += reasons[:_REASONS] or ["its layer is not in the store, or a layer that it needs changes"]
+        more = len(reasons) - _REASONS
+        words += [f"and {more} more changes: primus explain"] if more > 0 else []
+    return "; ".join(words)

@@ -14,7 +14,7 @@ from primus.files import write_file
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
-from primus.plan.stats import StatIndex
+from primus.plan.workspace import StatIndex
 from primus.versions.lock import LockedFile, dumps
 
 if TYPE_CHECKING:

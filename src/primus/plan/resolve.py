@@ -10,8 +10,7 @@ from pathlib import Path
 from primus.errors import InputError
 from primus.gpus.generation import Generation
 from primus.gpus.table import generation
-from primus.plan.channel import Choice
-from primus.plan.project import Project
+from primus.plan.project import Choice, Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import Drift, Lock, LockedFile, Request, drift

@@ -1,4 +1,4 @@
-"""The files of an image that come from no package: the Python environment, the ``primus`` command and its metadata.
+"""What of an image comes from no package: its Python environment, the ``primus`` command, its settings and labels.
 
 Entries are plain data (path → text or link, mode), because they are part of an action's key.
 """
@@ -6,12 +6,12 @@ Entries are plain data (path → text or link, mode), because they are part of a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from primus import __version__
 from primus.oci.tar import Entry
-from primus.plan.prefix import Prefix
 from primus.versions.names import normalised
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"
 # Packages that pip and uv in the image must not replace.
 CONSTRAINTS = "etc/primus/constraints.txt"
+_SOURCE = "https://github.com/AMD-AGI/Primus"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
 # A login shell starts with the distribution's own PATH. Run no program here: a shell must open at once.
 _PROFILE = """\
@@ -40,6 +41,24 @@ _BASHRC = """\
 if [ -r ~/.bashrc ]; then . ~/.bashrc; fi
 . /etc/profile.d/primus.sh
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """The Python environment of the image: ``root`` without a leading slash, ``python`` as major.minor."""
+
+    root: str = "opt/venv"
+    python: str
+
+    @property
+    def site(self) -> str:
+        """The folder of the modules."""
+        return f"{self.root}/lib/python{self.python}/site-packages"
+
+    @property
+    def interpreter(self) -> str:
+        """The path of the interpreter, as scripts name it."""
+        return f"/{self.root}/bin/python3"
 
 
 def environment(prefix: Prefix, system: bool = False) -> Inline:
@@ -131,3 +150,52 @@ def inline_entries(inline: Inline) -> list[Entry]:
             text = str(what["text"]).encode()
             result.append(Entry(path=path, mode=int(str(what.get("mode", 0o644))), size=len(text), source=text))
     return result
+
+
+def image_config(resolved: ResolvedTarget, prefix: Prefix | None, held: str) -> dict[str, object]:
+    """Return the config: platform, environment, command and labels. ``held``: pip's constraints, if there are any."""
+    target, preview = resolved.target, resolved.choice.preview
+    env = dict(resolved.environment)
+    if prefix:
+        env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+        if held:
+            env |= {name: f"/{CONSTRAINTS}" for name in ("PIP_CONSTRAINT", "UV_CONSTRAINT") if name not in env}
+    every = {**resolved.pins, **resolved.inside}
+    labels = {f"io.primus.pins.{name}": pin.version or "local" for name, pin in every.items()}
+    if preview:
+        labels["io.primus.preview"] = preview
+    if resolved.extras:
+        labels["io.primus.extras"] = " ".join(resolved.extras)
+    return {
+        "architecture": "amd64",
+        "os": "linux",
+        "created": _created(resolved),
+        "config": {
+            "Env": [f"{name}={value}" for name, value in sorted(env.items())],
+            "Entrypoint": list(target.entrypoint),
+            "Cmd": list(target.command),
+            "WorkingDir": target.workdir,
+            "Labels": labels,
+        },
+    }
+
+
+def manifest_annotations(resolved: ResolvedTarget) -> dict[str, str]:
+    """Return the annotations of the image's manifest."""
+    choice = resolved.choice
+    return {
+        "org.opencontainers.image.created": _created(resolved),
+        "org.opencontainers.image.title": f"primus {resolved.name}",
+        "org.opencontainers.image.description": resolved.target.description,
+        "org.opencontainers.image.version": resolved.versions.release,
+        "org.opencontainers.image.source": _SOURCE,
+        "org.opencontainers.image.ref.name": resolved.ref,
+        "io.primus.target": resolved.name,
+        "io.primus.channel": choice.channel,
+        **({"io.primus.preview": choice.preview} if choice.preview else {}),
+    }
+
+
+def _created(resolved: ResolvedTarget) -> str:
+    """Return the date of the release, which stands for the time of every build."""
+    return f"{resolved.versions.created}T00:00:00Z"

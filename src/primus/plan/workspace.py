@@ -3,14 +3,130 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from primus.errors import InputError
 from primus.fetch.filecache import FileCache
+from primus.files import open_regular, read_sealed, write_sealed
 from primus.oci.store import InUse, Store
-from primus.plan.stats import StatIndex
+from primus.paths import link_fault, path_fault
+
+_RACY_NS = 50_000_000
+_DIGITS = 64
+_RENAME = "rename it, or leave it out with `include`"
+
+TreeFile = tuple[str, str, str]
+"""A path of a tree: relative path, ``file``/``exec``/``link``, sha256 of the content or the link's target."""
+
+
+class StatIndex:
+    """The cache, stored in one file. Losing it costs only time. Without a ``path``, every file is read."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        # If not trusted, every file is read.
+        self.trusted = True
+        self._changed = False
+        # Targets that share trees walk each tree once.
+        self._trees: dict[tuple[str, tuple[str, ...]], list[TreeFile]] = {}
+        entries = read_sealed(path) if path else None
+        # Path → size, mtime, ctime, inode, SHA-256.
+        self._entries: dict[str, object] = entries if isinstance(entries, dict) else {}
+
+    def sha256(self, path: str, status: os.stat_result | None = None) -> str:
+        """Return the SHA-256 of the file's content, as hex. Raises InputError if it is not a regular file or
+        cannot be read.
+        """
+        status = status or os.stat(path)
+        mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        match self._entries.get(path):
+            case [*recorded, str(digest)] if recorded == mark and len(digest) == _DIGITS and self.trusted:
+                return digest
+        now = _now_ns()
+        try:
+            with open_regular(path) as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=path) from None
+        if now - max(status.st_mtime_ns, status.st_ctime_ns) > _RACY_NS:
+            self._entries[path] = [*mark, digest]
+            self._changed = True
+        elif self._entries.pop(path, None) is not None:
+            self._changed = True
+        return digest
+
+    def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[TreeFile]:
+        """Return every file below ``root`` in order, except caches. ``include`` restricts it to some of its
+        children.
+
+        Raises InputError if the folder or a child in ``include`` is missing or unreadable, and for files that
+        an image may not contain: pipes, devices, sockets and unclean paths.
+        """
+        if (str(root), include) in self._trees:
+            return self._trees[str(root), include]
+        if not root.is_dir():
+            raise InputError("there is no such folder", where=str(root))
+        files: list[TreeFile] = []
+        try:
+            for name in include:
+                path = f"{root}/{name}"
+                if not os.path.lexists(path):
+                    raise InputError(f"there is no {name!r} in this folder", where=str(root))
+                if os.path.isdir(path) and not os.path.islink(path):
+                    self._walk(path, f"{name}/", files)
+                else:
+                    self._file(path, name, files)
+            if not include:
+                self._walk(str(root), "", files)
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=str(error.filename or root)) from None
+        self._trees[str(root), include] = sorted(files)
+        return self._trees[str(root), include]
+
+    def _walk(self, folder: str, prefix: str, files: list[TreeFile]) -> None:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in ("__pycache__", ".git"):
+                        self._walk(entry.path, f"{prefix}{entry.name}/", files)
+                elif not entry.name.endswith(".pyc"):
+                    self._file(entry.path, prefix + entry.name, files)
+
+    def _file(self, path: str, name: str, files: list[TreeFile]) -> None:
+        if fault := path_fault(name):
+            raise InputError(f"{name!r} cannot be in an image: {fault}", where=path[: -len(name) - 1], hint=_RENAME)
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            target = os.readlink(path)
+            if fault := link_fault(target):
+                raise InputError(f"the target of this link cannot be used: {fault}", where=path, hint=_RENAME)
+            files.append((name, "link", target))
+        else:
+            kind = "exec" if status.st_mode & 0o100 else "file"
+            files.append((name, kind, self.sha256(path, status)))
+
+    def save(self) -> None:
+        """Write the cache if it changed. Failures are ignored: the next run reads the files again."""
+        if not (self._changed and self._path):
+            return
+        with contextlib.suppress(OSError):
+            write_sealed(self._path, self._entries)
+            self._changed = False
+
+
+def _now_ns() -> int:
+    try:
+        return time.time_ns()
+    except OverflowError:
+        # From the year 2262, nanoseconds do not fit into 64 bits. Then every file looks as if it were new.
+        return 0
 
 
 @dataclass(frozen=True)

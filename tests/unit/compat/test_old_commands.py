@@ -17,8 +17,7 @@ from primus.compat.translate import table
 from primus.errors import PrimusError
 from primus.gpus.detect import Found
 from primus.oci.layer import overlaps
-from primus.plan.prefix import Prefix
-from primus.plan.skeleton import environment, inline_entries, working_folders
+from primus.plan.skeleton import Prefix, environment, inline_entries, working_folders
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve

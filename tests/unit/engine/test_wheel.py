@@ -18,8 +18,8 @@ from primus.engine.kinds.wheels import bytecode_entries
 from primus.engine.wheel import open_member, wheel_entries
 from primus.errors import CheckFailed, InputError
 from primus.oci.tar import Entry
-from primus.plan.prefix import Prefix
-from primus.plan.source import BYTECODE as SCRIPT
+from primus.plan.scripts import BYTECODE as SCRIPT
+from primus.plan.skeleton import Prefix
 
 PREFIX = Prefix(python=f"{sys.version_info.major}.{sys.version_info.minor}")
 NAME = "Demo_Pkg-1.0-py3-none-any.whl"

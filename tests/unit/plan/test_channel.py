@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.plan.channel import choose
+from primus.plan.project import choose
 from primus.plan.target import Target
 from primus.versions.lock import Lock, dumps
 from project_kit import Kit

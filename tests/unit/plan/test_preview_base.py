@@ -22,7 +22,7 @@ from primus.oci.left_out import LeftOut
 from primus.oci.tar import Entry
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
-from primus.plan.trim import LEFT_OUT
+from primus.plan.scripts import LEFT_OUT
 from primus.versions.lock import Lock, LockedFile
 from project_kit import plan_over
 

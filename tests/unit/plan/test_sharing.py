@@ -7,37 +7,37 @@ from pathlib import Path
 
 import pytest
 
-from primus.plan.sharing import Image, LayerOf, pairs, parts, sharing_text
+from primus.plan.sharing import SharedLayer, sharing, sharing_text
 from project_kit import Kit, make_project
 
-
-def layer(name: str, size: int | None, identity: str = "") -> LayerOf:
-    return LayerOf(name=name, identity=identity or name, size=size)
-
-
-BASE = layer("base", 900)
-A = Image(target="a", layers=(BASE, layer("kernels x", 90), layer("facts", 10, "fa")))
-B = Image(target="b", layers=(BASE, layer("kernels x", 90), layer("facts", 10, "fb")))
-C = Image(target="c", layers=(BASE, layer("kernels y", 1100)))
+Layers = dict[str, SharedLayer]
+BASE = {"base": SharedLayer("base", 900)}
+A: Layers = {**BASE, "x": SharedLayer("kernels x", 90), "fa": SharedLayer("facts", 10)}
+B: Layers = {**BASE, "x": SharedLayer("kernels x", 90), "fb": SharedLayer("facts", 10)}
+C: Layers = {**BASE, "y": SharedLayer("kernels y", 1100)}
 
 
 def test_shared_and_own_bytes() -> None:
-    found = {p.target: (p.size, p.shared, p.own) for p in parts([A, B, C])}
-    assert found == {"a": (1000, 990, 10), "b": (1000, 990, 10), "c": (2000, 900, 1100)}
-    shares = {p.targets: (p.shared, p.share) for p in pairs([A, B, C])}
-    assert shares == {("a", "b"): (990, 0.99), ("a", "c"): (900, 0.45), ("b", "c"): (900, 0.45)}
+    rows = sharing({"a": A, "b": B, "c": C})
+    sizes = {target: (row["bytes"], row["shared"], row["own"]) for target, row in rows.items()}
+    assert sizes == {"a": (1000, 990, 10), "b": (1000, 990, 10), "c": (2000, 900, 1100)}
+    assert rows["a"]["with"] == {"b": {"shared": 990, "share": 0.99}, "c": {"shared": 900, "share": 0.45}}
+    assert rows["b"]["with"]["c"] == rows["c"]["with"]["b"] == {"shared": 900, "share": 0.45}
 
 
 def test_what_is_not_built_is_unknown_and_never_a_guess() -> None:
-    unbuilt = Image(target="b", layers=(BASE, layer("kernels x", None, "key"), layer("facts", 10, "fb")))
-    assert [(p.size, p.shared, p.own) for p in parts([A, unbuilt])] == [(1000, 900, 100), (None, None, None)]
-    (pair,) = pairs([A, unbuilt])
-    assert (pair.shared, pair.share) == (None, None)
-    assert "a ↔ b  unknown        unknown" in sharing_text([A, unbuilt])
+    unbuilt = {**BASE, "key": SharedLayer("kernels x", None), "fb": SharedLayer("facts", 10)}
+    rows = sharing({"a": A, "b": unbuilt})
+    assert [(row["bytes"], row["shared"], row["own"]) for row in rows.values()] == [
+        (1000, 900, 100),
+        (None, None, None),
+    ]
+    assert rows["a"]["with"]["b"] == {"shared": None, "share": None}
+    assert "a ↔ b  unknown        unknown" in sharing_text({"a": A, "b": unbuilt})
 
 
 def test_the_table_marks_what_is_shared() -> None:
-    lines = sharing_text([A, B, C]).splitlines()
+    lines = sharing_text({"a": A, "b": B, "c": C}).splitlines()
     assert lines[0].split() == ["layer", "bytes", "a", "b", "c"]
     rows = {line.split("  ")[0]: line.split()[-3:] for line in lines[1:]}
     assert rows["base"] == ["=", "=", "="]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.plan.stats import StatIndex
+from primus.plan.workspace import StatIndex
 
 
 def settle(path: Path) -> None:

@@ -17,8 +17,8 @@ from primus.engine.pipeline import Options, build, say_channel
 from primus.errors import PrimusError
 from primus.gates.admit import Gatekeeper
 from primus.gates.rules import rules
-from primus.plan.channel import Choice
 from primus.plan.locking import plan_images
+from primus.plan.project import Choice
 from primus.plan.resolve import resolve_all
 from primus.terminal import Screen, Styled, bytes_text, counted
 

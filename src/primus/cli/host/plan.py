@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from primus.cli.host.common import resolved_targets
 from primus.oci.store import Store
 from primus.plan.action import ImagePlan
-from primus.plan.explain import changes
+from primus.plan.explain import changes, outline, outline_text
 from primus.plan.locking import plan_images
-from primus.plan.outline import outline, outline_text
-from primus.plan.sharing import sharing_json, sharing_of, sharing_text
+from primus.plan.sharing import images_of, sharing, sharing_text
 from primus.terminal import Screen
 
 
@@ -27,10 +26,10 @@ def run(args: argparse.Namespace) -> int:
 
 def print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, full: bool = False) -> None:
     """Print what building ``plans`` into ``store`` would do; a single plan is always shown in full."""
-    images = sharing_of(store, plans) if len(plans) > 1 else []
+    images = images_of(store, plans) if len(plans) > 1 else {}
     lines = [(plan, outline(store, plan)) for plan in plans]
     if as_json:
-        shares = sharing_json(images)
+        shares = {target: {"sharing": row} for target, row in sharing(images).items()}
         print(
             json.dumps(
                 [

@@ -11,7 +11,7 @@ from typing import cast
 from primus.engine.workshop import Wheel, Workshop, own_code
 from primus.errors import CheckFailed
 from primus.plan.action import Action
-from primus.plan.source import ORDER
+from primus.plan.scripts import ORDER
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:

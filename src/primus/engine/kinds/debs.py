@@ -32,7 +32,7 @@ from primus.oci.contents import KINDS, members
 from primus.oci.store import storage_error
 from primus.oci.tar import MTIME, Entry, open_part
 from primus.plan.action import Action
-from primus.plan.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
+from primus.plan.scripts import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
 from primus.sandbox import userns
 from primus.sandbox.isolated import log_tail
 from primus.sandbox.running import tracked

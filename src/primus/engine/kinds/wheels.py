@@ -15,8 +15,8 @@ from primus.jsonfile import read_json
 from primus.oci.tar import Entry, open_part
 from primus.plan.action import Action
 from primus.plan.compile_bytecode import is_compiled
-from primus.plan.prefix import Prefix
-from primus.plan.source import BYTECODE
+from primus.plan.scripts import BYTECODE
+from primus.plan.skeleton import Prefix
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
@@ -51,7 +51,7 @@ def bytecode_entries(
 ) -> Iterator[Entry]:
     """Compile the modules among ``entries`` that lie below ``site``, and return the bytecode files as entries.
 
-    ``run`` runs :data:`primus.plan.source.BYTECODE` in the sandbox; its arguments are the mounts, the folder for
+    ``run`` runs :data:`primus.plan.scripts.BYTECODE` in the sandbox; its arguments are the mounts, the folder for
     /out and the script's argument.
 
     Raises CheckFailed if what the script wrote was cut short.

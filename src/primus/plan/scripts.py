@@ -1,6 +1,8 @@
-"""How mmdebstrap installs a base, and what a base leaves out. Part of its key."""
+"""How root file systems are installed, and the programs that run in them. Parts of the keys of actions."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 # mmdebstrap unpacks the packages of the variant itself, to have a dpkg to run, and dpkg then unpacks them again. Other
 # packages are unpacked by dpkg only. So use the smallest variant that has a dpkg; otherwise, half of the work for a
@@ -47,3 +49,24 @@ LEFT_OUT = (
 )
 
 TRIM = (*NOT_UNPACKED, *UNPACKED_STILL, *LEFT_OUT)
+
+# Compiles a layer's modules, and lists folders in sorted order while a wheel is built.
+BYTECODE = Path(__file__).with_name("compile_bytecode.py")
+ORDER = Path(__file__).with_name("sorted_folders.py")
+
+# Builds a wheel from a source archive. $1 is the archive, $2 the Python of the build root. The archive is unpacked at a
+# fixed path: pip would build it in a folder with a random name, which debug information contains. Tools from wheels
+# (ninja) lie beside the interpreter.
+WHEEL_SCRIPT = """\
+set -e
+mkdir /tmp/source
+cd /tmp/source
+PATH="${2%/*}:$PATH"
+case "$1" in
+*.zip) "$2" -m zipfile -e "$1" . ;;
+*) tar -xf "$1" --no-same-owner ;;
+esac
+cd ./*
+eval "$PREPARE"
+exec "$2" -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir --wheel-dir /out .
+"""

@@ -5,17 +5,16 @@ No check passes without evidence: a run without steps or facts fails all checks 
 
 from __future__ import annotations
 
-import bisect
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
-from primus.training.logs import Series
+from primus.training.logs import Series, Step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verdict:
     """The result of one check. ``measured`` and ``limit`` are short texts with units.
 
@@ -26,25 +25,19 @@ class Verdict:
     name: str
     passed: bool
     reason: str
+    _: KW_ONLY
     measured: str = ""
     limit: str = ""
     skipped: bool = False
 
 
 def of_faults(name: str, wrong: Sequence[str], fine: str, *, measured: str = "", limit: str = "0") -> Verdict:
-    """Return a verdict that passes if ``wrong`` is empty. Otherwise the reason is the first fault and the number of
-    others.
-
-    ``fine`` is the reason of a passed check. ``measured`` defaults to the number of faults.
+    """Return a verdict that passes with the reason ``fine`` if ``wrong`` is empty. Otherwise the reason is the first
+    fault and the number of others. ``measured`` defaults to the number of faults.
     """
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return Verdict(
-        name=name,
-        passed=not wrong,
-        reason=wrong[0] + more if wrong else fine,
-        measured=measured or f"{len(wrong)} differences",
-        limit=limit,
-    )
+    reason = wrong[0] + more if wrong else fine
+    return Verdict(name, not wrong, reason, measured=measured or f"{len(wrong)} differences", limit=limit)
 
 
 def relative_gap(value: float, other: float | None) -> float:
@@ -66,15 +59,8 @@ def exit_code(code: int, cause: str = "") -> Verdict:
 
     ``cause`` is the reason that the job itself reported.
     """
-    if code != 0 and cause:
-        reason = cause
-    elif code == 0:
-        reason = "all ranks ended with 0"
-    elif code < 0:
-        reason = f"killed by signal {-code}"
-    else:
-        reason = f"the job ended with exit code {code}"
-    return Verdict(name="exit code", passed=code == 0, reason=reason, measured=str(code), limit="0")
+    reason = cause or (f"killed by signal {-code}" if code < 0 else f"the job ended with exit code {code}")
+    return Verdict("exit code", code == 0, reason if code else "all ranks ended with 0", measured=str(code), limit="0")
 
 
 def steps_logged(series: Series, first: int, last: int) -> Verdict:
@@ -86,13 +72,9 @@ def steps_logged(series: Series, first: int, last: int) -> Verdict:
         complaints.append(f"missing: {_ranges(missing)}")
     if extra := sorted(seen - expected):
         complaints.append(f"not steps of this run: {_ranges(extra)}")
-    return Verdict(
-        name="steps logged",
-        passed=not complaints,
-        reason="; ".join(complaints) or "every step is in the log once",
-        measured=f"{len(seen & expected)} of {len(expected)}",
-        limit=f"{first}–{last}",
-    )
+    reason = "; ".join(complaints) or "every step is in the log once"
+    measured = f"{len(seen & expected)} of {len(expected)}"
+    return Verdict("steps logged", not complaints, reason, measured=measured, limit=f"{first}–{last}")
 
 
 def finite(series: Series) -> Verdict:
@@ -116,17 +98,11 @@ def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict
     """
     expected = math.log(vocabulary)
     limit = f"{expected:.3f} ± {tolerance:.0%}, + {_SPREAD:g} for random logits"
-    step = series.at(1)
-    if step is None:
-        return Verdict(name="first loss", passed=False, reason="step 1 was not logged", limit=limit)
+    if (step := series.at(1)) is None:
+        return Verdict("first loss", False, "step 1 was not logged", limit=limit)
     passed = (1 - tolerance) * expected <= step.loss <= (1 + tolerance) * expected + _SPREAD
-    return Verdict(
-        name="first loss",
-        passed=passed,
-        reason=f"ln({vocabulary}) = {expected:.3f}" + ("" if passed else "; data or labels are wrong"),
-        measured=f"{step.loss:.5f}",
-        limit=limit,
-    )
+    reason = f"ln({vocabulary}) = {expected:.3f}" + ("" if passed else "; data or labels are wrong")
+    return Verdict("first loss", passed, reason, measured=f"{step.loss:.5f}", limit=limit)
 
 
 def loss_falls(series: Series, drop: float, *, repeated: bool = False) -> Verdict:
@@ -135,29 +111,17 @@ def loss_falls(series: Series, drop: float, *, repeated: bool = False) -> Verdic
     With some seeds, the loss of a healthy run jumps in the last steps. If the reference ``repeated`` every step, it is
     sufficient that the loss falls.
     """
-    limit = f"−{drop:.0%}"
-    losses = series.losses
+    limit, losses = f"−{drop:.0%}", series.losses
     if len(losses) < 5:
-        return Verdict(
-            name="loss falls",
-            passed=False,
-            reason="needs at least 5 steps",
-            measured=f"{len(losses)}",
-            limit=limit,
-        )
+        return Verdict("loss falls", False, "needs at least 5 steps", measured=f"{len(losses)}", limit=limit)
     fifth = len(losses) // 5
     start, end = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
     fell = 1 - end / start if start else math.nan
     reason = f"mean of the first fifth {start:.4f}, of the last {end:.4f}"
     if repeated and 0 < fell < drop:
         reason += "; the reference has the same losses"
-    return Verdict(
-        name="loss falls",
-        passed=fell >= drop or (repeated and fell > 0),
-        reason=reason,
-        measured=f"{-fell:+.1%}".replace("-", "−"),
-        limit=limit,
-    )
+    measured = f"{-fell:+.1%}".replace("-", "−")
+    return Verdict("loss falls", fell >= drop or (repeated and fell > 0), reason, measured=measured, limit=limit)
 
 
 def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> Verdict:
@@ -166,27 +130,20 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
     Wrong scaling causes such a jump (a pipeline run with norms × 512: torchtitan#2972). With some seeds, a healthy
     run jumps as well, so a jump passes if the reference ``repeated`` the norm of every step.
     """
+    name, limit = "gradient norm steady", f"×{jump:g}"
     worst, at = 0.0, 0
-    norms = sorted(step.grad_norm for step in series.steps[:3])
-    for step in series.steps[3:]:
-        median = (norms[(len(norms) - 1) // 2] + norms[len(norms) // 2]) / 2
+    for number, step in enumerate(series.steps[3:], 3):
+        median = statistics.median(before.grad_norm for before in series.steps[:number])
         ratio = step.grad_norm / median if median else math.inf
-        if math.isnan(ratio):
-            ratio = math.inf
+        ratio = math.inf if math.isnan(ratio) else ratio
         if ratio > worst:
             worst, at = ratio, step.step
-        bisect.insort(norms, step.grad_norm)
-    enough, large = len(series.steps) > 3, worst > jump
+    if len(series.steps) <= 3:
+        return Verdict(name, False, "needs at least 4 steps", measured=f"×{worst:.2f}", limit=limit)
     reason = f"largest against the running median at step {at}"
-    if large and repeated:
+    if worst > jump and repeated:
         reason += "; the reference has the same norm"
-    return Verdict(
-        name="gradient norm steady",
-        passed=enough and (repeated or not large),
-        reason=reason if enough else "needs at least 4 steps",
-        measured=f"×{worst:.2f}",
-        limit=f"×{jump:g}",
-    )
+    return Verdict(name, repeated or worst <= jump, reason, measured=f"×{worst:.2f}", limit=limit)
 
 
 # Logits of random weights have a variance of up to 1. Measured in torchtitan: 0.97.
@@ -213,7 +170,7 @@ def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
     linears = facts.get("linears")
     limit = _DTYPES.get(expected, expected).replace("torch.", "")
     if not linears:
-        return Verdict(name="precision", passed=False, reason="the run left no facts on its dtypes", limit=limit)
+        return Verdict("precision", False, "the run left no facts on its dtypes", limit=limit)
     if expected in _DTYPES:
         complaints, evidence = _plain_products(facts, linears, expected)
     else:
@@ -221,13 +178,8 @@ def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
     ran = ", ".join(linears["weight_dtypes"]) or ", ".join(facts.get("matmul_dtypes", {})) or "nothing"
     if expected not in _DTYPES and not complaints:
         ran = expected
-    return Verdict(
-        name="precision",
-        passed=not complaints,
-        reason=f"{expected} asked, but: " + "; ".join(complaints) if complaints else evidence,
-        measured=ran.replace("torch.", ""),
-        limit=limit,
-    )
+    reason = f"{expected} asked, but: " + "; ".join(complaints) if complaints else evidence
+    return Verdict("precision", not complaints, reason, measured=ran.replace("torch.", ""), limit=limit)
 
 
 def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], precision: str) -> tuple[list[str], str]:
@@ -303,13 +255,9 @@ def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdi
         for key, value in expected.items()
         if facts.get(key) != value
     ]
-    return Verdict(
-        name="configuration",
-        passed=not wrong,
-        reason="; ".join(wrong) or "the run saw what the recipe asks: " + ", ".join(expected),
-        measured=f"{len(expected) - len(wrong)} of {len(expected)}",
-        limit="all",
-    )
+    reason = "; ".join(wrong) or "the run saw what the recipe asks: " + ", ".join(expected)
+    measured = f"{len(expected) - len(wrong)} of {len(expected)}"
+    return Verdict("configuration", not wrong, reason, measured=measured, limit="all")
 
 
 def reproducible(base: Series, repeat: Series, tolerance: float, advice: str = "") -> Verdict:
@@ -330,18 +278,15 @@ def resume(base: Series, resumed: Series, first: int, tolerance: float) -> Verdi
 
 
 def _compare(name: str, base: Series, other: Series, tolerance: float, *, first: int) -> Verdict:
-    limit = "equal to the last bit" if tolerance == 0 else f"relative gap ≤ {tolerance:g}"
+    limit = "equal to the last bit" if tolerance == 0 else _relative(tolerance)
     compared = [step for step in base.steps if step.step >= first]
     if not compared:
-        return Verdict(name=name, passed=False, reason="the base run has no steps to compare with", limit=limit)
+        return Verdict(name, False, "the base run has no steps to compare with", limit=limit)
     worst, at, missing = 0.0, first, []
     for step in compared:
-        twin = other.at(step.step)
-        if twin is None:
+        if (twin := other.at(step.step)) is None:
             missing.append(step.step)
-            continue
-        gap = max(relative_gap(step.loss, twin.loss), relative_gap(step.grad_norm, twin.grad_norm))
-        if gap > worst:
+        elif (gap := max(_gaps(step, twin))) > worst:
             worst, at = gap, step.step
     if missing:
         reason = f"not logged in the second run: {_ranges(missing)}"
@@ -351,13 +296,8 @@ def _compare(name: str, base: Series, other: Series, tolerance: float, *, first:
         reason = f"{len(compared)} steps agree"
         if not (base.exact and other.exact):
             reason += ", as far as the log's digits go"
-    return Verdict(
-        name=name,
-        passed=not missing and worst <= tolerance,
-        reason=reason,
-        measured=f"largest relative gap {worst:.2g}",
-        limit=limit,
-    )
+    passed = not missing and worst <= tolerance
+    return Verdict(name, passed, reason, measured=f"largest relative gap {worst:.2g}", limit=limit)
 
 
 def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
@@ -365,19 +305,7 @@ def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
 
     Detects a dropped micro-batch and a wrong normalization (Primus#1046, torchtitan#1733).
     """
-    limit = f"relative gap ≤ {tolerance:g}"
-    whole, parts = base.at(1), split.at(1)
-    if whole is None or parts is None:
-        return Verdict(name="accumulation", passed=False, reason="step 1 was not logged", limit=limit)
-    loss, norm = relative_gap(whole.loss, parts.loss), relative_gap(whole.grad_norm, parts.grad_norm)
-    passed = loss <= tolerance and norm <= tolerance
-    return Verdict(
-        name="accumulation",
-        passed=passed,
-        reason=f"gradient norm {whole.grad_norm:.6f} in one, {parts.grad_norm:.6f} in several micro-batches",
-        measured=f"loss {loss:.1e}, gradient norm {norm:.1e}",
-        limit=limit,
-    )
+    return _same_step("accumulation", base, split, 1, tolerance, "in one, {:.6f} in several micro-batches")
 
 
 def layout(single: Series, split: Series, at: int, tolerance: float) -> Verdict:
@@ -386,18 +314,18 @@ def layout(single: Series, split: Series, at: int, tolerance: float) -> Verdict:
 
     Detects gradients that a layout scales or drops (torchtitan#2972). ``at`` is the first step of both runs.
     """
-    limit = f"relative gap ≤ {tolerance:g}"
-    whole, parts = single.at(at), split.at(at)
+    return _same_step("layout", single, split, at, tolerance, "on one rank, {:.6f} on two")
+
+
+def _same_step(name: str, base: Series, split: Series, at: int, tolerance: float, norms: str) -> Verdict:
+    limit = _relative(tolerance)
+    whole, parts = base.at(at), split.at(at)
     if whole is None or parts is None:
-        return Verdict(name="layout", passed=False, reason=f"step {at} was not logged", limit=limit)
-    loss, norm = relative_gap(whole.loss, parts.loss), relative_gap(whole.grad_norm, parts.grad_norm)
-    return Verdict(
-        name="layout",
-        passed=loss <= tolerance and norm <= tolerance,
-        reason=f"gradient norm {whole.grad_norm:.6f} on one rank, {parts.grad_norm:.6f} on two",
-        measured=f"loss {loss:.1e}, gradient norm {norm:.1e}",
-        limit=limit,
-    )
+        return Verdict(name, False, f"step {at} was not logged", limit=limit)
+    loss, norm = _gaps(whole, parts)
+    reason = f"gradient norm {whole.grad_norm:.6f} {norms.format(parts.grad_norm)}"
+    measured = f"loss {loss:.1e}, gradient norm {norm:.1e}"
+    return Verdict(name, loss <= tolerance and norm <= tolerance, reason, measured=measured, limit=limit)
 
 
 def same_loss(precisions: tuple[str, str], base: Series, other: Series, tolerance: float) -> Verdict:
@@ -405,32 +333,31 @@ def same_loss(precisions: tuple[str, str], base: Series, other: Series, toleranc
 
     Detects a precision in which the model does not learn as well (torchtitan#865).
     """
-    name, limit = f"loss in {precisions[1]}", f"relative gap ≤ {tolerance:g}"
+    name, limit = f"loss in {precisions[1]}", _relative(tolerance)
     if len(base.losses) < 5 or len(other.losses) < 5:
-        return Verdict(name=name, passed=False, reason="needs at least 5 steps of both", limit=limit)
+        return Verdict(name, False, "needs at least 5 steps of both", limit=limit)
     means = [statistics.fmean(series.losses[-(len(series.losses) // 5) :]) for series in (base, other)]
     gap = relative_gap(*means)
-    return Verdict(
-        name=name,
-        passed=gap <= tolerance,
-        reason=f"{means[0]:.4f} in {precisions[0]}, {means[1]:.4f} in {precisions[1]}",
-        measured=f"{gap:.2g}",
-        limit=limit,
-    )
+    reason = f"{means[0]:.4f} in {precisions[0]}, {means[1]:.4f} in {precisions[1]}"
+    return Verdict(name, gap <= tolerance, reason, measured=f"{gap:.2g}", limit=limit)
 
 
 def throughput(measured: float | None, reference: float, tolerance: float) -> Verdict:
     """Check tokens per second and GPU against the recipe's reference for this GPU."""
-    limit = f"≥ {reference * (1 - tolerance):,.0f}"
+    least = reference * (1 - tolerance)
+    limit = f"≥ {least:,.0f}"
     if measured is None:
-        return Verdict(name="throughput", passed=False, reason="no step was measured", limit=limit)
-    return Verdict(
-        name="throughput",
-        passed=measured >= reference * (1 - tolerance),
-        reason=f"{measured / reference:.2f} × the reference of {reference:,.0f} tokens/s/GPU",
-        measured=f"{measured:,.0f}",
-        limit=limit,
-    )
+        return Verdict("throughput", False, "no step was measured", limit=limit)
+    reason = f"{measured / reference:.2f} × the reference of {reference:,.0f} tokens/s/GPU"
+    return Verdict("throughput", measured >= least, reason, measured=f"{measured:,.0f}", limit=limit)
+
+
+def _gaps(step: Step, twin: Step) -> tuple[float, float]:
+    return relative_gap(step.loss, twin.loss), relative_gap(step.grad_norm, twin.grad_norm)
+
+
+def _relative(tolerance: float) -> str:
+    return f"relative gap ≤ {tolerance:g}"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -91,8 +91,6 @@ def _amd(ranks: int, root: Path) -> Meter | None:
 
 
 def _mean(counters: Sequence[Meter], ranks: int) -> Meter | None:
-    """Return the mean of ``counters`` if there is one for each rank and all of them work."""
-
     def read() -> float | None:
         values = [value for counter in counters if (value := counter()) is not None]
         return sum(values) / ranks if len(values) == ranks else None

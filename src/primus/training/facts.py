@@ -209,7 +209,6 @@ _TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", 
 
 
 def _gpu_kernels(events: Sequence[Any], most: int = 12) -> list[str]:
-    """Return the kernels of products and attention that used the most GPU time, longest first."""
     timed: Counter[str] = Counter()
     for event in events:
         if event.device_type() == torch.autograd.DeviceType.CUDA and any(word in event.name() for word in _TELLING):

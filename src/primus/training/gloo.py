@@ -105,7 +105,6 @@ def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., 
 
 
 def _each(argument: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``argument`` with ``change`` applied to every tensor in it, also in lists."""
     if isinstance(argument, torch.Tensor):
         return change(argument)
     return [_each(item, change) for item in argument] if isinstance(argument, (list, tuple)) else argument

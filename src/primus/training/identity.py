@@ -224,8 +224,6 @@ def verify_tensors(folder: Path) -> None:
 
 
 class _Part(io.RawIOBase):
-    """A range of an open file, ``length`` bytes from ``offset``, as a file object."""
-
     def __init__(self, whole: io.BufferedIOBase, offset: int, length: int) -> None:
         self._whole, self._offset, self._length = whole, offset, length
         self._at = 0

@@ -230,7 +230,6 @@ def _ending_with(parent: int) -> Callable[[], None]:
 
 
 def _children(parent: int) -> set[int]:
-    """Return all living descendants of ``parent``, from /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -108,7 +108,6 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
 
 
 def _proven(outcome: Outcome) -> list[Verdict]:
-    """Return the verdicts of a judged run, from the reference and the launcher's clock."""
     if outcome.exit_code != 0:
         why = Verdict(name="reference", passed=False, reason="")
         return [checks.skipped(why, "the job failed")]

@@ -246,7 +246,6 @@ def usual_gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _blocks(evidence: Mapping[str, Any]) -> Verdict:
-    """Judge what each block computed from what entered it in the run, token by token."""
     limits = _BLOCKS if evidence["precision"] == "bf16" else _BLOCKS_WIDE
     longer = _LONGER_FP8 if evidence["precision"] == "fp8" else _LONGER
     wrong: list[str] = []
@@ -275,7 +274,6 @@ def _blocks(evidence: Mapping[str, Any]) -> Verdict:
 
 
 def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) -> Iterator[str]:
-    """Yield how a block's results differ by more than rounding."""
     if "typical" not in row:
         return
     if not row["typical"] <= limits["typical"]:
@@ -354,7 +352,6 @@ def _mean_noise(noises: Sequence[float]) -> float:
 
 
 def _clipping(rows: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any], series: Series) -> list[str]:
-    """Return the steps at which the optimizer's gradients do not have the length of the clipped norm."""
     reported, wrong, most = {step.step: step.grad_norm for step in series.steps}, [], evidence["max_norm"]
     allowed = _CLIPPED_NARROW if evidence.get("narrow") else _CLIPPED
     for row in rows:

@@ -116,7 +116,6 @@ def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:
 
 
 def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
-    """Return torchrun's rendezvous options. Raises InputError if a job of several nodes has no node number."""
     nodes = job.recipe.get("nodes", int)
     if nodes == 1:
         # A file of the job, so that parallel jobs never meet; torchrun's own store of the other kind needs a torch with

@@ -163,7 +163,6 @@ def start(
 
 
 def _append(log: Path, stacks: Mapping[int, str], on_line: Callable[[str], None]) -> None:
-    """Append the stacks of the ranks to the log, one after another."""
     lines = [f"[rank{rank}]: {line}\n" for rank, text in stacks.items() for line in text.splitlines()]
     with log.open("a", encoding="utf-8") as file:
         file.writelines(lines)

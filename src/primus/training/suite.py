@@ -91,7 +91,6 @@ def plan(
 
 
 def _splits_in_two(recipe: Recipe) -> bool:
-    """Return whether precision, backend and sizes of the model allow two ranks to share every layer."""
     if recipe.knows.sharded_precision and recipe.precision != "fp32":
         return False
     model = recipe.architecture
@@ -158,7 +157,6 @@ def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str
 
 
 def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome], passed: Set[str]) -> list[Verdict]:
-    """Return the verdicts on the base run alone. ``passed`` are the names of checks that it has passed."""
     recipe, base = recipe_of(jobs), _left(outcomes, "base", jobs)
     vocabulary = recipe.architecture.vocab_size
     verdicts = [
@@ -178,7 +176,6 @@ def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome], passed: Set[st
 
 
 def _resized(recipe: Recipe) -> bool:
-    """Return whether the caller changed the model's sizes, so that the reference throughput does not apply."""
     return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
 
 
@@ -192,7 +189,6 @@ def _advice(recipe: Recipe) -> str:
 
 
 def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tuple[tuple[str, ...], Verdict]]:
-    """Return the verdicts that compare planned runs with one another, each with the names of the runs."""
     recipe, planned = recipe_of(jobs), {job.name for job in jobs}
     base = _left(outcomes, "base", jobs)
     verdicts: list[tuple[tuple[str, ...], Verdict]] = []
@@ -252,7 +248,6 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
 
 
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
-    """Check that the runs resolved (inside the image) exactly the recipe that was planned here."""
     digests = {job.name: outcomes[job.name].recipe_sha256 if job.name in outcomes else None for job in jobs}
     wrong = [job.name for job in jobs if digests[job.name] != job.recipe.digest]
     verdict = Verdict(

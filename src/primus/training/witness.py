@@ -90,7 +90,6 @@ def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[
 
 
 def _padded(tensor: DTensor, rows: int) -> torch.Tensor:
-    """Return this rank's rows of ``tensor``, and zeros up to ``rows``, as a vector."""
     shard = tensor.to_local().detach().flatten()
     return torch.cat([shard, shard.new_zeros(rows * tensor.shape[1:].numel() - len(shard))])
 

@@ -97,7 +97,6 @@ def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | N
 
 
 def _wide(name: str) -> bool:
-    """Whether a layer stays in wider precision: only the blocks' large products benefit from FP8."""
     return "transformer_blocks" not in name or "norm" in name
 
 

@@ -39,8 +39,6 @@ def text(job: RankJob, process: Process) -> Data:
 
 
 class _Tokens(Data):
-    """Samples of ``seq_len`` tokens, with a loss for every label."""
-
     def __init__(self, seq_len: int) -> None:
         self._seq_len = seq_len
 

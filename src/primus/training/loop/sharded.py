@@ -187,7 +187,6 @@ class Sharded(Session):
 
 
 def _fused_step(optimizer: torch.optim.AdamW) -> Callable[[torch.Tensor, float], None]:
-    """Return a function of the gradient norm and the largest allowed norm, which clips and updates in one pass."""
     sharded = optimized().sharded
     step = sharded.Step(optimizer)
 

@@ -238,12 +238,10 @@ def _kept(job: RankJob) -> dict[str, object]:
 
 
 def _switched_on(job: RankJob) -> dict[str, object]:
-    """Return which optimizations ran, if any were requested."""
     return active(job.turbo) if job.turbo else {}
 
 
 def _fed(batches: list[Batch]) -> dict[str, object]:
-    """Return the sizes of the data that this rank's model got in one step, read from the tensors."""
     first = batches[0]
     return {
         "seq_len": sum(first[name].shape[1] for name in ("input_ids", "latents", "text") if name in first),
@@ -253,7 +251,6 @@ def _fed(batches: list[Batch]) -> dict[str, object]:
 
 
 def _trace(job: RankJob, process: Process, step: int) -> Path | None:
-    """Return the file for the profile of ``step``, which a browser's trace viewer can open; None on most ranks."""
     return job.output / "profile.json" if process.rank == 0 and step == job.training.profile_step else None
 
 

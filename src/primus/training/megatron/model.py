@@ -252,7 +252,6 @@ def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
 def _spec(
     config: TransformerConfig, choices: MegatronConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None
 ) -> Any:
-    """Return Megatron's own block of layers; local layers get this package's norm and attention."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=vp_stage
     )

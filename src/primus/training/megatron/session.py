@@ -197,7 +197,6 @@ class MegatronSession:
         }
 
     def _places(self) -> tuple[str, str, str]:
-        """Return names for what this rank shares with others: dense weights, experts, optimizer states."""
         tensor, stage = (
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -207,7 +206,6 @@ class MegatronSession:
         return dense, expert, f"rank{dist.get_rank()}" if self._ddp.use_distributed_optimizer else expert
 
     def _inner(self) -> list[torch.optim.Optimizer]:
-        """Return torch's (or Transformer Engine's) optimizers below Megatron's: dense parameters, then experts."""
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         return [each.optimizer for each in chained if each.optimizer is not None]
 

@@ -174,7 +174,6 @@ def _data_rank(name: str) -> int:
 
 
 def _joined(pieces: Sequence[_Part]) -> torch.Tensor:
-    """Reverse :func:`_share`."""
     split, halves = pieces[0].split, pieces[0].halves
     tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
     if split < 0:
@@ -202,7 +201,6 @@ def _share(whole: torch.Tensor, split: int, group: Any, halves: int) -> torch.Te
 
 
 def _named(model: Any, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield parameters with their names on one rank that has the whole model."""
     layers = {str(place): str(layer.layer_number - 1) for place, layer in enumerate(model.decoder.layers)}
     here = (model.config.num_moe_experts or 1) // parallel_state.get_expert_model_parallel_world_size()
     first = here * parallel_state.get_expert_model_parallel_rank()

@@ -146,7 +146,6 @@ class _Run:
     count: int
 
     def needed(self, name: str, keys: Mapping[str, Sequence[int]]) -> torch.Tensor:
-        """Return the same as :meth:`read`. Raises Unlike if the run left nothing."""
         if (tensor := self.read(name, keys)) is None:
             raise Unlike(f"{name} left no tensors {' and '.join(keys)}")
         return tensor
@@ -232,7 +231,6 @@ def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float,
 
 
 def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: float) -> Iterator[Result]:
-    """Yield the same for FLUX, whose blocks have two streams."""
     images, tokens, _ = batch["latents"].shape
     texts, width = batch["text"].shape[1], model.sizes.hidden_size
     text, image = (images, texts, width), (images, tokens, width)
@@ -362,14 +360,12 @@ def _of_output(
 def _moved(
     trials: Mapping[str, Trial], pair: Pair, exact: torch.Tensor, compute: Callable[[Any], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return how far each of ``trials`` moves the outputs."""
     with torch.no_grad():
         plain = compute(pair.plain) if trials and pair.plain is not pair.exact else exact
         return {name: compute(trial.model) - (exact if trial.rounds else plain) for name, trial in trials.items()}
 
 
 def _sure(exact: Model, rounded: AnyModel) -> torch.Tensor:
-    """Return which tokens [tokens] go to the same experts in any rounding."""
     (choice,), (other,) = exact.choices.values(), rounded.choices.values()
     moved = (other.to(choice.dtype) - choice).abs().amax(-1)
     return ~exact.doubtful(choice, _AHEAD * moved.clamp(min=_mean_square(moved)))
@@ -380,7 +376,6 @@ def _dtype(weights: Tensors) -> torch.dtype:
 
 
 def _mean_square(values: torch.Tensor) -> float:
-    """Return the root of the mean square; infinity without values."""
     return float(values.double().square().mean().sqrt()) if len(values) else math.inf
 
 

@@ -42,7 +42,6 @@ def samples(job: dict[str, Any]) -> Samples:
 
 class _Tokens:
     def terms(self, batch: Batch) -> int:
-        """See :class:`Samples`."""
         return int((batch["labels"] >= 0).sum())
 
 
@@ -70,7 +69,6 @@ class _Stream(_Tokens):
                 self._tokens[rank] += encode(document)
 
     def batch(self, step: int, rank: int) -> Batch:
-        """See :class:`Samples`."""
         tokens, piece = self._tokens[rank], self._length + 1
         first = (step - 1) * self._per_step * piece
         rows = [
@@ -104,7 +102,6 @@ class _Numbered(_Tokens):
             self._count = (len(self._stream) - 1) // self._length
 
     def batch(self, step: int, rank: int) -> Batch:
-        """See :class:`Samples`."""
         first = (step - 1) * self._batch + rank * self._per_rank
         whole = torch.stack([self._sample(number) for number in range(first, first + self._per_rank)])
         return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
@@ -152,11 +149,9 @@ class _Images:
         self._pooled = torch.randn(16, dit["pooled_dim"], generator=generator)
 
     def terms(self, batch: Batch) -> int:
-        """See :class:`Samples`."""
         return len(batch["latents"])
 
     def batch(self, step: int, rank: int) -> Batch:
-        """See :class:`Samples`."""
         start = (step - 1) * self._batch + rank * self._per_rank
         rows = [self._row(number) for number in range(start, start + self._per_rank)]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -197,7 +192,6 @@ def _generator(seed: int, number: int) -> torch.Generator:
 
 
 def _documents(job: dict[str, Any], seed: int) -> list[str]:
-    """Return the documents of the corpus in order, without empty ones."""
     if job["assets"]["corpus"] == MOCK:
         return list(texts(seed, _MOCK_TEXTS))
     path, folder = Path(job["assets"]["corpus"]), Path(job["assets"]["tokenizer"])
@@ -264,7 +258,6 @@ def marks(folder: Path) -> dict[str, int]:
 
 
 def _content(mark: Any) -> str | None:
-    """Return the text of a special token, which some files hold in a mapping."""
     return mark.get("content") if isinstance(mark, dict) else mark
 
 

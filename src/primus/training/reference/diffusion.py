@@ -119,7 +119,6 @@ class Diffusion:
         self, weights: Weights, block: str, image: torch.Tensor, text: torch.Tensor, condition: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Compute a block of two streams with separate weights that attend to each other."""
         streams = (("", "to_", "norm_", "to_out.0", image), ("_context", "add_", "norm_added_", "to_add_out", text))
         modulations, heads = [], []
         for which, to, norm, _, states in streams:
@@ -145,7 +144,6 @@ class Diffusion:
         self, weights: Weights, block: str, states: torch.Tensor, condition: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Compute a block of one stream, with attention and feed-forward in parallel."""
         shift, scale, gate = self._modulation(weights, f"{block}norm.linear", condition, 3)
         normed = self._normed(states, shift, scale)
         fed = self.between(_gelu(self._linear(weights, f"{block}proj_mlp", normed)))
@@ -245,7 +243,6 @@ def _gelu(states: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair of neighbors by the angle of its position."""
     first, second = states[..., 0::2], states[..., 1::2]
     return torch.stack((first * cosine - second * sine, second * cosine + first * sine), -1).flatten(-2)
 

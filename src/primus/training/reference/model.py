@@ -253,7 +253,6 @@ class Model:
         return self.between(torch.cat(turned, -1))
 
     def _experts(self, weights: Weights, name: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of routed and shared experts, and the balancing loss."""
         moe = self.sizes.moe
         samples, length, _ = states.shape
         flat = states.flatten(0, 1)
@@ -284,7 +283,6 @@ class Model:
         return out.unflatten(0, (samples, length)), extra
 
     def _best(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the experts with the highest scores of each token."""
         count = self.sizes.moe.top_k
         best = scores.topk(min(count + 1, scores.shape[-1]), -1)
         if scores.shape[-1] > count:

@@ -81,7 +81,6 @@ class Models:
 
 
 def _eight(job: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the FP8 format of the job's GPU; on a CPU, the standard one."""
     if job["precision"] != "fp8":
         return None
     name = "e4m3fn" if job["gpu"] == CPU else fp8_dtype(generation(job["gpu"]))

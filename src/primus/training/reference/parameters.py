@@ -141,7 +141,6 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
 
 
 def _repeats(tensor: torch.Tensor, ranks: int) -> bool:
-    """Return whether the shares of ``ranks`` ranks, along either dimension, are equal."""
     shares = [tensor.chunk(ranks, axis) for axis in (0, -1) if ranks > 1 and tensor.shape[axis] % ranks == 0]
     return any(torch.equal(first, other) for first, *others in shares for other in others)
 
@@ -235,7 +234,6 @@ def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float |
 
 
 def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: torch.Tensor) -> float:
-    """Return the standard deviation of a matrix's initial elements."""
     backend, config = job["backend"], job["config"]
     outer = name in ("model.embed_tokens.weight", "lm_head.weight")
     if ".lora_A." in name:

@@ -148,12 +148,10 @@ class _Replay:
         self._fits = models.Fit(job["backend"]), models.Fit(job["backend"])
 
     def constants(self) -> dict[str, dict[str, Any]]:
-        """Return the results of :class:`.models.Fit`. In FP32, the other limits are sufficient."""
         of_blocks, of_weights = self._fits
         return of_blocks.found() | of_weights.found()
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
-        """Compute losses and gradients of ``steps``, and the noise of some, in the threads of ``pool``."""
         computed = {row.step: row for row in pool.map(self._compute_planned, steps)}
         for step in sorted(self._examined):
             noise = computed[step].figures["noise"]
@@ -168,7 +166,6 @@ class _Replay:
         return [computed[step] for step in steps]
 
     def compare(self, computed: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
-        """Return the figures of one step, of the run and of the reference."""
         step, seen, used = computed.step, computed.seen, computed.used
         row: dict[str, Any] = {"step": step, "data": self._batches(step)}
         row["rate"] = rate = update.rate(self._settings, step)
@@ -196,7 +193,6 @@ class _Replay:
         return row
 
     def _amplified(self, step: int, figures: Mapping[str, Any]) -> bool:
-        """Return whether this step may amplify rounding more than the steps with known noise."""
         gaps: Mapping[str, tuple[float, str]] = figures.get("gaps", {})
         limits = {
             "loss": _SMALL["loss"] + _SUSPECT * self._usual_figures["loss"],
@@ -207,7 +203,6 @@ class _Replay:
         )
 
     def _gap(self, step: int, key: str, figures: Mapping[str, Any]) -> float:
-        """Return the relative difference of the reported loss or gradient norm from the reference's."""
         expected = figures[key]
         return abs(self._reported.get(step, {}).get(key, expected) - expected) / expected if expected else 0.0
 
@@ -303,7 +298,6 @@ class _Replay:
     def _trials(
         self, step: int, weights: Tensors, used: Tensors, limited: Tensors, rounded: Tensors
     ) -> Products | None:
-        """Compute the gradients with each change that shows only there, and their products with the run's errors."""
         changed = {}
         for name, trial in models.trials_of_weights(self._models.model()).items():
             gradients = self._gradients(step, weights, trial)[2]
@@ -311,7 +305,6 @@ class _Replay:
         return models.products(used, limited, rounded, changed) if changed else None
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return which router biases did not move towards the mean number of tokens."""
         wrong, dialect = [], self._models.dialect
         for layer, count in sent.items() if dialect.bias_rate else ():
             name, mean = f"{layer}gate{BIAS}", count.double().mean()
@@ -330,7 +323,6 @@ class _Replay:
         return wrong
 
     def _batches(self, step: int) -> list[str]:
-        """Return which of the run's micro-batches differ from the recipe's."""
         different: list[str] = []
         shares: list[int] = []
         for file in sorted(self._folder.glob(f"batch-{step}-*.pt")):
@@ -408,7 +400,6 @@ def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: in
 
 
 def _reported(file: Path) -> dict[int, dict[str, float]]:
-    """Return step → the loss and gradient norm that the run reported, with all their digits."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows = map(json.loads, lines)
     return {int(row["step"]): {key: float(row[key]) for key in ("loss", "grad_norm")} for row in rows}

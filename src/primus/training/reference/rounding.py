@@ -61,7 +61,6 @@ class _Softmax(torch.autograd.Function):
 
 
 def _shares(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax of ``scores`` over the keys, in their place; the pairs ``hidden`` have no share."""
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
     # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as long.
@@ -86,8 +85,6 @@ def attended(
 
 
 class _Attended(torch.autograd.Function):
-    """Attention's output [samples, heads, length, size]; see :func:`attended`."""
-
     @staticmethod
     def forward(
         context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None,
@@ -144,8 +141,6 @@ def multiplied(
 
 
 class _EightBits(torch.autograd.Function):
-    """A product in FP8; see :func:`multiplied`. ``back`` is the format of its gradient."""
-
     @staticmethod
     def forward(
         context: Any, states: torch.Tensor, weight: torch.Tensor, eight: torch.dtype, back: torch.dtype, wide: str

@@ -84,7 +84,6 @@ def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: M
 
 
 def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
-    """Return what the configuration beside the exported weights must contain."""
     if job["mode"] == "lora":
         config = job["config"]
         rank = int(config.get("lora.rank", 16))

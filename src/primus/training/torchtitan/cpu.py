@@ -57,7 +57,6 @@ def _device() -> None:
 
 
 def _memory_stats() -> dict[str, int]:
-    """Return the peak resident memory of this process, with the key names of an accelerator's allocator."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "active_bytes.all.peak": peak,
@@ -127,7 +126,6 @@ def _random_numbers() -> None:
 
 
 def _drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``draw``, a function of a tensor to fill, for sharded tensors as well."""
     import torch
     from torch.distributed.tensor import DTensor
 

@@ -46,10 +46,10 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
 
     If lines hide each other, the lower ones are drawn wider, and a sentence names lines that are equal.
     """
-    known = [dict(_known(line)) for line in lines]
-    if not any(known):
+    finite = [{x: y for x, y in line.points if y is not None and math.isfinite(y)} for line in lines]
+    if not any(finite):
         return f'<p class="empty">{escape(title)}: no step was logged, nothing to draw.</p>'
-    drawn = [(line, values) for line, values in zip(lines, known, strict=True) if line.points]
+    drawn = [(line, values) for line, values in zip(lines, finite, strict=True) if line.points]
     over, same = _overlaps([values for _, values in drawn])
     data = {
         "title": title,
@@ -79,22 +79,18 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
     )
 
 
-def _known(line: Line) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in line.points if y is not None and math.isfinite(y)]
-
-
 def _overlaps(lines: Sequence[Mapping[float, float]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Return how many later lines cover each line, and the pairs (first, later) with equal values."""
     every = [y for values in lines for y in values.values()]
     near = _NEAR * (max(every) - min(every)) if every else 0.0
-    over, same, told = [0] * len(lines), [], set[int]()
+    over, same, named = [0] * len(lines), [], set[int]()
     for a, first in enumerate(lines):
         for b in range(a + 1, len(lines)):
             common = first.keys() & lines[b].keys()
             apart = max((abs(first[x] - lines[b][x]) for x in common), default=math.inf)
             over[a] += apart <= near
-            if apart == 0 and b not in told:
-                told.add(b)
+            if apart == 0 and b not in named:
+                named.add(b)
                 same.append((a, b))
     return over, same
 
@@ -105,5 +101,5 @@ def assets() -> tuple[str, str]:
     style = (library / "uPlot.min.css").read_text(encoding="utf-8")
     code = (library / "uPlot.iife.min.js").read_text(encoding="utf-8")
     terms = " ".join((library / "LICENSE").read_text(encoding="utf-8").split())
-    own = (_HERE / "charts.js").read_text(encoding="utf-8")
-    return style, f"/* {terms} */\n{code}\n{own}"
+    script = (_HERE / "charts.js").read_text(encoding="utf-8")
+    return style, f"/* {terms} */\n{code}\n{script}"

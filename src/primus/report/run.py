@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.files import refuse_special
-from primus.jsonfile import short_int
+from primus.files import read_bytes
+from primus.jsonfile import parse_json
 from primus.recipes.backends import backends
+from primus.schema import build
+from primus.training.checks import Verdict
+from primus.training.metrics import Summary
+from primus.training.result import NAME, RunResult
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
 
@@ -24,9 +27,8 @@ _UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff
 class Run:
     """The data of one run.
 
-    ``summary`` contains the fields of :class:`primus.training.metrics.Summary`, and ``series`` one mapping per step.
-    ``product`` is the GPU name that torch reports; it is empty on a CPU. Figures that an older version did not write
-    are missing.
+    ``series`` has one mapping per step. ``product`` is the GPU name that torch reports; it is empty on a CPU. Figures
+    that an older version did not write are missing.
     """
 
     label: str
@@ -44,8 +46,8 @@ class Run:
     product: str
     passed: bool
     seconds: float
-    verdicts: tuple[Mapping[str, Any], ...]
-    summary: Mapping[str, Any]
+    verdicts: tuple[Verdict, ...]
+    summary: Summary
     series: tuple[Mapping[str, Any], ...]
     image: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,8 +58,8 @@ class Run:
 
     def figure(self, name: str) -> float | None:
         """Return a number of the summary, or None."""
-        value = self.summary.get(name)
-        return float(value) if isinstance(value, int | float) else None
+        value = getattr(self.summary, name)
+        return None if value is None else float(value)
 
 
 class NoResult(InputError):
@@ -98,8 +100,9 @@ def read(path: Path) -> Run:
         path = path / "record.json"
     try:
         run = _job(path) if path.is_dir() else _record(path)
-    except ValueError as error:
-        raise InputError(f"not a file that primus wrote: {error}", where=str(path), hint=_NOT_OURS) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"not a file that primus wrote: {reason}", where=str(path), hint=_NOT_OURS) from None
     if not run.series:
         raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
     return run
@@ -108,175 +111,121 @@ def read(path: Path) -> Run:
 def _job(folder: Path) -> Run:
     if not (folder / "job.json").is_file():
         raise InputError(f"{folder} contains no job.json", hint=_NOT_OURS)
-    if not (folder / "result.json").is_file():
+    if not (folder / NAME).is_file():
         raise NoResult(
-            f"{folder} contains no result.json: the run has not ended, or was interrupted",
+            f"{folder} contains no {NAME}: the run has not ended, or was interrupted",
             hint="wait until the run has ended, or leave it out",
         )
-    job, left = _json(folder / "job.json"), _json(folder / "result.json")
-    facts = _json(folder / "facts.json") if (folder / "facts.json").is_file() else _Object({})
-    settings = _Object({key: entry.value("value") for key, entry in job.inside("settings").objects()})
-    lines = _text(folder / "metrics.jsonl").splitlines() if (folder / "metrics.jsonl").is_file() else []
-    series = [_parsed(line, f"{folder / 'metrics.jsonl'}:{number}") for number, line in enumerate(lines, 1)]
-    recipe = job.inside("recipe")
+    job, ended = _document(folder / "job.json").data, build(RunResult, _document(folder / NAME))
+    if ended.passed is None or ended.summary is None:
+        raise KeyError("passed")
+    facts = _document(folder / "facts.json").data if (folder / "facts.json").is_file() else {}
+    lines = _bytes(folder / "metrics.jsonl").splitlines() if (folder / "metrics.jsonl").is_file() else []
+    recipe = job["recipe"]
     return Run(
-        label=_readable(folder.resolve().name),
+        label=str(_readable(folder.resolve().name)),
         source=folder,
-        recipe=recipe.text("name"),
-        arguments=("train", recipe.text("name"), *recipe.texts("overrides")),
-        passed=left.flag("passed"),
-        seconds=left.number("seconds"),
-        verdicts=_verdicts(left),
-        summary=_summary(left.inside("summary")),
-        series=tuple(map(_step, series)),
-        ranks=job.whole("world_size"),
-        **_common(job, settings, facts),
+        recipe=_text(recipe["name"]),
+        arguments=("train", _text(recipe["name"]), *map(_text, recipe["overrides"])),
+        passed=ended.passed,
+        seconds=ended.seconds,
+        verdicts=ended.verdicts,
+        summary=ended.summary,
+        series=tuple(
+            _step(_parsed(line, f"{folder / 'metrics.jsonl'}:{number}").data) for number, line in enumerate(lines, 1)
+        ),
+        ranks=_whole(job["world_size"]),
+        **_common(job, {key: entry["value"] for key, entry in job["settings"].items()}, facts),
     )
 
 
 def _record(path: Path) -> Run:
-    record = _json(path)
-    recipe, jobs = record.inside("recipe"), record.list("jobs")
-    if not jobs:
-        raise ValueError("jobs is empty")
-    base = jobs[0]
+    document = _document(path)
+    record = document.data
+    recipe, base = record["recipe"], dict(enumerate(record["jobs"]))[0]
+    if not base.get("series"):
+        raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
     return Run(
-        label=f"{record.text('target')} {recipe.text('name')}",
+        label=f"{_text(record['target'])} {_text(recipe['name'])}",
         source=path,
-        recipe=recipe.text("name"),
-        arguments=base.texts("command")[1:],
-        passed=record.flag("passed"),
-        seconds=base.number("seconds") if "seconds" in base.fields else 0.0,
-        verdicts=_verdicts(record),
-        summary=_summary(record.inside("measurements")),
-        series=tuple(map(_step, base.list("series"))) if "series" in base.fields else (),
-        ranks=recipe.whole("ranks"),
-        image={key: _readable(value) for key, value in record.inside("image").fields.items() if isinstance(value, str)},
-        **_common(recipe, recipe.inside("settings"), record.inside("facts")),
+        recipe=_text(recipe["name"]),
+        arguments=tuple(map(_text, base["command"]))[1:],
+        passed=record["passed"] is True,
+        seconds=_number(base.get("seconds", 0.0)),
+        verdicts=tuple(
+            build(Verdict, document, row, ("verdicts", number)) for number, row in enumerate(record["verdicts"])
+        ),
+        summary=build(Summary, document, record["measurements"], ("measurements",)),
+        series=tuple(map(_step, base["series"])),
+        ranks=_whole(recipe["ranks"]),
+        image={key: value for key, value in record["image"].items() if isinstance(value, str)},
+        **_common(recipe, recipe["settings"], record["facts"]),
     )
 
 
-def _common(what: _Object, settings: _Object, facts: _Object) -> dict[str, Any]:
-    if (name := what.text("backend")) not in backends():
+def _common(what: Mapping[str, Any], settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    name = _text(what["backend"])
+    if name not in backends():
         raise ValueError(f"there is no backend {name!r}")
     knows = backends()[name]
     return {
         "backend": name,
-        "mode": what.text("mode"),
-        "precision": what.text("precision"),
-        "nodes": settings.whole("nodes"),
-        "local_batch": settings.whole(knows.key("local_batch")),
-        "seq_len": settings.whole(knows.key("seq_len")),
-        "corpus": settings.text("assets.corpus") if "assets.corpus" in settings.fields else "",
-        "product": facts.text("gpu") if "gpu" in facts.fields else "",
+        "mode": _text(what["mode"]),
+        "precision": _text(what["precision"]),
+        "nodes": _whole(settings["nodes"]),
+        "local_batch": _whole(settings[knows.key("local_batch")]),
+        "seq_len": _whole(settings[knows.key("seq_len")]),
+        "corpus": _text(settings.get("assets.corpus", "")),
+        "product": _text(facts.get("gpu", "")),
     }
 
 
-def _verdicts(holder: _Object) -> tuple[Mapping[str, Any], ...]:
-    wanted = ("name", "measured", "limit", "reason")
-    found = holder.list("verdicts")
-    return tuple({key: one.text(key) for key in wanted} | {"passed": one.flag("passed")} for one in found)
-
-
-def _summary(found: _Object) -> dict[str, Any]:
-    """Return the figures (numbers or None) and texts of a summary. MFU keeps both conventions and the peak."""
-    figures: dict[str, Any] = {}
-    for key, value in found.fields.items():
-        if key == "mfu" and value is not None:
-            mfu = found.inside(key)
-            numbers = {name: mfu.number(name) for name in ("causal", "non_causal", "peak_tflops")}
-            figures[key] = numbers | {"dtype": mfu.text("dtype")}
-        elif isinstance(value, str):
-            figures[key] = found.text(key)
-        else:
-            figures[key] = None if value is None else found.number(key)
-    return figures
-
-
-def _step(entry: _Object) -> Mapping[str, Any]:
+def _step(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a step in which every figure is a number or None, as the charts require."""
-    figures = {key: None if value is None else entry.number(key) for key, value in entry.fields.items()}
-    return {"loss": None, "grad_norm": None, "tokens_per_second": None, **figures, "step": entry.whole("step")}
+    figures = {key: None if value is None else _number(value) for key, value in entry.items()}
+    return {"loss": None, "grad_norm": None, "tokens_per_second": None, **figures, "step": _whole(entry["step"])}
 
 
-@dataclass(frozen=True)
-class _Object:
-    """A JSON object at ``place`` of its file. Its methods read a field of one type; any other type is a ValueError."""
-
-    fields: Mapping[str, Any]
-    place: str = ""
-
-    def value(self, key: str) -> Any:
-        if key not in self.fields:
-            raise ValueError(f"{self.place}{key} is missing")
-        return self.fields[key]
-
-    def text(self, key: str) -> str:
-        return _readable(self._typed(key, str, "text"))
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        found = self._typed(key, list, "a list")
-        if not all(isinstance(item, str) for item in found):
-            raise ValueError(f"{self.place}{key} must contain text only")
-        return tuple(map(_readable, found))
-
-    def flag(self, key: str) -> bool:
-        return bool(self._typed(key, bool, "true or false"))
-
-    def number(self, key: str) -> float:
-        found = self.value(key)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-            raise ValueError(f"{self.place}{key} must be a number, not {found!r:.40}")
-        return float(found)
-
-    def whole(self, key: str) -> int:
-        found = self.number(key)
-        if found < 1 or found != int(found):
-            raise ValueError(f"{self.place}{key} must be a whole number of at least 1, not {self.value(key)!r:.40}")
-        return int(found)
-
-    def inside(self, key: str) -> _Object:
-        return _Object(self._typed(key, dict, "an object"), f"{self.place}{key}.")
-
-    def objects(self) -> Iterator[tuple[str, _Object]]:
-        return ((key, self.inside(key)) for key in self.fields)
-
-    def list(self, key: str) -> Sequence[_Object]:
-        items = {str(number): item for number, item in enumerate(self._typed(key, list, "a list"))}
-        return [one for _, one in _Object(items, f"{self.place}{key}.").objects()]
-
-    def _typed(self, key: str, kind: type, words: str) -> Any:
-        if not isinstance(found := self.value(key), kind):
-            raise ValueError(f"{self.place}{key} must be {words}, not {found!r:.40}")  # noqa: TRY004
-        return found
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not text")
+    return value
 
 
-def _readable(text: str) -> str:
-    """Return ``text`` without characters that a file or terminal cannot show."""
-    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{value!r:.40} is not a number")
+    return float(value)
 
 
-def _json(path: Path) -> _Object:
-    return _parsed(_text(path), str(path))
+def _whole(value: Any) -> int:
+    if (number := _number(value)) < 1 or number != int(number):
+        raise ValueError(f"{value!r:.40} is not a whole number of at least 1")
+    return int(number)
 
 
-def _parsed(text: str, where: str) -> _Object:
+def _readable(data: Any) -> Any:
+    """Return JSON data without characters that a file or terminal cannot show."""
+    if isinstance(data, dict):
+        return {key: _readable(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_readable(value) for value in data]
+    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", data) if isinstance(data, str) else data
+
+
+def _parsed(data: bytes, name: str) -> Any:
+    document = parse_json(data, name)
+    if not isinstance(document.data, dict):
+        raise InputError("not a JSON object", where=name, hint=_NOT_OURS)
+    return replace(document, data=_readable(document.data))
+
+
+def _document(path: Path) -> Any:
+    return _parsed(_bytes(path), str(path))
+
+
+def _bytes(path: Path) -> bytes:
     try:
-        value = json.loads(text, parse_int=short_int)
-    except RecursionError:
-        raise InputError("not JSON: nested too deeply", where=where, hint=_NOT_OURS) from None
-    except ValueError as error:
-        raise InputError(f"not JSON: {error}", where=where, hint=_NOT_OURS) from None
-    if not isinstance(value, dict):
-        raise InputError("not a JSON object", where=where, hint=_NOT_OURS)
-    return _Object(value)
-
-
-def _text(path: Path) -> str:
-    refuse_special(path, str(path))
-    try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InputError("not UTF-8 text", where=str(path), hint=_NOT_OURS) from None

@@ -30,7 +30,7 @@ def perf_csv(runs: Sequence[Run]) -> str:
 
 def _perf(run: Run) -> dict[str, object]:
     metric, value = _throughput(run)
-    known = by_product_name(run.product) if run.product else None
+    gpu = by_product_name(run.product) if run.product else None
     return {
         "model": run.recipe,
         "n_gpus": run.ranks,
@@ -43,7 +43,7 @@ def _perf(run: Run) -> dict[str, object]:
         "docker_image": run.image.get("ref", ""),
         "deployment_type": "local",
         "launcher": "torchrun",
-        "gpu_architecture": arch_of(known).arch if known else "",
+        "gpu_architecture": arch_of(gpu).arch if gpu else "",
         "performance": _number(value),
         "metric": metric,
         "status": "SUCCESS" if run.passed and value is not None else "FAILURE",
@@ -65,14 +65,14 @@ def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = Non
     """
     metric, speed = _throughput(run)
     images = metric == _IMAGES
-    known = by_product_name(run.product) if run.product else None
+    gpu = by_product_name(run.product) if run.product else None
     shared = {
         "model": model or run.recipe,
         "mode": mode or run.mode,
         "precision": run.precision.upper(),
         "batch_size": run.local_batch,
         "seq_len": run.seq_len,
-        "device": known.name.upper() if known else run.product or "CPU",
+        "device": gpu.name.upper() if gpu else run.product or "CPU",
         "num_gpus": run.ranks,
     }
     figures = {

@@ -167,7 +167,8 @@ def test_a_record_is_read_like_a_folder(make: Make, tmp_path: Path, capsys: pyte
     folder = make("train")
     of_folder, of_record = read(folder), read(tmp_path / "evidence")
     assert of_record.summary == of_folder.summary
-    assert of_record.summary["mfu"]["peak_tflops"] == 989
+    assert of_record.summary.mfu is not None
+    assert of_record.summary.mfu.peak_tflops == 989
     assert of_record.series == of_folder.series
     assert of_record.label == "h200 llama3.1-8b"
     assert main(["report", str(tmp_path / "evidence/record.json"), "--out", str(tmp_path / "out"), "--json"]) == 0
@@ -188,22 +189,23 @@ def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pyt
     ("broken", "says"),
     [
         ({"metrics.jsonl": ""}, "the run logged no step"),
-        ({"metrics.jsonl": '{"step": 1, "lo'}, "metrics.jsonl:1: not JSON"),
+        ({"metrics.jsonl": '{"step": 1, "lo'}, "metrics.jsonl:1"),
         ({"metrics.jsonl": '{"step": 1, "loss": "low"}\n'}, "not a file that primus wrote"),
         ({"metrics.jsonl": "[1]\n"}, "not a JSON object"),
         ({"metrics.jsonl": None}, "the run logged no step"),
         ({"result.json": None}, "has not ended, or was interrupted"),
-        ({"result.json": "{}"}, "passed is missing"),
+        ({"result.json": "{}"}, "'exit_code' is missing"),
+        ({"result.json": '{"exit_code": 0}'}, "'passed' is missing"),
         (
-            {"result.json": '{"passed": true, "seconds": 1, "verdicts": [3], "summary": {}}'},
-            "not a file that primus wrote",
+            {"result.json": '{"exit_code": 0, "passed": true, "seconds": 1, "verdicts": [3], "summary": null}'},
+            "verdicts must be a mapping with name, passed",
         ),
         ({"job.json": "\x00"}, "not JSON"),
         (
             {"metrics.jsonl": '{"step": 1, "loss": 1' + "0" * 400 + "}"},
             "metrics.jsonl:1: not JSON: a number of 401 digits",
         ),
-        ({"job.json": "[" * 100_000}, "not JSON: nested too deeply"),
+        ({"job.json": "[" * 100_000}, "nested too deeply"),
         ({"job.json": None}, "contains no job.json"),
         (
             {"job.json": '{"settings": {}, "recipe": {"name": "x", "overrides": []}, "backend": "jax"}'},

@@ -10,11 +10,12 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from primus.cli.arguments import folder, path
 from primus.errors import HostError, InputError
-from primus.report import compare, sheets
+from primus.report import html, sheets
 from primus.report.run import Run, read_all
 from primus.system.host import lost_warning
 from primus.terminal import Screen, Styled
@@ -33,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the runs, write the files and print the comparison. Returns 0. Raises InputError and HostError."""
-    if len(options.runs) > compare.MOST_RUNS:
-        raise InputError(f"{len(options.runs)} runs are too many", hint=f"compare at most {compare.MOST_RUNS}")
+    if len(options.runs) > html.MOST_RUNS:
+        raise InputError(f"{len(options.runs)} runs are too many", hint=f"compare at most {html.MOST_RUNS}")
     runs, left_out = read_all(options.runs)
     for error in left_out:
         print(f"primus report: left out: {error}", file=sys.stderr)
-    files = {"perf.csv": sheets.perf_csv(runs), **_of_models(runs), "report.html": compare.comparison(runs)}
+    files = {"perf.csv": sheets.perf_csv(runs), **_of_models(runs), "report.html": html.comparison(runs)}
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -50,13 +51,13 @@ def run(options: argparse.Namespace) -> int:
     paths = [str(options.out / name) for name in files]
     if options.json:
         shown = [
-            {"label": one.label, "recipe": one.recipe, "passed": one.passed, "gpu": one.product or None, **one.summary}
-            for one in runs
+            {"label": r.label, "recipe": r.recipe, "passed": r.passed, "gpu": r.product or None, **asdict(r.summary)}
+            for r in runs
         ]
         print(json.dumps({"files": paths, "runs": shown}, ensure_ascii=False, indent=2))
         return 0
-    verdicts = [Styled(f"✓ {one.label}", "green") if one.passed else Styled(f"✗ {one.label}", "red") for one in runs]
-    print("\n".join(Screen.of().table([("", *verdicts), *compare.figures(runs)])))
+    verdicts = [Styled(f"✓ {r.label}", "green") if r.passed else Styled(f"✗ {r.label}", "red") for r in runs]
+    print("\n".join(Screen.of().table([("", *verdicts), *html.figures(runs)])))
     print("\n".join(f"  → {path}" for path in paths))
     return 0
 

@@ -182,6 +182,7 @@ def serve(
 def make_certificate(path: Path) -> Path:
     """A self-signed certificate for 127.0.0.1 and its key, in one file."""
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "3650", "-subj", "/CN=test"]
+    command += ["-addext", "basicConstraints=critical,CA:FALSE"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{path}.key", "-out", str(path)]
     subprocess.run(command, check=True, capture_output=True)
     path.write_text(path.read_text() + Path(f"{path}.key").read_text())

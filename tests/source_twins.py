@@ -1,19 +1,15 @@
-"""Twins of the sources on 127.0.0.1: they replay how AMD's and PyTorch's indexes, registries and git hosts answer.
+"""Image registries and git hosts on 127.0.0.1: each row names the public source of a behaviour, and what the lock does.
 
-The tables lie beside it: ``twin_indexes``, ``twin_wheels``, ``twin_registries``, ``twin_repositories``. Each row
-names the public source of the behaviour, and what the lock must do: work, or say one sentence.
+The lock either works or says one sentence. The table of registries is in ``twin_registries``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import http.server
 import json
-import socket
-import ssl
-import struct
+import os
+import subprocess
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,33 +18,29 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from loopback import make_certificate, make_wheel
+from gits import commit, git
 
-RFC = "https://www.rfc-editor.org/rfc/rfc9110"
-PEP = "https://peps.python.org/pep-{}/"
 OCI = "https://github.com/opencontainers/distribution-spec/blob/main/spec.md"
 HUB = "https://docs.docker.com/docker-hub/usage/pulls/"
 TOKEN = "https://distribution.github.io/distribution/spec/auth/token/"
-FILE = hashlib.shake_256(b"rocm").digest(200_000)
-SHA = hashlib.sha256(FILE).hexdigest()
-VERSION = "10.0.0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
-    """One way to answer. ``way`` is what is locked: an sdist, a wheel (through pip), an image or a commit; ``says`` is
-    the sentence that must end it (None: it works), ``warns`` a line that must be said on the way.
+    """One way to answer. ``way`` is what is locked: an image or a commit; ``says`` is the sentence that must end it
+    (None: it works), ``warns`` a line that must be said on the way.
     """
 
     name: str
     source: str
     answer: Callable[[Answer, str], None]
-    way: str = "sdist"
+    way: str = "git"
     says: str | None = None
     warns: str | None = None
-    package: str = "rocm"
-    version: str = VERSION
     check: Callable[[Twins, Any], bool] = lambda _, __: True
+
+
+Part = Callable[["Answer", str], None]
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -66,7 +58,6 @@ class Answer(http.server.BaseHTTPRequestHandler):
             path = path[3:]
         name, _, rest = path.partition("/")
         self.name = name
-        self.twins.began.setdefault(name, time.monotonic())
         self.twins.seen[name].append((self.command, rest, dict(self.headers)))
         if name in ("", "token"):
             return self.twins.token(self) if name else self.challenge()
@@ -105,52 +96,25 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.twins.done.wait(30)
         self.close_connection = True
 
-    def reset(self) -> None:
-        """End the connection as a broken middle box does."""
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-        self.connection.close()
-
 
 @dataclass
 class Twins:
     folder: Path
     port: int = 0
-    tls_port: int = 0
-    untrusted_port: int = 0
-    certificate: Path = Path()
     behaviours: dict[str, Behaviour] = field(default_factory=dict)
     seen: dict[str, list[tuple[str, str, dict[str, str]]]] = field(default_factory=lambda: defaultdict(list))
-    began: dict[str, float] = field(default_factory=dict)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     guard: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
-    wheel: Path = Path()
     commits: dict[str, str] = field(default_factory=dict)
     tops: dict[str, str] = field(default_factory=dict)
 
     def address(self, behaviour: Behaviour) -> str:
-        """The behaviour's index, image or repository."""
+        """The behaviour's image or repository."""
         name = behaviour.name
         if behaviour.way == "image":
-            return f"127.0.0.1:{self.port}/{name}/x@sha256:{self.digest(name)}"
-        if behaviour.way == "git":
-            return f"http://127.0.0.1:{self.port}/{name}/main.git"
-        if name == "name-unknown":
-            return "https://index.twin.invalid/simple"
-        if name == "refused":
-            return "http://127.0.0.1:9/simple"
-        if name == "redirect-to-http":
-            return f"https://127.0.0.1:{self.tls_port}/{name}/simple"
-        if name == "certificate":
-            return f"https://127.0.0.1:{self.untrusted_port}/{name}/simple"
-        if name == "no-tls":
-            return f"https://127.0.0.1:{self.port}/{name}/simple"
-        return f"http://127.0.0.1:{self.port}/{name}/simple"
-
-    def digest(self, name: str) -> str:
-        """The digest that the image is pinned to."""
-        return self.tops[name]
+            return f"127.0.0.1:{self.port}/{name}/x@sha256:{self.tops[name]}"
+        return f"http://127.0.0.1:{self.port}/{name}/main.git"
 
     def token(self, answer: Answer) -> None:
         """The registry's token service."""
@@ -162,27 +126,9 @@ class Twins:
 
 @contextmanager
 def twins(folder: Path, behaviours: Sequence[Behaviour]) -> Iterator[Twins]:
-    """All twins, on a port for http and two for https, of which one has a certificate that nobody trusts."""
-    here = Twins(folder)
-    here.behaviours = {one.name: one for one in behaviours}
-    here.certificate = make_certificate(folder / "trusted.pem")
-    other = make_certificate(folder / "other.pem")
-    (folder / "files").mkdir()
-    here.wheel = make_wheel(folder / "files", "torch", "2.12.0+rocm10.0.0", needs=())
-    make_wheel(folder / "files", "ROCm_Thing", "1.0")
-    handler = type("Handler", (Answer,), {"twins": here})
-    servers = [_server(handler, None), _server(handler, here.certificate), _server(handler, other)]
-    here.port, here.tls_port, here.untrusted_port = (server.server_address[1] for server in servers)
-    try:
-        yield here
-    finally:
-        here.done.set()
-        for server in servers:
-            server.shutdown()
-            server.server_close()
+    """All twins on one port."""
+    here = Twins(folder, behaviours={behaviour.name: behaviour for behaviour in behaviours})
 
-
-def _server(handler: Any, certificate: Path | None) -> http.server.ThreadingHTTPServer:
     class Quiet(http.server.ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 128
@@ -190,10 +136,140 @@ def _server(handler: Any, certificate: Path | None) -> http.server.ThreadingHTTP
         def handle_error(self, *args: object) -> None:
             pass
 
-    server = Quiet(("127.0.0.1", 0), handler)
-    if certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    return server
+    with Quiet(("127.0.0.1", 0), type("Handler", (Answer,), {"twins": here})) as server:
+        here.port = server.server_address[1]
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        try:
+            yield here
+        finally:
+            here.done.set()
+            server.shutdown()
+
+
+def hangs(answer: Answer, _: str) -> None:
+    answer.hang()
+
+
+def status(number: int, **headers: str) -> Part:
+    return lambda answer, _: answer.reply(number, **headers)
+
+
+def smart(one: Answer, rest: str, protocol: bool = True) -> None:
+    """git's own server for http."""
+    query = urlsplit(one.path).query
+    environment = {
+        **os.environ,
+        "GIT_PROJECT_ROOT": str(one.twins.folder / "git"),
+        "GIT_HTTP_EXPORT_ALL": "1",
+        "PATH_INFO": f"/{rest}",
+        "QUERY_STRING": query,
+        "REQUEST_METHOD": one.command,
+        "CONTENT_TYPE": one.headers.get("Content-Type", ""),
+        "HTTP_CONTENT_ENCODING": one.headers.get("Content-Encoding", ""),
+    }
+    if protocol and (version := one.headers.get("Git-Protocol")):
+        environment["GIT_PROTOCOL"] = version
+    length = int(one.headers.get("Content-Length") or 0)
+    body = one.rfile.read(length)
+    done = subprocess.run(["git", "http-backend"], input=body, capture_output=True, check=False, env=environment)
+    head, _, data = done.stdout.partition(b"\r\n\r\n")
+    headers = dict(line.split(": ", 1) for line in head.decode().splitlines())
+    status = int(headers.pop("Status", "200").split()[0])
+    one.reply(status, data, **{name.replace("-", "_"): value for name, value in headers.items()})
+
+
+def old_protocol(one: Answer, rest: str) -> None:
+    """A server that gives only what its branches point to."""
+    smart(one, rest, protocol=False)
+
+
+def dumb(one: Answer, rest: str) -> None:
+    """A repository as plain files."""
+    path = one.twins.folder / "git" / rest
+    one.reply(200, path.read_bytes()) if path.is_file() else one.reply(404)
+
+
+def renamed(one: Answer, rest: str) -> None:
+    if rest.startswith("main.git/"):
+        query = urlsplit(one.path).query
+        return one.reply(301, Location=f"/{one.name}/new.git/{rest[9:]}{f'?{query}' if query else ''}")
+    return smart(one, rest.replace("new.git/", "main.git/"))
+
+
+def git_429(one: Answer, rest: str) -> None:
+    one.reply(429, b"Too many requests", Retry_After="60")
+
+
+def make_repositories(here: Twins) -> None:
+    """``main`` with a submodule and a pointer of Git LFS; its second-last commit is on no branch's tip."""
+
+    work, served = here.folder / "work", here.folder / "git"
+    module = "3rdparty/part", commit(work / "part", {"inside.txt": "of the submodule\n"})
+    modules = '[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../part.git\n'
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345\n"
+    here.commits["with-submodule"] = commit(work / "main", {"setup.py": "pass\n", ".gitmodules": modules}, module)
+    here.commits["with-pointer"] = commit(work / "main", {"weights.bin": pointer, ".gitmodules": modules}, module)
+    commit(work / "main", {"later.txt": "later\n"}, module)
+    for name in ("part", "main"):
+        served.mkdir(exist_ok=True)
+        git(here.folder, "clone", "-q", "--bare", str(work / name), str(served / f"{name}.git"))
+        git(served / f"{name}.git", "update-server-info")
+
+
+GITHUB = "https://docs.github.com/en/repositories/creating-and-managing-repositories/renaming-a-repository"
+GIT = "https://git-scm.com/docs/{}"
+REPOSITORIES = (
+    Behaviour(name="submodules", source=GIT.format("gitmodules"), answer=smart),
+    Behaviour(
+        name="commit-by-digits-refused",
+        source=GIT.format("git-config") + "#Documentation/git-config.txt-uploadpackallowReachableSHA1InWant",
+        answer=old_protocol,
+        warns="does not send single commits",
+    ),
+    Behaviour(
+        name="dumb-http",
+        source="https://github.com/xiph/vorbis/issues/56",
+        answer=dumb,
+        warns="does not send single commits",
+    ),
+    Behaviour(
+        name="lfs-pointer",
+        source="https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md",
+        answer=smart,
+        warns="stores weights.bin in Git LFS",
+    ),
+    Behaviour(name="renamed", source=GITHUB, answer=renamed),
+    Behaviour(name="commit-of-nobody", source=GIT.format("git-upload-pack"), answer=smart, says="has no commit"),
+    Behaviour(
+        name="repository-404",
+        source=GIT.format("http-protocol"),
+        answer=status(404),
+        says="there is no such repository",
+    ),
+    Behaviour(
+        name="repository-401",
+        source=GIT.format("http-protocol"),
+        answer=status(401, WWW_Authenticate='Basic realm="x"'),
+        says="it wants credentials",
+    ),
+    Behaviour(
+        name="repository-429",
+        source="https://github.blog/changelog/2025-05-08-updated-rate-limits-for-unauthenticated-requests/",
+        answer=git_429,
+        says="limits requests",
+    ),
+    Behaviour(
+        name="repository-silent",
+        source=GIT.format("git-config") + "#Documentation/git-config.txt-httplowSpeedLimit",
+        answer=hangs,
+        says="no answer in time",
+    ),
+    Behaviour(
+        name="fetch-silent",
+        source=GIT.format("git-config") + "#Documentation/git-config.txt-httplowSpeedLimit",
+        answer=lambda one, rest: (
+            smart(one, rest) if one.command == "GET" or b"ls-refs" in one.rfile.peek(30) else one.hang()
+        ),
+        says="no answer in time",
+    ),
+)

@@ -7,8 +7,7 @@ import hashlib
 import json
 from typing import Any
 
-from source_twins import HUB, OCI, TOKEN, Answer, Behaviour, Twins
-from twin_indexes import Part, hangs
+from source_twins import HUB, OCI, TOKEN, Answer, Behaviour, Part, Twins, hangs
 
 LAYER = gzip.compress(b"layer", mtime=0)
 _OCI = "application/vnd.oci.image."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
 import os
 import re
@@ -13,11 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from loopback import make_deb
+from loopback import make_deb, make_wheel
 from primus.engine.kinds.debs import root_entries
 from primus.engine.workshop import require_space
 from primus.errors import HostError
@@ -25,7 +27,6 @@ from primus.fetch.filecache import FileCache
 from primus.fetch.files import fetch
 from primus.progress import QuietProgress
 from primus.versions.lock import LockedFile
-from primus.versions.reachable import HOST_DEADLINE_S
 from project_kit import make_project
 
 pytestmark = pytest.mark.integration
@@ -58,7 +59,7 @@ def bad_server(kind: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{one.getsockname()[1]}"
 
 
-CAUSES = {"refuses": "connection refused", "hangs": "no answer in time (8 s)", "answers 503": "HTTP status 503"}
+CAUSES = {"refuses": "connection refused", "hangs": "no answer in time", "answers 503": "HTTP status 503"}
 
 
 def locked(kind: str, number: int) -> LockedFile:
@@ -87,28 +88,29 @@ def test_an_unreachable_source_is_named_before_any_file(
         began = time.monotonic()
         with pytest.raises(HostError) as caught:
             fetch(files, FileCache(tmp_path / "cache"), suites={"small": ("bookworm",)}, progress=QuietProgress())
-        assert time.monotonic() - began < HOST_DEADLINE_S + 7
-    what = f"the Python index at {address}/simple" if kind == "wheel" else f"the Debian archive at {address}/debian"
-    if (fault, kind) == ("answers 503", "wheel"):
-        # It may pass, so it is left to the request for a page, which asks again and names the package.
-        assert re.fullmatch(
-            rf"{what}/thing\d+/, asked for thing\d+, does not answer: {CAUSES[fault]}", caught.value.message
-        )
+        assert time.monotonic() - began < 20
+    if kind == "wheel":
+        what = rf"the Python index at {address}/simple/thing\d+/, asked for thing\d+,"
     else:
-        assert caught.value.message == f"{what} does not answer: {CAUSES[fault]}"
+        what = f"the Debian archive at {address}/debian"
+    assert re.fullmatch(f"{what} does not answer: {CAUSES[fault]}", caught.value.message)
     assert caught.value.exit_code == 3
     assert caught.value.hint
 
 
 def test_one_index_of_several_may_be_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from primus.versions.indexes import Indexes
-
-    with bad_server("refuses") as away, bad_server("refuses") as broken:
-        (tmp_path / "thing1-1-py3-none-any.whl").write_bytes(b"x")
-        local = Indexes(index_urls=(away, broken), find_links=(str(tmp_path),))
-        local.probe_any([locked("wheel", 1)])
+    wheel = make_wheel(tmp_path / "local", "thing1", "1")
+    here = replace(locked("wheel", 1), size=wheel.stat().st_size, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+    with bad_server("refuses") as away:
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_INDEX_URL", f"{away}/simple")
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"{away}/more")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "local"))
+        cache = FileCache(tmp_path / "cache")
+        fetch([here], cache, suites={}, progress=QuietProgress())
+        assert cache.verify(here.sha256)
         with pytest.raises(HostError, match="does not answer"):
-            local.probe_any([locked("wheel", 1), locked("wheel", 2)])
+            fetch([here, locked("wheel", 2)], cache, suites={}, progress=QuietProgress())
 
 
 @contextlib.contextmanager

@@ -198,15 +198,19 @@ def _absent(workshop: Workshop, actions: Sequence[Action]) -> list[LockedFile]:
 
 def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
     # Seam "sources": the network libraries take a third of the start-up time of a build that fetches nothing.
-    from primus.fetch.files import fetch
-    from primus.versions.sources import Sources
+    from primus.fetch.files import Sources, fetch
 
     bases = {name: base for plan in plans for name, base in plan.resolved.request.bases.items()}
     fetch(
         _absent(workshop, missing(plans, workshop.done)),
         workshop.files,
         suites={name: suites_of(base.suite, base.packages) for name, base in bases.items()},
-        sources=Sources.of_project(plans[0].resolved.versions, bases),
+        pythons={base.python for base in bases.values()},
+        sources=Sources(
+            indexes={name: index.url for name, index in plans[0].resolved.versions.indexes.items()},
+            images={name: base.image for name, base in bases.items() if base.image},
+            repositories={git.commit: git.url for plan in plans for git in plan.resolved.request.gits.values()},
+        ),
         offline=offline,
         progress=workshop.progress,
     )

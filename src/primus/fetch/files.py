@@ -1,38 +1,45 @@
-"""Fetch missing locked files into the cache, through the host's own pip and apt configuration.
+"""Fetch missing locked files into the cache, through the host's own pip, apt, registry and git configuration.
 
 A file is identified by its sha256 alone, so a mirror, a local folder and the original source are equally good.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from primus.errors import HostError
-from primus.fetch.download import Meter, NotThere, Stopped, WrongBytes, download, speed
-from primus.fetch.filecache import FileCache
+import requests
+from urllib3.exceptions import HTTPError
+
+from primus.errors import HostError, InputError
+from primus.fetch.filecache import FileCache, Part
 from primus.progress import Progress
 from primus.sandbox.tools import with_packages
 from primus.terminal import counted
-from primus.versions.indexes import Indexes
+from primus.versions.debs import download_debs
+from primus.versions.indexes import ABSENT, Indexes, length, local_path
 from primus.versions.lock import LockedFile
-from primus.versions.pool import Pool, locate
-from primus.versions.reachable import require_answers
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
-from primus.versions.sources import Sources, ask_host
-from primus.versions.traffic import listening
+from primus.versions.traffic import bare_url, listening, short
+from primus.versions.wheels import locate
 
 # Smaller files only advance the total: a line each for a hundred small debs would hide what matters.
 _OWN_BAR = 16_000_000
 _JOBS = 4
 _ARCHITECTURE = "amd64"
+_BLOCK = 1 << 18
+_FAULTS = 4
+_FIRST_WAIT_S = 0.4
 
 
 class GoneError(HostError):
@@ -47,125 +54,147 @@ class GoneError(HostError):
         self.files = tuple(files)
 
 
+class WrongBytes(HostError):
+    """A source offers other bytes under the file's name."""
+
+    def __init__(self, file: LockedFile, offer: str, source: str) -> None:
+        super().__init__(
+            f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} ({file.size} bytes) is locked",
+            hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
+        )
+
+
+class _Stopped(Exception):
+    """The whole fetch is being stopped; the downloaded part is kept and can be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Sources besides pip's and apt's, from versions.yaml: index → address, base → image, commit → repository."""
+
+    indexes: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, str] = field(default_factory=dict)
+    repositories: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, file: LockedFile) -> str:
+        """Return the address of the file's source. InputError if versions.yaml does not name it."""
+        if file.kind == "layer":
+            name, addresses = file.base or "", self.images
+        elif file.kind == "git":
+            name, addresses = Path(file.file).stem.rpartition("-")[2], self.repositories
+        else:
+            name, addresses = file.index or "", self.indexes
+        if name not in addresses:
+            raise InputError(f"the lock names {name}, but versions.yaml does not", hint="run `primus lock` again")
+        return addresses[name]
+
+
 def fetch(
     files: Sequence[LockedFile],
     cache: FileCache,
     *,
     suites: Mapping[str, tuple[str, ...]],
+    pythons: Collection[str] = (),
     sources: Sources | None = None,
     offline: bool = False,
     progress: Progress,
 ) -> None:
     """Fetch every missing file into the cache.
 
-    ``suites`` maps base names to their Debian suites; ``sources`` are those besides pip's and apt's.
+    ``suites`` maps base names to their Debian suites, ``pythons`` are the versions of Python that wheels are for, and
+    ``sources`` are those besides pip's and apt's.
 
     Raises GoneError if sources no longer have files; HostError if a source is unreachable, offers other bytes
     (WrongBytes), or the disk is full. Files that were fetched before are kept.
     """
-    wanted = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
-    if not wanted:
+    missing = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
+    if not missing:
         return
     if offline:
         raise HostError(
-            f"--offline allows no download, and {len(wanted)} file{'s are' if len(wanted) > 1 else ' is'} not here: "
-            f"{_names(wanted)}",
+            f"--offline allows no download, and {len(missing)} file{'s are' if len(missing) > 1 else ' is'} not here: "
+            f"{_names(missing)}",
             hint="run it once without --offline",
         )
-    began, size = time.monotonic(), sum(f.size for f in wanted)
-    asked = (sources or Sources()).of_files(wanted)
+    began, size = time.monotonic(), sum(f.size for f in missing)
     with _spill_folder(cache.root) as spill, listening(progress.say):
-        places = _Places(wanted, suites, spill, asked, progress)
-        require_answers(asked.probes(lambda: places.indexes))
-        bases = {f.base for f in wanted if f.kind == "deb" and f.base}
-        python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
-        indexes = places.indexes if python else None
-        named = sorted({suite for base in bases for suite in suites[base]})
-        with_packages(partial(ask_host, indexes=indexes, python=python, suites=named), say=progress.say)
         progress.start("fetch", "fetch", size)
-        work = _Work(places, cache, progress)
-        # Fetch large files first, since the last one alone would prolong the wait.
-        work.run(sorted(wanted, key=lambda f: -f.size))
-    progress.finish("fetch", f"{counted(len(wanted), 'file')}, {speed(size, began)}")
+        work = _Fetch(cache, progress, spill, sources or Sources())
+        work.run(work.jobs(missing, suites, pythons))
+    progress.finish("fetch", f"{counted(len(missing), 'file')}, {_speed(size, began)}")
 
 
-class _Places:
-    """The places to look for each kind of file; read from the host once, when first needed."""
-
-    def __init__(
-        self,
-        wanted: Sequence[LockedFile],
-        suites: Mapping[str, tuple[str, ...]],
-        spill: Path,
-        sources: Sources,
-        progress: Progress,
-    ) -> None:
-        self._wanted, self._suites, self._spill = wanted, suites, spill
-        self._guards = {"indexes": threading.Lock(), "pools": threading.Lock(), "images": threading.Lock()}
-        self.sources, self._progress = sources, progress
-
-    @cached_property
-    def _indexes(self) -> Indexes:
-        return Indexes.of_host()
-
-    @property
-    def indexes(self) -> Indexes:
-        with self._guards["indexes"]:
-            return self._indexes
-
-    @cached_property
-    def _pools(self) -> dict[str, Pool]:
-        pools: dict[str, Pool] = {}
-        for base in sorted({f.base for f in self._wanted if f.kind == "deb" and f.base}):
-            debs = [f for f in self._wanted if f.base == base]
-            where = (self._suites[base], _ARCHITECTURE, self._spill)
-            pools[base] = with_packages(partial(locate, debs, *where), say=self._progress.say)
-        return pools
-
-    def pool(self, base: str, stop: threading.Event) -> Pool:
-        with self._guards["pools"]:
-            if stop.is_set():
-                raise Stopped
-            return self._pools[base]
-
-    def image(self, base: str) -> Path:
-        """Return a folder with the layers of the base's image, each named by its digest."""
-        folder = self._spill / f"image-{base}"
-        with self._guards["images"]:
-            if not folder.exists():
-                copy_image(self.sources.images[base], _ARCHITECTURE, folder)
-        return folder
-
-    def archive(self, file: LockedFile) -> Path:
-        """Return the archive of the commit that the name of a ``git`` file ends with."""
-        commit = Path(file.file).stem.rpartition("-")[2]
-        target = self._spill / file.file
-        archive_commit(self.sources.repositories[commit], commit, target)
-        return target
+# A job may return more jobs.
+_Job = Callable[[], "Iterable[_Job] | None"]
 
 
-class _Work:
-    """Daemon threads that work on a queue, so that Ctrl-C does not wait for a server that stalls."""
+class _Fetch:
+    """Daemon threads that work on a queue of jobs, so that Ctrl-C does not wait for a server that stalls."""
 
-    def __init__(self, places: _Places, cache: FileCache, progress: Progress) -> None:
-        self._places, self._cache, self._progress = places, cache, progress
+    def __init__(self, cache: FileCache, progress: Progress, spill: Path, sources: Sources) -> None:
+        self._cache, self._progress, self._spill, self._sources = cache, progress, spill, sources
         self._stop = threading.Event()
-        self._local = threading.local()
         self._gone: list[LockedFile] = []
-        self._failed: list[BaseException] = []
+        self._failures: list[BaseException] = []
 
-    def run(self, files: Sequence[LockedFile]) -> None:
-        todo: queue.SimpleQueue[LockedFile] = queue.SimpleQueue()
+    def jobs(
+        self, files: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], pythons: Collection[str]
+    ) -> Iterator[_Job]:
+        """Yield a job per source. That of a Python index yields one per file."""
+        groups: dict[tuple[str, str], list[LockedFile]] = {}
         for file in files:
-            todo.put(file)
-        threads = [
-            threading.Thread(target=self._worker, args=(todo,), daemon=True) for _ in range(min(_JOBS, len(files)))
-        ]
+            kind: str = "wheel" if file.kind == "sdist" else file.kind
+            source = file.base or ""
+            if kind in ("layer", "git") or file.index:
+                source = self._sources.of(file)
+            elif kind == "wheel":
+                source = ""
+            groups.setdefault((kind, source), []).append(file)
+        for (kind, source), group in groups.items():
+            if kind == "wheel":
+                yield partial(self._python, group, source, pythons)
+            elif kind == "deb":
+                yield partial(self._debs, group, suites[source])
+            elif kind == "layer":
+                yield partial(self._layers, group, source)
+            else:
+                yield from (partial(self._commit, file, source) for file in group)
+
+    def run(self, jobs: Iterable[_Job]) -> None:
+        """Run all jobs. Raises the first failure, or GoneError."""
+        todo: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        pending = [0]
+        guard = threading.Lock()
+
+        def put(more: Iterable[_Job]) -> None:
+            for job in more:
+                with guard:
+                    pending[0] += 1
+                todo.put(job)
+
+        def worker() -> None:
+            while not self._stop.is_set():
+                try:
+                    job = todo.get(timeout=0.05)
+                except queue.Empty:
+                    continue
+                try:
+                    put(job() or ())
+                except _Stopped:
+                    return
+                except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
+                    self._failures.append(error)
+                    self._stop.set()
+                with guard:
+                    pending[0] -= 1
+
+        put(jobs)
+        threads = [threading.Thread(target=worker, daemon=True) for _ in range(_JOBS)]
         for thread in threads:
             thread.start()
         try:
             # Do not use join(): Python 3.11 considers a thread finished if its join is interrupted.
-            while not self._failed and any(thread.is_alive() for thread in threads):
+            while pending[0] and not self._failures:
                 time.sleep(0.02)
         finally:
             # On a failure or Ctrl-C, the other threads get a moment to leave their parts in order.
@@ -173,102 +202,238 @@ class _Work:
             until = time.monotonic() + 0.5
             while time.monotonic() < until and any(thread.is_alive() for thread in threads):
                 time.sleep(0.02)
-        if self._failed:
-            raise self._failed[0]
+        if self._failures:
+            raise self._failures[0]
         if self._gone:
             raise GoneError(sorted(self._gone, key=lambda f: f.name))
 
-    def _worker(self, todo: queue.SimpleQueue[LockedFile]) -> None:
-        while not self._stop.is_set():
-            try:
-                file = todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                self._one(file)
-            except Stopped:
-                return
-            except NotThere:
-                self._gone.append(file)
-            except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
-                self._failed.append(error)
-                self._stop.set()
-                return
+    def _python(self, files: Sequence[LockedFile], index: str, pythons: Collection[str]) -> Iterable[_Job]:
+        """Find the files on the indexes. Return a job for each, largest first: the last one alone would prolong it."""
+        indexes = Indexes.of_host()
+        if index:
+            indexes = indexes.only(index)
+            indexes.require_access(files[0].name, files[0].index)
+        offers: dict[str, list[tuple[str, str | None]]] = {file.file: _in_folders(file, indexes) for file in files}
+        remote = [file for file in files if not offers[file.file]]
+        for candidate in locate(remote, indexes, pythons) if remote else ():
+            offers[candidate.file].append((candidate.url, candidate.sha256))
+        for file in sorted(files, key=lambda f: -f.size):
+            yield partial(self._download, file, offers[file.file], indexes)
 
-    def _one(self, file: LockedFile) -> None:
-        meter, began = Meter(self._progress, file, file.size >= _OWN_BAR), time.monotonic()
-        meter.begin()
-        if file.kind == "deb":
-            self._deb(file, meter)
-        elif file.kind in ("layer", "git"):
-            self._whole(file)
-        else:
-            self._python(file, meter)
-        meter.end(speed(file.size, began))
+    def _download(self, file: LockedFile, offers: Sequence[tuple[str, str | None]], indexes: Indexes) -> None:
+        refusal: HostError | None = None
+        began, key, own = time.monotonic(), f"fetch {file.sha256}", file.size >= _OWN_BAR
+        if own:
+            self._progress.start(key, file.label, file.size)
+        done = 0
 
-    def _deb(self, file: LockedFile, meter: Meter) -> None:
-        pool = self._places.pool(file.base or "", self._stop)
-        kept: dict[str, Callable[..., object]] = self._local.__dict__
-        if "apt" not in kept:
-            kept["apt"] = pool.access.get()
-        for url in pool.urls(file):
-            try:
-                return self._take(file, url, kept["apt"], meter)
-            except NotThere:
+        def report(position: int) -> None:
+            nonlocal done
+            step, done = min(position, file.size) - done, min(position, file.size)
+            self._progress.advance("fetch", step)
+            if own:
+                self._progress.advance(key, step)
+
+        for url, sha256 in offers:
+            if sha256 not in (None, file.sha256):
+                refusal = WrongBytes(file, f"sha256 {sha256}", url)
                 continue
-        raise NotThere(file.file)
-
-    def _whole(self, file: LockedFile) -> None:
-        """Fetch what a tool downloads in one piece: a layer of an image, or the archive of a commit."""
-        sources = self._places.sources
-        if file.kind == "git":
-            path = self._places.archive(file)
-            origin = sources.repositories[path.stem.rpartition("-")[2]]
-        else:
-            path, origin = self._places.image(file.base or "") / file.sha256, sources.images[file.base or ""]
-        if not path.exists() or not self._cache.put(path, file.sha256):
-            raise WrongBytes(file, "other bytes", origin)
-
-    def _python(self, file: LockedFile, meter: Meter) -> None:
-        indexes = self._places.indexes
-        if file.index is not None:
-            indexes = indexes.only(self._places.sources.indexes[file.index])
-        kept = self._local.__dict__
-        if "pip" not in kept:
-            kept["pip"] = indexes.session()
-        refused: HostError | None = None
-
-        def get(url: str, headers: Mapping[str, str]) -> object:
-            return indexes.get(kept["pip"], url, headers=headers)
-
-        for place in indexes.places(file.name):
             try:
-                offers = [link for link in indexes.offers(kept["pip"], place) if link.file == file.file]
-            except HostError as error:
-                refused = refused or error
-                continue
-            for link in offers:
-                if link.sha256 not in (None, file.sha256):
-                    refused = refused or WrongBytes(file, f"sha256 {link.sha256}", link.url)
-                    continue
-                try:
-                    return self._take(file, link.url, get, meter)
-                except NotThere:
-                    continue
-                except WrongBytes as error:
-                    refused = refused or error
-        raise refused or NotThere(file.file)
+                with _disk_errors(self._cache.root, file), self._cache.part(file.sha256) as part:
+                    if part is None or _Transfer(file, url, part, indexes, report, self._stop).fill():
+                        report(file.size)
+                        if own:
+                            self._progress.finish(key, _speed(file.size, began))
+                        return
+            except WrongBytes as error:
+                refusal = error
+        if refusal:
+            raise refusal
+        self._gone.append(file)
 
-    def _take(self, file: LockedFile, url: str, get: Callable[..., object], meter: Meter) -> None:
-        download(file, url, self._cache, get=get, meter=meter, stop=self._stop)  # type: ignore[arg-type]
+    def _debs(self, files: Sequence[LockedFile], suites: tuple[str, ...]) -> None:
+        with tempfile.TemporaryDirectory(prefix="debs-", dir=self._spill) as name, self._growing(Path(name), files):
+            call = partial(download_debs, files, suites, _ARCHITECTURE, Path(name))
+            paths = with_packages(call, say=self._progress.say)
+            for file in files:
+                if file in paths:
+                    self._put(file, paths[file], f"the archive of {' and '.join(suites)}")
+                else:
+                    self._gone.append(file)
+
+    def _layers(self, files: Sequence[LockedFile], image: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="image-", dir=self._spill) as name, self._growing(Path(name), files):
+            copy_image(image, _ARCHITECTURE, Path(name))
+            for file in files:
+                self._put(file, Path(name, file.sha256), image)
+
+    def _commit(self, file: LockedFile, repository: str) -> None:
+        target = self._spill / file.file
+        archive_commit(repository, target.stem.rpartition("-")[2], target)
+        self._put(file, target, repository)
+        self._progress.advance("fetch", file.size)
+
+    def _put(self, file: LockedFile, path: Path, source: str) -> None:
+        with _disk_errors(self._cache.root, file):
+            if not path.exists() or not self._cache.put(path, file.sha256):
+                raise WrongBytes(file, "other bytes", source)
+
+    @contextmanager
+    def _growing(self, folder: Path, files: Sequence[LockedFile]) -> Iterator[None]:
+        """Report the growth of the folder, to which a tool downloads the files, as progress."""
+        done, ended, total = 0, threading.Event(), sum(f.size for f in files)
+
+        def watch() -> None:
+            nonlocal done
+            while not ended.wait(0.5):
+                # The tool renames its temporary files meanwhile.
+                with suppress(FileNotFoundError):
+                    size = min(total, sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
+                    self._progress.advance("fetch", size - done)
+                    done = size
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+        self._progress.advance("fetch", total - done)
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """The download of one file from one address: resumed, hashed while it is written, and retried."""
+
+    file: LockedFile
+    url: str
+    part: Part
+    indexes: Indexes
+    report: Callable[[int], None]
+    stop: threading.Event
+
+    def fill(self) -> bool:
+        """Download the part to its full size, compare its hash, and commit it. Returns False if there is no file."""
+        file, part = self.file, self.part
+        if part.size > file.size:
+            part.restart()
+        resumed = part.size > 0
+        while True:
+            if (part.size < file.size or file.size == 0) and not self._complete():
+                return False
+            if (sha256 := part.sha256()) == file.sha256:
+                part.commit()
+                return True
+            part.restart()
+            # The existing part may come from another source or a bad disk. Only a file read in one go proves that the
+            # source is wrong.
+            if not resumed:
+                raise WrongBytes(file, f"sha256 {sha256}", self.url)
+            resumed = False
+
+    def _complete(self) -> bool:
+        """Append until the file has its size. Passing faults are retried as long as bytes keep arriving."""
+        path = local_path(self.url)
+        if path is not None:
+            return self._copy(path)
+        session, faults, most = self.indexes.session(), 0, self.part.size
+        while True:
+            reason = "it ended early"
+            try:
+                if self._stream(session):
+                    return True
+            except (requests.RequestException, HTTPError) as error:
+                status = getattr(getattr(error, "response", None), "status_code", None)
+                if status in ABSENT:
+                    return False
+                reason = short(error)
+                if status is not None:
+                    hint = "give pip the credentials (netrc, or in its index URL)" if status in (401, 407) else None
+                    raise HostError(f"{bare_url(self.url)} cannot be fetched: {reason}", hint=hint) from None
+            # Compare with the largest size so far: a server that starts over each time makes no progress.
+            faults = 1 if self.part.size > most else faults + 1
+            most = max(most, self.part.size)
+            if faults >= _FAULTS:
+                raise HostError(
+                    f"{bare_url(self.url)} cannot be fetched: {reason}, {_FAULTS} times",
+                    hint="run it again to continue the download",
+                )
+            if self.stop.wait(_FIRST_WAIT_S * 2 ** (faults - 1)):
+                raise _Stopped
+
+    def _stream(self, session: requests.Session) -> bool:
+        part = self.part
+        headers = {"Range": f"bytes={part.size}-"} if part.size else {}
+        with self.indexes.get(session, self.url, self.file.label, headers=headers) as response:
+            if response.status_code == 416:
+                part.restart()
+                return False
+            response.raise_for_status()
+            # A server that ignores Range sends the file from the start.
+            if part.size and response.status_code != 206:
+                part.restart()
+            announced = length(response)
+            if announced is not None and part.size + announced != self.file.size:
+                part.restart()
+                raise WrongBytes(self.file, f"{announced} bytes", self.url)
+            for block in response.raw.stream(_BLOCK, decode_content=False):
+                self._write(block)
+                if part.size > self.file.size:
+                    return True
+        return part.size >= self.file.size
+
+    def _copy(self, path: Path) -> bool:
+        # Copy the file instead of linking it: the cached file would change if its owner rewrites it in place.
+        try:
+            source = path.open("rb")
+        except (FileNotFoundError, PermissionError):
+            return False
+        with source:
+            source.seek(self.part.size)
+            while block := source.read(1 << 20):
+                self._write(block)
+        return True
+
+    def _write(self, block: bytes) -> None:
+        if self.stop.is_set():
+            raise _Stopped
+        self.part.write(block)
+        self.report(self.part.size)
+
+
+def _in_folders(file: LockedFile, indexes: Indexes) -> list[tuple[str, str | None]]:
+    """Return the file's place if a find-links folder has it with the right bytes."""
+    for folder in filter(None, map(local_path, indexes.find_links)):
+        path = folder / file.file
+        if path.is_file() and path.stat().st_size == file.size:
+            with path.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256:
+                    return [(path.resolve().as_uri(), file.sha256)]
+    return []
+
+
+@contextmanager
+def _disk_errors(root: Path, file: LockedFile) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HostError(
+                f"the disk is full at {root}: {file.file} needs {file.size / 1e6:,.1f} MB",
+                hint="free some space and run it again; what has been fetched is kept",
+            ) from None
+        if error.errno in (errno.EACCES, errno.EROFS):
+            raise HostError(f"{root} cannot be written: {error.strerror}") from None
+        raise
 
 
 @contextmanager
 def _spill_folder(root: Path) -> Iterator[Path]:
-    """Yield a folder next to the cache, on the same disk, for files that apt must fetch itself."""
+    """Yield a folder next to the cache, on the same disk, for files that a tool fetches itself."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="apt-", dir=root, ignore_cleanup_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix="spill-", dir=root, ignore_cleanup_errors=True)
     except OSError as error:
         raise HostError(f"{root} cannot be written: {error.strerror}") from None
     with folder as name:
@@ -278,3 +443,8 @@ def _spill_folder(root: Path) -> Iterator[Path]:
 def _names(files: Sequence[LockedFile]) -> str:
     shown = ", ".join(f.label for f in files[:5])
     return shown + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+
+
+def _speed(size: int, began: float) -> str:
+    seconds = max(time.monotonic() - began, 1e-3)
+    return f"{size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"

@@ -11,29 +11,25 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
-
-import requests
 
 from primus.errors import HostError, LacksPackages
-from primus.versions.answers import cause, short
-from primus.versions.apt import AptAccess
-from primus.versions.reachable import HOST_DEADLINE_S, Probe, require_answers
 from primus.versions.suites import GLIBC, ROLLING, UBUNTU
-from primus.versions.traffic import bare_url, requesting
+from primus.versions.traffic import bare_url, cause, requesting
 
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 # Ubuntu's apt has no Debian mirror configured, but its package debootstrap contains one.
 _DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
+
+_AT_ONCE_S = 3.0
 
 Stanza = Mapping[str, str]
 
@@ -45,6 +41,7 @@ class Archive:
     folder: Path
     architecture: str
     maker: str = "debian"
+    mirrors: tuple[str, ...] = ()
 
     @property
     def options(self) -> list[str]:
@@ -71,8 +68,8 @@ class Archive:
             "APT::Get::Show-User-Simulation-Note": "false",
             "Acquire::Languages": "none",
             "Acquire::Retries": "1",
-            "Acquire::http::Timeout": "8",
-            "Acquire::https::Timeout": "8",
+            "Acquire::http::Timeout": "6",
+            "Acquire::https::Timeout": "6",
             # apt would treat itself as essential, but the image does not need it.
             "pkgCacheGen::ForceEssential": ",",
         }
@@ -92,18 +89,23 @@ class Archive:
 
     def update(self) -> None:
         """Fetch the indexes. Raises HostError if a source does not answer or is not trusted."""
-        with requesting(
-            "apt", f"apt:{self.maker}", f"the {self.maker.title()} archive", "update", silent=True
-        ) as request:
-            done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "update")
+        with requesting("apt", " ".join(self.mirrors), f"the {self.maker.title()} archive", "update") as request:
+            command = ("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
+            began = time.monotonic()
+            done = self.run(*command)
+            # A failure at once may pass. One after silence has had its time.
+            if done.returncode != 0 and time.monotonic() - began < _AT_ONCE_S:
+                done = self.run(*command)
+            if done.returncode == 0:
+                request.answer(None)
+                return
             text = done.stdout + done.stderr
-            request.verdict = "answered" if done.returncode == 0 else f"failed: {reason(text)}"
-        if done.returncode != 0:
-            raise HostError(
-                f"the {self.maker.title()} archive does not answer: {reason(text)}",
-                hint=f"check apt-get update on this host, or set PRIMUS_{self.maker.upper()}_MIRROR to a mirror it "
-                "reaches",
-            )
+            request.verdict = f"failed: {reason(text)}"
+        failed = [uri for uri in self.mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)] or self.mirrors
+        raise HostError(
+            f"the {self.maker.title()} archive at {failed[0]} does not answer: {reason(text)}",
+            hint=f"check apt-get update on this host, or set PRIMUS_{self.maker.upper()}_MIRROR to a mirror it reaches",
+        )
 
     def expired(self, now: datetime) -> tuple[tuple[str, str], ...]:
         """Return suite and last valid day of each index that was used after that day."""
@@ -146,9 +148,8 @@ def open_archive(
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
-        # apt itself would wait for a silent mirror many times longer.
-        ask_archive(suites)
-        archive = Archive(folder=folder, architecture=architecture, maker=maker)
+        mirrors = dict.fromkeys(bare_url(uri) for stanza in stanzas for uri in stanza["URIs"].split())
+        archive = Archive(folder=folder, architecture=architecture, maker=maker, mirrors=tuple(mirrors))
         archive.update()
         yield archive
 
@@ -303,42 +304,9 @@ def _host_stanzas() -> tuple[Stanza, ...]:
 
 def reason(text: str) -> str:
     """Return the first cause in apt's output, without its URL, which may contain credentials."""
+    if status := re.search(r" (5\d\d) +[A-Z]", text):
+        return f"HTTP status {status[1]}"
     if known := cause("apt", text):
         return known
     errors = [re.sub(r"\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line.startswith("E: ")]
     return errors[0].strip() if errors else "no reason given"
-
-
-def ask_archive(suites: Iterable[str]) -> None:
-    """Check that every mirror that apt would use for the suites answers. HostError within ``HOST_DEADLINE_S``
-    otherwise.
-
-    Every answer except a server error counts. apt checks the contents later, and reports what is wrong.
-    """
-    wanted = tuple(suites)
-    if not wanted:
-        return
-    access = AptAccess.of_host()
-    mirrors = sorted({f"PRIMUS_{_maker(suite).upper()}_MIRROR" for suite in wanted})
-    probes: dict[str, Probe] = {}
-    for stanza in host_stanzas(wanted):
-        for uri in stanza["URIs"].split():
-            suite = stanza["Suites"].split()[0]
-            if urlsplit(uri).scheme in ("http", "https"):
-                url = f"{uri.rstrip('/')}/dists/{suite}/InRelease"
-                maker = titled(suite_of(suite)[0]).partition(" ")[0]
-                probes[f"the {maker} archive at {bare_url(uri)}"] = partial(_probe, access, url), ""
-    require_answers(
-        probes,
-        deadline=HOST_DEADLINE_S,
-        hint=f"check apt-get update on this host, or set {' and '.join(mirrors)} to mirrors that it reaches",
-    )
-
-
-def _probe(access: AptAccess, url: str) -> None:
-    try:
-        with access.get()(url, {}) as response:
-            if response.status_code >= 500:
-                raise HostError(f"{bare_url(url)}: HTTP status {response.status_code}")
-    except requests.RequestException as error:
-        raise HostError(f"{bare_url(url)}: {short(error)}") from None

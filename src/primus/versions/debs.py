@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from urllib.parse import unquote
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.terminal import counted
-from primus.versions.archive import Archive, open_archive, titled
+from primus.versions.archive import Archive, open_archive, reason, titled
 from primus.versions.lock import BaseRequest, LockedFile
 from primus.versions.suites import name_of, preferences, suites_of, upstream
+from primus.versions.traffic import requesting
 
 
 def resolve_debs(
@@ -52,6 +54,54 @@ def resolve_debs(
     )
     progress.finish(key, counted(len(files), "package"))
     return files
+
+
+def download_debs(
+    files: Sequence[LockedFile], suites: tuple[str, ...], architecture: str, folder: Path
+) -> dict[LockedFile, Path]:
+    """Let apt download the debs to ``folder``. Returns those that the archive still has; their hashes are unchecked.
+
+    Raises HostError if the archive is not available.
+    """
+    asked = {(f.name, f.version): f for f in files}
+    with open_archive(suites, architecture) as archive:
+        words = [f"{name}={version}" for name, version in asked]
+        present = asked.keys() & parse_records(archive.run("apt-cache", "show", *words).stdout).keys()
+        if present:
+            _download(archive, "apt-get", "-q", "download", *(f"{n}={v}" for n, v in sorted(present)), folder=folder)
+        # A pool keeps files for a while after the index drops them, next to their successors.
+        lacking = {f.name: f for key, f in asked.items() if key not in present}
+        names = (
+            {name for name, _ in parse_records(archive.run("apt-cache", "show", *lacking).stdout)} if lacking else ()
+        )
+        if names:
+            uris = parse_uris(archive.run("apt-get", "download", "--print-uris", *sorted(names)).stdout)
+            triples: list[str] = []
+            for (name, _), uri in uris.items():
+                file = lacking[name]
+                near = uri.rpartition("/")[0] + "/" + file.file.replace("+", "%2b")
+                triples += [near, f"{name}_{file.version.replace(':', '%3a')}_x.deb", f"SHA256:{file.sha256}"]
+            _download(archive, "/usr/lib/apt/apt-helper", "download-file", *triples, folder=folder)
+    # apt names files package_version_architecture.deb, with the epoch escaped.
+    paths = {key: path for path in folder.glob("*.deb") for key in parse_uris(f"'' {path.name} 0")}
+    return {file: paths[key] for key, file in asked.items() if key in paths}
+
+
+def _download(archive: Archive, *command: str, folder: Path) -> None:
+    with requesting("apt", " ".join(archive.mirrors), "packages", "download") as request:
+        done = archive.run(*command, cwd=folder)
+        text = done.stdout + done.stderr
+        request.verdict = "answered" if done.returncode == 0 else f"failed: {reason(text)}"
+    # Whether a file that is not there any more matters is the caller's to judge.
+    faults = [
+        line for line in re.findall(r"^E: Failed to fetch .*", text, re.M) if not re.search(r" 40[34] |not found", line)
+    ]
+    if done.returncode != 0 and faults:
+        mirrors = " and ".join(archive.mirrors)
+        raise HostError(
+            f"the archive at {mirrors} does not send its packages: {reason(faults[0])}",
+            hint="check the network, and run it again",
+        )
 
 
 def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -> None:

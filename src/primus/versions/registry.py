@@ -23,9 +23,9 @@ from typing import Any
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
 from primus.versions import traffic
-from primus.versions.answers import cause as known_cause
 from primus.versions.lock import LockedFile
 from primus.versions.traffic import Request, notify, requesting
+from primus.versions.traffic import cause as known_cause
 
 _GZIP = {
     "application/vnd.oci.image.layer.v1.tar+gzip",

@@ -11,12 +11,9 @@ from pathlib import Path
 from primus.errors import InputError
 from primus.progress import Progress
 from primus.versions.debs import resolve_debs
-from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
-from primus.versions.reachable import require_answers
 from primus.versions.registry import dpkg_status, resolve_image
 from primus.versions.repository import resolve_commit
-from primus.versions.sources import Sources
 from primus.versions.traffic import listening
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
@@ -105,9 +102,8 @@ def resolve(
     """Resolve ``request`` to a lock. With ``refresh``, no version of ``previous`` is kept.
 
     ``gone`` are files of ``previous`` that no source offers any more. They, and what depends on them, are resolved
-    again. ``known`` collects results for the targets that are locked later. ``progress`` is called within seconds
-    if a source is silent. Raises InputError if the pins cannot be fulfilled, HostError if a source is not
-    available.
+    again. ``known`` collects results for the targets that are locked later. Raises InputError if the pins cannot be
+    fulfilled, HostError if a source is not available.
     """
     known = Known() if known is None else known
     with listening(progress.say):
@@ -115,8 +111,6 @@ def resolve(
         keep: dict[str, str] = {}
         if previous is not None and not refresh:
             keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
-        if parts:
-            require_answers(Sources.of_request(request).probes(Indexes.of_host), request.channel)
         ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
             "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
             "sdists": lambda: resolve_sdists(request, progress=progress),

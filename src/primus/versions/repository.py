@@ -18,9 +18,8 @@ from pathlib import Path
 
 from primus.errors import HostError, InputError
 from primus.versions import traffic
-from primus.versions.answers import cause
 from primus.versions.lock import Commit, LockedFile
-from primus.versions.traffic import bare_url, notify, requesting
+from primus.versions.traffic import bare_url, cause, notify, requesting
 
 # 1980-01-01, the earliest time that a wheel can store.
 _MTIME = 315532800
@@ -165,7 +164,7 @@ def _no_commit(url: str, commit: str) -> InputError:
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
     """Return git's output. Raises HostError with the reason; ``about`` is the repository's address."""
     remote = next((word for word in ("ls-remote", "fetch") if word in words), None)
-    with requesting("git", about, short_name(about), remote or "", record=remote is not None) as request:
+    with requesting("git", about, short_name(about), remote or "") as request:
         done = _run(words, about, timeout)
         text = done.stderr.decode("utf-8", "replace")
         if done.returncode == 0:

@@ -1,29 +1,28 @@
-"""Requests to sources: recording them for a report, and reporting sources that are silent.
+"""Requests to sources, recorded for a report; addresses without credentials; causes of failures in our words.
 
-Several threads and tools (requests, pip, skopeo, git) make requests, so they all notify the listeners of this module,
-as with a logger. Without a listener, nothing is recorded.
+Several threads and tools (uv, apt, skopeo, git, requests) reach sources, so they all notify the listeners of this
+module, as with a logger. Without a listener, nothing is recorded.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
-# A silent source is reported within 5 s. Starting Python and pip takes half of that time.
-SILENCE_S = 2.5
-# A host that is slow with each of hundreds of files is reported only this often.
-MOST_MESSAGES = 20
+from primus.yamlfile import read
+
+_CAUSES = Path(__file__).with_name("causes.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long to wait for a source: seconds to connect, seconds of silence, and the retries after a temporary
-    failure.
+    """How long to wait for a source: seconds to connect, seconds of silence, and the tries after a temporary failure.
 
     ``pause_s`` doubles with each try. A server's Retry-After replaces it, up to ``longest_pause_s``.
     """
@@ -40,9 +39,9 @@ PATIENCE = Patience()
 
 @dataclass(kw_only=True)
 class Request:
-    """One request. ``about`` is the package, image or repository that it concerns, and ``size`` is in bytes.
+    """One request, or one run of a tool. ``about`` is the package, image or repository that it concerns.
 
-    ``seconds`` is the time until the answer began (for a tool: until it ended).
+    ``size`` is in bytes, ``seconds`` the time until the answer began (for a tool: until it ended).
     """
 
     tool: str
@@ -54,7 +53,6 @@ class Request:
     size: int | None = None
     seconds: float = 0.0
     verdict: str = "not answered"
-    began: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
 
     def hear(self) -> None:
@@ -64,36 +62,20 @@ class Request:
     def answer(self, status: int | None, kind: str = "", size: int | None = None) -> None:
         """Record the beginning of the answer."""
         self.status, self.type, self.size = status, kind, size
-        if status in (403, 404, 410):
-            self.verdict = "not here"
-        else:
-            self.verdict = "answered" if status is None or status < 400 else "refused"
+        refused = "not here" if status in (403, 404, 410) else "refused"
+        self.verdict = "answered" if status is None or status < 400 else refused
 
     def row(self) -> dict[str, Any]:
         """Return the request as a row of the report."""
         row = asdict(self)
-        del row["began"], row["heard"]
+        del row["heard"]
         return row | {"seconds": round(self.seconds, 3)}
 
 
+@dataclass(frozen=True, eq=False)
 class _Listener:
-    def __init__(self, say: Callable[[str], None] | None) -> None:
-        self.rows: list[Request] = []
-        self.open: list[Request] = []
-        self.say = say
-        self.guard, self.done = threading.Lock(), threading.Event()
-        self._reported: set[str] = set()
-
-    def watch(self) -> None:
-        """Report each source once if it sends nothing for ``SILENCE_S`` seconds."""
-        while not self.done.wait(0.2):
-            now = time.monotonic()
-            with self.guard:
-                silent = [one for one in self.open if now - one.heard >= SILENCE_S]
-            for one in silent:
-                if one.url not in self._reported and len(self._reported) < MOST_MESSAGES and self.say is not None:
-                    self._reported.add(one.url)
-                    self.say(f"! {one.url} ({one.about}) has sent nothing for {SILENCE_S:g} s; waiting for it")
+    say: Callable[[str], None] | None
+    rows: list[Request] = field(default_factory=list)
 
 
 _LISTENERS: list[_Listener] = []
@@ -101,15 +83,12 @@ _LISTENERS: list[_Listener] = []
 
 @contextmanager
 def listening(say: Callable[[str], None] | None = None) -> Iterator[list[Request]]:
-    """Collect every request made in this context. ``say`` is called with a line per retry and per silent source."""
+    """Collect every request made in this context. ``say`` is called with each line of :func:`notify`."""
     listener = _Listener(say)
     _LISTENERS.append(listener)
-    if say is not None:
-        threading.Thread(target=listener.watch, daemon=True).start()
     try:
         yield listener.rows
     finally:
-        listener.done.set()
         _LISTENERS.remove(listener)
 
 
@@ -121,37 +100,39 @@ def notify(text: str) -> None:
 
 
 @contextmanager
-def requesting(
-    tool: str, url: str, about: str, method: str = "GET", *, record: bool = True, silent: bool = False
-) -> Iterator[Request]:
-    """Notify the listeners of a request while the context is open.
-
-    ``record`` is False for a request that is only watched, such as the rest of a recorded answer. ``silent`` is for
-    a tool that takes long without output.
-    """
-    one = Request(tool=tool, url=bare_url(url), about=about, method=method)
-    listeners = tuple(_LISTENERS)
-    for listener in listeners:
-        with listener.guard:
-            if not silent:
-                listener.open.append(one)
-            if record:
-                listener.rows.append(one)
+def requesting(tool: str, url: str, about: str, method: str = "GET") -> Iterator[Request]:
+    """Record a request for the listeners. The caller records its answer."""
+    request = Request(tool=tool, url=bare_url(url), about=about, method=method)
+    for listener in tuple(_LISTENERS):
+        listener.rows.append(request)
+    began = time.monotonic()
     try:
-        yield one
+        yield request
     except Exception as error:
-        if one.verdict == "not answered":
-            one.verdict = f"failed: {getattr(error, 'message', None) or type(error).__name__}"
+        if request.verdict == "not answered":
+            request.verdict = f"failed: {getattr(error, 'message', None) or type(error).__name__}"
         raise
     finally:
-        one.seconds = time.monotonic() - one.began
-        for listener in listeners:
-            with listener.guard:
-                # By identity, because two requests may be equal.
-                listener.open[:] = [other for other in listener.open if other is not one]
+        request.seconds = time.monotonic() - began
 
 
 def bare_url(url: str) -> str:
     """Return ``url`` without credentials, query and fragment, so that messages and reports may show it."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def cause(tool: str, text: str) -> str:
+    """Return the cause that the output of ``tool`` names, in a few words; empty if it names no known one."""
+    return next((words for mark, words in _causes()[tool].items() if mark in text), "")
+
+
+@cache
+def _causes() -> Mapping[str, Mapping[str, str]]:
+    return cast("Mapping[str, Mapping[str, str]]", read(_CAUSES, _CAUSES.name).data)
+
+
+def short(error: Exception) -> str:
+    """Return the cause of an error of ``requests`` in a few words, without its URL."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return cause("requests", str(error)) or (f"HTTP status {status}" if status else type(error).__name__)

@@ -1,66 +1,57 @@
-"""Wheels and sdists: the files that match the pins, found by pip's resolver with the host's pip configuration."""
+"""Wheels and sdists: the files that match the pins, found by uv on the indexes of the host's pip configuration."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
+import subprocess
 import sys
 import tempfile
 import threading
+import tomllib
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from uv import find_uv_bin
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.terminal import counted
-from primus.versions import traffic
-from primus.versions.indexes import Indexes, pip_failure_hides_network
-from primus.versions.lock import LockedFile, Request
-from primus.versions.names import normalised
-from primus.versions.pages import Link
-from primus.versions.piprun import explain, no_such, run_pip
-from primus.versions.reachable import HOST_DEADLINE_S, require_answers
+from primus.versions.indexes import Indexes
+from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.suites import GLIBC, MACHINES
-from primus.versions.traffic import bare_url
+from primus.versions.traffic import bare_url, cause, requesting
 
-_LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
+# The newest glibc 2 that uv knows.
+_NEWEST_GLIBC = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One file in pip's report. ``sha256`` may be unknown; ``index`` is set for an index of versions.yaml."""
+    """One file of an index. ``sha256`` and ``size`` are None if the index does not state them.
+
+    ``index`` is set for an index of versions.yaml.
+    """
 
     name: str
     version: str
     file: str
     url: str
-    sha256: str | None
-    index: str | None = None
+    sha256: str | None = None
     size: int | None = None
+    index: str | None = None
 
 
-def platforms(suite: str, architecture: str) -> tuple[str, ...]:
-    """Return the wheel platform tags that the suite supports, newest first. Raises InputError for an unknown suite."""
-    if suite not in GLIBC or architecture not in MACHINES:
-        known = ", ".join(GLIBC)
-        raise InputError(f"no glibc version is known for suite {suite!r} on {architecture}", hint=f"known: {known}")
-    machine = MACHINES[architecture]
-    tags: list[str] = []
-    for minor in range(GLIBC[suite], 4, -1):
-        tags.append(f"manylinux_2_{minor}_{machine}")
-        if minor in _LEGACY and (machine == "x86_64" or minor == 17):
-            tags.append(f"{_LEGACY[minor]}_{machine}")
-    return (*tags, f"linux_{machine}")
+class NoSolutionError(Exception):
+    """No set of versions fits. The message is uv's explanation."""
 
 
 def resolve_wheels(
@@ -72,67 +63,18 @@ def resolve_wheels(
     """
     if not request.wheels and not request.requires:
         return ()
-    indexes = Indexes.of_host()
-    name = next(iter((*request.wheels, *request.requires)))
-    require_answers(
-        {
-            f"the Python index at {bare_url(url)}": (partial(indexes.only(url).probe, name), name)
-            for url in indexes.remote
-        },
-        deadline=HOST_DEADLINE_S,
-        hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
-    )
     progress.start("wheels", "resolve wheels", unit="files")
     pins = [f"{name}=={version}" for name, version in request.wheels.items()]
     pins += [name for name in request.requires if name not in request.wheels]
-    constraints = [f"{n}=={v}" for n, v in (keep or {}).items() if n not in request.wheels]
-    report = _report(request, pins, constraints, indexes)
-    if report is None:
-        report = _report(request, pins, [], indexes)
-        progress.say("the locked versions are not compatible with the new pins; resolving the dependencies again")
-    found = tuple(one for one in parse_report(report or {}) if one.name not in request.provided)
-    for one in found:
-        wanted = request.wheels.get(one.name, one.version)
-        if one.version != wanted:
+    files = _locked(request, pins, keep=keep or {})
+    for file in files:
+        if file.version != (pinned := request.wheels.get(file.name, file.version)):
             raise InputError(
-                f"{one.name} is pinned to {wanted}, but the index offers {one.version}",
-                hint=f"pin {one.version} if that is the intended version",
+                f"{file.name} is pinned to {pinned}, but the index offers {file.version}",
+                hint=f"pin {file.version} if that is the intended version",
             )
-    placed = [_pure(one, indexes) if one.name in request.pure else one for one in _placed(found, request, indexes)]
-    files = _measured("wheel", placed, indexes)
     progress.finish("wheels", counted(len(files), "wheel"))
     return files
-
-
-def _placed(found: Sequence[Candidate], request: Request, indexes: Indexes) -> Sequence[Candidate]:
-    """Return every file with the index that it belongs to; see :func:`_indexed`."""
-    if not request.indexes:
-        return found
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda one: _indexed(one, request, indexes), found))
-
-
-def _indexed(one: Candidate, request: Request, indexes: Indexes) -> Candidate:
-    """Return the file from the index that it belongs to, wherever pip found it.
-
-    A package of the channel belongs to the channel's own indexes (InputError if none offers it), any other to those
-    of pip's configuration, if they have it.
-    """
-    session, own = indexes.session(), one.name in request.indexed
-    mine = None if own else next((link for link in indexes.links(session, one.name) if link.file == one.file), None)
-    if mine is not None:
-        return replace(one, url=mine.url, sha256=mine.sha256, size=mine.size)
-    for name, url in request.indexes.items():
-        for link in indexes.only(url).links(session, one.name):
-            if link.file == one.file:
-                return replace(one, url=link.url, sha256=link.sha256, size=link.size, index=name)
-    if own:
-        raise InputError(
-            f"{one.name} {one.version} is pinned to channel {request.channel}, but none of its indexes has {one.file}",
-            hint="its indexes: " + ", ".join(f"{name} ({bare_url(url)})" for name, url in request.indexes.items()),
-            about=one.name,
-        )
-    return one
 
 
 def resolve_build(
@@ -144,28 +86,21 @@ def resolve_build(
     keep: Mapping[str, str],
     progress: Progress,
 ) -> tuple[LockedFile, ...]:
-    """Return the wheels of the build root ``root`` and all dependencies, in the versions of ``image`` if it has
-    them.
+    """Return the wheels of the build root ``root`` and all dependencies, in the versions of ``image`` if it has them.
 
     ``keep`` maps names to preferred versions. Raises InputError for a name without a version that the image does
     not have, and if the build's own packages do not fit the image's versions.
     """
     progress.start(root, f"resolve wheels of {root}", unit="files")
-    lacking = [name for name in wheels if "==" not in name and normalised(name) not in image]
-    if lacking:
-        raise InputError(f"{root}: the image has no {lacking[0]}", hint=f"name a version: {lacking[0]}==VERSION")
-    pins = [name if "==" in name else f"{name}=={image[normalised(name)]}" for name in wheels]
-    own = {normalised(name.partition("==")[0]) for name in wheels}
-    fixed = [f"{n}=={v}" for n, v in image.items() if n not in own]
-    kept = [f"{n}=={v}" for n, v in keep.items() if n not in own and n not in image]
-    indexes = Indexes.of_host()
-    report = _report(request, pins, [*fixed, *kept], indexes) or _report(request, pins, fixed, indexes)
-    if report is None:
-        raise InputError(
-            f"the wheels of {root} do not fit the versions in the image", hint="pin other versions under `build`"
-        )
-    found = tuple(one for one in parse_report(report) if one.name not in request.provided)
-    files = _measured("wheel", _placed(found, request, indexes), indexes)
+    pins: list[str] = []
+    for wheel in wheels:
+        name = canonicalize_name(wheel)
+        if "==" not in wheel and name not in image:
+            raise InputError(f"{root}: the image has no {wheel}", hint=f"name a version: {wheel}==VERSION")
+        pins.append(wheel if "==" in wheel else f"{name}=={image[name]}")
+    asked = {canonicalize_name(pin.partition("==")[0]) for pin in pins}
+    constraints = [f"{name}=={version}" for name, version in image.items() if name not in asked]
+    files = _locked(request, pins, constraints=constraints, keep=keep)
     progress.finish(root, counted(len(files), "wheel"))
     return tuple(replace(file, base=root) for file in files)
 
@@ -176,182 +111,336 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
         return ()
     progress.start("sdists", "find source archives", unit="files")
     indexes = Indexes.of_host()
-    session = indexes.session()
-    found: list[Candidate] = []
-    for name, version in request.sdists.items():
-        places: dict[str | None, Indexes] = {None: indexes}
-        if name in request.indexed:
-            places = {index: indexes.only(url) for index, url in request.indexes.items()}
-        offered = [
-            (index, link, offers)
-            for index, place in places.items()
-            for link in place.links(session, name)
-            if (offers := _sdist_version(link.file, name)) is not None
-        ]
-        match = next(((index, link) for index, link, offers in offered if _same(offers, version)), None)
-        if match is None:
-            asked = [url for place in places.values() for url in place.index_urls]
-            raise no_such(name, version, [offers for _, _, offers in offered], "source archive", asked)
-        index, link = match
-        _check_python(link, f"{name} {version}", name, request)
-        found.append(
-            Candidate(
-                name=name,
-                version=version,
-                file=link.file,
-                url=link.url,
-                sha256=link.sha256,
-                size=link.size,
-                index=index,
-            )
-        )
-    files = _measured("sdist", found, indexes)
-    progress.finish("sdists", f"{len(files)} source archives")
+    candidates = [_sdist(name, version, request, indexes) for name, version in request.sdists.items()]
+    files = _measured("sdist", candidates, indexes)
+    progress.finish("sdists", counted(len(files), "source archive"))
     return files
 
 
-def _check_python(link: Link, label: str, name: str, request: Request) -> None:
-    """Raise InputError if the source is not for the Python of the target's base."""
-    pythons = [base.python for base in request.bases.values() if base.python.startswith(request.python + ".")]
-    python = pythons[0] if pythons else request.python
-    try:
-        fits = not link.requires_python or SpecifierSet(link.requires_python).contains(python, prereleases=True)
-    except InvalidSpecifier:
-        return
-    if not fits:
-        raise InputError(
-            f"the source archive of {label} needs Python {link.requires_python}; the base has {python}",
-            hint="pin a version for the base's Python",
-            about=name,
+def _sdist(name: str, version: str, request: Request, indexes: Indexes) -> Candidate:
+    places: dict[str | None, Indexes] = {None: indexes}
+    if name in request.indexed:
+        places = {index: indexes.only(url) for index, url in request.indexes.items()}
+    reason = ""
+    for index, place in places.items():
+        try:
+            (package,) = _Uv(place, _platform(request)).find([(name, version)], "--no-binary", ":all:")
+        except NoSolutionError as error:
+            reason = str(error)
+            continue
+        (sdist,) = _candidates({**package, "wheels": []})
+        return replace(sdist, version=version, index=index)
+    raise _no_such(name, version, "source archive", [url for p in places.values() for url in p.shown], reason)
+
+
+def locate(files: Sequence[LockedFile], indexes: Indexes, pythons: Collection[str]) -> Iterator[Candidate]:
+    """Yield the places that offer the locked files, by name; some may be missing, or have other bytes.
+
+    ``pythons`` are the versions of Python that the files are for. Raises HostError if a file is missing and an index
+    does not answer.
+    """
+    platforms = [["--universal", "--python-version", python] for python in sorted(pythons)] or [["--universal"]]
+    missing = {file.file: file for file in files}
+
+    def ask(place: Indexes, pins: Sequence[tuple[str, str]], *, each: bool) -> Iterator[Candidate]:
+        for platform in platforms:
+            try:
+                packages = _Uv(place, platform).find(pins)
+            except NoSolutionError:
+                # One package that is not there is enough.
+                for pin in pins if each and len(pins) > 1 else ():
+                    yield from ask(place, [pin], each=False)
+                continue
+            for candidate in (one for package in packages for one in _candidates(package)):
+                if candidate.file in missing and candidate.sha256 == missing[candidate.file].sha256:
+                    del missing[candidate.file]
+                    yield candidate
+                elif candidate.file in missing:
+                    yield candidate
+
+    # uv takes a version from the first index that has it, so the others are asked for what is missing then.
+    failures: list[HostError] = []
+    places = indexes.places
+    for place in (indexes, *places) if len(places) > 1 else places:
+        pins = [(file.name, file.version) for file in missing.values()]
+        try:
+            yield from ask(place, pins, each=place is not indexes) if pins else ()
+        except HostError as error:
+            failures.append(error)
+    if missing and failures:
+        raise failures[0]
+
+
+@dataclass(frozen=True)
+class _Uv:
+    """``uv pip compile`` for one platform, on some indexes."""
+
+    indexes: Indexes
+    platform: Sequence[str]
+    provided: Mapping[str, str] = field(default_factory=dict)
+
+    def resolve(
+        self, requirements: Sequence[str], constraints: Sequence[str] = (), keep: Mapping[str, str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. ``keep`` prefers versions.
+
+        Raises NoSolutionError, or HostError if an index does not answer.
+        """
+        with tempfile.TemporaryDirectory(prefix="primus-uv-") as name:
+            folder = Path(name)
+            rows = [f"[[packages]]\n{_row(n, v)}" for n, v in (keep or {}).items()]
+            if rows:
+                locked = "\n".join(['lock-version = "1.0"', 'created-by = "primus"', *rows])
+                (folder / "pylock.toml").write_text(locked, encoding="utf-8")
+            (folder / "constraints.txt").write_text("\n".join(constraints), encoding="utf-8")
+            words = ["--output-file", "pylock.toml", "--only-binary", ":all:", "--constraints", "constraints.txt"]
+            for place in self.indexes.constraints:
+                words += ["--constraints", str(Path(place).absolute())]
+            self._run(folder, [*requirements, *self._provide(folder / "provided")], words)
+            return _packages((folder / "pylock.toml").read_text(encoding="utf-8"))
+
+    def find(self, pins: Sequence[tuple[str, str]], *words: str) -> list[dict[str, Any]]:
+        """Return the packages with exactly these names and versions. No metadata is read and nothing is built."""
+        return _packages(self._find(pins, *words))
+
+    def index_of(self, pins: Sequence[tuple[str, str]]) -> dict[str, str]:
+        """Return package → address of the index from which it comes."""
+        text = self._find(pins, "--format", "requirements.txt", "--emit-index-annotation")
+        return dict(re.findall(r"^([^=\s]+)==\S+\n(?: +#.*\n)*? +# from (\S+)$", text, re.M))
+
+    def _find(self, pins: Sequence[tuple[str, str]], *words: str) -> str:
+        with tempfile.TemporaryDirectory(prefix="primus-uv-") as name:
+            metadata = [f"[[dependency-metadata]]\n{_row(*pin)}requires-dist = []\n" for pin in pins]
+            return self._run(Path(name), ["==".join(pin) for pin in pins], ["--no-deps", *words], "".join(metadata))
+
+    def _run(self, folder: Path, requirements: Sequence[str], words: Sequence[str], settings: str = "") -> str:
+        """Run uv in ``folder``, whose files only this user can read, since the settings may contain credentials."""
+        indexes = self.indexes
+        if self.provided:
+            indexes = replace(indexes, find_links=(*indexes.find_links, str(folder / "provided")))
+        (folder / "uv.toml").touch(0o600)
+        (folder / "uv.toml").write_text(indexes.uv_settings() + settings, encoding="utf-8")
+        (folder / "pins.in").write_text("\n".join(requirements), encoding="utf-8")
+        command = [find_uv_bin(), "pip", "compile", "pins.in", "--config-file", "uv.toml", "--python", sys.executable]
+        command += ["--no-header", "--quiet", "--refresh", *self.platform, *words]
+        if "--format" not in words:
+            command += ["--format", "pylock.toml"]
+        with requesting("uv", " ".join(self.indexes.shown), re.split("[=<>!~ ]", requirements[0])[0], "compile") as run:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=indexes.uv_environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode == 0:
+                run.answer(None)
+                return done.stdout
+            error = failure(done.stderr)
+            run.verdict = f"failed: {error}"
+            raise error
+
+    def _provide(self, folder: Path) -> list[str]:
+        """Write an empty wheel of each package that the base has or that is built here. Returns their pins.
+
+        Otherwise, a dependency on torch would add the index's build of it to the lock, beside the base's own.
+        """
+        folder.mkdir()
+        for name, version in self.provided.items():
+            stem = f"{name.replace('-', '_')}-{version}"
+            with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+                about = f"{stem}.dist-info"
+                wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+                wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+                wheel.writestr(f"{about}/RECORD", "")
+        return [f"{name}=={version}" for name, version in self.provided.items()]
+
+
+def failure(text: str) -> NoSolutionError | HostError | InputError:
+    """Return the error for what uv writes when it fails."""
+    url = next(iter(re.findall(r"Failed to fetch: `?([^\s`]+)", text) or re.findall(r"https?://[^\s`()]+", text)), "")
+    package = url.rstrip("/").rpartition("/")[2]
+    place = f"the Python index at {bare_url(url)}"
+    reasons = [" ".join(lines.split()) for lines in re.findall(r"^ +cause: (.*(?:\n {9}.*)*)$", text, re.M)]
+    if "No solution found" in text:
+        return NoSolutionError(" ".join(reasons))
+    if url:
+        status = re.search(r"\b([45]\d\d) [A-Z]", text)
+        reason = f"HTTP status {status[1]}" if status else cause("uv", text) or (reasons or [text.strip()])[-1]
+        return HostError(
+            f"{place}, asked for {package}, does not answer: {reason}",
+            hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
+            about=package,
         )
+    reason = " ".join([*re.findall(r"^error: (.*)$", text, re.M), *reasons]) or "no reason given"
+    return InputError(f"uv cannot resolve the Python packages: {reason}")
 
 
-def parse_report(report: Mapping[str, Any]) -> tuple[Candidate, ...]:
-    """Return the files that pip would install, from its report. Raises InputError if one of them is not a wheel."""
-    found: list[Candidate] = []
-    for item in report.get("install", ()):
-        info = item["download_info"]
-        archive = info.get("archive_info") or {}
-        sha256 = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").removeprefix("sha256=")
-        file = unquote(urlsplit(info["url"]).path.rpartition("/")[2])
-        name = normalised(item["metadata"]["name"])
-        if not file.endswith(".whl"):
-            raise InputError(f"{name} would be installed from {file}, which is not a wheel", hint="pin it as an sdist")
-        version = item["metadata"]["version"]
-        digest = sha256 if re.fullmatch(r"[0-9a-f]{64}", sha256 or "") else None
-        found.append(Candidate(name=name, version=version, file=file, url=info["url"], sha256=digest))
-    return tuple(found)
+def unsolvable(error: NoSolutionError, urls: Sequence[str]) -> InputError:
+    """Return the error for pins that no set of files of the indexes ``urls`` fulfills."""
+    text = str(error)
+    match = re.match(r"Because (.*) and you require ([^\s=]+)(?:==(\S+))?, we can conclude", text)
+    if match and not re.search(r"\bdepends? on\b", text):
+        return _no_such(match[2], match[3] or "", "wheel", urls, match[1])
+    pinned = re.search(r"you require ([^\s=]+)==", text)
+    return InputError(
+        "the pins are not compatible: " + text.removeprefix("Because ").partition(", we can conclude that your")[0],
+        hint="change one pin in versions.yaml",
+        about=pinned[1] if pinned else None,
+    )
 
 
-def _report(
-    request: Request, pins: Sequence[str], constraints: Sequence[str], indexes: Indexes
-) -> dict[str, Any] | None:
-    """Return pip's report; None if there is none with these constraints (without constraints, it raises)."""
+def _no_such(name: str, version: str, what: str, urls: Sequence[str], reason: str) -> InputError:
+    return InputError(
+        f"there is no {what} of {name} {version} for this target on the Python indexes of this host "
+        f"({', '.join(urls)}): {reason.removeprefix('Because ').partition(' and you require')[0]}",
+        hint="check name and version, and that pip's index-url, extra-index-url and find-links, or `indexes` in "
+        "versions.yaml, reach its channel",
+        about=name,
+    )
+
+
+def _locked(
+    request: Request, pins: Sequence[str], *, constraints: Sequence[str] = (), keep: Mapping[str, str]
+) -> tuple[LockedFile, ...]:
+    host = Indexes.of_host()
+    indexes = replace(host, urls=(*host.urls, *request.indexes.values()))
+    host.require_access(canonicalize_name(pins[0].partition("==")[0]))
+    for name, url in request.indexes.items():
+        host.only(url).require_access(min(request.indexed, default="pip"), name)
+    uv = _Uv(indexes, _platform(request), request.provided)
+    try:
+        packages = uv.resolve(pins, constraints, keep)
+    except NoSolutionError as error:
+        raise unsolvable(error, indexes.shown) from None
+    tags = _tags(request)
+    candidates = [_best(package, tags, request) for package in packages if package["name"] not in request.provided]
+    if request.indexes:
+        origins = _Uv(indexes, uv.platform).index_of([(one.name, one.version) for one in candidates])
+        candidates = [_placed(candidate, origins.get(candidate.name, ""), request, indexes) for candidate in candidates]
+    return _measured("wheel", candidates, indexes)
+
+
+def _best(package: Mapping[str, Any], tags: Mapping[Tag, int], request: Request) -> Candidate:
+    """Return the package's wheel that pip would install, or the one for every platform if the pin is ``pure``."""
+    wheels = [wheel for wheel in _candidates(package) if wheel.file.endswith(".whl")]
+    if package["name"] in request.pure:
+        wheels = [wheel for wheel in wheels if wheel.file.endswith("-none-any.whl")]
+        if not wheels:
+            raise InputError(
+                f"{package['name']} {package['version']} has no wheel for every platform",
+                hint="leave out `pure`, or pin a version with one",
+            )
+
+    def rank(wheel: Candidate) -> int:
+        return min(tags.get(tag, len(tags)) for tag in parse_wheel_filename(wheel.file)[3])
+
+    return min(wheels, key=rank)
+
+
+def _candidates(package: Mapping[str, Any]) -> list[Candidate]:
+    files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else ())]
+    return [
+        Candidate(
+            name=package["name"],
+            version=package["version"],
+            file=unquote(urlsplit(file.get("url") or file["path"]).path.rpartition("/")[2]),
+            url=file.get("url") or file["path"],
+            sha256=file.get("hashes", {}).get("sha256"),
+            size=file.get("size"),
+        )
+        for file in files
+    ]
+
+
+def _placed(candidate: Candidate, origin: str, request: Request, indexes: Indexes) -> Candidate:
+    """Return the file with the channel's index that it comes from, if any.
+
+    A package that is pinned to the channel must come from one of its indexes. InputError if none offers it.
+    """
+    own = {bare_url(url).rstrip("/"): name for name, url in reversed([*request.indexes.items()])}
+    if (index := own.get(bare_url(origin).rstrip("/"))) or candidate.name not in request.indexed:
+        return replace(candidate, index=index)
+    for name, url in request.indexes.items():
+        uv = _Uv(indexes.only(url), _platform(request))
+        with contextlib.suppress(NoSolutionError):
+            (package,) = uv.find([(candidate.name, candidate.version)], "--only-binary", ":all:")
+            return replace(_best(package, _tags(request), request), index=name)
+    raise InputError(
+        f"{candidate.name} {candidate.version} is pinned to channel {request.channel}, but none of its indexes has "
+        f"{candidate.file}",
+        hint="its indexes: " + ", ".join(f"{name} ({bare_url(url)})" for name, url in request.indexes.items()),
+        about=candidate.name,
+    )
+
+
+def _base(request: Request) -> BaseRequest:
     bases = [base for base in request.bases.values() if base.python.startswith(request.python + ".")]
     if not bases:
         raise InputError(f"no base of target {request.target} has Python {request.python}")
     # If there are several bases with this Python, what works on the oldest works on all.
     base = min(bases, key=lambda b: GLIBC.get(b.suite, 0))
-    tags = platforms(base.suite, request.architecture)
-    abi = "cp" + request.python.replace(".", "")
-    with tempfile.TemporaryDirectory(prefix="primus-pip-") as folder:
-        out = Path(folder, "report.json")
-        constraints_file = Path(folder, "constraints.txt")
-        constraints_file.write_text("\n".join(constraints), encoding="utf-8")
-        args = ["install", "--dry-run", "--ignore-installed", "--report", str(out), "--only-binary=:all:"]
-        args += ["--python-version", base.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
-        args += ["--abi", "none", *(part for tag in tags for part in ("--platform", tag))]
-        args += _provided(request, Path(folder, "provided"))
-        args += [word for url in request.indexes.values() for word in ("--extra-index-url", url)]
-        args += ["--target", str(Path(folder, "target")), "--constraint", str(constraints_file)]
-        patience = traffic.PATIENCE
-        args += ["--retries", str(patience.tries - 1), "--timeout", f"{patience.read_s / 2:g}"]
-        args += ["--no-input", "--disable-pip-version-check", "--no-color", *pins]
-        # These would change the result or conflict with --target. Indexes, CA and proxies stay the host's.
-        off = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "PIP_QUIET": "0", "PIP_PRE": "0"}
-        shim = [sys.executable, "-P", str(Path(__file__).with_name("pipfor.py"))]
-        done = run_pip([*shim, base.python, MACHINES[request.architecture]], args, os.environ | off)
-        if done.returncode != 0 or not out.is_file():
-            if constraints and not pip_failure_hides_network(done.stderr):
-                return None
-            # pip writes what failed to stderr, and the reason to stdout.
-            urls = (*indexes.index_urls, *indexes.find_links, *request.indexes.values())
-            raise explain(f"{done.stderr}\n{done.stdout}\n\n", urls)
-        report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    if report.get("environment", {}).get("python_version") != request.python:
-        raise HostError(
-            f"this pip cannot resolve for Python {request.python}", hint="use pip 25.3 or newer: pip install -U pip"
+    if base.suite not in GLIBC or request.architecture not in MACHINES:
+        raise InputError(
+            f"no glibc version is known for suite {base.suite!r} on {request.architecture}",
+            hint=f"known: {', '.join(GLIBC)}",
         )
-    return report
+    return base
 
 
-def _pure(one: Candidate, indexes: Indexes) -> Candidate:
-    """Return the same version's wheel for any platform, where pip prefers one for this. InputError without one."""
-    if one.file.endswith("-none-any.whl"):
-        return one
-    stem = "-".join(one.file.split("-")[:2])
-    for link in indexes.links(indexes.session(), one.name):
-        if link.file.startswith(stem + "-") and link.file.endswith("-none-any.whl"):
-            return Candidate(name=one.name, version=one.version, file=link.file, url=link.url, sha256=link.sha256)
-    raise InputError(
-        f"{one.name} {one.version} has no wheel for every platform", hint="leave out `pure`, or pin a version with one"
-    )
+def _platform(request: Request) -> tuple[str, ...]:
+    base = _base(request)
+    platform = f"{MACHINES[request.architecture]}-manylinux_2_{min(GLIBC[base.suite], _NEWEST_GLIBC)}"
+    return ("--python-platform", platform, "--python-version", base.python)
 
 
-def _provided(request: Request, folder: Path) -> list[str]:
-    """Return arguments that make pip accept the base's packages as installed: an empty wheel of each, and no other
-    version.
-
-    Otherwise, a dependency on torch would add the index's build of it to the lock, beside the base's own.
-    """
-    folder.mkdir()
-    for name, version in request.provided.items():
-        stem = f"{name.replace('-', '_')}-{version}"
-        with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-            about = f"{stem}.dist-info"
-            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{about}/RECORD", "")
-    pins = [f"{name}=={version}" for name, version in request.provided.items()]
-    return ["--find-links", str(folder), *pins] if pins else []
+def _tags(request: Request) -> dict[Tag, int]:
+    """Return the tags of wheels that work on the target's base, with their rank in pip's order."""
+    base, machine = _base(request), MACHINES[request.architecture]
+    major, minor = map(int, request.python.split("."))
+    platforms = [f"manylinux_2_{glibc}_{machine}" for glibc in range(GLIBC[base.suite], 4, -1)]
+    for glibc, legacy in ((17, "manylinux2014"), (12, "manylinux2010"), (5, "manylinux1")):
+        platforms.insert(platforms.index(f"manylinux_2_{glibc}_{machine}") + 1, f"{legacy}_{machine}")
+    platforms.append(f"linux_{machine}")
+    tags = [
+        *cpython_tags((major, minor), platforms=platforms),
+        *compatible_tags((major, minor), f"cp{major}{minor}", platforms),
+    ]
+    return {tag: rank for rank, tag in reversed(list(enumerate(tags)))}
 
 
-def _measured(kind: Any, found: Sequence[Candidate], indexes: Indexes) -> tuple[LockedFile, ...]:
+def _packages(text: str) -> list[dict[str, Any]]:
+    packages: list[dict[str, Any]] = tomllib.loads(text).get("packages", [])
+    return packages
+
+
+def _row(name: str, version: str) -> str:
+    return f"name = {json.dumps(name)}\nversion = {json.dumps(version)}\n"
+
+
+def _measured(
+    kind: Literal["wheel", "sdist"], candidates: Sequence[Candidate], indexes: Indexes
+) -> tuple[LockedFile, ...]:
     local = threading.local()
 
-    def measured(one: Candidate) -> LockedFile:
+    def measured(candidate: Candidate) -> LockedFile:
         if not hasattr(local, "session"):
             local.session = indexes.session()
-        about = f"{one.name} {one.version}"
-        size, read = indexes.measure(local.session, one.url, about)
-        if one.size not in (None, size):
-            raise HostError(
-                f"the index states {one.size:,} bytes for {one.file}, but {bare_url(one.url)} sends {size:,}",
-                hint="run it again later; the index or its mirror is being changed",
-                about=one.name,
-            )
-        sha256 = one.sha256 or read or indexes.read(local.session, one.url, about)[1]
+        size, sha256 = candidate.size, candidate.sha256
+        if size is None or sha256 is None:
+            about = f"{candidate.name} {candidate.version}"
+            size, sha256 = indexes.measure(local.session, candidate.url, about, sha256)
         return LockedFile(
             kind=kind,
-            name=one.name,
-            version=one.version,
-            file=one.file,
+            name=candidate.name,
+            version=candidate.version,
+            file=candidate.file,
             size=size,
             sha256=sha256,
-            index=one.index,
+            index=candidate.index,
         )
 
     with ThreadPoolExecutor(8) as pool:
-        return tuple(sorted(pool.map(measured, found), key=lambda f: f.name))
-
-
-def _sdist_version(file: str, name: str) -> str | None:
-    match = re.fullmatch(r"(.+?)-([0-9][^-]*)\.(?:tar\.gz|zip)", file)
-    return match[2] if match and normalised(match[1]) == name else None
-
-
-def _same(offered: str | None, wanted: str) -> bool:
-    try:
-        return offered is not None and Version(offered) == Version(wanted)
-    except InvalidVersion:
-        return offered == wanted
+        return tuple(sorted(pool.map(measured, candidates), key=lambda f: f.name))

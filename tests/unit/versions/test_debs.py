@@ -11,7 +11,6 @@ from primus.errors import HostError, InputError, LacksPackages
 from primus.versions.archive import Archive, _default_mirror, debian_stanzas, parse_sources, suite_of
 from primus.versions.debs import check_python, parse_records, parse_uris
 from primus.versions.lock import BaseRequest
-from primus.versions.pool import AptAccess
 from primus.versions.suites import preferences, suites_of, upstream
 
 HOST = """\
@@ -101,18 +100,6 @@ def test_preferences_hold_a_package_to_its_suite() -> None:
         ("c", "release n=trixie*", "990"),
     ]
     assert suites_of("sid", ("a", "librccl1/experimental", "c/trixie", "d/sid")) == ("sid", "experimental", "trixie")
-
-
-def test_apt_logins_cover_their_scheme_host_and_path_alone() -> None:
-    logins = (("https://host", ("a", "1")), ("http://plain:8080/debian", ("b", "2")))
-    access = AptAccess(settings={}, logins=logins)
-    assert access.login("https://host/debian/pool/x.deb") == ("a", "1")
-    assert access.login("https://host:8443/x.deb") == ("a", "1")
-    assert access.login("http://host/x.deb") is None, "a password for https never goes over http"
-    assert access.login("https://host.evil.example/x.deb") is None
-    assert access.login("http://plain:8080/debian/x.deb") == ("b", "2")
-    assert access.login("http://plain:8080/debian-security/x.deb") is None
-    assert "'1'" not in repr(access)
 
 
 def test_vendor_and_disabled_sources_stay_out_and_components_are_main() -> None:

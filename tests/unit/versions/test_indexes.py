@@ -1,76 +1,164 @@
+"""pip's configuration as uv's settings, and uv's failures as sentences."""
+
 from __future__ import annotations
 
+import os
+import tomllib
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primus.errors import HostError, InputError
 from primus.versions.indexes import Indexes, parse_config
-from primus.versions.pages import Link, parse_page
+from primus.versions.lock import BaseRequest, Request
 from primus.versions.traffic import bare_url
+from primus.versions.wheels import NoSolutionError, _best, _tags, failure, unsolvable
 
-SHA = "cd" * 32
+LISTING = (
+    "global.index-url='http://global/simple'\nglobal.extra-index-url='\\nhttp://a/simple\\nhttp://b/simple'\n"
+    "install.index-url='http://install/simple'\n:env:.find-links='/one /two'\ndownload.index-url='http://no'\nrubbish\n"
+)
 
 
 def test_config_variables_win_over_install_over_global() -> None:
-    listing = (
-        "global.index-url='http://global/simple'\nglobal.extra-index-url='\\nhttp://a/simple\\nhttp://b/simple'\n"
-        "install.index-url='http://install/simple'\n:env:.find-links='/one /two'\ndownload.index-url='http://no'\nrubbish\n"
-    )
-    settings = parse_config(listing)
+    settings = parse_config(LISTING)
     assert settings["index-url"] == "http://install/simple"
-    assert parse_config(listing + ":env:.index-url='http://env/simple'\n")["index-url"] == "http://env/simple"
+    assert parse_config(LISTING + ":env:.index-url='http://env/simple'\n")["index-url"] == "http://env/simple"
     indexes = Indexes.from_settings(settings, "http://default/")
-    assert indexes.index_urls == ("http://install/simple", "http://a/simple", "http://b/simple")
+    assert indexes.urls == ("http://install/simple", "http://a/simple", "http://b/simple")
     assert indexes.find_links == ("/one", "/two")
+
+
+def test_uv_searches_in_pips_order_and_takes_403_for_an_absent_package() -> None:
+    settings = tomllib.loads(Indexes.from_settings(parse_config(LISTING), "").uv_settings())
+    assert [index["url"] for index in settings["index"]] == [
+        "http://install/simple",
+        "http://a/simple",
+        "http://b/simple",
+    ]
+    assert [index.get("default", False) for index in settings["index"]] == [False, False, True], "uv's default is last"
+    assert all(index["ignore-error-codes"] == [403] for index in settings["index"])
+    assert settings["find-links"] == ["/one", "/two"]
 
 
 def test_no_index_leaves_find_links_only() -> None:
     indexes = Indexes.from_settings({"no-index": "true", "find-links": "/wheels"}, "http://default/")
-    assert indexes.index_urls == ()
-    assert indexes.places("torch") == ("/wheels",)
+    assert indexes.shown == ("/wheels",)
+    assert tomllib.loads(indexes.uv_settings())["no-index"]
 
 
 def test_local_places_are_asked_before_remote_ones() -> None:
     settings = {"index-url": "http://a/simple", "extra-index-url": "file:///b/simple", "find-links": "/c"}
-    assert [p[0] for p in Indexes.from_settings(settings, "").places("x")] == ["/", "f", "h"]
+    assert [place.shown[0][0] for place in Indexes.from_settings(settings, "").places] == ["/", "f", "h"]
 
 
-def test_credentials_leave_the_url_and_every_text() -> None:
-    indexes = Indexes.from_settings({"index-url": "https://me:p%40ss@host:8443/simple"}, "")
-    assert indexes.index_urls == ("https://host:8443/simple",)
-    assert indexes.credentials == {"host:8443": ("me", "p@ss")}
-    assert "ss" not in repr(indexes).replace("class", "").replace("pass", "")
+def test_other_settings_of_pip_are_uvs_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UV_INDEX", "http://elsewhere/simple")
+    settings = {"cert": "/ca.pem", "client-cert": "/me.pem", "proxy": "http://p:8080", "trusted-host": "a b:80"}
+    indexes = Indexes.from_settings(settings | {"keyring-provider": "subprocess"}, "http://default/")
+    environment = indexes.uv_environment()
+    assert "UV_INDEX" not in environment, "uv's own configuration on this host does not count"
+    assert environment.items() >= {"SSL_CERT_FILE": "/ca.pem", "SSL_CLIENT_CERT": "/me.pem"}.items()
+    assert environment["HTTPS_PROXY"] == environment["http_proxy"] == "http://p:8080"
+    written = tomllib.loads(indexes.uv_settings())
+    assert (written["allow-insecure-host"], written["keyring-provider"]) == (["a", "b:80"], "subprocess")
 
 
-def test_both_page_forms_give_the_same_links() -> None:
-    html = f'<a href="../../f/a%2Bb-1.whl#sha256={SHA}">a</a><a href="/g/c.whl">c</a>'
-    json = (
-        f'{{"files": [{{"filename": "a+b-1.whl", "url": "../../f/a%2Bb-1.whl", "hashes": {{"sha256": "{SHA}"}}}},'
-        '{"filename": "c.whl", "url": "/g/c.whl", "hashes": {}}]}'
+def test_a_login_without_a_password_is_looked_up_in_the_keyring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "keyring"
+    program.write_text('#!/bin/sh\necho "SECRET-of-$3"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    indexes = Indexes.from_settings({"index-url": "https://me@host/simple", "keyring-provider": "subprocess"}, "")
+    assert indexes._login("host") == ("me", "SECRET-of-me")
+    assert indexes._login("other") is None
+    assert Indexes.from_settings({"index-url": "https://me:p%40ss@host/simple"}, "")._login("host") == ("me", "p@ss")
+
+
+def test_credentials_are_in_no_text() -> None:
+    indexes = Indexes.from_settings(
+        {"index-url": "https://me:p%40ss@host:8443/simple", "proxy": "http://u:p%40ss@p"}, ""
     )
-    expected = (
-        Link(file="a+b-1.whl", url="http://h/f/a%2Bb-1.whl", sha256=SHA),
-        Link(file="c.whl", url="http://h/g/c.whl"),
-    )
-    assert parse_page(html, "text/html", "http://h/simple/a/") == expected
-    assert parse_page(json, "application/vnd.pypi.simple.v1+json", "http://h/simple/a/") == expected
-
-
-def test_base_href_moves_the_links() -> None:
-    (link,) = parse_page('<base href="http://cdn/x/"><a href="a-1.whl">', "text/html", "http://h/simple/a/")
-    assert link.url == "http://cdn/x/a-1.whl"
-
-
-def test_folder_offers_its_files(tmp_path: Path) -> None:
-    (tmp_path / "a+b-1.whl").touch()
-    indexes = Indexes.from_settings({"find-links": str(tmp_path), "no-index": "1"}, "")
-    (link,) = indexes.offers(indexes.session(), str(tmp_path))
-    assert link.file == "a+b-1.whl"
-    assert link.url.startswith("file://")
+    assert indexes.shown == ("https://host:8443/simple",)
+    assert "p%40ss" not in repr(indexes)
 
 
 @given(st.from_regex(r"[a-z]{1,9}", fullmatch=True), st.from_regex(r"[A-Za-z0-9]{3,9}SECRET", fullmatch=True))
 def test_a_bare_url_drops_every_secret(user: str, secret: str) -> None:
     shown = bare_url(f"https://{user}:{secret}@host/path/file.whl?token={secret}#sig={secret}")
     assert shown == "https://host/path/file.whl"
+
+
+def _request(suite: str = "bookworm", architecture: str = "amd64", **more: object) -> Request:
+    base = BaseRequest(suite=suite, python="3.11.2", packages=())
+    return Request(target="t", channel="pypi", python="3.11", architecture=architecture, bases={"b": base}, **more)  # type: ignore[arg-type]
+
+
+def test_tags_stop_at_the_glibc_of_the_suite() -> None:
+    ranks = _tags(_request())
+    tags = [str(tag) for tag in sorted(ranks, key=ranks.__getitem__)]
+    assert tags[0] == "cp311-cp311-manylinux_2_36_x86_64"
+    assert {"cp37-abi3-manylinux1_x86_64", "py3-none-manylinux2014_x86_64", "py3-none-any"} <= set(tags)
+    assert "cp311-cp311-manylinux_2_37_x86_64" not in tags
+    assert "cp311-cp311-manylinux_2_37_x86_64" in map(str, _tags(_request("trixie")))
+    assert not any("x86" in str(tag) for tag in _tags(_request(architecture="arm64")))
+    with pytest.raises(InputError, match="no glibc version is known for suite 'jammy'"):
+        _tags(_request("jammy"))
+
+
+def test_the_best_wheel_is_the_most_specific_one() -> None:
+    names = ["a-1-py3-none-any.whl", "a-1-cp37-abi3-manylinux_2_28_x86_64.whl", "a-1-cp311-cp311-linux_x86_64.whl"]
+    package = {"name": "a", "version": "1", "wheels": [{"url": f"http://h/{name}"} for name in names]}
+    assert _best(package, _tags(_request()), _request()).file == names[2]
+    pure = _request(pure=("a",))
+    assert _best(package, _tags(pure), pure).file == names[0]
+
+
+CONNECT = """\
+error: Failed to fetch: http://127.0.0.1:9/simple/torch/
+  cause: error sending request for url (http://127.0.0.1:9/simple/torch/)
+  cause: client error (Connect)
+  cause: tcp connect error
+  cause: Connection refused (os error 111)
+"""
+CONFLICT = """\
+error: No solution found when resolving dependencies
+  cause: Because all versions of clash depend on small==1.0 and you require clash==1.0, we can conclude that you
+         require small==1.0.
+         And because you require small==1.1, we can conclude that your requirements are unsatisfiable.
+"""
+NO_VERSION = """\
+error: No solution found when resolving dependencies
+  cause: Because there is no version of small==1.2 and you require small==1.2, we can conclude that your
+         requirements are unsatisfiable.
+"""
+
+
+def test_a_network_failure_names_index_package_and_cause() -> None:
+    error = failure(CONNECT)
+    assert isinstance(error, HostError)
+    assert error.message == (
+        "the Python index at http://127.0.0.1:9/simple/torch/, asked for torch, does not answer: connection refused"
+    )
+
+
+def test_a_conflict_and_a_missing_version_are_told_apart() -> None:
+    conflict, absent = failure(CONFLICT), failure(NO_VERSION)
+    assert isinstance(conflict, NoSolutionError)
+    assert isinstance(absent, NoSolutionError)
+    sentence = unsolvable(conflict, ["http://h/simple"]).message
+    assert sentence.startswith("the pins are not compatible: all versions of clash depend on small==1.0")
+    assert "you require small==1.1" in sentence
+    error = unsolvable(absent, ["http://h/simple"])
+    assert error.about == "small"
+    assert "there is no wheel of small 1.2 for this target on the Python indexes of this host (http://h/" in str(error)
+
+
+@given(st.one_of(st.text(), st.text().map("error: {}".format)))
+def test_every_failure_is_one_line(text: str) -> None:
+    error = failure(text)
+    assert "\n" not in (error.message if not isinstance(error, NoSolutionError) else str(error))

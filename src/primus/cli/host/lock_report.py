@@ -65,7 +65,7 @@ class Report:
             "command": self.command,
             "outcome": self.outcome,
             "host": {"system": platform.platform(), "python": platform.python_version(), "primus": __version__}
-            | {name: _version(name) for name in ("pip", "requests", "urllib3")},
+            | {name: _version(name) for name in ("pip", "uv", "requests", "urllib3")},
             "asked": self.rows,
             "said": self.said,
         }

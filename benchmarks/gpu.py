@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from primus.recipes.architecture import size
 from primus.recipes.load import folder
 from primus.recipes.setting import Choices
-from primus.recipes.size import size
 from primus.training import logs, metrics, suite
 from primus.training.job import Job, JobResult
 from primus.training.metrics import of_recipe_unit

@@ -14,7 +14,7 @@ import pytest
 from amd_channel import registry
 from host_tools import needs
 from loopback import make_wheel
-from primus.recipes.known import supported
+from primus.recipes.choose import supported
 from primus.recipes.load import read
 from primus.release.documents import GATES, IN_TOTO, LOCK, SPDX
 from primus.release.publish import VALIDATION

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from training_kit import failing, train
 
+from primus.recipes.architecture import size
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.recipes.size import size
 from primus.training import outcome
 from primus.training.job import Job
 

@@ -53,10 +53,10 @@ class Request:
     def for_proxy(self) -> Request:
         """Return the request for the proxy. It keeps its own sizes, so only the number of steps and the seed remain."""
         knows = backend_named(self.choices.backend or "torchtitan")
-        kept = tuple(w for w in self.words if w.partition("=")[0] in (knows.key("steps"), knows.key("seed")))
-        dropped = [word for word in self.words if word not in kept]
+        words = tuple(w for w in self.words if w.partition("=")[0] in (knows.key("steps"), knows.key("seed")))
+        dropped = [word for word in self.words if word not in words]
         says = (f"the proxy keeps its own sizes: {' '.join(dropped)} left out",) if dropped else ()
-        return replace(self, choices=replace(self.choices, proxy=True), words=kept, says=(*self.says, *says))
+        return replace(self, choices=replace(self.choices, proxy=True), words=words, says=(*self.says, *says))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def _pretrain(
     words: Sequence[str], environment: Mapping[str, str], *, allow_unmapped: bool, precision: str | None = None
 ) -> Request:
     """Translate ``EXP=… BACKEND=… NNODES=… run_pretrain.sh --key value …``."""
-    given, name, says = options(words), environment.get("EXP", ""), []
+    arguments, name, says = options(words), environment.get("EXP", ""), []
     if not name:
         raise InputError("EXP is not set", hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml")
     frameworks = table("paths")["frameworks"]
@@ -166,17 +166,17 @@ def _pretrain(
         raise InputError("this is a folder, not a file", where=f"EXP={name}")
     if path.is_file() and is_experiment(path):
         source = read_experiment(path, environment)
-        done = source.translated(given)
+        done = source.translated(arguments)
         request = Request(recipe=source.recipe, choices=Choices(backend=source.backend, mode="pretrain"))
         says.append(f"{name} is a Primus experiment; what it does not set is as in the recipe {source.recipe}")
     elif path.is_file() or name in names():
         # The recipe's default backend determines the names of its keys.
         recipe = resolve(name, (), Choices(backend=frameworks.get(backend), gpu="mi300x"))
-        done = translate(recipe.backend, given)
+        done = translate(recipe.backend, arguments)
         request = Request(recipe=name, choices=Choices(backend=recipe.backend))
     else:
         run = documented(name)
-        done = translate(run.backend, given)
+        done = translate(run.backend, arguments)
         done.settings = {**run.settings, **done.settings}
         done.precision = done.precision or run.precision
         choices = Choices(backend=run.backend, mode="pretrain")
@@ -242,15 +242,15 @@ def _kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_u
         "nodelist",
         "url",
     )
-    given = {option.key: option for option in options(rest)}
-    client_options = {key: str(given[key].value) for key in client if key in given}
+    arguments = {option.key: option for option in options(rest)}
+    client_options = {key: str(arguments[key].value) for key in client if key in arguments}
     if "exp" not in client_options:
         raise InputError("--exp is missing", where="run_k8s_pretrain.sh create")
     variables = {**environment, "EXP": client_options["exp"], "NNODES": client_options.get("replica", "1")}
     variables["GPUS_PER_NODE"] = client_options.get("gpu", "8")
     if "backend" in client_options:
         variables["BACKEND"] = client_options["backend"]
-    more = [f"--{key}={option.value}" for key, option in given.items() if key not in client]
+    more = [f"--{key}={option.value}" for key, option in arguments.items() if key not in client]
     request = _pretrain(more, variables, allow_unmapped=allow_unmapped)
     data = (f"assets.corpus={client_options['data_path']}",) if "data_path" in client_options else ()
     token = ("every user of the machine can see a token on a command line: export HF_TOKEN instead",)
@@ -262,35 +262,37 @@ def _kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_u
 def _report(words: Sequence[str]) -> Request:
     """Translate ``pytorch_benchmark_report.sh -t MODE -m MODEL -p PRECISION -s SEQ``."""
     letters, where = ("-t", "-m", "-p", "-s"), "pytorch_benchmark_report.sh"
-    given: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     rest = list(words)
     while rest:
         letter = rest.pop(0)
         if letter not in letters or not rest:
             what = f"{letter} needs a value" if letter in letters else f"there is no option {letter!r}"
             raise InputError(what, where=where, hint="-t MODE -m MODEL -p BF16|FP8 -s LENGTH")
-        given[letter] = rest.pop(0)
-    if missing := next((letter for letter in ("-t", "-m") if letter not in given), None):
+        arguments[letter] = rest.pop(0)
+    if missing := next((letter for letter in ("-t", "-m") if letter not in arguments), None):
         raise InputError(f"{missing} is missing", where=where)
     rows = table("commands")["report"]
-    mode = rows["modes"][_listed(given["-t"], rows["modes"], "-t")]
-    model = _listed(given["-m"], rows["models"], "-m")
-    precision = rows["precisions"][_listed(given.get("-p", "bf16").lower(), rows["precisions"], "-p")]
-    backends, length = rows["models"][model]["backends"], given.get("-s")
+    mode = rows["modes"][_listed(arguments["-t"], rows["modes"], "-t")]
+    model = _listed(arguments["-m"], rows["models"], "-m")
+    precision = rows["precisions"][_listed(arguments.get("-p", "bf16").lower(), rows["precisions"], "-p")]
+    backends, length = rows["models"][model]["backends"], arguments.get("-s")
     if length is not None and not length.isdecimal():
         raise InputError(f"the sequence length must be a whole number, not {length!r}", where=f"-s {length}")
     if mode not in backends:
         offered = ", ".join(word for word, kind in rows["modes"].items() if kind in backends)
-        raise InputError(f"{model} has no {given['-t']}", where=f"-t {given['-t']}", hint=f"there are: {offered}")
+        raise InputError(
+            f"{model} has no {arguments['-t']}", where=f"-t {arguments['-t']}", hint=f"there are: {offered}"
+        )
     # For FLUX, the page's "pretrain" fine-tunes all weights.
     flux = backends[mode] == "flux"
-    says = rows["says"].get(f"{model} {given['-t']} {precision}")
+    says = rows["says"].get(f"{model} {arguments['-t']} {precision}")
     return Request(
         recipe=rows["models"][model]["recipe"],
         choices=Choices(backend=backends[mode], mode="full" if flux else mode, precision=precision),
         words=(f"{backends[mode]}.training.seq_len={length}",) if length and not flux else (),
         says=(says,) if says else (),
-        benchmark=(model, given["-t"]),
+        benchmark=(model, arguments["-t"]),
     )
 
 
@@ -306,13 +308,13 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     row = configs[_listed(words[0].removeprefix("./"), configs, where)]
     if words[1] != row["family"]:
         raise InputError(f"{words[0]} is of the family {row['family']}, not {words[1]!r}", where=where)
-    given = {option.key: option for option in options(words[2:])}
-    for option in given.values():
+    arguments = {option.key: option for option in options(words[2:])}
+    for option in arguments.values():
         _check_fsdp(option)
     text = environment.get("WORLD_SIZE") or "8"
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
         raise InputError(f"WORLD_SIZE must be a whole number of at least 1, not {text[:40]!r}", where=where)
-    values: dict[str, Any] = {"grad_accumlate_pre_steps": 8, **{key: option.value for key, option in given.items()}}
+    values: dict[str, Any] = {"grad_accumlate_pre_steps": 8, **{key: option.value for key, option in arguments.items()}}
     micro, ranks = values["grad_accumlate_pre_steps"], int(text)
     settings: dict[str, object] = {"ranks": ranks, "fsdp.training.seq_len": row["seq_len"]}
     says = []
@@ -322,7 +324,7 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     if "num_iteration" in values:
         if values["num_iteration"] % micro:
             reason = f"must be a multiple of the {micro} that make one step"
-            raise InputError(reason, where=given["num_iteration"].where)
+            raise InputError(reason, where=arguments["num_iteration"].where)
         settings["fsdp.training.steps"] = values["num_iteration"] // micro
         says.append(f"an iteration of train_fsdp.py is one of the {micro} micro-batches of a step here")
     if "seed" in values:

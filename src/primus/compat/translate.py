@@ -132,11 +132,11 @@ def _entry(backend: str, key: str) -> Entry | None:
     return entries.get(key) or next(patterns, None)
 
 
-def translate(backend: str, given: Sequence[Option]) -> Translation:
+def translate(backend: str, arguments: Sequence[Option]) -> Translation:
     """Translate options in order. A null has no effect: the recipe keeps its own value."""
     done = Translation()
-    values = {option.key: option.value for option in given}
-    for option in given:
+    values = {option.key: option.value for option in arguments}
+    for option in arguments:
         if option.value is None:
             continue
         entry = _entry(backend, option.key)

@@ -20,7 +20,7 @@ from primus.oci.layer import check_overlap, read_paths
 from primus.plan.action import Action, ImagePlan, tree_rows
 from primus.plan.layers import plan_image
 from primus.plan.locking import lock_target, plan_images
-from primus.recipes.changed import check_changed
+from primus.recipes.catalogue import check_changed
 from primus.sandbox.running import stop_all
 from primus.versions.lock import LockedFile
 from primus.versions.suites import suites_of

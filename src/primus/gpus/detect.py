@@ -109,14 +109,14 @@ def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
     if not device_id:
         return name_of_gfx(version), ""
     arch = _arch(version)
-    known = by_device_id(device_id)
-    if known is None or known.arch != arch:
+    product = by_device_id(device_id)
+    if product is None or product.arch != arch:
         return f"unknown AMD GPU ({arch}, device 0x{device_id:04x})", ""
     units = simds // _SIMDS_PER_UNIT
-    if units != known.compute_units:
+    if units != product.compute_units:
         # A partition has the name of the whole GPU, but only a part of its peak.
-        return f"part of {known.title} ({arch}, {units} of {known.compute_units} compute units)", ""
-    return f"{known.title} ({arch})", known.name
+        return f"part of {product.title} ({arch}, {units} of {product.compute_units} compute units)", ""
+    return f"{product.title} ({arch})", product.name
 
 
 def _nvidia(root: Path) -> Found | None:
@@ -135,11 +135,11 @@ def _nvidia(root: Path) -> Found | None:
     obstacle = "" if any(_openable(node) for node in nodes) else "no /dev/nvidia* can be opened: pass --gpus all"
     # The model is that of the whole GPU, even if a container sees only an instance (MIG) of it.
     split = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
-    known = [None if split else by_product_name(name) for name in names]
+    products = [None if split else by_product_name(name) for name in names]
     return Found(
         vendor="nvidia",
         names=tuple(names),
-        generations=tuple(g.name if g else "" for g in known),
+        generations=tuple(g.name if g else "" for g in products),
         usable=not obstacle,
         obstacle=obstacle,
         driver=_driver(root, "nvidia"),
@@ -147,9 +147,9 @@ def _nvidia(root: Path) -> Found | None:
 
 
 def _driver(root: Path, module: str) -> str:
-    own = _lines(root / "sys/module" / module / "version")
-    if own and own[0].strip():
-        return f"{module} {own[0].strip()}"
+    version = _lines(root / "sys/module" / module / "version")
+    if version and version[0].strip():
+        return f"{module} {version[0].strip()}"
     kernel = _lines(root / "proc/sys/kernel/osrelease")
     return f"{module} of Linux {kernel[0].strip()}" if kernel else ""
 

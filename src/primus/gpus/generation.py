@@ -143,9 +143,9 @@ class Table:
             if sorted(rows) != sorted(computed):
                 message = f"{generation.name} needs one peak for each of {', '.join(computed)}, not {', '.join(rows)}"
                 raise WrongValue(message, "generations", index, "peaks")
-        known = {*archs, *(g.name for g in self.generations)}
+        targets = {*archs, *(g.name for g in self.generations)}
         for place, variable in enumerate(self.environment):
-            if strange := [word for word in variable.for_ if word not in known]:
+            if strange := [word for word in variable.for_ if word not in targets]:
                 message = f"{variable.name} is for {strange[0]!r}, which is neither architecture nor generation"
                 raise WrongValue(message, "environment", place, "for")
         for generation in self.generations:
@@ -164,7 +164,7 @@ class Table:
         for variable in self.environment:
             stated.setdefault(variable.name, set()).update(of[word] for word in variable.for_ if word in of)
         for index, arch in enumerate(self.archs):
-            lacking = [name for name, found in stated.items() if len(found) > 1 and arch.arch not in found]
+            lacking = [name for name, archs_of in stated.items() if len(archs_of) > 1 and arch.arch not in archs_of]
             if arch.vendor == "amd" and lacking:
                 message = f"{arch.arch} has no entry for the environment variables {', '.join(lacking)}"
                 raise WrongValue(message + " (`value: null` leaves one unset)", "archs", index)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from primus.errors import InputError, PrimusError, did_you_mean
 from primus.gpus.generation import Arch, Dtype, Generation, Peak, Table, Variable, plain_name
-from primus.gpus.names import TABLE_FILE
 from primus.schema import build
 from primus.yamlfile import read
+
+TABLE_FILE = Path(__file__).with_name("generations.yaml")
 
 
 class UnknownPeak(PrimusError):
@@ -25,11 +26,11 @@ def load_table(path: Path = TABLE_FILE) -> Table:
 
 def generation(name: str, table: Table | None = None) -> Generation:
     """Return the generation of target ``name``, such as ``mi300x``. Raises InputError for an unknown name."""
-    known = {g.name: g for g in (table or load_table()).generations}
-    if name not in known:
-        hint = did_you_mean(name, known) or "known: " + ", ".join(known)
+    generations = {g.name: g for g in (table or load_table()).generations}
+    if name not in generations:
+        hint = did_you_mean(name, generations) or "known: " + ", ".join(generations)
         raise InputError(f"no GPU generation is called {name!r}", hint=hint)
-    return known[name]
+    return generations[name]
 
 
 def by_product_name(text: str) -> Generation | None:
@@ -38,8 +39,8 @@ def by_product_name(text: str) -> Generation | None:
     Only full names match: "NVIDIA H200 NVL" and "AMD Instinct MI300X HF" are not the products whose names they begin
     with.
     """
-    wanted = plain_name(text)
-    return next((g for g in load_table().generations if wanted in map(plain_name, g.names)), None)
+    name = plain_name(text)
+    return next((g for g in load_table().generations if name in map(plain_name, g.names)), None)
 
 
 def by_device_id(device_id: int) -> Generation | None:
@@ -52,8 +53,8 @@ def by_gfx(arch: str) -> tuple[Generation, ...]:
 
     An architecture never identifies a product, even if the result is a single generation: see ``Arch.others``.
     """
-    wanted = arch.partition(":")[0]
-    return tuple(g for g in load_table().generations if g.arch == wanted)
+    target = arch.partition(":")[0]
+    return tuple(g for g in load_table().generations if g.arch == target)
 
 
 def arch_of(gpu: Generation) -> Arch:
@@ -83,22 +84,22 @@ def mfu(tflops: float, gpu: Generation | str, dtype: Dtype) -> float:
     """
     if not (math.isfinite(tflops) and tflops >= 0):
         raise ValueError(f"{tflops} TFLOP/s is not a throughput")
-    known = by_product_name(gpu) if isinstance(gpu, str) else gpu
-    if known is None:
+    product = by_product_name(gpu) if isinstance(gpu, str) else gpu
+    if product is None:
         raise UnknownPeak(
             f"no MFU: the peak of {gpu!r} is unknown",
             hint="known: " + ", ".join(g.title for g in load_table().generations),
         )
-    if dtype not in arch_of(known).dtypes:
-        raise UnknownPeak(f"no MFU: {known.title} does not compute {dtype}")
-    published = peak(known, dtype)
+    if dtype not in arch_of(product).dtypes:
+        raise UnknownPeak(f"no MFU: {product.title} does not compute {dtype}")
+    published = peak(product, dtype)
     if published is None or published.tflops is None:
-        raise UnknownPeak(f"no MFU: no source states the {dtype} peak of {known.title}")
+        raise UnknownPeak(f"no MFU: no source states the {dtype} peak of {product.title}")
     return tflops / published.tflops
 
 
 def environment(target: str, table: Table | None = None) -> tuple[Variable, ...]:
     """Return the variables that an image for ``target`` sets, sorted by name. InputError for an unknown generation."""
     table = table or load_table()
-    found = (v for v in table.of(generation(target, table)) if v.value is not None)
-    return tuple(sorted(found, key=lambda v: v.name))
+    variables = (v for v in table.of(generation(target, table)) if v.value is not None)
+    return tuple(sorted(variables, key=lambda v: v.name))

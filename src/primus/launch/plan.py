@@ -10,8 +10,8 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.gpus.table import generation, load_table
+from primus.recipes.choose import CPU
 from primus.recipes.fit import gpu_bytes, predict
-from primus.recipes.known import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from primus.errors import InputError, did_you_mean
 from primus.gpus.generation import Table
-from primus.gpus.names import TABLE_FILE
+from primus.gpus.table import TABLE_FILE
 from primus.oci.store import Store
 from primus.plan.target import Target
 from primus.plan.workspace import Workspace

@@ -10,12 +10,10 @@ from pathlib import Path
 from primus.errors import InputError
 from primus.gpus.table import load_table
 from primus.recipes import load
-from primus.recipes.architecture import architecture
+from primus.recipes.architecture import Size, architecture, size
 from primus.recipes.backends import backends
-from primus.recipes.choose import computes
-from primus.recipes.known import supported
+from primus.recipes.choose import computes, supported
 from primus.recipes.setting import Setting
-from primus.recipes.size import Size, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,8 @@ class Entry:
     @property
     def gpus(self) -> tuple[str, ...]:
         """GPUs that support at least one of the precisions."""
-        found = {gpu for some in self.precisions.values() for gpu in some}
-        return tuple(gpu for gpu in gpus() if gpu in found)
+        able = {gpu for some in self.precisions.values() for gpu in some}
+        return tuple(gpu for gpu in gpus() if gpu in able)
 
 
 def gpus() -> tuple[str, ...]:
@@ -78,3 +76,21 @@ def _text(settings: Mapping[str, Setting], key: str, path: Path) -> str:
     if key not in settings:
         raise InputError(f"{key} is missing", where=f"{path}:1:1")
     return str(settings[key].value)
+
+
+def check_changed(folder: Path | str, now: Mapping[str, str], before: Mapping[str, str]) -> None:
+    """Raise InputError for a recipe in ``folder`` that does not load.
+
+    ``now`` and ``before`` map the folder's files, and those of the last build, to something that differs if they do.
+    Recipes that did not change are not read.
+    """
+    for name in _changed(now, before):
+        supported(load.read(Path(folder, name)).settings)
+
+
+def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> Iterator[str]:
+    """Yield the recipes that differ, or all if a file changed that several of them may use."""
+    differ = {name for name in (*now, *before) if now.get(name) != before.get(name) and name.endswith(".yaml")}
+    several = any("/" in name or name not in now for name in differ)
+    recipes = (name for name in now if name.endswith(".yaml") and not name.startswith(".") and "/" not in name)
+    yield from (name for name in recipes if several or name in differ)

@@ -1,18 +1,25 @@
-"""Choosing the backend, mode, precision and GPU of a recipe. Unsupported combinations are errors."""
+"""Choosing the backend, mode, precision and GPU of a recipe, and checking these choices in its file.
+
+Unsupported combinations are errors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from primus.errors import InputError, nearest
 from primus.gpus.table import arch_of, generation, load_table, mx_supported
 from primus.recipes.backends import backends
-from primus.recipes.known import CPU, among, supported
 from primus.recipes.setting import CHOICES, Choices, Setting
+from primus.yamlfile import Scalar
 
 # A proxy tests code. The small rounding errors of fp32 allow tight checks.
 PROXY_PRECISION = "fp32"
+CPU = "cpu"
+PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
+MULTI = "multi"
 
 
 def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dict[str, Setting]:
@@ -83,11 +90,11 @@ def _default(value: bool | int) -> Setting:
 
 
 def _pick(
-    what: str, value: str | None, settings: Mapping[str, Setting], offered: list[str], given: Mapping[str, Setting]
+    what: str, value: str | None, settings: Mapping[str, Setting], offered: list[str], decided: Mapping[str, Setting]
 ) -> Setting:
     """Return the requested value, otherwise the recipe's default if it is offered, otherwise the first offered."""
     if value is not None:
-        context = " with " + ", ".join(f"{name} {s.value}" for name, s in given.items()) if given else ""
+        context = " with " + ", ".join(f"{name} {s.value}" for name, s in decided.items()) if decided else ""
         if value not in offered:
             raise InputError(
                 f"{what} {value!r} is not supported by this recipe{context}" + nearest(value, offered),
@@ -109,15 +116,15 @@ def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
     # Seam "detection": detecting the GPU runs programs. A named GPU makes this unnecessary.
     from primus.gpus.detect import detect
 
-    found = detect()
-    if not found.names:
+    machine = detect()
+    if not machine.names:
         return Setting(value=CPU, origin="this machine has no GPU")
-    if not found.generation:
+    if not machine.generation:
         raise InputError(
-            f"the GPUs of this machine cannot be identified: {found.sentence()}",
+            f"the GPUs of this machine cannot be identified: {machine.sentence()}",
             hint="choose the settings with --gpu NAME",
         )
-    return Setting(value=found.generation, origin="the GPUs of this machine")
+    return Setting(value=machine.generation, origin="the GPUs of this machine")
 
 
 def computes(gpu: str, precision: str, backend: str) -> bool:
@@ -139,7 +146,7 @@ def _computable(precision: str, gpu: str, backend: str, where: str) -> None:
         return
     arch = arch_of(generation(gpu))
     if precision.startswith("mx") and not arch.mx:
-        with_mx = [one.name for one in load_table().generations if mx_supported(one)]
+        with_mx = [gpu_row.name for gpu_row in load_table().generations if mx_supported(gpu_row)]
         raise InputError(
             f"{gpu} ({arch.arch}) does not compute MX formats", where=where, hint=f"those that do: {', '.join(with_mx)}"
         )
@@ -147,3 +154,72 @@ def _computable(precision: str, gpu: str, backend: str, where: str) -> None:
         return
     if precision not in arch.dtypes:
         raise InputError(f"{gpu} ({arch.arch}) does not compute {precision}", where=where)
+
+
+def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return (backend, mode) → precisions from the recipe's section ``supports``, in its order."""
+    cells: dict[tuple[str, str], tuple[str, ...]] = {}
+    for key, setting in settings.items():
+        if key.startswith("supports."):
+            _, backend, mode = (*key.split("."), "", "")[:3]
+            value = setting.value if isinstance(setting.value, list) else [setting.value]
+            among("backend", backend, list(backends()), setting.origin)
+            among("mode", mode, list(backends()[backend].modes), setting.origin)
+            for word in value:
+                among("precision", str(word), list(PRECISIONS), setting.origin)
+            if not value:
+                raise InputError(f"{key} names no precision", where=setting.origin)
+            cells[backend, mode] = tuple(map(str, value))
+    return cells
+
+
+def among(what: str, word: str, offered: list[str], where: str) -> None:
+    """Raise InputError, with the most similar name, if ``word`` is not in ``offered``."""
+    if word not in offered:
+        raise InputError(
+            f"there is no {what} {word!r} here" + nearest(word.lower(), offered),
+            where=where, hint=f"there are: {', '.join(offered)}",
+        )  # fmt: skip
+
+
+def check_choice(choice: str, where: str) -> None:
+    """Raise InputError, with the most similar name, if ``choice`` is not the name of a choice."""
+    if choice not in CHOICES:
+        raise InputError(
+            f"there is no choice {choice!r}" + nearest(choice, CHOICES),
+            where=where, hint=f"choices: {', '.join(CHOICES)}",
+        )  # fmt: skip
+
+
+def check_word(choice: str, setting: Setting, *, several: bool) -> None:
+    """Raise InputError if a word of ``setting`` is not a value of ``choice``.
+
+    ``several`` is for the condition of a case, which may be a list.
+    """
+    if isinstance(setting.value, list) and not several:
+        raise InputError(f"{choice} must be one word", where=setting.origin)
+    for word in setting.value if isinstance(setting.value, list) else [setting.value]:
+        _check(choice, word, setting.origin, several=several)
+
+
+def _check(choice: str, word: Scalar, where: str, *, several: bool) -> None:
+    if choice == "proxy":
+        if not isinstance(word, bool):
+            raise InputError(f"proxy must be true or false, not {word!r}", where=where)
+    elif choice == "nodes":
+        if (not isinstance(word, int) or isinstance(word, bool) or word < 1) and not (several and word == MULTI):
+            words = f"a whole number of at least 1{f' or {MULTI}' if several else ''}"
+            raise InputError(f"nodes must be {words}, not {word!r}", where=where)
+    else:
+        among(choice, str(word), _words_of(choice), where)
+
+
+@cache
+def _words_of(choice: str) -> list[str]:
+    if choice == "gpu":
+        return [CPU, *(gpu.name for gpu in load_table().generations)]
+    if choice == "precision":
+        return list(PRECISIONS)
+    return list(
+        dict.fromkeys(mode for b in backends().values() for mode in b.modes) if choice == "mode" else backends()
+    )

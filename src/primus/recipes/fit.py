@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primus.gpus.table import generation
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from primus.errors import InputError, nearest
 from primus.files import refuse_special
-from primus.recipes.known import check_choice, check_word
+from primus.recipes.choose import check_choice, check_word
 from primus.recipes.setting import Setting, Value
 from primus.yamlfile import Key, Scalar, Tree, Values, parse_values
 
@@ -23,8 +23,8 @@ def folder() -> Path:
     If the package is installed as a copy outside an image, the folder is that of the project in the current folder or
     the nearest parent.
     """
-    if asked := os.environ.get("PRIMUS_RECIPES"):
-        return Path(asked)
+    if variable := os.environ.get("PRIMUS_RECIPES"):
+        return Path(variable)
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file() and (checkout / "recipes").is_dir():
         return checkout / "recipes"
@@ -60,12 +60,12 @@ def find(name: str, among: Path | None = None) -> Path:
         return path
     among = among or folder()
     path = among / f"{name}.yaml"
-    known = names(among)
-    if name not in known:
-        if not known:
+    recipes = names(among)
+    if name not in recipes:
+        if not recipes:
             raise no_recipes(among)
-        hint = f"recipes in {among}: {', '.join(known)}"
-        raise InputError(f"there is no recipe {name!r}" + nearest(name, known), hint=hint)
+        hint = f"recipes in {among}: {', '.join(recipes)}"
+        raise InputError(f"there is no recipe {name!r}" + nearest(name, recipes), hint=hint)
     return path
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from primus.recipes.architecture import Architecture
+from primus.recipes.architecture import Architecture, size
 from primus.recipes.recipe import Recipe
-from primus.recipes.size import size
 from primus.turbo.optimizations import chosen
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -56,9 +55,9 @@ class Memory:
     @property
     def terms(self) -> dict[str, float]:
         """Return name → bytes of the terms of ``peak``. Reused memory is negative, and left out if there is none."""
-        found = asdict(self)
-        reused = found.pop("reused")
-        return found | ({"reused": -reused} if reused else {})
+        terms = asdict(self)
+        reused = terms.pop("reused")
+        return terms | ({"reused": -reused} if reused else {})
 
     @property
     def least(self) -> float:

@@ -173,7 +173,7 @@ class Recipe:
         """Asset → sha256 over the names and bytes of its files; empty if the asset is not a file."""
         import hashlib  # imported here, because only jobs need it and it loads OpenSSL
 
-        found = {}
+        digests = {}
         for key in sorted(self.section("assets")):
             root, hasher = self.asset(key), hashlib.sha256()
             if root is not None:
@@ -182,8 +182,8 @@ class Recipe:
                     with file.open("rb") as stream:
                         content = hashlib.file_digest(stream, "sha256").hexdigest()
                     hasher.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
-            found[key] = hasher.hexdigest() if root is not None else ""
-        return found
+            digests[key] = hasher.hexdigest() if root is not None else ""
+        return digests
 
     @property
     def digest(self) -> str:

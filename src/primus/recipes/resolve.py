@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError, nearest
-from primus.recipes import expressed, load, mesh, schema, vocabulary
+from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
-from primus.recipes.choose import choose
-from primus.recipes.known import supported
+from primus.recipes.choose import choose, supported
+from primus.recipes.faults import layout_faults, model_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
@@ -57,19 +58,19 @@ def resolve(
     settings = {key: s for key, s in settings.items() if not _elsewhere(key, knows)}
     _scale_batch(settings, source, facts, knows)
     spelled: dict[str, str] = {}
-    given: dict[str, Setting] = {}
+    overriding: dict[str, Setting] = {}
     for word in words:
         full = _spelled_out(word, knows)
         key, setting = _override(full, word, knows)
-        if key in given:
+        if key in overriding:
             raise _twice(key, spelled[key], full)
-        spelled[key], given[key] = full, setting
+        spelled[key], overriding[key] = full, setting
     for word in replacing:
         full = _spelled_out(word, knows)
         key, setting = _override(full, word, knows)
-        spelled[key], given[key] = full, setting
-    settings.update(given)
-    _shorten_warmup(settings, given, knows)
+        spelled[key], overriding[key] = full, setting
+    settings.update(overriding)
+    _shorten_warmup(settings, overriding, knows)
     _check_keys(settings, path, knows)
     recipe = Recipe(
         name=name, path=path, settings=settings, overrides=tuple(spelled.values()), choices=_as_chosen(choices, chosen),
@@ -128,11 +129,11 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
     settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
 
 
-def _shorten_warmup(settings: dict[str, Setting], given: Mapping[str, Setting], knows: Backend) -> None:
+def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend) -> None:
     """Limit the warm-up to the steps of a run that the user shortens. The setting's origin states the limit."""
-    steps, key = given.get(knows.key("steps")), f"{knows.name}.{knows.warmup}"
+    steps, key = overriding.get(knows.key("steps")), f"{knows.name}.{knows.warmup}"
     warmup = settings.get(key)
-    if steps is None or warmup is None or key in given:
+    if steps is None or warmup is None or key in overriding:
         return
     if isinstance(steps.value, int) and isinstance(warmup.value, int) and 0 < steps.value < warmup.value:
         settings[key] = replace(warmup, value=steps.value, origin=f"{warmup.origin}, at most the {steps.value} steps")
@@ -187,17 +188,19 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
     for related in (False, True):
         for prefix, section in sections:
             for key in section:
-                found = prefix + key in settings and schema.outside(key, prefix, section, settings, related=related)
-                if found:
-                    raise InputError(f"{prefix}{key} {found[0]}", where=settings[prefix + key].origin, hint=found[1])
+                if prefix + key not in settings:
+                    continue
+                if (outside := schema.outside(key, prefix, section, settings, related=related)) is not None:
+                    reason, remedy = outside
+                    raise InputError(f"{prefix}{key} {reason}", where=settings[prefix + key].origin, hint=remedy)
 
 
 def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows: Backend) -> InputError:
-    own = key.removeprefix(f"{knows.name}.")
-    other = own.partition(".")[0]
+    native = key.removeprefix(f"{knows.name}.")
+    other = native.partition(".")[0]
     if other != knows.name and other in backends():
         return InputError(
-            f"{own} is not a key of the backend {knows.name}", where=setting.origin, hint=f"--backend {other} has it"
+            f"{native} is not a key of the backend {knows.name}", where=setting.origin, hint=f"--backend {other} has it"
         )
     if key.startswith("model."):
         fields = [name.removeprefix("model.") for name in rules if name.startswith("model.")]
@@ -208,15 +211,15 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
     else:
         # Compared without the backend's name, which makes any two of its keys similar.
         full = {rule.removeprefix(f"{knows.name}."): rule for rule in rules}
-        near = nearest(own, [*full, *knows.keys, *knows.degrees])
+        near = nearest(native, [*full, *knows.keys, *knows.degrees])
         near = next((near.replace(repr(name), repr(rule)) for name, rule in full.items() if repr(name) in near), near)
         having = [
-            one.name
-            for one in backends().values()
-            if own in one.keys or own in one.degrees or own in schema.backend_rules(one.name)
+            row.name
+            for row in backends().values()
+            if native in row.keys or native in row.degrees or native in schema.backend_rules(row.name)
         ]
         if having:
-            near, hint = "", f"{own} is a setting of --backend {' or '.join(having)}"
+            near, hint = "", f"{native} is a setting of --backend {' or '.join(having)}"
         else:
             hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
     return InputError(f"there is no key {key!r}{near}", where=setting.origin, hint=None if near else hint)
@@ -259,22 +262,22 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
         if not weights or not _exists(folder) or not folder.is_dir():
             why = f"there is no folder {weights!r}"
             refuse(f"{knows.name}.weights", why, "name a folder of safetensors files, hf:OWNER/NAME or random")
-    for fault in expressed.faults(recipe):
+    for fault in model_faults(recipe):
         refuse(*fault)
     if (objection := recipe.architecture.objection()) is not None:
         refuse(f"model.{objection[0]}", *objection[1:])
-    for fault in mesh.faults(recipe):
+    for fault in layout_faults(recipe):
         refuse(*fault)
     tokenizer = recipe.asset("tokenizer")
-    if tokenizer is not None and (size := vocabulary.tokens(tokenizer) or 0) > recipe.architecture.vocab_size > 0:
+    if tokenizer is not None and (size := vocabulary(tokenizer) or 0) > recipe.architecture.vocab_size > 0:
         why = f"{recipe.architecture.vocab_size} is less than the {size} tokens of {tokenizer}"
         refuse("model.vocab_size", why, f"model.vocab_size={size} or more, or another assets.tokenizer")
     for fault in rules_of(recipe).faults(recipe):
         refuse(*fault)
-    given = rules_of(recipe).precision(recipe)
-    if given != recipe.precision:
+    computed = rules_of(recipe).precision(recipe)
+    if computed != recipe.precision:
         raise InputError(
-            f"precision: {recipe.precision} is requested, but the {knows.name} settings give {given}",
+            f"precision: {recipe.precision} is requested, but the {knows.name} settings give {computed}",
             where=recipe.settings["precision"].origin,
             hint="it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
             if knows.sharded_precision and recipe.unsharded
@@ -287,3 +290,23 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # the name is too long, or contains a null byte
         return False
+
+
+def vocabulary(folder: Path) -> int | None:
+    """Return the largest token id + 1 of the tokenizer in ``folder``, or None if it has no ``tokenizer.json``.
+
+    Raises InputError if the file is not that of a tokenizer.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_bytes())
+        words = content["model"]["vocab"]
+        # Unigram models have a list of tokens; all others map tokens to ids.
+        largest = len(words) - 1 if isinstance(words, list) else max(words.values(), default=-1)
+        added = max((token["id"] for token in content.get("added_tokens") or ()), default=-1)
+        return int(max(largest, added)) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        hint = "tokenizers of the transformers library have it: model.vocab and added_tokens"
+        raise InputError(f"not a tokenizer file: {error!r}"[:200], where=str(file), hint=hint) from None

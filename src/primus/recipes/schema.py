@@ -17,8 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.backends import backend
-from primus.recipes.bounds import parse
-from primus.recipes.setting import WORDS, Setting, Value
+from primus.recipes.setting import WORDS, Setting, Value, interval
 from primus.yamlfile import LARGEST
 
 # Text that can be part of a file name.
@@ -63,10 +62,10 @@ class Rule:
 
 
 def _type_objection(types: frozenset[str], value: Value) -> str | None:
-    given = "None" if value is None else type(value).__name__
+    kind = "None" if value is None else type(value).__name__
     accepted = types | ({"int"} if "float" in types else frozenset())
     accepted |= {"list"} if "tuple" in accepted else frozenset()
-    if given not in accepted:
+    if kind not in accepted:
         named = " or ".join(sorted({WORDS.get(name, name) for name in types}))
         return f"must be {named}, not {_short(value)}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -168,16 +167,16 @@ def outside(
     def look_up(other: str) -> float | None:
         if not related:
             return None
-        found = settings[prefix + other].value if prefix + other in settings else rules[other].default
-        return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+        limit = settings[prefix + other].value if prefix + other in settings else rules[other].default
+        return limit if isinstance(limit, int | float) and not isinstance(limit, bool) else None
 
-    objection = parse(rule.bounds).objection(value, look_up)
+    objection = interval(rule.bounds).objection(value, look_up)
     if objection is None:
         return None
     why, other = objection
     if other is not None:
         up, down = ("raise", "lower") if "at least" in why or "greater" in why else ("lower", "raise")
         return why.replace(f" {other} ", f" {prefix}{other} "), f"{up} {prefix}{key} or {down} {prefix}{other}"
-    if isinstance(rule.default, int | float) and parse(rule.bounds).objection(rule.default, look_up) is None:
+    if isinstance(rule.default, int | float) and interval(rule.bounds).objection(rule.default, look_up) is None:
         return why, f"the default is {rule.default}"
     return why, f"{prefix}{key} takes {rule.bounds}"

@@ -12,8 +12,7 @@ from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import by_product_name
 from primus.recipes import load
-from primus.recipes.choose import PROXY_PRECISION, computes
-from primus.recipes.known import CPU, supported
+from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
 from primus.recipes.setting import Choices
 from primus.sandbox.devices import gpus
 from primus.training.checks import Verdict

@@ -8,12 +8,11 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from primus.recipes.architecture import Architecture
+from primus.recipes.architecture import Architecture, readable
 from primus.recipes.catalogue import Entry, entries
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.recipes.size import readable
 from primus.release.markdown import table
 from primus.schema import build
 from primus.yamlfile import read

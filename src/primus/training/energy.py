@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.training import logs
 
 Meter = Callable[[], float | None]

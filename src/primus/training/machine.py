@@ -13,11 +13,11 @@ from pathlib import Path
 from primus.errors import HostError
 from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation, load_table
+from primus.recipes.architecture import readable, size
+from primus.recipes.choose import CPU
 from primus.recipes.fit import gpu_bytes, largest_batch, predict
-from primus.recipes.known import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
-from primus.recipes.size import readable, size
 
 _SHOW = "--dry-run shows the job"
 _SMALL = f"--proxy trains a small model instead, {_SHOW}"

@@ -18,9 +18,8 @@ from typing import Any, cast, get_args
 
 from primus.gpus.generation import Dtype
 from primus.gpus.table import UnknownPeak, by_product_name, mfu, peak
-from primus.recipes.architecture import Architecture
+from primus.recipes.architecture import Architecture, size
 from primus.recipes.recipe import Recipe
-from primus.recipes.size import size
 from primus.training.logs import Series, Step
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from primus.recipes.architecture import size
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import backend_rules
-from primus.recipes.size import size
 from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.logs import Series
 from primus.yamlfile import spell

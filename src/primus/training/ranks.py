@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.recipes.rules import rules_of
 from primus.system import fabric
 from primus.training import identity

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.recipes.choose import computes
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU, computes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices

@@ -59,7 +59,7 @@ def candidates(
     knows = start.knows
     share = start.global_batch // start.data_parallel
     batches = [size for size in range(1, share + 1) if share % size == 0]
-    found = []
+    points = []
     for turbo, of_turbo in _turbo(start):
         for checkpointing, of_checkpointing in _checkpointing(start):
             for batch in batches:
@@ -73,9 +73,9 @@ def candidates(
                     # Turn off checks that add accumulation steps.
                     words.append("validation.accumulation=1")
                 point = Point(turbo=turbo, checkpointing=checkpointing, batch=batch, words=tuple(words))
-                found.append(_resolved(source, start, point, available, missing))
-    found.sort(key=lambda point: bool(point.words))
-    return found
+                points.append(_resolved(source, start, point, available, missing))
+    points.sort(key=lambda point: bool(point.words))
+    return points
 
 
 def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
@@ -103,18 +103,18 @@ def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
 def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
     """Return the choices of activation checkpointing, the recipe's own first."""
     head, rows = start.backend, start.knows.checkpointing
-    own = "as the recipe"
+    current = "as the recipe"
     others = []
     for row in rows:
         key, title = next(iter(row)), " ".join(map(str, row.values()))
         values = {name: start.settings[f"{head}.{name}"].value for name in row if f"{head}.{name}" in start.settings}
         if values == row:
-            own = title
+            current = title
         elif f"{head}.{key}" in start.settings or row[key] != "none":
             others.append((title, tuple(f"{head}.{key}={value}" for key, value in row.items())))
         else:
-            own = title
-    return [(own, ()), *others]
+            current = title
+    return [(current, ()), *others]
 
 
 def _resolved(
@@ -165,8 +165,8 @@ def search(points: Sequence[Point], measure: Callable[[Point], float | None]) ->
         turbo = best.turbo
         for checkpointing in dict.fromkeys(point.checkpointing for point in usable):
             last = 0.0
-            row = [one for one in usable if (one.turbo, one.checkpointing) == (turbo, checkpointing)]
-            for point in sorted(row, key=lambda one: -one.batch):
+            row = [point for point in usable if (point.turbo, point.checkpointing) == (turbo, checkpointing)]
+            for point in sorted(row, key=lambda point: -point.batch):
                 best = max(best, point, key=rate)
                 if rate(point) < last:
                     break
@@ -175,9 +175,9 @@ def search(points: Sequence[Point], measure: Callable[[Point], float | None]) ->
             return best
 
 
-def different(losses: Sequence[float], wanted: Sequence[float], tolerance: float) -> str:
+def different(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str:
     """Return how ``losses`` of the first steps differ from ``wanted`` by more than ``tolerance`` (relative), or ""."""
-    for step, (here, there) in enumerate(zip(losses[:_COMPARED], wanted[:_COMPARED], strict=False), 1):
+    for step, (here, there) in enumerate(zip(losses[:_COMPARED], reference[:_COMPARED], strict=False), 1):
         if not abs(here - there) <= tolerance * abs(there):
             return f"the loss of step {step} is {here:.5f}, at the start {there:.5f}: more than {tolerance:.0e} apart"
     return "" if losses else "it reported no loss"

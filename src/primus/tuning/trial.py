@@ -54,9 +54,9 @@ class Trials:
 
     def known(self, recipe: Recipe, number: int) -> Result | None:
         """Return the saved result of run ``number`` of ``recipe``, or None. A damaged file counts as none."""
-        kept = read_sealed(self._file(recipe, number))
+        stored = read_sealed(self._file(recipe, number))
         try:
-            return Result(**{**kept, "losses": tuple(kept["losses"])})
+            return Result(**{**stored, "losses": tuple(stored["losses"])})
         except (TypeError, KeyError):
             return None
 
@@ -143,11 +143,11 @@ def ending() -> Iterator[None]:
 
 
 def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:
-    kept, steps = document(output / "result.json"), _steps(output / "metrics.jsonl")
-    reason = reported if reported.startswith("it took longer") else str(kept.get("cause") or "")
-    if not reason and not kept.get("passed"):
-        verdicts: Any = kept.get("verdicts") or []
-        failed = (f"{one['name']}: {one['reason']}" for one in verdicts if not one["passed"])
+    outcome, steps = document(output / "result.json"), _steps(output / "metrics.jsonl")
+    reason = reported if reported.startswith("it took longer") else str(outcome.get("cause") or "")
+    if not reason and not outcome.get("passed"):
+        verdicts: Any = outcome.get("verdicts") or []
+        failed = (f"{verdict['name']}: {verdict['reason']}" for verdict in verdicts if not verdict["passed"])
         reason = next(failed, reported or "no result")
     rates = [float(step["tokens_per_second"]) for step in steps[warmup:] if step.get("tokens_per_second")]
     if not reason and not rates:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError, nearest
 from primus.gpus.table import load_table
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.yamlfile import read_values
 
 if TYPE_CHECKING:

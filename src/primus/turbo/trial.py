@@ -20,7 +20,7 @@ from typing import Any
 from primus.errors import CheckFailed, HostError
 from primus.files import write_file
 from primus.gpus.detect import detect
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.turbo.optimizations import AUTO, candidates, compatible, excluded, missing_packages, requested
 from primus.turbo.shapes import Shapes, shapes_of

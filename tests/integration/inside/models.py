@@ -18,8 +18,8 @@ from primus.recipes.architecture import (
     MixtureOfExperts,
     RopeScaling,
     architecture,
+    size,
 )
-from primus.recipes.size import size
 from primus.training.finetune import models
 from primus.training.finetune.backend import FinetuneConfig, LoraConfig
 from primus.training.flux.entry import draw, flow_matching, transformer

@@ -14,12 +14,11 @@ import pytest
 from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import InputError
 from primus.recipes import load
-from primus.recipes.architecture import architecture
+from primus.recipes.architecture import architecture, readable, size
 from primus.recipes.catalogue import Entry, entries, gpus
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.recipes.size import readable, size
 from primus.release.models_page import Cell, Outcome, load_published, models_page, outcomes
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"

@@ -8,9 +8,8 @@ import pytest
 from primus.errors import InputError
 from primus.recipes import load, resolve, schema
 from primus.recipes.backends import backends
-from primus.recipes.bounds import parse
 from primus.recipes.rules import rules_of
-from primus.recipes.setting import CHOICES, Choices
+from primus.recipes.setting import CHOICES, Choices, interval
 from primus.release.backend_keys import dataclass_keys
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -285,13 +284,13 @@ def test_bounds_name_keys_that_are_there_and_hold_the_defaults(name: str) -> Non
     for key, rule in rules.items():
         if rule.bounds is None:
             continue
-        bounds = parse(rule.bounds)
+        bounds = interval(rule.bounds)
         assert {end for end in (bounds.low, bounds.high) if isinstance(end, str)} <= set(rules)
         if isinstance(rule.default, int | float):
             assert bounds.objection(rule.default, lambda _: None) is None, key
     for rule in schema.model_rules().values():
         if rule.bounds is not None:
-            bounds = parse(rule.bounds)
+            bounds = interval(rule.bounds)
             assert {end for end in (bounds.low, bounds.high) if isinstance(end, str)} <= set(schema.model_rules())
 
 

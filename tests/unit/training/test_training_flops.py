@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from primus.recipes.architecture import Architecture, DiffusionTransformer, LatentAttention, MixtureOfExperts
-from primus.recipes.size import size
+from primus.recipes.architecture import Architecture, DiffusionTransformer, LatentAttention, MixtureOfExperts, size
 from primus.training.metrics import of_recipe_unit
 
 LLAMA = Architecture(

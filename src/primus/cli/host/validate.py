@@ -18,7 +18,7 @@ from primus.gates.admit import Gatekeeper
 from primus.gates.rules import rules
 from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.release import golden
 from primus.release.cells import NO_GPU, Cell, cells_of, choose, cpu_model
 from primus.release.validation import outcome_text, table, validate

@@ -7,7 +7,7 @@ import argparse
 from primus.cli.arguments import whole
 from primus.recipes.backends import backends
 from primus.recipes.catalogue import gpus
-from primus.recipes.known import PRECISIONS
+from primus.recipes.choose import PRECISIONS
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve

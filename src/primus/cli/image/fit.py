@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import InputError
 from primus.gpus.table import generation
+from primus.recipes.architecture import readable, size
+from primus.recipes.choose import CPU
 from primus.recipes.fit import USABLE, gpu_bytes, largest_batch, predict
-from primus.recipes.known import CPU
 from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
-from primus.recipes.size import readable, size
 from primus.terminal import Screen
 
 EXAMPLE = "primus fit llama3.1-70b --gpu mi325x --precision fp8"

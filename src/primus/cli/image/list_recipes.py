@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 
 from primus.cli.image.common import add_named, complete_recipe, offered
 from primus.errors import InputError
+from primus.recipes.architecture import readable
 from primus.recipes.catalogue import Entry, entries
-from primus.recipes.known import among
+from primus.recipes.choose import among
 from primus.recipes.load import folder, names, no_recipes
-from primus.recipes.size import readable
 from primus.terminal import Screen
 
 EXAMPLE = "primus list llama --gpu mi355x --precision fp8"
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the table. Returns 0. Raises InputError if no recipe matches."""
     for choice in _CHOICES:
-        if (asked := getattr(options, choice)) is not None:
-            among(choice, asked, offered(choice), f"--{choice} {asked}")
+        if (word := getattr(options, choice)) is not None:
+            among(choice, word, offered(choice), f"--{choice} {word}")
     if not names():
         raise no_recipes(folder())
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]

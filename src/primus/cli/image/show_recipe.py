@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
+from primus.recipes.architecture import readable, size
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES, Setting
-from primus.recipes.size import readable, size
 from primus.terminal import Screen, Styled, counted
 from primus.turbo.optimizations import reasons as optimization_reasons
 
@@ -127,15 +127,15 @@ _TOP = "what and where"
 def _sections(recipe: Recipe) -> dict[str, list[str]]:
     """Return heading → keys: the choices first, then model, assets, the backend, validation and the rest."""
     order = [_TOP, "model", "assets", recipe.backend, "validation"]
-    found: dict[str, list[str]] = {heading: [] for heading in order}
+    sections: dict[str, list[str]] = {heading: [] for heading in order}
     for key in (*CHOICES, *(key for key in recipe.settings if key not in (*CHOICES, "name", "description"))):
         head, dot, _ = key.partition(".")
-        found.setdefault(head if dot else _TOP, []).append(key)
-    for keys in found.values():
+        sections.setdefault(head if dot else _TOP, []).append(key)
+    for keys in sections.values():
         # Keys with a common first part stay together, in the order of the files.
         places = {_rest(key).partition(".")[0]: number for number, key in reversed(list(enumerate(keys)))}
         keys.sort(key=lambda key: places[_rest(key).partition(".")[0]])
-    return {heading: keys for heading, keys in found.items() if keys}
+    return {heading: keys for heading, keys in sections.items() if keys}
 
 
 def _rest(key: str) -> str:

@@ -20,7 +20,7 @@ from primus.cli.arguments import folder, path
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, short_origin
 from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
 from primus.training import identity, logs, machine, metrics, proof, ranks, result, start
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     recipe = resolved(options)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
-    kept = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
+    cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
     output = options.output = options.output or (
         Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
         output=output.absolute(),
         resume_from=checkpoint,
         judged=options.judge,
-        compiled=kept and kept.absolute(),
+        compiled=cache and cache.absolute(),
     )
     if options.judge and (why := "it needs a run from step 1" if checkpoint else proof.unjudged(recipe)):
         raise InputError(f"--judge: {why}")
@@ -177,31 +177,31 @@ def _checkpoint(path: Path) -> Path:
         raise InputError(
             f"there is no checkpoint folder {path}", hint="name a folder …/checkpoint/step-N, or the folder of a run"
         )
-    found = path.absolute()
-    if not (found / ".metadata").is_file():
-        found = _newest(found, path)
+    checkpoint = path.absolute()
+    if not (checkpoint / ".metadata").is_file():
+        checkpoint = _newest(checkpoint, path)
     try:
-        step_of(found)
+        step_of(checkpoint)
     except ValueError as error:
         raise InputError(str(error)) from error
-    return found
+    return checkpoint
 
 
 def _newest(run: Path, shown: Path) -> Path:
     """Return the newest complete checkpoint of ``run``, or else the newest. Prints which incomplete ones it skips."""
-    kept = [step for step in steps(run / "checkpoint") if (step / ".metadata").is_file()]
-    if not kept:
+    complete = [step for step in steps(run / "checkpoint") if (step / ".metadata").is_file()]
+    if not complete:
         raise InputError(
             f"{shown} contains no checkpoint", hint="name a folder …/checkpoint/step-N, or a run that has one"
         )
     left_out: list[str] = []
-    for step in reversed(kept):
+    for step in reversed(complete):
         if identity.complete(step):
             if left_out:
                 print(f"primus: {step.name} is used; incomplete: {', '.join(left_out)}", file=sys.stderr)
             return step
         left_out.append(step.name)
-    return kept[-1]
+    return complete[-1]
 
 
 def _headline(job: Job) -> str:
@@ -221,7 +221,10 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
         print(ranks.job_file(job), end="")
         return
     print(_headline(job))
-    rows = [(key, str(one.value), short_origin(one.origin, job.recipe)) for key, one in job.recipe.settings.items()]
+    rows = [
+        (key, str(setting.value), short_origin(setting.origin, job.recipe))
+        for key, setting in job.recipe.settings.items()
+    ]
     print("\n".join(Screen.of().table(rows, indent="  ")))
     print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
 
@@ -273,14 +276,14 @@ class _Progress:
 
 def _last_kept(job: Job) -> Path | None:
     """Return the newest complete checkpoint from before the last step, or None."""
-    kept = [step for step in steps(job.output / "checkpoint") if identity.complete(step)]
-    return kept[-1] if kept and step_of(kept[-1]) < job.last_step else None
+    complete = [step for step in steps(job.output / "checkpoint") if identity.complete(step)]
+    return complete[-1] if complete and step_of(complete[-1]) < job.last_step else None
 
 
 def _continue(job: Job) -> str:
     """Return the advice for a run that ended early: how to continue it."""
-    if kept := _last_kept(job):
-        return f"--resume-from {job.output} continues after step {step_of(kept)}"
+    if checkpoint := _last_kept(job):
+        return f"--resume-from {job.output} continues after step {step_of(checkpoint)}"
     return "the run saved no checkpoint; checkpoint=N saves one every N steps"
 
 

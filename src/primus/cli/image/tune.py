@@ -27,7 +27,7 @@ from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect, visible
 from primus.gpus.table import generation
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.terminal import counted
 from primus.tuning.gemm import Place, check, dumping, measure, merge, read_shapes

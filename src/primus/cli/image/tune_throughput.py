@@ -210,12 +210,12 @@ def _write(options: argparse.Namespace, text: str, winner: Point) -> None:
 
 def _show_plan(points: Sequence[Point], available: float | None, *, as_json: bool) -> None:
     rows = []
-    for one in points:
-        peak = f"{one.peak / _GIB:,.1f} GiB" if one.peak else "–"
-        rows.append((str(one.batch), one.checkpointing, one.turbo, peak, one.out or "to try"))
+    for point in points:
+        peak = f"{point.peak / _GIB:,.1f} GiB" if point.peak else "–"
+        rows.append((str(point.batch), point.checkpointing, point.turbo, peak, point.out or "to try"))
     if as_json:
         names = ("batch", "checkpointing", "turbo", "peak", "verdict")
-        plan = [dict(zip(names, row, strict=True), words=one.words) for row, one in zip(rows, points, strict=True)]
+        plan = [dict(zip(names, row, strict=True), words=point.words) for row, point in zip(rows, points, strict=True)]
         print(json.dumps({"available_bytes": available, "plan": plan}, indent=2))
         return
     head = ("micro batch", "checkpointing", "turbo", "predicted", "")
@@ -230,7 +230,7 @@ def _show_end(
     if options.json:
         document = {
             "versions": versions,
-            "runs": [{"settings": point.words, "title": point.title, **asdict(one)} for point, one in rows.rows],
+            "runs": [{"settings": point.words, "title": point.title, **asdict(result)} for point, result in rows.rows],
             "winner": winner.words,
             "start_tokens_per_second": rows.finals[0],
             "winner_tokens_per_second": rows.finals[1],
@@ -238,21 +238,22 @@ def _show_end(
             "spread": evidence[1] if evidence else None,
             "better": better,
             "output": written,
-            "not_tried": sum(one.reason == _NOT_TRIED for _, one in rows.rows),
+            "not_tried": sum(result.reason == _NOT_TRIED for _, result in rows.rows),
         }
         print(json.dumps(document, indent=2, ensure_ascii=False))
         return
     table = [
         (
             str(point.batch), point.checkpointing, point.turbo,
-            f"{one.tokens_per_second:,.0f}" if one.tokens_per_second else "–",
-            f"{one.memory_gib:,.1f}" if one.memory_gib else "–", one.reason or ("fastest" if point is winner else ""),
+            f"{result.tokens_per_second:,.0f}" if result.tokens_per_second else "–",
+            f"{result.memory_gib:,.1f}" if result.memory_gib else "–",
+            result.reason or ("fastest" if point is winner else ""),
         )
-        for point, one in rows.rows
+        for point, result in rows.rows
     ]  # fmt: skip
     head = ("micro batch", "checkpointing", "turbo", "tokens/s/rank", "GiB", "")
     print("\n" + "\n".join(Screen.of().table(table, head=head, right={0, 3, 4})))
-    if untried := sum(one.reason == _NOT_TRIED for _, one in rows.rows):
+    if untried := sum(result.reason == _NOT_TRIED for _, result in rows.rows):
         print(f"{counted(untried, 'candidate')} not tried within {options.total_limit} s; run again to continue")
     if evidence is None:
         print(f"the recipe's own settings are the fastest{' of those tried' if untried else ''}")

@@ -18,7 +18,7 @@ from primus.cli.image.common import add_choices, resolved
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.terminal import Screen
 from primus.turbo.optimizations import Optimization, optimizations, state
 from primus.turbo.trial import decide

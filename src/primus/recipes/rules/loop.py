@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from primus.recipes.architecture import size
+from primus.recipes.faults import Fault
 from primus.recipes.memory import (
     EAGER,
     EAGER_LOSS,
@@ -18,9 +20,7 @@ from primus.recipes.memory import (
     unsharded,
     width_of,
 )
-from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
-from primus.recipes.size import size
 
 # The precision of matrix products in a dtype of torch.
 DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}

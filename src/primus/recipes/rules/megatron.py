@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from primus.recipes.known import CPU
+from primus.recipes.architecture import size
+from primus.recipes.choose import CPU
+from primus.recipes.faults import Fault
 from primus.recipes.memory import BFLOAT16, FLOAT32, RECOMPUTED, Memory, layer_elements, unsharded, width_of
-from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules.loop import Rules
-from primus.recipes.size import size
 
 # Megatron has fused kernels for some norms, RoPE and SiLU, so eager layers keep less than in other backends (fitted).
 _EAGER = 1.08
@@ -113,14 +113,14 @@ def _peak(recipe: Recipe, batch: int) -> Memory:
     layers = model.layers / stages
     again, group = _recomputed(recipe, layers)
     layer = layer_elements(model, eight=False) * _EAGER
-    kept = (layers - again) * layer + again / group * model.hidden_size + (group * layer * RECOMPUTED if again else 0)
+    saved = (layers - again) * layer + again / group * model.hidden_size + (group * layer * RECOMPUTED if again else 0)
     in_flight = min(stages, max(1, recipe.accumulation))
     return Memory(
         weights=width * total / (recipe.world_size if fully else parts),
         gradients=reduced * total / (recipe.world_size if fully else parts),
         optimizer=states * total / (recipe.world_size if sharded or fully else parts),
         unsharded=unsharded(model, width, tensor, world=recipe.world_size) if fully else 0,
-        activations=kept * in_flight * tokens * width / tensor,
+        activations=saved * in_flight * tokens * width / tensor,
         loss=tokens * model.vocab_size * _LOSS / tensor,
     )
 

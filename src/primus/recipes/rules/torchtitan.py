@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from primus.recipes.architecture import Architecture
-from primus.recipes.known import CPU
+from primus.recipes.architecture import Architecture, size
+from primus.recipes.choose import CPU
+from primus.recipes.faults import Fault
 from primus.recipes.memory import (
     EAGER,
     EAGER_LOSS,
@@ -22,10 +23,8 @@ from primus.recipes.memory import (
     unsharded,
     width_of,
 )
-from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules.loop import DTYPES, Rules
-from primus.recipes.size import size
 
 _DTYPE = "torchtitan.training.dtype"
 # Bytes per logit if the loss is compiled: only the logits in BF16. Their gradients have the same size and use the
@@ -124,15 +123,15 @@ def _peak(recipe: Recipe, batch: int) -> Memory:
     eight = recipe.precision in ("fp8", "mxfp8")
     layer = layer_elements(model, eight=eight) * (1 if compiled else EAGER)
     if mode == "full":
-        kept, once = float(model.hidden_size), layer * RECOMPUTED
+        saved, once = float(model.hidden_size), layer * RECOMPUTED
     elif mode == "selective":
-        kept, once = _selective(recipe, model, layer, compiled=compiled), 0.0
+        saved, once = _selective(recipe, model, layer, compiled=compiled), 0.0
     else:
-        kept, once = layer, 0.0
+        saved, once = layer, 0.0
     copies = copies_in_eight(model) / tensor / stages if eight and mode == "none" else 0.0
     # Two runs with experts on one rank agree with the sum of all terms within 2 %; they were not examined further.
     if recipe.world_size == 1 and not model.moe.experts:
-        return _alone(recipe, tokens, kept=kept, once=once, copies=copies, compiled_loss=fused)
+        return _alone(recipe, tokens, saved=saved, once=once, copies=copies, compiled_loss=fused)
     if stages > 1:
         # A pipeline splits the local batch into micro batches of its own.
         part = recipe.find("torchtitan.parallelism.pipeline_parallel_microbatch_size", 1)
@@ -140,7 +139,7 @@ def _peak(recipe: Recipe, batch: int) -> Memory:
         tokens *= min(1.0, part / batch)
     else:
         in_flight = 1
-    activations = (model.layers / stages * kept * in_flight + once) * tokens * compute / tensor + copies
+    activations = (model.layers / stages * saved * in_flight + once) * tokens * compute / tensor + copies
     # In FP8, weights are gathered and kept with one byte each.
     narrow = eight and recipe.find("torchtitan.quantize.linear.float8.enable_fsdp_float8_all_gather", False)
     gathered = 1 if narrow else compute
@@ -166,7 +165,7 @@ def _peak(recipe: Recipe, batch: int) -> Memory:
     )
 
 
-def _alone(recipe: Recipe, tokens: float, *, kept: float, once: float, copies: float, compiled_loss: bool) -> Memory:
+def _alone(recipe: Recipe, tokens: float, *, saved: float, once: float, copies: float, compiled_loss: bool) -> Memory:
     """Predict one rank alone, for which torchtitan uses autocast instead of FSDP.
 
     The residual stream is float32, and without recomputation the BF16 copies of all weights are kept for the
@@ -183,8 +182,8 @@ def _alone(recipe: Recipe, tokens: float, *, kept: float, once: float, copies: f
         cast = max(cast, compute * (total - model.vocab_size * model.hidden_size))
     if recipe.precision in ("fp8", "mxfp8") and not recipe.find("torchtitan.compile.enable", False):
         # Each FP8 layer casts and keeps its own input: three times for queries, keys and values, twice for gate and up.
-        kept += 3 * model.hidden_size
-    kept_bytes = model.layers * tokens * (kept * compute + (width - compute) * model.hidden_size) + copies
+        saved += 3 * model.hidden_size
+    kept_bytes = model.layers * tokens * (saved * compute + (width - compute) * model.hidden_size) + copies
     per_logit = 2 * _COMPILED_LOSS if compiled_loss else EAGER_LOSS
     loss = tokens * model.vocab_size * per_logit
     # The last layer is recomputed after the logits are freed.
@@ -208,8 +207,8 @@ def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: b
     queries, values = model.heads * model.head_size, model.kv_heads * model.head_size
     # The layer's input, the products wq, wv, w1 and (unless a compiler drops it) w2, and the output of attention.
     # Experts' grouped products are recomputed.
-    kept = 2.0 * model.hidden_size + queries + values + ffn_width(model, routed=False)
-    return kept * 1.05 if compiled else kept + model.hidden_size
+    saved = 2.0 * model.hidden_size + queries + values + ffn_width(model, routed=False)
+    return saved * 1.05 if compiled else saved + model.hidden_size
 
 
 def _states(recipe: Recipe, *, offload: bool) -> float:

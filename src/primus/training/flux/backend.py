@@ -14,8 +14,8 @@ from typing import Literal
 from primus.errors import InputError
 from primus.files import read_bytes
 from primus.recipes.architecture import Architecture, DiffusionTransformer
-from primus.recipes.bounds import bounded
 from primus.recipes.recipe import Recipe
+from primus.recipes.setting import bounded
 from primus.training import tensors
 
 

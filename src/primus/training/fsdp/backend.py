@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primus.recipes.bounds import bounded
+from primus.recipes.setting import bounded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 from primus.recipes.architecture import Architecture, built, rebuilt
-from primus.recipes.bounds import bounded
-from primus.recipes.setting import Value
+from primus.recipes.setting import Value, bounded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 
 from primus.gpus.table import fp8_dtype, generation
 from primus.recipes.architecture import Architecture, RopeScaling
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Constants, Dialect, Model, is_narrow
 from primus.training.reference.names import BIAS, Tensors, kind_of

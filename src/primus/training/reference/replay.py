@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture, rebuilt
-from primus.recipes.known import CPU
+from primus.recipes.choose import CPU
 from primus.training.reference import blocks, data, models, parameters, saved, update
 from primus.training.reference.model import Model
 from primus.training.reference.models import AnyModel, Models, Products

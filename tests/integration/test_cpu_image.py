@@ -118,7 +118,6 @@ def test_outside_code_does_not_ship(cpu_image: Kit) -> None:
         "sandbox",
         "release",
         "cli.host",
-        "cli.options",
     )
     code = f"import importlib.util as u; print([n for n in {names} if u.find_spec('primus.' + n)])"
     assert inside(cpu_image, "python3", "-c", code).strip() == "[]"

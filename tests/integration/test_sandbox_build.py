@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -265,13 +263,3 @@ def test_the_verb_load(tmp_path, monkeypatch, capfd, binary):
         client.close()
     assert main(["load", "cpu"]) == 3
     assert "no Docker engine answers" in capfd.readouterr().err
-
-
-def test_start_up_is_quick(tiny, tmp_path):
-    code = "import sys; from primus.cli.main import main; sys.exit(main(['run', '--help']))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", code], env=env, capture_output=True, text=True, check=True
-    )
-    assert "primus.sandbox.embedded" not in done.stderr
-    assert "primus run cpu" in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import shutil
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.main import _options, main, verbs
+from primus.cli.main import main, parser_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -46,9 +45,7 @@ def test_a_documented_command_is_accepted(
     command: str, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verb, *words = shlex.split(command)
-    parser = argparse.ArgumentParser()
-    _options(verbs()[verb][0]).add_arguments(parser)
-    parser.parse_args(words)
+    parser_of(verb).parse_args(words)
     if verb not in RENDERED:
         return
     monkeypatch.chdir(tmp_path)

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-import atexit
+import argparse
+import contextlib
 import errno
-import gc
 import importlib
 import io
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from primus import __version__
 from primus.errors import HostError, InputError, PrimusError, nearest
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
-
-# verb → (module, one line). Only the module of the requested verb is imported, which keeps start-up fast. Host verbs
-# that are slow to import declare their options in `cli.options`, which is all that `--help` needs.
-IMAGE_VERBS = {
+# verb → (module, one line). Only the module of the requested verb is imported. An image contains none of `cli.host`.
+VERBS = {
+    "plan": ("host.plan", "show what a build would do, layer by layer"),
+    "build": ("host.build", "build images; the last line is the manifest digest"),
+    "explain": ("host.explain", "show which inputs changed since the last build, old → new"),
+    "lock": ("host.lock", "resolve versions.yaml to exact files"),
+    "run": ("host.run", "run a command in an image"),
+    "launch": ("host.launch", "run a recipe on several machines with Slurm or Kubernetes"),
+    "load": ("host.load", "load an image into a Docker engine"),
+    "validate": ("host.validate", "train in the image and check the results"),
+    "check": ("host.check", "check the contents of an image: GPU code, versions, secrets, size"),
+    "verify": ("host.verify", "rebuild into an empty store, compare the digests and check"),
+    "publish": ("host.publish", "publish images with their evidence to a registry"),
+    "sbom": ("host.sbom", "list the files an image is made of; --json prints SPDX"),
+    "why-size": ("host.why_size", "show which layers and folders make an image large"),
+    "releases": ("host.releases", "list published images, or show one"),
+    "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
+    "clean": ("host.clean", "free disk space: remove what no image, lock or last build needs"),
+    "docs": ("host.docs", "generate the documents, or check that they are up to date"),
     "list": ("image.list_recipes", "list the recipes with their backends, modes, precisions and GPUs"),
     "show": ("image.show_recipe", "show every setting of a recipe, its source and its reason"),
     "fit": ("image.fit", "predict a recipe's memory and its largest micro batch"),
@@ -33,27 +47,17 @@ IMAGE_VERBS = {
     "turbo": ("image.turbo", "list the optimizations of a training run"),
 }
 
-# The verbs of `cli.host`, which an image does not contain. A test compares the two.
-HOST_VERBS = (
-    "plan", "build", "explain", "lock", "run", "launch", "load", "validate", "check", "verify", "publish", "sbom",
-    "why-size", "releases", "diff", "clean", "docs",
-)  # fmt: skip
 
-
-def verbs() -> dict[str, tuple[str, str]]:
-    """Return verb → (module, one line) for all installed verbs."""
-    # The image does not contain the host's verbs, so its bytes do not change with them.
-    try:
-        from primus.cli.host import VERBS
-    except ModuleNotFoundError:
-        return IMAGE_VERBS
-    return {**VERBS, **IMAGE_VERBS}
+def installed_verbs() -> dict[str, tuple[str, str]]:
+    """Return verb → (module, one line) for the verbs of this installation."""
+    has_host = (Path(__file__).parent / "host").is_dir()
+    return {verb: entry for verb, entry in VERBS.items() if has_host or not entry[0].startswith("host.")}
 
 
 def _usage() -> str:
-    here = verbs()
-    width = max(map(len, here))
-    lines = [f"  {verb:<{width}}  {line}" for verb, (_, line) in here.items()]
+    installed = installed_verbs()
+    width = max(map(len, installed))
+    lines = [f"  {verb:<{width}}  {line}" for verb, (_, line) in installed.items()]
     return "\n".join(
         ["usage: primus VERB [options]", "", *lines, "", "Run `primus VERB --help` for options and an example."]
     )
@@ -66,10 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     name = f"primus {args[0]}" if args else "primus"
-    # Imports and parsed files stay alive. Collecting cycles among them takes a tenth of the time of `primus show`.
-    gc.set_threshold(50_000)
-    # So does collecting them at exit, in a short command. Everything that must be closed is closed before.
-    atexit.register(gc.freeze)
     try:
         _streams()
         code = _main(args)
@@ -114,10 +114,8 @@ def _report(text: str) -> None:
 
 
 def _interrupted(name: str) -> int:
-    try:  # noqa: SIM105 - contextlib costs start-up time
+    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C changes nothing
         _report(f"{name}: interrupted; finished work is kept, run the command again to continue")
-    except KeyboardInterrupt:
-        pass  # a second Ctrl-C changes nothing
     return 130
 
 
@@ -149,65 +147,58 @@ def _main(args: list[str]) -> int:
         print(__version__)
         return 0
     verb = args[0]
-    here = verbs()
+    installed = installed_verbs()
     try:
-        os.getcwd()  # noqa: PTH109 - pathlib costs start-up time
+        Path.cwd()
     except FileNotFoundError:
         _report(f"primus {verb}: the current folder no longer exists\n  → change to another folder")
         return HostError.exit_code
-    if verb not in here and verb in HOST_VERBS:
+    if verb not in installed and verb in VERBS:
         _report(
             f"primus: `{verb}` manages images from outside; this installation only has what ships inside an image\n"
             "  → run it on the host, in a checkout of the project"
         )
         return 2
-    if verb not in here:
-        _report(f"primus: no verb {verb!r}{nearest(verb, here)}\n  → primus --help lists the verbs")
+    if verb not in installed:
+        _report(f"primus: no verb {verb!r}{nearest(verb, installed)}\n  → primus --help lists the verbs")
         return 2
-    return _run(verb, here[verb][0], args[1:])
+    return _run(verb, args[1:])
 
 
 def _complete() -> None:
     """Print tab completions for the shell (argcomplete's protocol) and exit."""
     # Seam "completion".
-    import argparse
-
     import argcomplete
 
     parser = argparse.ArgumentParser(prog="primus")
     parsers = parser.add_subparsers()
-    for verb, (module, line) in verbs().items():
-        _options(module).add_arguments(parsers.add_parser(verb, help=line))
+    for verb, (_, line) in installed_verbs().items():
+        _module(verb).add_arguments(parsers.add_parser(verb, help=line))
     argcomplete.autocomplete(parser)
 
 
-def _options(name: str) -> Any:
-    """Return the module with a verb's options: one of ``primus.cli.options``, or the verb's own module."""
-    apart = f"primus.cli.{name.replace('host.', 'options.')}"
-    try:
-        return importlib.import_module(apart)
-    except ModuleNotFoundError as error:
-        if error.name not in (apart, "primus.cli.options"):
-            raise
-        return importlib.import_module(f"primus.cli.{name}")
+def _module(verb: str) -> Any:
+    return importlib.import_module(f"primus.cli.{VERBS[verb][0]}")
 
 
-def _run(verb: str, name: str, words: Sequence[str]) -> int:
-    # Seam "options": `primus --help` needs no argparse.
-    import argparse
-
-    options = _options(name)
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Return the parser of a verb's options."""
+    module = _module(verb)
     parser = argparse.ArgumentParser(
         prog=f"primus {verb}",
-        description=options.__doc__,
-        epilog=f"example: {options.EXAMPLE}",
+        description=module.__doc__,
+        epilog=f"example: {module.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_arguments(parser)
+    module.add_arguments(parser)
+    return parser
+
+
+def _run(verb: str, words: Sequence[str]) -> int:
+    parser = parser_of(verb)
     try:
         _utf8_only(words)
-        args = parser.parse_args(words)
-        code: int = importlib.import_module(f"primus.cli.{name}").run(args)
+        code: int = _module(verb).run(parser.parse_args(words))
     except PrimusError as error:
         _report(f"primus {verb}: {error}")
         return error.exit_code
@@ -221,8 +212,8 @@ def _utf8_only(words: Sequence[str]) -> None:
             word.encode()
         except UnicodeEncodeError:
             shown = ascii(word[:80])
-            names = os.path.exists(word.partition("=")[2] or word)  # noqa: PTH110 - pathlib costs start-up time
-            hint = "rename the file" if names else "write it in UTF-8"
+            is_file = os.path.lexists(word.partition("=")[2] or word)
+            hint = "rename the file" if is_file else "write it in UTF-8"
             raise InputError(f"argument {number} is not UTF-8 text: {shown}", hint=hint) from None
 
 

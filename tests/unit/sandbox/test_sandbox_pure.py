@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from primus.cli.host import run as run_verb
-from primus.cli.options import run as run_options
 from primus.errors import HostError, InputError
 from primus.sandbox import cgroups, channel, embedded, userns
 from primus.sandbox.container import Command, RootFs, final_argv, host_name, image_env
@@ -134,11 +133,11 @@ def test_environment_and_host_name():
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    run_options.add_arguments(parser)
+    run_verb.add_arguments(parser)
     return parser.parse_args(list(words))
 
 
-def test_run_options():
+def test_run_verb():
     args = parsed("cpu", "-v", "/a:/b", "-e", "K=V", "--", "train", "-v", "--", "x")
     assert args.target == "cpu"
     assert args.volume == ["/a:/b"]

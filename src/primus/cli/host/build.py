@@ -1,4 +1,8 @@
-"""``primus build``."""
+"""Build images. Rebuilds only what changed; the last line is the manifest digest.
+
+Each image must pass the gates of `primus check` before it is named. An image of a preview channel may fail a gate; the
+summary names the gates that failed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from primus.cli.host.common import open_project, targets_of
+from primus.cli.host.common import add_engine, add_planning_options, open_project, targets_of
 from primus.cli.host.plan import print_plans
 from primus.engine.image import Built
 from primus.engine.pipeline import Options, build, say_channel
@@ -21,6 +25,16 @@ from primus.plan.locking import plan_images
 from primus.plan.project import Choice
 from primus.plan.resolve import resolve_all
 from primus.terminal import Screen, Styled, bytes_text, counted
+
+EXAMPLE = "primus build cpu"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus build``."""
+    add_planning_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop, like `primus plan`")
+    parser.add_argument("--rehash", action="store_true", help="verify every blob first and rebuild damaged ones")
+    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""``primus diff``."""
+"""Compare two releases: components, sizes, GPUs, and contradictions between their published tables.
+
+Either side may be the current pins: the release in versions.yaml, one of its targets (v26.11-cpu), or `versions.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,21 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from primus.cli.host.releases import choices, open_pins
+from primus.cli.host.releases import add_format_options, choices, complete_release, open_pins
 from primus.release import golden, show
 from primus.release.diff import diff, one_of
 from primus.release.history import load_history
 from primus.terminal import Screen
+
+EXAMPLE = "primus diff v25.10 v26.8"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus diff``."""
+    for side, text in (("old", "the older side"), ("new", "the newer side")):
+        action = parser.add_argument(side, metavar=side.upper(), help=f"{text}: a release or tag")
+        action.completer = complete_release  # type: ignore[attr-defined]
+    add_format_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

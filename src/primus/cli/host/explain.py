@@ -1,4 +1,7 @@
-"""``primus explain``."""
+"""Show the inputs that changed since the last build, old → new, with their lines.
+
+Exit code 0 if there is nothing to do, 1 if a build would do something.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ import argparse
 import json
 from dataclasses import asdict
 
-from primus.cli.host.common import resolved_targets
+from primus.cli.host.common import add_planning_options, resolved_targets
 from primus.plan.explain import changes, explain_text
 from primus.plan.locking import plan_images
 from primus.terminal import Screen
+
+EXAMPLE = "primus explain cpu"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus explain``."""
+    add_planning_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""``primus load``."""
+"""Load an image into the Docker engine of DOCKER_HOST (or of the default socket).
+
+Nothing is sent if the engine already has the image. The last line is the image ID.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,21 @@ import json
 import re
 import sys
 
+from primus.cli.host.common import add_project_options, add_target
 from primus.cli.host.image_root import image_root
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
 from primus.sandbox.load import load
 
+EXAMPLE = "primus load cpu --tag rocm/primus:v26.11-cpu"
 _TAG = re.compile(r"^[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus load``."""
+    add_target(parser)
+    parser.add_argument("--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)")
+    add_project_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,8 @@
-"""``primus lock``."""
+"""Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
+
+Unchanged pins and their dependencies keep their locked versions. --refresh takes the newest versions that match.
+--report FILE records every request and its answer, without logins, also when the lock fails.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from primus.cli.host.common import open_project, targets_of
+from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
 from primus.cli.host.lock_report import Report
 from primus.display import choose_progress
 from primus.errors import InputError
@@ -19,6 +24,19 @@ from primus.plan.resolve import ResolvedTarget, resolve_all
 from primus.terminal import counted
 from primus.versions.lock import Drift, Lock, Request
 from primus.versions.names import normalised
+
+EXAMPLE = "primus lock cpu --check"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus lock``."""
+    add_targets(parser, required=False)
+    add_project_options(parser)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with code 1 if a lock is stale")
+    parser.add_argument("--refresh", action="store_true", help="take the newest versions that match the pins")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

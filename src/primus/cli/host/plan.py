@@ -1,4 +1,9 @@
-"""``primus plan``."""
+"""Show what a build would do, layer by layer: + build, = reuse.
+
+For each layer to build, the plan gives the reason: what changed since the last build. For several targets, it only
+counts the layers to reuse, and shows how many bytes each image shares with the others. --full lists every layer and the
+images that contain it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,21 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from primus.cli.host.common import resolved_targets
+from primus.cli.host.common import add_planning_options, resolved_targets
 from primus.oci.store import Store
 from primus.plan.action import ImagePlan
 from primus.plan.explain import changes, outline, outline_text
 from primus.plan.locking import plan_images
 from primus.plan.sharing import images_of, sharing, sharing_text
 from primus.terminal import Screen
+
+EXAMPLE = "primus plan cpu"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus plan``."""
+    add_planning_options(parser)
+    parser.add_argument("--full", action="store_true", help="list every layer, also for several targets")
 
 
 def run(args: argparse.Namespace) -> int:

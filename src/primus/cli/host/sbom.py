@@ -1,15 +1,26 @@
-"""``primus sbom``."""
+"""List the files that a built image is made of, as in its lock.
+
+--json prints the SPDX 2.3 document, with checksums and package URLs, that `primus publish` stores beside the image.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from primus.cli.host.common import resolved_target
+from primus.cli.host.common import add_project_options, add_target, resolved_target
 from primus.engine.image import compose
 from primus.errors import InputError
 from primus.plan.layers import plan_image
 from primus.release.documents import bill, checkout, listing
+
+EXAMPLE = "primus sbom cpu --json > cpu.spdx.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus sbom``."""
+    add_target(parser)
+    add_project_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

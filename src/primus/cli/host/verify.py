@@ -1,4 +1,8 @@
-"""``primus verify``."""
+"""Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
+
+If the digests differ, the first differing layer and file are named, and the exit code is 1. The gates are those of
+`primus check`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from typing import IO, Any
 
 import zstandard
 
-from primus.cli.host.common import resolved_targets
+from primus.cli.host.common import add_project_options, add_targets, resolved_targets
 from primus.display import choose_progress
 from primus.engine.image import Built
 from primus.engine.pipeline import Options, build
@@ -27,6 +31,15 @@ from primus.gates.rules import rules
 from primus.oci.store import Store
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen
+
+EXAMPLE = "primus verify cpu"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus verify``."""
+    add_targets(parser)
+    add_project_options(parser)
+    parser.add_argument("--keep", action="store_true", help="keep the second store if it differs")
 
 
 def run(args: argparse.Namespace) -> int:

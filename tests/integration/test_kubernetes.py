@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_kit.Kubern
 @pytest.fixture
 def launch(server: kube_kit.Kubernetes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
     monkeypatch.setenv("KUBECONFIG", str(server.config))
+    monkeypatch.setenv("PATH", f"{server.folder}/bin:{os.environ['PATH']}")
 
     def call(*words: str) -> Answer:
         return Answer(main(["launch", "k8s", *words]), *capsys.readouterr())
@@ -61,7 +63,7 @@ def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kube
         label = "--selector=app.kubernetes.io/name=watched"
         return list(json.loads(server.kubectl("get", "pods", label, "--output=json"))["items"])
 
-    created = launch(*TWO_NODES, "--name", "watched", "--shm", "32Gi", "--queue", "")
+    created = launch(*TWO_NODES, "--name", "watched", "--shm", "32Gi")
     assert created.code == 0, created.err
     assert "applied job watched in namespace default" in created.out
     spec = json.loads(server.kubectl("get", "job", "watched", "--output=json"))["spec"]

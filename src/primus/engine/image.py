@@ -118,7 +118,7 @@ def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
         return None
     sentences = record.get("failed")
     failed = tuple(map(str, sentences)) if isinstance(sentences, list) else ()
-    return _built(image, failed, changed=False, made=())
+    return _built(image, failed, changed=False, built=())
 
 
 def judged_by(plan: ImagePlan, rules: str) -> str:
@@ -129,11 +129,11 @@ def judged_by(plan: ImagePlan, rules: str) -> str:
 
 
 def name_image(
-    store: Store, image: Composed, *, failed: tuple[str, ...], made: Collection[str], about: Mapping[str, Any]
+    store: Store, image: Composed, *, failed: tuple[str, ...], built: Collection[str], about: Mapping[str, Any]
 ) -> Built:
     """Store config and manifest, let the image's name point to the manifest, and record the build.
 
-    ``failed`` has one sentence for each failed gate, ``made`` the keys of the actions that this build ran, and
+    ``failed`` has one sentence for each failed gate, ``built`` the keys of the actions that this build ran, and
     ``about`` what else the record contains.
     """
     plan = image.plan
@@ -141,10 +141,10 @@ def name_image(
     store.tag(plan.ref, store.put(image.manifest, MANIFEST_TYPE))
     record = {"digest": image.digest, "failed": list(failed), "inputs": tree_record(plan), **about}
     store.save("targets", plan.state, record)
-    return _built(image, failed, changed=True, made=made)
+    return _built(image, failed, changed=True, built=built)
 
 
-def _built(image: Composed, failed: tuple[str, ...], *, changed: bool, made: Collection[str]) -> Built:
+def _built(image: Composed, failed: tuple[str, ...], *, changed: bool, built: Collection[str]) -> Built:
     plan = image.plan
     return Built(
         target=plan.target,
@@ -158,8 +158,8 @@ def _built(image: Composed, failed: tuple[str, ...], *, changed: bool, made: Col
                 digest=layer.blob.digest,
                 size=layer.blob.size,
                 unpacked=layer.unpacked,
-                built=action.key in made,
-                seconds=layer.seconds if action.key in made else 0.0,
+                built=action.key in built,
+                seconds=layer.seconds if action.key in built else 0.0,
                 left_out=layer.left_out,
             )
             for action, layer in zip(plan.layers, image.layers, strict=True)

@@ -109,17 +109,17 @@ def build(
     with choose_progress(options.quiet) as progress, contextlib.closing(gates(workspace, progress)) as judges:
         judges.admit(plans)
         workshop = Workshop(
-            workspace=workspace, progress=progress, engine=options.engine, watch=judges.watch, made=judges.look
+            workspace=workspace, progress=progress, engine=options.engine, watch=judges.watch, look=judges.look
         )
         # fetch
         plans = fetch_files(workshop, plans, locked=options.locked, offline=options.offline)
         # build
-        made = run_actions(workshop, missing(plans, workshop.done))
+        built = run_actions(workshop, missing(plans, workshop.done))
         # compose → gates → index
-        return [(plan, complete.get(plan.key) or _image(store, plan, made, judges, rules)) for plan in plans]
+        return [(plan, complete.get(plan.key) or _image(store, plan, built, judges, rules)) for plan in plans]
 
 
-def _image(store: Store, plan: ImagePlan, made: Collection[str], gates: Gates, rules: str) -> Built:
+def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gates, rules: str) -> Built:
     """Compose the image of a plan whose layers are all in the store, run the gates, and name it.
 
     Raises CheckFailed if layers overlap or the gates reject the image; its name then stays unchanged.
@@ -133,7 +133,9 @@ def _image(store: Store, plan: ImagePlan, made: Collection[str], gates: Gates, r
     if (store.record("targets", plan.state) or {}).get("apart") != apart:
         check_overlap([(action.name, action.kind == "image", read_paths(store, layer)) for action, layer in layers])
     failed = gates.judge(image)
-    return name_image(store, image, failed=failed, made=made, about={"judged": judged_by(plan, rules), "apart": apart})
+    return name_image(
+        store, image, failed=failed, built=built, about={"judged": judged_by(plan, rules), "apart": apart}
+    )
 
 
 def say_channel(name: str, choice: Choice, channels: Sequence[str]) -> None:
@@ -249,7 +251,7 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
     # With the default switch interval, each time takes up to 5 ms.
     sys.setswitchinterval(0.0005)
     waiting = {action.key: action for action in actions}
-    made: set[str] = set()
+    finished_keys: set[str] = set()
     running: dict[Future[bool], str] = {}
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="action") as pool:
         try:
@@ -263,7 +265,7 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key = running.pop(future)
                     if future.result():
-                        made.add(key)
+                        finished_keys.add(key)
         except BaseException:
             for future in running:
                 future.cancel()
@@ -272,4 +274,4 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
             while wait(running, timeout=0.2).not_done:
                 stop_all()
             raise
-    return made
+    return finished_keys

@@ -64,7 +64,7 @@ def find_waste(
     blobs = {_hex(digest) for digest in needed.blobs}
     logs = {key[:12] for key in needed.actions}
     folder, root = workspace.folder, store.root
-    found = {
+    paths_of = {
         "records of builds": [
             *(p for p in _inside(root / "targets") if p.stem not in needed.targets),
             *(p for p in _inside(root / "actions") if p.stem not in needed.actions),
@@ -80,11 +80,11 @@ def find_waste(
         "stores of verify": [p for p in _inside(folder) if p.name.startswith("verify-")],
     }
     if caches:
-        found["parsed files"] = [p for p in _inside(folder / "cache") if p.name.startswith(("yaml-", "stats"))]
+        paths_of["hashes of files"] = [p for p in _inside(folder / "cache") if p.name.startswith("stats")]
     seen: set[tuple[int, int]] = set()
     return [
         Waste(kind=kind, paths=tuple(paths), size=sum(_size(path, seen) for path in paths))
-        for kind, paths in found.items()
+        for kind, paths in paths_of.items()
         if paths
     ]
 
@@ -95,12 +95,11 @@ def remove(waste: Sequence[Waste]) -> None:
 
     Raises OSError or HostError if a file cannot be removed.
     """
-    for one in waste:
-        for path in one.paths:
-            if path.is_dir() and not path.is_symlink():
-                _remove_tree(path)
-            else:
-                path.unlink(missing_ok=True)
+    for path in (path for kind in waste for path in kind.paths):
+        if path.is_dir() and not path.is_symlink():
+            _remove_tree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _remove_tree(path: Path) -> None:
@@ -163,7 +162,7 @@ def _size(path: Path, seen: set[tuple[int, int]]) -> int:
     if (status.st_dev, status.st_ino) in seen:
         return 0
     seen.add((status.st_dev, status.st_ino))
-    return status.st_blocks * 512 + sum(_size(one, seen) for one in inside)
+    return status.st_blocks * 512 + sum(_size(child, seen) for child in inside)
 
 
 def remove_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
@@ -214,17 +213,17 @@ def _blobs(store: Store, manifest: str, faults: dict[str, str | None]) -> list[s
 
 def _differs(store: Store, action: Action, layer: Layer) -> str | None:
     """Return the first file of a local folder's layer whose hash is not the one in the action's key."""
-    wanted = {name: value for name, kind, value in action.tree if kind != "link"}
-    if not wanted or action.kind != "files":
+    expected = {name: value for name, kind, value in action.tree if kind != "link"}
+    if not expected or action.kind != "files":
         return None
     to = str(action.spec.get("to", "")).strip("/")
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     try:
         for member in walk(reference(layer), store.blob_path(layer.blob.digest)):
             if member.kind == "file":
                 name = member.path.removeprefix(f"{to}/") if to else member.path
-                found[name] = hashlib.file_digest(cast("Any", member.open()), "sha256").hexdigest()
+                hashes[name] = hashlib.file_digest(cast("Any", member.open()), "sha256").hexdigest()
     except HostError as error:
         return f"its layer cannot be read: {error.message}"
-    bad = next((name for name, value in wanted.items() if found.get(name) != value), None)
+    bad = next((name for name, value in expected.items() if hashes.get(name) != value), None)
     return f"{bad} in its layer is not the file of its key" if bad else None

@@ -74,7 +74,7 @@ class Kind(Protocol):
 class Workshop:
     """What actions work with: the store, the fetched files, a progress callback.
 
-    ``watch`` returns an observer for the next layer while it is written; ``made`` is called with each finished layer
+    ``watch`` returns an observer for the next layer while it is written; ``look`` is called with each finished layer
     and its observer.
     """
 
@@ -82,7 +82,7 @@ class Workshop:
     progress: Progress
     engine: str = "auto"
     watch: Callable[[], Watch | None] = lambda: None
-    made: Callable[[Layer, Watch | None], None] = lambda *_: None
+    look: Callable[[Layer, Watch | None], None] = lambda *_: None
 
     @property
     def files(self) -> FileCache:
@@ -101,20 +101,20 @@ class Workshop:
             self.progress.start(action.key, action.name, None)
             try:
                 with self._verified(action), store.folder("work") as scratch:
-                    made = kind.make(action, self, scratch)
+                    result = kind.make(action, self, scratch)
             except InputError as error:
                 # A file that a pin requests is wrong, so report the pin's line.
                 where = error.where or next((i.where for i in action.inputs if i.where), None)
                 raise InputError(f"{action.name}: {error.message}", where=where, hint=error.hint) from None
             record = {"name": action.name, "kind": action.kind}
-            if isinstance(made, Wheel):
-                store.save("actions", action.key, {**record, "wheel": asdict(made)})
-                self.progress.finish(action.key, made.file)
+            if isinstance(result, Wheel):
+                store.save("actions", action.key, {**record, "wheel": asdict(result)})
+                self.progress.finish(action.key, result.file)
             else:
-                layer = made.layer
+                layer = result.layer
                 store.save_layer(action.key, layer, {**record, "tree": action.tree})
                 self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
-                self.made(layer, made.watch)
+                self.look(layer, result.watch)
         return True
 
     def write(self, action: Action, entries: Sequence[Entry]) -> Made:
@@ -266,16 +266,16 @@ def require_space_for(workspace: Workspace, todo: Sequence[Action], absent: Iter
 
 def require_space(needs: Iterable[tuple[Path, int]]) -> None:
     """Raise HostError if a file system has less free space than all paths on it need. ``needs`` are paths and bytes."""
-    wanted: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     places: dict[int, Path] = {}
     for path, size in needs:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         device = there.stat().st_dev
-        wanted[device] = wanted.get(device, 0) + size
+        sizes[device] = sizes.get(device, 0) + size
         places.setdefault(device, there)
-    for device, size in wanted.items():
-        found = os.statvfs(places[device])
-        free = found.f_bavail * found.f_frsize
+    for device, size in sizes.items():
+        status = os.statvfs(places[device])
+        free = status.f_bavail * status.f_frsize
         if free < size:
             raise HostError(
                 f"the disk that holds {places[device]} has {bytes_text(free)} free, "

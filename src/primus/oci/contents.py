@@ -1,15 +1,22 @@
-"""The contents of a layer blob, read in one pass over the stream. Nothing is unpacked."""
+"""The contents of layer blobs, read in one pass over the stream; and layers of an image from a registry, whose bytes
+enter the store unchanged. Nothing is unpacked.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import tarfile
+import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from primus.errors import HostError
-from primus.oci.tar import Kind
+from primus.errors import CheckFailed, HostError, InputError
+from primus.files import open_regular
+from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
+from primus.oci.tar import Entry, Kind
 from primus.sandbox.blobs import NO_TAR, BlobReader, damaged
 from primus.sandbox.container import LayerRef
 
@@ -21,6 +28,10 @@ KINDS: Mapping[bytes, Kind] = {
     tarfile.DIRTYPE: "dir",
 }
 _MOST_BYTES = 1 << 40
+_CHUNK = 1 << 18
+_FREE = 100 << 20
+# Real archives reach about 20, such as licence texts and GPU libraries padded with zeros.
+_MOST_RATIO = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +88,112 @@ def _open(archive: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
     if stream is None:
         raise HostError(f"/{info.name} is not a regular file")
     return stream
+
+
+def require_sane(unpacked: int, packed: int) -> None:
+    """Raise ValueError if the compression ratio is implausible: a few kilobytes can unpack to more than a disk
+    holds. ``unpacked`` is the size so far or the total.
+    """
+    if unpacked > _FREE + _MOST_RATIO * packed:
+        raise ValueError(f"it is a decompression bomb: {packed:,} bytes unpack to {unpacked:,} or more")
+
+
+class _Plain:
+    """The tar inside a gzip file. Both are hashed as they are read, and the gzip bytes are also written to ``out``."""
+
+    def __init__(self, file: IO[bytes], out: IO[bytes]) -> None:
+        self._file, self._out = file, out
+        self._gzip = zlib.decompressobj(31)
+        self._packed = b""
+        self._left = b""
+        self.packed, self.plain = hashlib.sha256(), hashlib.sha256()
+        self.packed_size = self.size = 0
+
+    def read(self, amount: int) -> bytes:
+        while len(self._left) < amount and (data := self._next()):
+            self._left += data
+        data, self._left = self._left[:amount], self._left[amount:]
+        return data
+
+    def _next(self) -> bytes:
+        """Return the next bytes of the tar, at most one piece, because a few bytes can unpack to gigabytes of zeros."""
+        while True:
+            if not self._packed:
+                self._packed = self._file.read(_CHUNK)
+                self.packed.update(self._packed)
+                self.packed_size += len(self._packed)
+                self._out.write(self._packed)
+            data = self._gzip.decompress(self._packed, _CHUNK)
+            ended = not self._packed
+            self._packed = self._gzip.unused_data if self._gzip.eof else self._gzip.unconsumed_tail
+            # A gzip file may consist of several members.
+            if self._gzip.eof:
+                self._gzip = zlib.decompressobj(31)
+            if data or ended:
+                self.plain.update(data)
+                self.size += len(data)
+                require_sane(self.size, self.packed_size)
+                return data
+
+
+def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
+    """Add the gzip layer at ``path``, whose bytes must match ``sha256``, to the store, unchanged.
+
+    Raises InputError if it is not a layer or has an entry that an image may not contain, CheckFailed if its bytes
+    change while they are read, HostError if the disk is full.
+    """
+    begin = time.monotonic()
+    try:
+        with open_regular(path) as file, store.temporary() as out:
+            plain = _Plain(file, out)
+            lines = sorted(_lines(plain))
+            while plain.read(1 << 20):
+                pass
+            out.flush()
+            if plain.packed.hexdigest() != sha256:
+                raise CheckFailed(f"{path} changed while the build read it", hint="build again")
+            blob = Blob(digest=f"sha256:{sha256}", media_type=LAYER_TYPES["gzip"], size=plain.packed_size)
+            store.adopt(Path(out.name), blob)
+    except (tarfile.TarError, zlib.error, UnicodeError, RecursionError) as error:
+        raise InputError(
+            f"layer sha256:{sha256} is not a gzip-compressed tar archive: {error}", hint="choose another image"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"layer sha256:{sha256} cannot be used: {error}", hint="choose another image") from None
+    except InputError as error:
+        raise InputError(f"layer sha256:{sha256}: {error.message}", hint="choose another image") from None
+    except OSError as error:
+        raise storage_error(error, path) from None
+    return Layer(
+        blob=blob,
+        diff_id=f"sha256:{plain.plain.hexdigest()}",
+        unpacked=plain.size,
+        paths=store.put("\n".join(lines).encode(), "text/plain").digest,
+        seconds=round(time.monotonic() - begin, 3),
+    )
+
+
+def _lines(plain: _Plain) -> Iterator[str]:
+    seen: set[str] = set()
+    with tarfile.open(fileobj=cast("Any", plain), mode="r|", bufsize=1 << 16) as archive:
+        for member in members(archive):
+            path = member.name.removeprefix("./").strip("/")
+            if path and path != ".":
+                entry = _entry(member, path)
+                # A folder may appear twice, but of two files with one path, it is unclear which one counts.
+                if path in seen and entry.kind != "dir":
+                    raise InputError(f"it contains /{path} twice")
+                if entry.kind == "hardlink" and entry.link not in seen:
+                    raise InputError(f"/{path} is a link to /{entry.link}, which this layer does not contain")
+                seen.add(path)
+                yield f"{entry.kind} {member.mode:o} {member.uid}:{member.gid} {path}"
+
+
+def _entry(member: tarfile.TarInfo, path: str) -> Entry:
+    """Return the member as an entry, under the path rule. Raises InputError if an image may not contain it."""
+    kind = KINDS.get(member.type)
+    # A sparse file can claim more bytes than the layer has.
+    if kind is None or member.issparse():
+        raise InputError(f"/{path} is not a plain file, folder or link")
+    link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
+    return Entry(path=path, kind=kind, link=link)

@@ -172,13 +172,13 @@ def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None
     base image's own layers may replace each other's files, so they count as one.
     """
     base: dict[str, str] = {}
-    own = []
+    components = []
     for name, of_base, paths in layers:
         if of_base:
             base |= paths
         else:
-            own.append((name, paths))
-    conflicts = overlaps([("the base image", base), *own])
+            components.append((name, paths))
+    conflicts = overlaps([("the base image", base), *components])
     if conflicts:
         more = f" (and {len(conflicts) - 5} more)" if len(conflicts) > 5 else ""
         raise CheckFailed(

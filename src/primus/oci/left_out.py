@@ -34,7 +34,7 @@ class LeftOut(NamedTuple):
             size=sum(row.size for row in rows),
             objects=sum(row.objects for row in rows),
             freed=sum(row.freed for row in rows),
-            targets=tuple(one for row in rows for one in row.targets),
+            targets=tuple(target for row in rows for target in row.targets),
         )
 
     def and_file(self, size: int) -> LeftOut:
@@ -55,13 +55,13 @@ class LeftOut(NamedTuple):
 
     def text(self) -> str:
         """Describe it in words; empty if nothing was left out."""
-        found = []
+        sentences = []
         if self.files:
-            found.append(f"{self.files:,} kernel files left out, {bytes_text(self.size)}")
+            sentences.append(f"{self.files:,} kernel files left out, {bytes_text(self.size)}")
         if self.objects:
             where = f"{len(self.targets)} {'file' if len(self.targets) == 1 else 'files'}"
-            found.append(f"{self.objects:,} code objects taken out of {where}, {bytes_text(self.freed)}")
-        return "; ".join(found)
+            sentences.append(f"{self.objects:,} code objects taken out of {where}, {bytes_text(self.freed)}")
+        return "; ".join(sentences)
 
 
 NOTHING: LeftOut = LeftOut()

@@ -40,11 +40,13 @@ def root_of_image(store: Store, cache: Path, target: str, *, ref: str | None = N
     """
     images = store.images()
     if ref is None:
-        found = sorted(name for name in images if name.removesuffix("-preview").endswith(f"-{target}"))
-        ref = next(reversed(found), "")
+        names = sorted(name for name in images if name.removesuffix("-preview").endswith(f"-{target}"))
+        ref = next(reversed(names), "")
     if ref not in images:
-        known = ", ".join(sorted(images)) or "no image"
-        raise InputError(f"{ref or target} is not built; the store has {known}", hint=f"primus build {target}")
+        names = sorted(images) or ["no image"]
+        raise InputError(
+            f"{ref or target} is not built; the store has {', '.join(names)}", hint=f"primus build {target}"
+        )
     manifest = store.read(str(images[ref]["digest"]))
     data = json.loads(manifest)
     config_bytes = store.read(data["config"]["digest"])

@@ -344,15 +344,15 @@ class Store:
     def _sweep(self) -> None:
         """Remove files of killed builders from ``tmp/``: those that no process has locked."""
         with self.lock("tmp"):
-            left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path)]
-        for path in left:
+            abandoned = [path for path in (self.root / "tmp").iterdir() if self._is_abandoned(path)]
+        for path in abandoned:
             if path.is_dir():
                 files.remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
 
     @staticmethod
-    def _is_left(path: Path) -> bool:
+    def _is_abandoned(path: Path) -> bool:
         """Whether no process has the path locked; its owner locked it when creating it."""
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)

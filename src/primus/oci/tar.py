@@ -150,20 +150,20 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries sorted by path parts, with missing parents (0755, root) added. Raises InputError for a
     duplicate path or a path below something that is not a folder.
     """
-    found: dict[str, Entry] = {}
+    by_path: dict[str, Entry] = {}
     for entry in entries:
-        if entry.path in found:
+        if entry.path in by_path:
             raise InputError(f"the path {entry.path} is given twice")
-        found[entry.path] = entry
-    for path in list(found):
+        by_path[entry.path] = entry
+    for path in list(by_path):
         parent = path.rpartition("/")[0]
-        while parent and parent not in found:
-            found[parent] = Entry(path=parent, kind="dir", mode=0o755)
+        while parent and parent not in by_path:
+            by_path[parent] = Entry(path=parent, kind="dir", mode=0o755)
             parent = parent.rpartition("/")[0]
-        if parent and found[parent].kind != "dir":
-            raise InputError(f"the path {path} lies below {parent}, which is a {found[parent].kind}")
+        if parent and by_path[parent].kind != "dir":
+            raise InputError(f"the path {path} lies below {parent}, which is a {by_path[parent].kind}")
     # A hard link must follow its target. Links are written last, which every tar reader supports.
-    return sorted(found.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
+    return sorted(by_path.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
 
 
 def write_tar(entries: Iterable[Entry], sink: Sink, watch: Watch | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,19 +20,9 @@ Tree = tuple[tuple[str, str, str], ...]
 """The files of a local folder: path, ``file``/``exec``/``link``, and the content's sha256 or the link's target."""
 
 
-def tree_value(tree: Tree) -> str:
-    """Return the value of the input that stands for a local folder."""
-    return f"tree:{key_of(tree)}"
-
-
 def tree_rows(tree: Tree) -> dict[str, str]:
     """Return the files of a local folder as :func:`tree_record` has them."""
     return {name: f"{kind} {value}" for name, kind, value in tree}
-
-
-def image_key(layers: Sequence[str], config: Mapping[str, object], annotations: Mapping[str, str]) -> str:
-    """Return the SHA-256 over everything that affects the image's bytes; ``layers`` are the keys of its actions."""
-    return key_of({"layers": layers, "config": config, "annotations": annotations})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,21 +106,22 @@ class ImagePlan:
     @cached_property
     def key(self) -> str:
         """SHA-256 over everything that affects the image's bytes."""
-        return image_key([a.key for a in self.layers], self.config, self.annotations)
+        layers = [action.key for action in self.layers]
+        return key_of({"layers": layers, "config": self.config, "annotations": self.annotations})
 
     def actions(self) -> list[Action]:
         """Return every action once, each after those that it needs."""
-        found: dict[str, Action] = {}
+        ordered: dict[str, Action] = {}
 
         def visit(action: Action) -> None:
-            if action.key not in found:
+            if action.key not in ordered:
                 for needed in (*action.needs, *action.tools):
                     visit(needed)
-                found[action.key] = action
+                ordered[action.key] = action
 
         for action in self.layers:
             visit(action)
-        return list(found.values())
+        return list(ordered.values())
 
 
 def tree_record(plan: ImagePlan) -> dict[str, Any]:
@@ -138,17 +129,15 @@ def tree_record(plan: ImagePlan) -> dict[str, Any]:
     files of local trees.
     """
     return {
-        "actions": {action.name: action_record(action) for action in plan.actions()},
+        "actions": {
+            action.name: {
+                "key": action.key,
+                "kind": action.kind,
+                "inputs": {i.name: [i.value, i.where] for i in action.inputs},
+                "tree": tree_rows(action.tree),
+            }
+            for action in plan.actions()
+        },
         "config": dict(plan.config),
         "annotations": dict(plan.annotations),
-    }
-
-
-def action_record(action: Action) -> dict[str, Any]:
-    """Return what :func:`tree_record` says of one action."""
-    return {
-        "key": action.key,
-        "kind": action.kind,
-        "inputs": {i.name: [i.value, i.where] for i in action.inputs},
-        "tree": tree_rows(action.tree),
     }

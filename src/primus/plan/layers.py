@@ -12,7 +12,7 @@ from primus.errors import InputError
 from primus.gpucode.fatbinary import FORMAT
 from primus.oci.canonical import key_of
 from primus.oci.layer import assembler, zstandard_version
-from primus.plan.action import Action, ImagePlan, Input, tree_value
+from primus.plan.action import Action, ImagePlan, Input
 from primus.plan.resolve import ResolvedTarget
 from primus.plan.scripts import BYTECODE, ORDER, TRIM, VARIANT, WHEEL_SCRIPT
 from primus.plan.skeleton import (
@@ -218,14 +218,14 @@ class _Planner:
     def components(self, root: tuple[Action, ...]) -> list[Action]:
         resolved, pins = self.resolved, self.resolved.pins
         wheels = {file.name: file for file in resolved.lock.of("wheel")} if resolved.lock else {}
-        made: dict[str, Action] = {}
+        layers: dict[str, Action] = {}
         # A component built with another built component follows it, whatever their order in the target.
         for component, pin in sorted(pins.items(), key=lambda item: bool(item[1].build and item[1].build.built)):
             where = resolved.pin_place(component, pin)
             if pin.deb is not None:
                 self.check_deb(pin, where)
             elif pin.path is not None:
-                made[component] = self.folder(component, pin, where)
+                layers[component] = self.folder(component, pin, where)
             elif self.prefix is None:
                 raise InputError(
                     f"{component} is a Python package, but target {resolved.name} has no base for it", where=where
@@ -239,14 +239,14 @@ class _Planner:
                         where=where,
                         hint=resolved.lock_command,
                     )
-                made[component] = self.wheels(component, (wheel,), where, root, self.prefix, without=pin.without)
+                layers[component] = self.wheels(component, (wheel,), where, root, self.prefix, without=pin.without)
             else:
-                built = self.build(pin, where, root, self.prefix, made)
-                made[component] = self.wheels(component, (), where, root, self.prefix, built)
+                built = self.build(pin, where, root, self.prefix, layers)
+                layers[component] = self.wheels(component, (), where, root, self.prefix, built)
         closure = self.closure("python", wheels.values(), root, self.prefix) if self.prefix else []
-        layers = [made[component] for component in pins if component in made]
+        ordered = [layers[component] for component in pins if component in layers]
         # Local trees change most often, so they lie on top.
-        return [*closure, *sorted(layers, key=lambda action: action.kind == "files")]
+        return [*closure, *sorted(ordered, key=lambda action: action.kind == "files")]
 
     def closure(
         self, name: str, wheels: Iterable[LockedFile], root: tuple[Action, ...], prefix: Prefix
@@ -298,7 +298,7 @@ class _Planner:
             kind="files",
             inputs=(
                 self.tool,
-                Input(name=name, value=tree_value(tree), where=where),
+                Input(name=name, value=f"tree:{key_of(tree)}", where=where),
                 Input(name="to", value="/" + to, where=where),
             ),
             spec={"to": to, "inline": extra},
@@ -340,9 +340,9 @@ class _Planner:
         )
 
     def build(
-        self, pin: Pin, where: str, base: tuple[Action, ...], prefix: Prefix, made: Mapping[str, Action]
+        self, pin: Pin, where: str, base: tuple[Action, ...], prefix: Prefix, components: Mapping[str, Action]
     ) -> Action:
-        """Return the action that builds a wheel from source; ``made`` are the components so far."""
+        """Return the action that builds a wheel from source; ``components`` are those so far."""
         resolved, package, build = self.resolved, normalised(pin.source or ""), pin.build or Build()
         sources = self.lock.of("git" if pin.git else "sdist")
         source = next((file for file in sources if file.name == package), None)
@@ -353,13 +353,13 @@ class _Planner:
                 hint=resolved.lock_command,
             )
         root, wheels = build_root(package), self.lock.of("wheel", build_root(package))
-        own = self.root(self.base_name or "", root) if build.debs else base
-        if lacking := [name for name in build.built if name not in made]:
+        system = self.root(self.base_name or "", root) if build.debs else base
+        if lacking := [name for name in build.built if name not in components]:
             raise InputError(
                 f"{pin.text} is built with {lacking[0]}, which {resolved.name} lacks or builds with other packages",
                 where=where,
             )
-        built = [made[name] for name in build.built]
+        built = [components[name] for name in build.built]
         variables = dict(build.environment)
         if pin.git:
             # A source archive has no git history, from which setuptools-scm would derive the version.
@@ -368,7 +368,7 @@ class _Planner:
         if wheels or built:
             layers.append(self.inline("environment", environment(prefix, system=True)))
             layers += self.closure(f"wheels of {root}", wheels, base, prefix)
-        packages = [*(file for action in own for file in action.files), *wheels]
+        packages = [*(file for action in system for file in action.files), *wheels]
         return Action(
             name=f"build {package}",
             kind="build",
@@ -386,12 +386,12 @@ class _Planner:
                 "script": WHEEL_SCRIPT,
                 "python": prefix.interpreter if layers else f"/usr/bin/python{prefix.python}",
                 "environment": {**variables, "PREPARE": build.prepare},
-                "root": [action.spec for action in own],
+                "root": [action.spec for action in system],
             },
             needs=tuple(needed for action in built for needed in action.needs),
             # The wheels do not depend on how the tools' layers are compressed, so their packages are inputs, not
             # their keys.
-            tools=(*own, *layers, *built),
+            tools=(*system, *layers, *built),
             files=(source,),
             job_bytes=round(build.job_gb * 1e9),
         )

@@ -66,11 +66,10 @@ def plan_images(
     A stale or missing lock is created again, with a message, unless ``locked`` (CI, releases) or ``offline``
     forbids it.
     """
-    return [plan_image(_answered(one, locked=locked, offline=offline, quiet=quiet), stats) for one in targets]
+    return [plan_image(_with_lock(target, locked, offline, quiet), stats) for target in targets]
 
 
-def _answered(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: bool) -> ResolvedTarget:
-    """Return the target with an up-to-date lock."""
+def _with_lock(resolved: ResolvedTarget, locked: bool, offline: bool, quiet: bool) -> ResolvedTarget:
     stale = resolved.stale
     if not resolved.request.asks:
         return replace(resolved, lock=None)

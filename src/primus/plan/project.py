@@ -41,7 +41,7 @@ class Project:
 
     def __init__(self, root: Path, *, store: Path | None = None, channel: str | None = None) -> None:
         self.root = root
-        self.asked = channel
+        self._channel = channel
         work = root / ".primus"
         self.workspace = Workspace(Store(store or work / "store"), work)
         self._targets: dict[str, tuple[Target, Document]] = {}
@@ -72,7 +72,7 @@ class Project:
         for component, about in versions.components.items():
             for index, pin in enumerate(about.pins):
                 for number, target in enumerate(pin.targets):
-                    if target in names or target in (one.name for one in self.gpus.generations):
+                    if target in names or target in (row.name for row in self.gpus.generations):
                         continue
                     # A GPU's name, or a name that resembles no target, may be a target that this checkout does not
                     # contain.
@@ -92,8 +92,8 @@ class Project:
         return self._versions[1]
 
     def target_names(self) -> list[str]:
-        """The names of the targets, one file each in images/. Hidden files are ignored, since editors create them."""
-        return sorted(p.stem for p in (self.root / "images").glob("*.yaml") if not p.name.startswith("."))
+        """The names of the targets, one file each in images/."""
+        return _names(self.root / "images")
 
     def target(self, name: str) -> Target:
         """Return the target called ``name``. InputError suggests the nearest name."""
@@ -122,12 +122,12 @@ class Project:
 
         Raises InputError, with the place, for a recipe that recipes/ does not contain.
         """
-        known = sorted(p.stem for p in (self.root / "recipes").glob("*.yaml") if not p.name.startswith("."))
+        recipes = _names(self.root / "recipes")
         for index, name in enumerate(target.recipes):
             if name == _ALL_RECIPES:
-                yield from (other for other in known if other not in target.recipes)
-            elif known and name not in known:
-                hint = did_you_mean(name, known) or "add it to recipes/"
+                yield from (other for other in recipes if other not in target.recipes)
+            elif recipes and name not in recipes:
+                hint = did_you_mean(name, recipes) or "add it to recipes/"
                 raise InputError(f"no recipe is called {name!r}", where=document.where(("recipes", index)), hint=hint)
             else:
                 yield name
@@ -143,7 +143,7 @@ class Project:
 
     def choice(self, name: str) -> Choice:
         """Return the channel that builds the target."""
-        return choose(name, self.target(name), self.asked, lambda c: self._lock_path(name, c).is_file())
+        return choose(name, self.target(name), self._channel, lambda c: self._lock_path(name, c).is_file())
 
     def lock_path(self, name: str) -> Path:
         """Return the path of the target's committed lock."""
@@ -167,6 +167,11 @@ class Project:
         return read(path, name or str(path.relative_to(self.root)))
 
 
+def _names(folder: Path) -> list[str]:
+    """Return the names of the YAML files. Hidden files are ignored, since editors create them."""
+    return sorted(path.stem for path in folder.glob("*.yaml") if not path.name.startswith("."))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """The channel that builds a target. ``base`` is its root file system, ``preview`` the reason why its image is
@@ -177,8 +182,6 @@ class Choice:
     base: str | None
     preview: str | None
     reason: str
-    # Whether the user named the channel.
-    named: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -191,16 +194,16 @@ class Choice:
         return "-preview" if self.preview else ""
 
 
-def choose(name: str, target: Target, asked: str | None, locked: Callable[[str], bool]) -> Choice:
-    """Return the requested channel, else the best one with a committed lock, else the best one.
+def choose(name: str, target: Target, requested: str | None, locked: Callable[[str], bool]) -> Choice:
+    """Return the ``requested`` channel, else the best one with a committed lock, else the best one.
 
     The choice depends on locks, not on the network, so the same checkout chooses the same channel on every machine.
     ``locked`` returns whether a channel has a lock. Raises InputError for a channel that the target does not have.
     """
-    if asked is not None:
-        if asked not in target.channels:
-            raise InputError(f"{name} has no channel {asked!r}", hint="its channels: " + ", ".join(target.channels))
-        return replace(_choice(target, asked, "selected by --channel"), named=True)
+    if requested is not None:
+        if requested not in target.channels:
+            raise InputError(f"{name} has no channel {requested!r}", hint="its channels: " + ", ".join(target.channels))
+        return _choice(target, requested, "selected by --channel")
     for channel in target.channels:
         if locked(channel):
             better = target.channels[: target.channels.index(channel)]

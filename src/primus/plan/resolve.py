@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class ResolvedTarget:
 
     @property
     def budget_place(self) -> str:
-        """``images/<target>.yaml:line:col`` of the budget."""
+        """The place of the budget."""
         channel = self.choice.channel
         return self.place(*(("budgets_gb", channel) if channel in self.target.budgets_gb else ("budget_gb",)))
 
@@ -122,22 +122,11 @@ class ResolvedTarget:
                 return component, self.pin_place(component, pin)
         for name, base in self.request.bases.items():
             if base.image and base.image.partition("@")[0] in (word, word.partition("@")[0]):
-                known = name in self.versions.bases
-                return f"base {name}", self.base_place(name, "image") if known else ""
+                return f"base {name}", self.base_place(name, "image") if name in self.versions.bases else ""
         for component, pin in self.pins.items():
             if pin.build and stem in {normalised(tool.partition("==")[0]) for tool in pin.build.wheels}:
                 return f"build of {component}", self.pin_place(component, pin)
         return "", ""
-
-    def locks(self) -> Iterator[Path]:
-        """Yield the paths of the locks on which the choice of the channel depends: the first that exists, and those
-        before it. They need not exist.
-        """
-        for channel in self.target.channels:
-            path = self.lock_path.parents[1] / channel / self.lock_path.name
-            yield path
-            if path.is_file():
-                return
 
 
 def _names(pin: Pin) -> set[str]:
@@ -159,7 +148,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
             gpu = generation(target.gpu, project.gpus)
         except InputError as error:
             raise InputError(error.message, where=error.where or document.where(("gpu",)), hint=error.hint) from None
-    if target.arch and target.arch not in (archs := [one.arch for one in project.gpus.archs]):
+    if target.arch and target.arch not in (archs := [row.arch for row in project.gpus.archs]):
         raise InputError(
             f"arch must be one of {', '.join(archs)}, not {target.arch!r}", where=document.where(("arch",))
         )

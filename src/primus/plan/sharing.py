@@ -46,15 +46,15 @@ def sharing(images: Images) -> dict[str, dict[str, Any]]:
         size = _sum(layers.values())
         # A layer that is not built may turn out to be the same blob as another image's.
         shared = None if size is None else _sum(layers[identity] for identity in layers if identity in elsewhere)
-        own = None if size is None or shared is None else size - shared
-        result[target] = {"bytes": size, "shared": shared, "own": own, "with": {}}
-    for one, other in combinations(images, 2):
-        shared = _sum(layer for identity, layer in images[one].items() if identity in images[other])
-        sizes = [result[one]["bytes"], result[other]["bytes"]]
+        alone = None if size is None or shared is None else size - shared
+        result[target] = {"bytes": size, "shared": shared, "own": alone, "with": {}}
+    for target, other in combinations(images, 2):
+        shared = _sum(layer for identity, layer in images[target].items() if identity in images[other])
+        sizes = [result[target]["bytes"], result[other]["bytes"]]
         row: dict[str, Any] = {"shared": None, "share": None}
         if shared is not None and None not in sizes:
             row = {"shared": shared, "share": shared / max(*sizes, 1)}
-        result[one]["with"][other] = result[other]["with"][one] = row
+        result[target]["with"][other] = result[other]["with"][target] = row
     return result
 
 
@@ -77,7 +77,7 @@ def sharing_text(images: Images, screen: Screen = PLAIN, *, full: bool = True) -
     ]
     if parts:
         lines += [*screen.table(parts, head=("image", "size", "shared", "own"), right=(1, 2, 3)), ""]
-    pairs = [(f"{one} ↔ {other}", rows[one]["with"][other]) for one, other in combinations(images, 2)]
+    pairs = [(f"{target} ↔ {other}", rows[target]["with"][other]) for target, other in combinations(images, 2)]
     table = [
         (names, _text(row["shared"]), _share(row["share"])) for names, row in pairs if full or row["share"] is not None
     ]

@@ -73,9 +73,9 @@ class Target:
             raise WrongValue("channels must name at least one channel", "channels")
         lists = {"channel": self.channels, "component": self.components, "recipe": self.recipes}
         for what, listed in lists.items():
-            for index, one in enumerate(listed):
-                if one in listed[:index]:
-                    raise WrongValue(f"{what} {one} is listed twice", f"{what}s", index)
+            for index, name in enumerate(listed):
+                if name in listed[:index]:
+                    raise WrongValue(f"{what} {name} is listed twice", f"{what}s", index)
         if ".." in self.workdir.split("/"):
             raise WrongValue(f"workdir must not contain '..', as in {self.workdir!r}", "workdir")
         budgets = [(("budgets_gb", channel), budget) for channel, budget in self.budgets_gb.items()]
@@ -153,13 +153,13 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
         except InputError as error:
             raise InputError(error.message, where=where("gpu"), hint=error.hint) from None
         result = {v.name: v.value for v in baked if v.value is not None}
-    own: set[str] = set()
+    seen: set[str] = set()
     for index, variable in enumerate(target.environment):
-        if variable.name in own:
+        if variable.name in seen:
             raise InputError(
                 f"{variable.name} is set twice", where=where("environment", index), hint="keep one of the two"
             )
-        own.add(variable.name)
+        seen.add(variable.name)
         if result.get(variable.name) == variable.value:
             raise InputError(
                 f"{variable.name} is set twice: the environment of {target.gpu} sets {variable.value} already",
@@ -181,12 +181,12 @@ def extras_of(
     if unknown := next((name for name in target.extras if name not in target.channels), None):
         hint = "its channels: " + ", ".join(target.channels)
         raise InputError(f"extras: there is no channel {unknown!r} here", where=where("extras", unknown), hint=hint)
-    known = versions.bases[base].extras if base and base in versions.bases else {}
+    defined = versions.bases[base].extras if base and base in versions.bases else {}
     chosen = target.extras.get(channel, ())
     for index, extra in enumerate(chosen):
         place = where("extras", channel, index)
-        if extra not in known:
-            hint = did_you_mean(extra, known) or f"define it under bases.{base}.extras in versions.yaml"
+        if extra not in defined:
+            hint = did_you_mean(extra, defined) or f"define it under bases.{base}.extras in versions.yaml"
             raise InputError(f"base {base} has no extra {extra!r}", where=place, hint=hint)
         if extra in chosen[:index]:
             raise InputError(f"{extra} is listed twice", where=place, hint="keep one of the two")
@@ -199,29 +199,29 @@ def request_of(
     """Return what the target requests of the sources: the input of its lock. Raises InputError for an unknown base."""
     if base and base not in versions.bases:
         raise InputError(f"{name}: no base is called {base!r}", hint="bases are defined in versions.yaml")
-    python = versions.bases[base].python if base else ""
+    root = versions.bases[base] if base else None
+    python = root.python if root else ""
     builds = {build_root(p.source): p.build for p in pins.values() if p.source and p.build}
     indexes = {n: index.url for n, index in versions.indexes.items() if index.channel == channel}
     debs: dict[str, tuple[str, ...]] = {base: ()} if base else {}
     debs |= {root: build.debs for root, build in builds.items() if base and build.debs}
-    own = versions.bases[base] if base else None
-    if own and base:
-        debs |= {extra_root(base, extra): own.extras[extra] for extra in extras}
+    if root and base:
+        debs |= {extra_root(base, extra): root.extras[extra] for extra in extras}
     over = {extra_root(base, extra): base for extra in extras} if base else {}
     return Request(
         target=name,
         channel=channel,
         python=".".join(python.split(".")[:2]),
         bases={
-            root: BaseRequest(
-                suite=own.suite,
-                python=own.python,
-                packages=tuple(dict.fromkeys((*own.packages, *more))),
-                image=own.image,
-                over=over.get(root),
+            name: BaseRequest(
+                suite=root.suite,
+                python=root.python,
+                packages=tuple(dict.fromkeys((*root.packages, *more))),
+                image=root.image,
+                over=over.get(name),
             )
-            for root, more in debs.items()
-            if own
+            for name, more in debs.items()
+            if root
         },
         wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},

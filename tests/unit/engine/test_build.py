@@ -33,15 +33,6 @@ def test_last_line_is_the_digest_of_the_manifest(kit: Kit) -> None:
     assert "3 layers built, 0 reused" in result.err
 
 
-def test_second_build_does_nothing(kit: Kit) -> None:
-    first = kit.build()
-    before = {p: p.stat().st_mtime_ns for p in blobs(kit)}
-    second = kit.build()
-    assert second.digest == first.digest
-    assert "nothing to do" in second.err
-    assert {p: p.stat().st_mtime_ns for p in blobs(kit)} == before
-
-
 def test_two_stores_two_folders_same_digest(kit: Kit, tmp_path: Path) -> None:
     digest = kit.build().digest
     copy = Kit(tmp_path / "elsewhere" / "deep")
@@ -75,30 +66,10 @@ def test_targets_share_layers(kit: Kit) -> None:
     assert len(blobs(kit)) == before + 1, "another image with the same settings is one manifest"
 
 
-def test_mode_link_added_and_removed_files_are_changes(kit: Kit) -> None:
-    digests = [kit.build().digest]
-    (kit.root / "parts/alpha/sub/run").chmod(0o644)
-    digests.append(kit.build().digest)
-    (kit.root / "parts/alpha/link").unlink()
-    digests.append(kit.build().digest)
-    kit.write("parts/alpha/new", "")
-    digests.append(kit.build().digest)
-    assert len(set(digests)) == 4
-
-
 def test_environment_change_builds_no_layer(kit: Kit) -> None:
     kit.build()
     kit.edit("images/demo.yaml", "red", "blue")
     assert not any(kit.layers().values())
-
-
-def test_missing_blob_is_built_again(kit: Kit) -> None:
-    first = kit.build().digest
-    result = json.loads(kit.build("--json", "demo").out)
-    digest = result["images"][0]["layers"][1]["digest"]
-    (kit.root / ".primus/store/blobs/sha256" / digest.removeprefix("sha256:")).unlink()
-    assert kit.layers() == {"alpha": False, "beta": True, "recipes": False}
-    assert kit.build().digest == first
 
 
 def test_damaged_blob_is_found_and_built_again(kit: Kit) -> None:
@@ -116,15 +87,6 @@ def test_damaged_blob_is_found_and_built_again(kit: Kit) -> None:
     assert path.read_bytes() != bytes(data)
 
 
-def test_unreadable_state_only_costs_a_look(kit: Kit) -> None:
-    first = kit.build().digest
-    for path in (kit.root / ".primus/store").glob("targets/*.json"):
-        path.write_text("{")
-    for path in (kit.root / ".primus/cache").rglob("*.json"):
-        path.write_text("[")
-    assert kit.build().digest == first
-
-
 def test_overlap_names_both_owners_and_ships_nothing(kit: Kit) -> None:
     kit.edit("versions.yaml", "/opt/beta", "/opt/alpha")
     result = kit.primus("build", "demo")
@@ -140,14 +102,6 @@ def test_overlap_after_a_good_build(kit: Kit) -> None:
     assert kit.primus("build", "demo").code == 1
     assert kit.primus("build", "demo").code == 1, "the refused image must not pass for a judged one"
     assert digest in (kit.root / ".primus/store/index.json").read_text()
-
-
-def test_over_budget_names_the_largest(kit: Kit) -> None:
-    kit.write("images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "budget_gb: 0.0000001\n")
-    result = kit.primus("build", "demo")
-    assert result.code == 1
-    assert "its budget is 100 B: beta 199 B, alpha " in result.err
-    assert json.loads((kit.root / ".primus/store/index.json").read_bytes())["manifests"] == []
 
 
 @pytest.mark.parametrize(
@@ -184,13 +138,6 @@ def test_a_target_that_is_no_file_is_not_called_unknown(kit: Kit, make: Callable
     assert f"images/demo.yaml: {sentence}" in result.err
 
 
-def test_missing_folder_is_named(kit: Kit) -> None:
-    shutil.rmtree(kit.root / "parts/beta")
-    result = kit.primus("build", "demo")
-    assert result.code == 2
-    assert "parts/beta: there is no such folder" in result.err
-
-
 def test_unknown_component_has_its_line(kit: Kit) -> None:
     kit.edit("images/demo.yaml", "beta", "betta")
     result = kit.primus("build", "demo")
@@ -218,14 +165,6 @@ def test_image_is_a_valid_oci_image(kit: Kit) -> None:
     assert config["created"] == "2026-11-20T00:00:00Z"
     for name in ("created", "title", "description", "version", "source"):
         assert f"org.opencontainers.image.{name}" in manifest["annotations"]
-
-
-def test_store_is_read_by_its_parts(kit: Kit) -> None:
-    """Every record points to blobs that are there."""
-    kit.build("demo", "other")
-    for record in (kit.root / ".primus/store/actions").iterdir():
-        layer = read_sealed(record)["layer"]
-        assert (kit.root / ".primus/store/blobs/sha256" / layer["blob"]["digest"].removeprefix("sha256:")).is_file()
 
 
 def test_run_needs_the_image_and_says_which_there_are(kit: Kit) -> None:

@@ -87,7 +87,7 @@ def test_caches_go_when_asked_for_and_the_images_stay(kit: Kit) -> None:
     assert kinds(kit, "--dry-run") == {"unpacked layers": 1, "downloaded files": 1, "stores of verify": 1}
     found = kinds(kit, "--caches")
     assert set(found) == {
-        "unpacked layers", "downloaded files", "stores of verify", "findings of gates", "parsed files"
+        "unpacked layers", "downloaded files", "stores of verify", "findings of gates", "hashes of files"
     }  # fmt: skip
     assert kit.build().digest == digest
 

@@ -21,7 +21,7 @@ import zstandard
 from primus.errors import HostError
 from primus.oci.layer import read_paths, write_layer
 from primus.oci.left_out import LeftOut
-from primus.oci.store import Blob, Store, storage_error
+from primus.oci.store import Store, storage_error
 from primus.oci.tar import Entry
 
 
@@ -209,11 +209,6 @@ def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
     finally:
         (store.root / "done").touch()
         sweeper.join()
-
-
-def test_blob_descriptor() -> None:
-    blob = Blob(digest="sha256:ab", media_type="x/y", size=3)
-    assert blob.descriptor == {"mediaType": "x/y", "digest": "sha256:ab", "size": 3}
 
 
 def test_what_was_left_out_is_read_back_and_older_records_say_less(store: Store) -> None:

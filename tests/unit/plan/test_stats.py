@@ -32,18 +32,6 @@ def test_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert again.sha256(str(file)) == hashlib.sha256(b"one").hexdigest()
 
 
-def test_same_size_same_mtime_is_still_seen(tmp_path: Path) -> None:
-    file = tmp_path / "a"
-    file.write_text("one")
-    settle(file)
-    index = StatIndex(tmp_path / "index")
-    stat = file.stat()
-    index.sha256(str(file))
-    file.write_text("two")
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert index.sha256(str(file)) == hashlib.sha256(b"two").hexdigest()
-
-
 def test_file_written_just_now_is_not_remembered(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_text("one")
@@ -79,10 +67,3 @@ def test_missing_folder_or_child_is_named(tmp_path: Path) -> None:
         index.tree(tmp_path / "absent")
     with pytest.raises(InputError, match="no 'gone'"):
         index.tree(tmp_path, ("gone",))
-
-
-def test_broken_index_only_costs_time(tmp_path: Path) -> None:
-    (tmp_path / "i").write_text("{")
-    file = tmp_path / "a"
-    file.write_text("x")
-    assert StatIndex(tmp_path / "i").sha256(str(file)) == hashlib.sha256(b"x").hexdigest()

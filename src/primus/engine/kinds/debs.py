@@ -224,18 +224,18 @@ def _over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[
 
     Raises HostError for a file that is not a package.
     """
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for deb in sorted(debs, key=lambda d: d.name):
         for entry in _entries(deb, find(deb), scratch):
             # Packages share folders. dpkg would refuse any other path that two packages contain, and so does the
             # layer.
-            if entry.kind != "dir" or entry.path not in found:
-                if entry.path in found:
+            if entry.kind != "dir" or entry.path not in entries:
+                if entry.path in entries:
                     raise HostError(
                         f"/{entry.path} is in two packages, one of which is {deb.name}", hint="leave one out"
                     )
-                found[entry.path] = entry
-    return list(found.values())
+                entries[entry.path] = entry
+    return list(entries.values())
 
 
 def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from primus.engine.workshop import Made, Workshop
-from primus.oci.imported import adopt_layer
+from primus.oci.contents import adopt_layer
 from primus.plan.action import Action
 
 
@@ -16,5 +16,5 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
     """Verify the layer and add it to the store. Its digest does not change."""
-    (given,) = action.files
-    return Made(layer=adopt_layer(shop.workspace.store, shop.file(given), given.sha256))
+    (layer,) = action.files
+    return Made(layer=adopt_layer(shop.workspace.store, shop.file(layer), layer.sha256))

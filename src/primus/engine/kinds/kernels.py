@@ -38,12 +38,12 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
     """Write the files of the action's packages that are for its architecture."""
-    found = KernelFiles(arch=str(action.spec["arch"]))
+    kernels = KernelFiles(arch=str(action.spec["arch"]))
     patterns = cast("Mapping[str, Sequence[str]]", action.spec["kernels"])
     for deb in action.files:
-        found.take(shop.file(deb), patterns[deb.name], scratch / deb.name)
-    made = shop.write(action, found.entries)
-    return replace(made, layer=replace(made.layer, left_out=found.left_out))
+        kernels.take(shop.file(deb), patterns[deb.name], scratch / deb.name)
+    written = shop.write(action, kernels.entries)
+    return replace(written, layer=replace(written.layer, left_out=kernels.left_out))
 
 
 def is_for(path: str, arch: str) -> bool:
@@ -129,11 +129,11 @@ def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> 
     ``entries`` are those of a base, whose dpkg database also lists files that were not unpacked.
     """
     patterns = re.compile("|".join(fnmatch.translate(p) for of in kernels.values() for p in of))
-    found = []
+    packages = []
     for entry in entries:
         name = _LIST.fullmatch(entry.path)
         if name and name[1] not in kernels:
             text = b"".join(entry.chunks()).decode("utf-8", "replace")
             if any(patterns.match(line) for line in text.splitlines()):
-                found.append(name[1])
-    return sorted(found)
+                packages.append(name[1])
+    return sorted(packages)

@@ -57,7 +57,7 @@ def declared() -> Mapping[str, tuple[Declared, ...]]:
         ),
         "megatron": (
             _LOOP,
-            _ours("megatron/backend", "MegatronConfig"),
+            _ours("megatron/render", "MegatronConfig"),
             _megatron("model_parallel_config", "ModelParallelConfig", "model"),
             _megatron("transformer/transformer_config", "TransformerConfig", "model"),
             _megatron("optimizer/optimizer_config", "OptimizerConfig", "optimizer"),
@@ -65,7 +65,7 @@ def declared() -> Mapping[str, tuple[Declared, ...]]:
         ),
         "finetune": (_LOOP, _SHARDING, _ours("finetune/backend", "FinetuneConfig")),
         "flux": (_LOOP, _SHARDING, _ours("flux/backend", "FluxConfig")),
-        "fsdp": (_LOOP, _SHARDING, _ours("fsdp/backend", "FsdpConfig")),
+        "fsdp": (_LOOP, _SHARDING, _ours("fsdp/llama", "FsdpConfig")),
     }
 
 

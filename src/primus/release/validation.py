@@ -25,7 +25,6 @@ from primus.sandbox.container import Command, Mount
 from primus.sandbox.engines import choose
 from primus.sandbox.running import stop_all
 from primus.training import proof, suite
-from primus.training import record as records
 from primus.training.checks import Verdict
 from primus.training.job import JobResult
 from primus.training.result import read as read_result
@@ -119,7 +118,7 @@ def validate(
         evidence = _evidence(resolved, jobs, suite.run(jobs, train), gates, image, runner.name, hardware)
         if not recording:
             _compare_curve(resolved, evidence)
-        records.write(evidence, folder / "record.json")
+        suite.write_record(evidence, folder / "record.json")
         (folder / "report.html").write_text(page(evidence), encoding="utf-8")
         if not quiet and together > 1:
             _say(f"{'✓' if evidence['passed'] else '✗'} {shown}: {len(evidence['verdicts'])} checks")
@@ -244,7 +243,7 @@ def _evidence(
     hardware: Hardware,
 ) -> dict[str, Any]:
     on_gpu = [ran_on(hardware.gpu, outcomes)] if hardware.gpu != NO_GPU else []
-    return records.make(
+    return suite.record(
         jobs,
         outcomes,
         [*suite.judge(jobs, outcomes), *on_gpu, *map(_gate_verdict, gates.reports)],

@@ -66,7 +66,7 @@ details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """Return the page. Everything shown comes from ``record`` (see :mod:`primus.training.record`)."""
+    """Return the page. Everything shown comes from ``record`` (see :mod:`primus.training.suite`)."""
     recipe = record["recipe"]
     title = f"Validation of {record['target']} with {recipe['name']}"
     body = "".join(

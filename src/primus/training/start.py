@@ -17,7 +17,7 @@ from pathlib import Path
 import primus
 from primus.errors import HostError, InputError
 from primus.files import write_file
-from primus.training import checks, energy, failure, identity, launch, metrics, outcome, ranks
+from primus.training import checks, failure, identity, launch, machine, metrics, outcome, ranks
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Clock
@@ -111,7 +111,9 @@ def start(
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
     folder = ranks.folder_of_node(job, os.environ)
-    used = energy.Log(folder / "energy.jsonl", energy.meter(job.recipe.gpu, job.recipe.get("ranks", int), environment))
+    used = machine.EnergyLog(
+        folder / "machine.jsonl", machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
+    )
 
     watch = Clock()
 

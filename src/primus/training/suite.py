@@ -1,4 +1,4 @@
-"""The validation suite: its jobs, and the verdicts on their results. Pure, except for ``run``.
+"""The validation suite: its jobs, the verdicts on their results, and the record of both.
 
 There are three levels. ``quick`` runs the recipe once. ``standard`` repeats it, resumes it and splits its batch.
 ``full`` adds another layout of the ranks and every other precision of the recipe.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from primus.errors import InputError
+from primus.files import write_file
 from primus.recipes.choose import CPU, computes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
@@ -28,6 +30,7 @@ LEVELS = ("quick", "standard", "full")
 
 # Increase this when a check or the plan changes its meaning, because records of another suite prove something else.
 FORMAT = 6
+RECORD_FORMAT = 1
 _PRECISION_JOB = "precision-"
 _NORM = "base: reference gradient norm"
 _STEPS = {"base: reference data", "base: reference loss", "base: reference update"}
@@ -266,3 +269,83 @@ def digest(recipe: Recipe, jobs: Sequence[Job]) -> str:
     names = [job.name for job in jobs]
     content = {"format": FORMAT, "jobs": names, "validation": recipe.section("validation")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def record(
+    jobs: Sequence[Job],
+    outcomes: Mapping[str, Outcome],
+    verdicts: Sequence[Verdict],
+    *,
+    target: str,
+    image: Mapping[str, Any],
+    gpu: str,
+    time: str,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the record of one validation.
+
+    ``image`` identifies the bytes that ran (``{"digest": "sha256:…"}`` and whatever else the caller knows). ``gpu``
+    is the GPU's name or "none". ``time`` is the time in ISO 8601. ``passed`` is true only if there are verdicts,
+    all of them passed, and every planned job has a series of steps.
+    """
+    recipe = recipe_of(jobs)
+    base = outcomes.get(jobs[0].name)
+    ran = all(job.name in outcomes and outcomes[job.name].series.steps for job in jobs)
+    return {
+        "format": RECORD_FORMAT,
+        "made": time,
+        "passed": bool(verdicts) and ran and all(verdict.passed for verdict in verdicts),
+        "target": target,
+        "image": dict(image),
+        "gpu": gpu,
+        "recipe": {
+            "name": recipe.name,
+            "description": recipe.find("description", ""),
+            "sha256": recipe.digest,
+            "backend": recipe.backend,
+            "mode": recipe.mode,
+            "precision": recipe.precision,
+            "gpu": recipe.gpu,
+            "ranks": recipe.world_size,
+            "settings": {key: setting.value for key, setting in recipe.settings.items()},
+        },
+        "suite": {"sha256": digest(recipe, jobs), "format": FORMAT},
+        "versions": dict(base.facts.get("versions", {})) if base else {},
+        "facts": dict(base.facts) if base else {},
+        "measurements": _measurements(recipe, base) if base else {},
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "jobs": [_job_entry(job, outcomes.get(job.name)) for job in jobs],
+        **(extra or {}),
+    }
+
+
+def _measurements(recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
+    done = metrics.work(recipe, outcome.facts)
+    warmup = recipe.get("validation.warmup_steps", int)
+    return asdict(metrics.summarize(outcome.series, warmup, done, outcome.slow_rank))
+
+
+def _job_entry(job: Job, outcome: Outcome | None) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "name": job.name,
+        "command": ["primus", *job.arguments()],
+        "ran": outcome is not None,
+    }
+    if outcome is None:
+        return content
+    lines = metrics.as_json_lines(outcome.series, metrics.work(job.recipe, outcome.facts)).splitlines()
+    return {
+        **content,
+        "argv": list(outcome.argv),
+        "exit_code": outcome.exit_code,
+        **({"cause": outcome.cause} if outcome.cause else {}),
+        "seconds": outcome.seconds,
+        "exact": outcome.series.exact,
+        "series": [json.loads(line) for line in lines],
+    }
+
+
+def write_record(record: Mapping[str, Any], path: Path) -> None:
+    """Write the record to ``path`` atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -484,7 +484,7 @@ def no_decay(module: Any) -> None:
 
 # Checkpoints: a judged run saves, erases and loads its state halfway
 
-CHECKPOINT = "primus.training.loop.checkpoint"
+CHECKPOINT = "primus.training.loop.train"
 
 
 @silent("checkpoint", "fsdp", SHARDED, UPDATE, words=BF16)

@@ -158,8 +158,8 @@ def main(family: str) -> None:
 
     from primus.training import gloo
     from primus.training.loop.config import LoopConfig
-    from primus.training.megatron.backend import MegatronConfig
     from primus.training.megatron.model import build
+    from primus.training.megatron.render import MegatronConfig
 
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     cpu.apply_after_import()

@@ -18,7 +18,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.report import sheets
 from primus.report.run import read
-from primus.training import logs, metrics, ranks, record
+from primus.training import logs, metrics, ranks, suite
 from primus.training.checks import Verdict
 from primus.training.job import Job
 from primus.training.metrics import work
@@ -159,11 +159,11 @@ def test_the_page_compares_runs_and_takes_nothing_from_outside(make: Make, tmp_p
 def test_a_record_is_read_like_a_folder(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(name="base", recipe=resolve("llama3.1-8b", (), H200), output=tmp_path / "base")
     outcome = Outcome(job=job, exit_code=0, series=series_of(9000.0), facts=FACTS, seconds=61.5)
-    made = record.make(
+    made = suite.record(
         [job], {"base": outcome}, verdicts(True), target="h200", gpu="NVIDIA H200", time="2026-11-20T00:00:00Z",
         image={"ref": "h200", "manifest": "sha256:12"},
     )  # fmt: skip
-    record.write(made, tmp_path / "evidence/record.json")
+    suite.write_record(made, tmp_path / "evidence/record.json")
     folder = make("train")
     of_folder, of_record = read(folder), read(tmp_path / "evidence")
     assert of_record.summary == of_folder.summary

@@ -158,7 +158,7 @@ def test_a_missing_command_is_127_as_in_a_shell(tmp_path: Path) -> None:
 def test_the_inside_never_loads_the_outside() -> None:
     code = (
         "import sys, primus.cli.image.train, primus.system.banner, primus.report.html; "
-        "import primus.training.record; "
+        "import primus.training.suite; "
         "outside = ('versions', 'plan', 'build', 'oci', 'gates', 'sandbox', 'release', 'cli.host'); "
         "print([m for m in sys.modules if m.removeprefix('primus.').startswith(outside) or m == 'torch'])"
     )

@@ -13,7 +13,7 @@ import pytest
 from primus.recipes.architecture import Architecture
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.training import energy, logs, metrics
+from primus.training import logs, machine, metrics
 from primus.training.logs import Series, Step
 from primus.training.metrics import Flops, Work, of_recipe_unit, work
 
@@ -130,7 +130,7 @@ def logged(number: int) -> str:
 
 def test_joules_are_the_difference_between_two_steps(tmp_path: Path) -> None:
     counter = iter([1000.0, 1400.5, 2000.0])
-    log = energy.Log(tmp_path / "energy.jsonl", lambda: next(counter))
+    log = machine.EnergyLog(tmp_path / "energy.jsonl", lambda: next(counter))
     # Each rank prints each step; the second line of one is no reading.
     for text in ("hello\n", logged(1), logged(1), logged(2), logged(2), logged(3)):
         log.line(text)
@@ -141,7 +141,7 @@ def test_joules_are_the_difference_between_two_steps(tmp_path: Path) -> None:
 
 def test_a_counter_that_falls_or_fails_gives_no_figure(tmp_path: Path) -> None:
     counter = iter([1000.0, 5.0, None, 7.0])
-    log = energy.Log(tmp_path / "energy.jsonl", lambda: next(counter))
+    log = machine.EnergyLog(tmp_path / "energy.jsonl", lambda: next(counter))
     for number in (1, 2, 3, 4):
         log.line(logged(number))
     assert not (tmp_path / "energy.jsonl").exists()
@@ -165,16 +165,16 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_nvml")
 def test_amds_counters_are_read_when_every_card_is_a_ranks(tmp_path: Path) -> None:
-    assert energy.meter("h200", 2, {}, tmp_path) is None
+    assert machine.energy_meter("h200", 2, {}, tmp_path) is None
     card(tmp_path, 0, 30.0)
     card(tmp_path, 1, 50.0)
     card(tmp_path, 2, 9.0, vendor="0x1a03")
-    read = energy.meter("h200", 2, {}, tmp_path)
+    read = machine.energy_meter("h200", 2, {}, tmp_path)
     assert read is not None
     assert read() == 40.0
-    assert energy.meter("h200", 1, {}, tmp_path) is None
+    assert machine.energy_meter("h200", 1, {}, tmp_path) is None
     card(tmp_path, 3, None)
-    assert energy.meter("h200", 3, {}, tmp_path) is None
+    assert machine.energy_meter("h200", 3, {}, tmp_path) is None
 
 
 class Nvml:
@@ -209,18 +209,18 @@ def test_nvidias_counters_are_those_of_the_visible_gpus(
     visible: str | None, ranks: int, joules: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml())
-    read = energy.meter("h200", ranks, {"CUDA_VISIBLE_DEVICES": visible} if visible else {}, tmp_path)
+    read = machine.energy_meter("h200", ranks, {"CUDA_VISIBLE_DEVICES": visible} if visible else {}, tmp_path)
     assert (read() if read else None) == joules
 
 
 def test_more_ranks_than_gpus_or_no_counter_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml())
-    assert energy.meter("h200", 5, {}, tmp_path) is None
-    assert energy.meter("h200", 4, {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is None
-    assert energy.meter("h200", 4, {}, tmp_path) is not None
-    assert energy.meter("cpu", 4, {}, tmp_path) is None
+    assert machine.energy_meter("h200", 5, {}, tmp_path) is None
+    assert machine.energy_meter("h200", 4, {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is None
+    assert machine.energy_meter("h200", 4, {}, tmp_path) is not None
+    assert machine.energy_meter("cpu", 4, {}, tmp_path) is None
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml(counts=False))
-    assert energy.meter("h200", 1, {}, tmp_path) is None
+    assert machine.energy_meter("h200", 1, {}, tmp_path) is None
 
 
 def test_facts_name_the_gpu_as_torch_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.release.validation import outcome_text
 from primus.report.html import page
-from primus.training import outcome, ranks, record, start, suite
+from primus.training import outcome, ranks, start, suite
 from primus.training.job import Job, JobResult
 from primus.training.torchtitan import render
 from proof_kit import FLOPS, evidence
@@ -136,7 +136,7 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, .
     outcomes, failed = judged(jobs)
     assert failed == []
     verdicts = suite.judge(jobs, outcomes)
-    made = record.make(
+    made = suite.record(
         jobs,
         outcomes,
         verdicts,
@@ -148,7 +148,7 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, .
     assert made["passed"] is True
     assert made["versions"] == {"torch": "2.13.0+cpu"}
     assert [len(job["series"]) for job in made["jobs"]] == [20, 20, 10, 2]
-    record.write(made, tmp_path / "deep" / "record.json")
+    suite.write_record(made, tmp_path / "deep" / "record.json")
     assert json.loads((tmp_path / "deep" / "record.json").read_text()) == made
     html = page(made)
     assert "✓ Passed" in html
@@ -167,7 +167,7 @@ def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(jobs: tupl
     assert ran == ["base"]
     verdicts = suite.judge(jobs, outcomes)
     assert {"base: exit code", "base: steps logged", "repeat: exit code", "resume", "accumulation"} <= set(failed)
-    made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
+    made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
     assert made["passed"] is False
     assert "was not run" in page(made)
 
@@ -185,7 +185,7 @@ def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(jobs: tu
     verdicts = suite.judge(jobs, outcomes)
     assert [v.name for v in verdicts if not v.passed and not v.skipped] == ["base: exit code"]
     assert "was not run, because base failed" in next(v.reason for v in verdicts if v.name == "repeat: exit code")
-    made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
+    made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
     assert made["passed"] is False
     assert made["jobs"][0]["cause"] == "rank 1: KeyError: 'text'"
     said = outcome_text(made, jobs[0].output)
@@ -198,7 +198,7 @@ def test_losses_that_are_not_finite_are_told_as_a_failed_check(jobs: tuple[Job, 
     """A record has null in their place."""
     outcomes = suite.run(jobs, lambda job: leave(job, values=dict.fromkeys(range(1, 21), (math.nan, 1.0))))
     verdicts = suite.judge(jobs, outcomes)
-    made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
+    made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
     assert made["jobs"][0]["series"][0]["loss"] is None
     assert "✗ base: finite" in outcome_text(made, jobs[0].output)
 
@@ -206,9 +206,9 @@ def test_losses_that_are_not_finite_are_told_as_a_failed_check(jobs: tuple[Job, 
 def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:
     outcomes = suite.run(jobs, lambda job: JobResult(exit_code=0, output=job.output))
     verdicts = suite.judge(jobs, outcomes)
-    made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
+    made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
     assert made["passed"] is False
-    assert record.make(jobs, {}, (), target="cpu", image={}, gpu="none", time="")["passed"] is False
+    assert suite.record(jobs, {}, (), target="cpu", image={}, gpu="none", time="")["passed"] is False
     assert "nothing to draw" in page(made)
 
 
@@ -279,7 +279,7 @@ def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_record_names_the_recipe_as_it_was_asked_for(jobs: tuple[Job, ...]) -> None:
-    made = record.make(jobs, {}, (), target="cpu", image={}, gpu="none", time="")
+    made = suite.record(jobs, {}, (), target="cpu", image={}, gpu="none", time="")
     assert made["recipe"]["sha256"] == resolve("llama3-proxy").digest
 
 
@@ -371,7 +371,7 @@ def test_a_folder_that_holds_a_run_is_not_reused(jobs: tuple[Job, ...]) -> None:
 def test_a_page_of_a_failed_record_says_why(jobs: tuple[Job, ...]) -> None:
     outcomes, _ = judged(jobs, lambda job: leave(job, values={1: (7.3, float("nan"))}))
     verdicts = suite.judge(jobs, outcomes)
-    html = page(record.make(jobs, outcomes, verdicts, target="<cpu>", image={}, gpu="none", time=""))
+    html = page(suite.record(jobs, outcomes, verdicts, target="<cpu>", image={}, gpu="none", time=""))
     assert "✗ Failed" in html
     assert "&lt;cpu&gt;" in html
     assert "gradient norm nan" in html

@@ -1,4 +1,4 @@
 """The plain FSDP benchmark (``train_fsdp`` of the PyTorch training container v25.2): a Llama in pure PyTorch.
 
-``backend`` does not need torch. The other modules run only inside the ranks.
+The modules run only inside the ranks.
 """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from primus.training.fsdp.backend import FsdpConfig
-from primus.training.fsdp.llama import FAMILIES, Llama
+from primus.training.fsdp.llama import FAMILIES, FsdpConfig, Llama
 from primus.training.loop import data, process, session, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process

@@ -5,17 +5,21 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from primus.training import facts
-from primus.training.loop import checkpoint
+from primus.training import facts, identity
+from primus.training.failure import text_of
 from primus.training.loop.config import RankJob, learning_rate
 from primus.training.loop.process import Process, peak_memory
 from primus.training.loop.session import Batch, Data, Session
@@ -23,6 +27,81 @@ from primus.training.metrics import of_recipe_unit
 from primus.training.straggler import Pace
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
+
+
+def save_checkpoint(output: Path, step: int, session: Session, fields: Mapping[str, Any]) -> Path:
+    """Save the model, optimizer and random states after ``step``, with the run's identity. Returns the folder.
+
+    The folder is renamed to its final name when all ranks have written their part.
+    """
+    folder = output / "checkpoint" / f"step-{step}"
+    unfinished = folder.with_name(f".{folder.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()
+    dcp.save({**session.state_dict(), **_random_states()}, checkpoint_id=unfinished)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        identity.seal(unfinished, fields)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    dist.barrier()
+    return folder
+
+
+def load_checkpoint(folder: Path, session: Session) -> None:
+    """Load the checkpoint in ``folder``. The learning rate and the position in the data follow from its step.
+
+    Random states belong to ranks, so they are not loaded if the number of ranks differs. Raises SystemExit if the
+    checkpoint is damaged.
+    """
+    state = session.state_dict()
+    try:
+        identity.verify_tensors(folder)
+        random = _fill(folder, state)
+    except (CheckpointException, Exception) as error:
+        raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
+    for name in random:
+        if name in state:
+            _set_random_state(state.pop(name))
+    session.load_state_dict(state)
+
+
+def prove_checkpoint(
+    output: Path, step: int, session: Session, fields: Mapping[str, Any], erase: Callable[[], None]
+) -> None:
+    """Save a checkpoint, ``erase`` everything that was trained, and load it. Later steps show what is lost."""
+    folder = save_checkpoint(output, step, session, fields)
+    erase()
+    load_checkpoint(folder, session)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def _fill(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill ``state`` from ``folder``. Returns the random states; ``state`` contains them if the rank count matches."""
+    random = _random_states()
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved_ranks = sum(name.startswith("random.") for name in metadata)
+    if saved_ranks == dist.get_world_size():
+        state |= random
+    dcp.load(state, checkpoint_id=folder)
+    return random
+
+
+def _random_states() -> dict[str, Any]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return {f"random.{dist.get_rank()}": torch.cat(states)}
+
+
+def _set_random_state(state: torch.Tensor) -> None:
+    host = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:host])
+    if torch.cuda.is_available() and state.numel() > host:
+        torch.cuda.set_rng_state(state[host:])
 
 
 class Tracker(Protocol):
@@ -164,7 +243,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
     report = Report(job, process, data, observed["trainable_parameters"] if job.mode == "lora" else None)
     observed["flops_per_unit"] = report.flops_per_unit
     if job.resume_from is not None:
-        checkpoint.load(job.resume_from, session)
+        load_checkpoint(job.resume_from, session)
         report.say(f"resumed from {job.resume_from}")
     parts, examined = session.model_parts, job.examined if job.blocks else ()
     witness = Witness(job.output, parts, session.data_rank, session, examined=examined) if job.witness else None
@@ -198,12 +277,12 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
             witness.step(step)
             if step == (job.first_step + job.last_step) // 2:
                 with witness.busy(step):
-                    checkpoint.prove(job.output / "cache", step, session, job.identity, witness.erase)
+                    prove_checkpoint(job.output / "cache", step, session, job.identity, witness.erase)
                     witness.loaded()
             report.start()
         if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == job.last_step):
             began = time.perf_counter()
-            folder = checkpoint.save(job.output, step, session, job.identity)
+            folder = save_checkpoint(job.output, step, session, job.identity)
             report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
             report.start()
         if step % _COLLECT_EVERY == 0:

@@ -1,4 +1,4 @@
 """The Megatron backend (megatron-core 0.16.1).
 
-``backend`` and ``render`` do not need torch. The other modules run only inside the ranks.
+``render`` does not need torch. The other modules run only inside the ranks.
 """

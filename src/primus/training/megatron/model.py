@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import cpu, render, weights
-from primus.training.megatron.backend import MegatronConfig
+from primus.training.megatron.render import MegatronConfig
 from primus.turbo import primus_turbo
 from primus.turbo.primus_turbo import attention
 

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Settings that Megatron's own configuration classes do not have.
+
+    ``layers`` selects Transformer Engine's layers or Megatron's own ("local"); "auto" uses Transformer Engine's on
+    a GPU if it is installed. ``attention`` selects that of the local layers: torch's fused kernels, or Megatron's
+    unfused one, which stores all scores of a sequence. ``torch_fsdp2`` shards weights, gradients and optimizer
+    states over the data-parallel ranks, instead of optimizer states alone.
+    """
+
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    attention: Literal["torch", "unfused"] = "torch"
+    torch_fsdp2: bool = False
 
 
 def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -16,7 +32,7 @@ def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def own(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :class:`primus.training.megatron.backend.MegatronConfig`: the keys below no section."""
+    """Return the arguments of :class:`MegatronConfig`: the keys below no section."""
     return {key: value for key, value in config.items() if "." not in key}
 
 

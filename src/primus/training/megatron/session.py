@@ -19,8 +19,8 @@ from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
 from primus.training.megatron import render, weights
-from primus.training.megatron.backend import MegatronConfig
 from primus.training.megatron.model import build, layers_of
+from primus.training.megatron.render import MegatronConfig
 from primus.training.megatron.weights import Updates
 from primus.training.witness import Taken
 

@@ -211,18 +211,23 @@ class Member:
         self._sum = 0
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
         self._inflater = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_DEFLATE) if deflated else None
-        self._file.seek(info.header_offset)
+        self._begun = False
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._file.seek(self._info.header_offset)
         head = self._file.read(_HEADER.size)
         if len(head) < _HEADER.size or not head.startswith(b"PK\3\4"):
-            self.close()
             self._fail()
         _, name, more = _HEADER.unpack(head)
-        self._file.seek(info.header_offset + _HEADER.size + name + more)
+        self._file.seek(self._info.header_offset + _HEADER.size + name + more)
 
     def read(self, size: int) -> bytes:
         """Return at most ``size`` bytes; none at the end."""
         if not self._left:
             return b""
+        if not self._begun:
+            self._begin()
         data = self._next(min(size, self._left))
         self._left -= len(data)
         self._sum = isal_zlib.crc32(data, self._sum)

@@ -17,7 +17,7 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, NoReturn, cast
 
@@ -28,7 +28,7 @@ from primus.oci.contents import require_sane
 from primus.oci.tar import Entry
 from primus.paths import path_fault
 from primus.plan.skeleton import Prefix
-from primus.versions.names import normalised
+from primus.versions.lock import normalised
 
 _UNIX = 3
 _READ = 1 << 19
@@ -101,7 +101,7 @@ def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str
             path=name,
             mode=0o755 if runs else 0o644,
             size=info.file_size,
-            source=functools.partial(Member, path, info, file_name),
+            source=cast("Callable[[], IO[bytes]]", functools.partial(Member, path, info, file_name)),
         )
     for name, data in made.items():
         mode = 0o755 if name.startswith(f"{prefix.root}/bin/") else 0o644

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import IO, Literal
 
-from primus.versions.names import normalised
+from primus.versions.lock import normalised
 
 Kind = Literal["wheel", "deb", "header", "library"]
 

@@ -31,8 +31,7 @@ from primus.plan.skeleton import (
 from primus.plan.target import build_root, extra_root
 from primus.plan.workspace import StatIndex
 from primus.versions.components import Base, Build, Pin
-from primus.versions.lock import Lock, LockedFile
-from primus.versions.names import normalised
+from primus.versions.lock import Lock, LockedFile, normalised
 from primus.versions.suites import upstream
 
 # A wheel of the closure at least this large gets its own layer: small wheels change together, large ones rarely.

@@ -13,8 +13,7 @@ from primus.gpus.table import generation
 from primus.plan.project import Choice, Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
 from primus.versions.components import Pin, Versions
-from primus.versions.lock import Drift, Lock, LockedFile, Request, drift
-from primus.versions.names import normalised
+from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, normalised
 from primus.versions.suites import name_of
 from primus.yamlfile import Document
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from primus import __version__
 from primus.oci.tar import Entry
-from primus.versions.names import normalised
+from primus.versions.lock import normalised
 
 if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget

@@ -11,8 +11,7 @@ from primus.gpus.generation import Table
 from primus.gpus.table import environment
 from primus.schema import WrongValue, described
 from primus.versions.components import Pin, Versions
-from primus.versions.lock import BaseRequest, Commit, Request
-from primus.versions.names import normalised
+from primus.versions.lock import BaseRequest, Commit, Request, normalised
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ There is one committed file per target and channel, with one entry per line, so 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,6 +179,11 @@ class Drift:
 
     def __str__(self) -> str:
         return f"{self.pin}: locked {self.locked or 'nothing'}, wanted {self.wanted or 'nothing'}"
+
+
+def normalised(name: str) -> str:
+    """Normalize the name of a Python package as PEP 503 does."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:

@@ -20,29 +20,11 @@ from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 Stale = frozenset[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Build:
-    """The wheels of one build root. ``asked`` is what was requested, in addition to the image's versions."""
-
-    asked: tuple[object, ...]
-    image: Mapping[str, str]
-    files: tuple[LockedFile, ...]
-
-    def answers(self, asked: tuple[object, ...], image: Mapping[str, str]) -> bool:
-        """Return whether the files also fit another image: they contain no package in which the images differ.
-
-        Images of one channel differ in packages of their GPU architecture, on which no build tool depends.
-        """
-        different = {name for name, _ in set(self.image.items()) ^ set(image.items())}
-        return asked == self.asked and not different & {file.name for file in self.files}
-
-
 @dataclass(frozen=True)
 class Known:
-    """Results for bases, commits and build roots, so that targets that are locked together share each request."""
+    """Results for bases and commits, so that targets that are locked together share each request."""
 
     sources: dict[BaseRequest | Commit, tuple[LockedFile, ...]] = field(default_factory=dict)
-    builds: list[_Build] = field(default_factory=list)
 
 
 # Only maintainer scripts call these, and those of an extra do not run, so apt is told that they are installed.
@@ -132,7 +114,8 @@ def resolve(
             before = previous.of("wheel", name) if previous is not None else ()
             if f"build {name}" in parts:
                 held = {} if refresh else {f.name: f.version for f in before if f not in gone}
-                found += _build(request, name, image, held, known, progress)
+                wheels = request.builds[name]
+                found += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
             else:
                 kept += before
         answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
@@ -153,28 +136,6 @@ def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedF
                 hint=f"name the suite of {file.name} under `packages` of the base",
             )
     return result
-
-
-def _build(
-    request: Request,
-    root: str,
-    image: Mapping[str, str],
-    keep: Mapping[str, str],
-    known: Known,
-    progress: Progress,
-) -> tuple[LockedFile, ...]:
-    """Return the wheels of the build root ``root``, reusing those of an earlier target if they fit this one."""
-    wheels = request.builds[root]
-    asked = (
-        root, wheels, keep, request.python, request.architecture, request.bases, request.indexes, request.indexed,
-        request.provided,
-    )  # fmt: skip
-    found = next((one for one in known.builds if one.answers(asked, image)), None)
-    if found is None:
-        files = resolve_build(request, root, wheels, image=image, keep=keep, progress=progress)
-        found = _Build(asked=asked, image=image, files=files)
-        known.builds.append(found)
-    return found.files
 
 
 def _commits(commits: Mapping[str, Commit], known: Known) -> list[LockedFile]:

@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError, LacksPackages
-from primus.versions.archive import Archive, _default_mirror, debian_stanzas, parse_sources, suite_of
-from primus.versions.debs import check_python, parse_records, parse_uris
+from primus.versions.debs import (
+    Archive,
+    _default_mirror,
+    check_python,
+    debian_stanzas,
+    parse_records,
+    parse_sources,
+    parse_uris,
+    suite_of,
+)
 from primus.versions.lock import BaseRequest
 from primus.versions.suites import preferences, suites_of, upstream
 

@@ -133,17 +133,6 @@ def test_a_base_no_longer_asked_for_leaves_the_lock(calls: list[Any]) -> None:
     assert relock.resolve(request, previous=_lock(_request()), progress=QuietProgress()).of("deb") == ()
 
 
-def test_targets_share_a_build_root_unless_it_has_a_package_in_which_they_differ(calls: list[Any]) -> None:
-    known = relock.Known()
-    for torch, wheels in (("1", ("numpy",)), ("2", ("numpy",)), ("2", ("torch",)), ("3", ("torch",))):
-        request = _with_build(_request(torch=torch), *wheels)
-        lock = relock.resolve(request, previous=None, known=known, progress=QuietProgress())
-        assert {f.name for f in lock.of("wheel", "x build")} == {"ninja", *wheels}
-    assert [call for call in calls if call[0] == "x build"] == [
-        ("x build", ("numpy",)), ("x build", ("torch",)), ("x build", ("torch",)),
-    ]  # fmt: skip
-
-
 def test_compare_names_old_and_new() -> None:
     old, new = _lock(_request()), _lock(_request(torch="3"))
     assert compare(old, new) == (Change(kind="wheel", name="torch", old="2", new="3"),)

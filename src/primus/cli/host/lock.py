@@ -22,8 +22,7 @@ from primus.errors import InputError
 from primus.plan.locking import lock_target
 from primus.plan.resolve import ResolvedTarget, resolve_all
 from primus.terminal import counted
-from primus.versions.lock import Drift, Lock, Request
-from primus.versions.names import normalised
+from primus.versions.lock import Drift, Lock, Request, normalised
 
 EXAMPLE = "primus lock cpu --check"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from primus.errors import CheckFailed
 from primus.gates.finding import Finding, GateReport
-from primus.versions.names import normalised
+from primus.versions.lock import normalised
 from primus.versions.suites import name_of, upstream
 
 if TYPE_CHECKING:

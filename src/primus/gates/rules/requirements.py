@@ -13,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from primus.gates.finding import Finding, GateReport
-from primus.versions.names import normalised
+from primus.versions.lock import normalised
 from primus.versions.suites import MACHINES, upstream
 
 if TYPE_CHECKING:

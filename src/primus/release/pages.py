@@ -3,107 +3,87 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from primus.compat.commands import documented_paths
 from primus.compat.translate import Entry, keys
 from primus.compat.translate import table as compat_table
 from primus.gpus.generation import Arch, Generation, Peak, Table, Variable
-from primus.release.markdown import table
+from primus.release.markdown import section, table
 
 _NONE = "–"
 
 
 def gpu_page(gpus: Table) -> str:
     """Return the page in Markdown."""
-    archs = {a.arch: a for a in gpus.archs}
-    baked = [v for v in gpus.environment if v.value is not None]
-    unset = [v for v in gpus.environment if v.value is None]
-    return "\n".join(
-        [
-            "<!-- Generated from src/primus/gpus/generations.yaml by `nox -s docs`; do not edit. -->",
-            "# GPUs",
-            "",
-            "The GPUs that have an image. Peaks are dense, in TFLOP/s of one GPU. If no source gives a peak, or a GPU "
-            "is not in this table, no MFU is printed. A GPU is identified by its full product name or its PCI device "
-            "id, never by its architecture, which other products share.",
-            "",
-            "## Generations",
-            "",
-            *table(
-                ("target", "GPU", "architecture", "units", "memory", "bandwidth", "FP8", "MX"),
-                [_generation(g, archs[g.arch]) for g in gpus.generations],
-            ),
-            "",
-            "## Peaks",
-            "",
-            *table(
-                ("GPU", "dtype", "TFLOP/s", "source"),
-                [(g.title, p.dtype, _figure(p), p.source) for g in gpus.generations for p in g.peaks],
-            ),
-            "",
-            *(f"- {g.title}: {note}" for g in gpus.generations for note in g.notes),
-            "",
-            "## Architectures",
-            "",
+    archs = {arch.arch: arch for arch in gpus.archs}
+    variables = sorted(gpus.environment, key=lambda v: (v.name, v.for_))
+    baked = [v for v in variables if v.value is not None]
+    lines = [
+        "<!-- Generated from src/primus/gpus/generations.yaml by `nox -s docs`; do not edit. -->",
+        "# GPUs",
+        "",
+        "The GPUs that have an image. Peaks are dense, in TFLOP/s of one GPU. If no source gives a peak, or a GPU "
+        "is not in this table, no MFU is printed. A GPU is identified by its full product name or its PCI device "
+        "id, never by its architecture, which other products share.",
+        "",
+        *section(
+            "Generations",
+            ("target", "GPU", "architecture", "units", "memory", "bandwidth", "FP8", "MX"),
+            [_generation(gpu, archs[gpu.arch]) for gpu in gpus.generations],
+        ),
+        *section(
+            "Peaks",
+            ("GPU", "dtype", "TFLOP/s", "source"),
+            [(gpu.title, p.dtype, _figure(p), p.source) for gpu in gpus.generations for p in gpu.peaks],
+        ),
+        *(f"- {gpu.title}: {note}" for gpu in gpus.generations for note in gpu.notes),
+        "",
+        *section(
+            "Architectures",
+            ("architecture", "FP8", "largest", "MX formats", "sources", "also the architecture of"),
+            [
+                (a.arch, a.fp8, a.fp8_largest, ", ".join(a.mx) or "none", f"FP8: {a.fp8_source}. MX: {a.mx_source}",
+                 ", ".join(a.others) or _NONE)
+                for a in gpus.archs
+            ],
             "The two FP8 formats have different exponent biases. Bytes of one format read as the other are wrong by a "
             "factor of two, without an error.",
-            "",
-            *table(
-                ("architecture", "FP8", "largest", "MX formats", "sources", "also the architecture of"),
-                [
-                    (
-                        a.arch,
-                        a.fp8,
-                        str(a.fp8_largest),
-                        ", ".join(a.mx) or "none",
-                        f"FP8: {a.fp8_source}. MX: {a.mx_source}",
-                        ", ".join(a.others) or _NONE,
-                    )
-                    for a in gpus.archs
-                ],
-            ),
-            "",
-            "## Names and sources",
-            "",
-            *table(
-                ("target", "names that tools print", "PCI device ids", "source of units and memory"),
-                [
-                    (f"`{g.name}`", ", ".join(g.names), ", ".join(g.device_ids) or _NONE, g.source)
-                    for g in gpus.generations
-                ],
-            ),
-            "",
-            "## Environment",
-            "",
+        ),
+        *section(
+            "Names and sources",
+            ("target", "names that tools print", "PCI device ids", "source of units and memory"),
+            [
+                (f"`{gpu.name}`", ", ".join(gpu.names), ", ".join(gpu.device_ids) or _NONE, gpu.source)
+                for gpu in gpus.generations
+            ],
+        ),
+        *section(
+            "Environment",
+            ("variable", "value", "for", "reason", "same value in"),
+            [(f"`{v.name}`", f"`{v.value}`", ", ".join(v.for_), v.why, _agreeing(v)) for v in baked],
             "The image of a target file with `gpu: mi355x` sets the variables for that GPU. The target's own "
             "`environment` overrides them, and `docker run -e` overrides everything.",
-            "",
-            *table(
-                ("variable", "value", "for", "reason", "same value in"),
-                [(f"`{v.name}`", f"`{v.value}`", _for(v), v.why, _agreeing(v)) for v in _sorted(baked)],
-            ),
-            "",
-            "## Left unset on purpose",
-            "",
-            *table(
-                ("variable", "for", "reason", "elsewhere", "decision"),
-                [(f"`{v.name}`", _for(v), v.why, _others(v), v.choice or _NONE) for v in _sorted(unset)],
-            ),
-            "",
-            "## Where sources disagree",
-            "",
-            *table(
-                ("variable", "for", "here", "elsewhere", "decision"),
-                [
-                    (f"`{v.name}`", _for(v), f"`{v.value}`", _others(v), v.choice or _NONE)
-                    for v in _sorted(baked)
-                    if v.disagreeing
-                ],
-            ),
-            "",
-        ]
-    )
+        ),
+        *section(
+            "Left unset on purpose",
+            ("variable", "for", "reason", "elsewhere", "decision"),
+            [
+                (f"`{v.name}`", ", ".join(v.for_), v.why, _others(v), v.choice or _NONE)
+                for v in variables
+                if v.value is None
+            ],
+        ),
+        *section(
+            "Where sources disagree",
+            ("variable", "for", "here", "elsewhere", "decision"),
+            [
+                (f"`{v.name}`", ", ".join(v.for_), f"`{v.value}`", _others(v), v.choice or _NONE)
+                for v in baked
+                if v.disagreeing
+            ],
+        ),
+    ]  # fmt: skip
+    return "\n".join(lines)
 
 
 def _generation(gpu: Generation, arch: Arch) -> tuple[str, ...]:
@@ -114,14 +94,6 @@ def _generation(gpu: Generation, arch: Arch) -> tuple[str, ...]:
 
 def _figure(peak: Peak) -> str:
     return "not known" if peak.tflops is None else f"{peak.tflops:,g}"
-
-
-def _sorted(variables: Sequence[Variable]) -> list[Variable]:
-    return sorted(variables, key=lambda v: (v.name, v.for_))
-
-
-def _for(variable: Variable) -> str:
-    return ", ".join(variable.for_)
 
 
 def _agreeing(variable: Variable) -> str:

@@ -18,7 +18,7 @@ from primus.release.diff import (
     date_words,
 )
 from primus.release.history import History, Release, UnconfirmedTag, errors_about, newest_first
-from primus.release.markdown import table
+from primus.release.markdown import section, table
 from primus.terminal import PLAIN, Screen, Styled
 
 _NONE = "–"
@@ -30,7 +30,6 @@ _CONFIDENCE = {
     None: "not published",
 }
 _MARK = {"added": Styled("+", "green"), "removed": Styled("-", "red"), "changed": Styled("~", "yellow")}
-_CONTRADICTION_HEAD = ("tag", "what", "best known", "other table", "source")
 # Longer lines of prose are hard to read, even on a wide screen.
 _PROSE = 116
 
@@ -153,70 +152,60 @@ def page(history: History) -> str:
     """Return docs/releases.md."""
     every = newest_first(history.releases)
     columns = [name for name in ROWS if name not in ("rocm", "pytorch")]
-    versions = [(r.reference, *(r.components.get(name) or _NONE for name in columns)) for r in every]
-    errors = [(error.where, error.printed, error.right) for error in history.documentation_errors]
-    unconfirmed = [(tag.reference, tag.named_by, tag.status) for tag in history.unconfirmed_tags]
-    related = [
-        (
-            r.reference,
-            r.date or _NONE,
-            ", ".join(f"{name} {version}" for name, version in r.components.items() if version),
-            _size(r),
-            " ".join(r.notes),
-        )
-        for r in newest_first(history.related_images)
-    ]
-    return "\n".join(
-        [
-            "<!-- Generated from src/primus/release/history.yaml by `nox -s docs`; do not edit. -->",
-            "# Published releases",
-            "",
-            "Every training image tag that is known to be published, newest first. `primus releases NAME` shows "
-            "everything known about a release. `primus diff v25.10 v26.8` compares two releases, and "
-            "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values that were not "
-            "published are never filled in from elsewhere.",
-            "",
-            *history.deprecations,
-            "",
-            release_list(history.releases, _Markdown()),
-            "",
-            "## Components",
-            "",
+    lines = [
+        "<!-- Generated from src/primus/release/history.yaml by `nox -s docs`; do not edit. -->",
+        "# Published releases",
+        "",
+        "Every training image tag that is known to be published, newest first. `primus releases NAME` shows "
+        "everything known about a release. `primus diff v25.10 v26.8` compares two releases, and "
+        "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values that were not "
+        "published are never filled in from elsewhere.",
+        "",
+        *history.deprecations,
+        "",
+        release_list(history.releases, _Markdown()),
+        "",
+        *_section(
+            "Components",
+            ("tag", *columns),
+            [(r.reference, *(r.components.get(name) or _NONE for name in columns)) for r in every],
             "Versions as published. Newer releases list more components; see `primus releases NAME`.",
-            "",
-            *_table([("tag", *columns), *versions]),
-            "",
-            "## Contradicting tables",
-            "",
+        ),
+        *_section(
+            "Contradicting tables",
+            ("tag", "what", "best known", "other table", "source"),
+            [(c.tag, c.what, c.table or "not published", c.other, c.source) for r in every for c in contradictions(r)],
             "Some tags have several published tables that differ. The tables above show the best known value.",
-            "",
-            *_table(
-                [
-                    _CONTRADICTION_HEAD,
-                    *((c.tag, c.what, c.table or "not published", c.other, c.source) for c in _contradictions(every)),
-                ]
-            ),
-            "",
-            "## Known errors of published pages",
-            "",
-            *_table([("where", "printed", "right"), *errors]),
-            "",
-            "## Unconfirmed tags",
-            "",
+        ),
+        *_section(
+            "Known errors of published pages",
+            ("where", "printed", "right"),
+            [(error.where, error.printed, error.right) for error in history.documentation_errors],
+        ),
+        *_section(
+            "Unconfirmed tags",
+            ("tag", "named by", "status"),
+            [(tag.reference, tag.named_by, tag.status) for tag in history.unconfirmed_tags],
             "These tags are named in some file, but no table, page or history lists them.",
-            "",
-            *_table([("tag", "named by", "status"), *unconfirmed]),
-            "",
-            "## Related images",
-            "",
-            *_table([("tag", "date", "components", "size", "notes"), *related]),
-            "",
-        ]
-    )
+        ),
+        *_section(
+            "Related images",
+            ("tag", "date", "components", "size", "notes"),
+            [
+                (r.reference, r.date or _NONE, _versions(r), _size(r), " ".join(r.notes))
+                for r in newest_first(history.related_images)
+            ],
+        ),
+    ]
+    return "\n".join(lines)
 
 
-def _contradictions(releases: Iterable[Release]) -> Iterable[Contradiction]:
-    return (contradiction for release in releases for contradiction in contradictions(release))
+def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], intro: str = "") -> list[str]:
+    return section(title, [_escaped(name) for name in head], [map(_escaped, row) for row in rows], intro)
+
+
+def _versions(release: Release) -> str:
+    return ", ".join(f"{name} {version}" for name, version in release.components.items() if version)
 
 
 def _sections(sections: Mapping[str, Sequence[str]], layout: Layout) -> list[str]:

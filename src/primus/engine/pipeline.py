@@ -21,7 +21,7 @@ from primus.plan.action import Action, ImagePlan, tree_rows
 from primus.plan.layers import plan_image
 from primus.plan.locking import lock_target, plan_images
 from primus.recipes.catalogue import check_changed
-from primus.sandbox.running import stop_all
+from primus.sandbox.processes import stop_all
 from primus.versions.lock import LockedFile
 from primus.versions.suites import suites_of
 

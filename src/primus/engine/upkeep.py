@@ -20,7 +20,7 @@ from primus.oci.roots import reference
 from primus.oci.store import Layer, Store
 from primus.plan.action import Action
 from primus.plan.workspace import Workspace
-from primus.sandbox import userns
+from primus.sandbox.engines import remove_tree
 
 _PARTIAL = ".tmp"
 
@@ -59,7 +59,6 @@ def find_waste(
     store = workspace.store
     needed = _needed(store, without)
     files = set() if caches else {*locked, *needed.wheels}
-    layers = set() if caches else {_hex(digest)[:32] for digest in needed.diff_ids}
     judged = set() if caches else {_hex(digest) for digest in needed.blobs}
     blobs = {_hex(digest) for digest in needed.blobs}
     logs = {key[:12] for key in needed.actions}
@@ -70,9 +69,7 @@ def find_waste(
             *(p for p in _inside(root / "actions") if p.stem not in needed.actions),
         ],
         "layers and manifests": [p for p in _inside(root / "blobs" / "sha256") if p.name not in blobs],
-        "unpacked layers": [
-            p for p in _inside(workspace.unpacked) if p.suffix != ".lock" and (p.suffix or p.name not in layers)
-        ],
+        "unpacked layers": [p for p in _inside(workspace.unpacked) if caches or not _unpacked(p) <= needed.diff_ids],
         "downloaded files": [p for p in _inside(workspace.files.root / "sha256") if p.name not in files],
         "findings of gates": [p for p in _inside(workspace.facts) if p.name.partition("-")[0] not in judged],
         "logs": [p for p in _inside(workspace.logs) if p.stem.rpartition("-")[2] not in logs],
@@ -104,11 +101,11 @@ def remove(waste: Sequence[Waste]) -> None:
 
 def _remove_tree(path: Path) -> None:
     if path.suffix != _PARTIAL:
-        # A layer's folder without this suffix is unpacked completely.
+        # What has this suffix never counts as complete.
         partial = path.with_name(f"{path.name}{_PARTIAL}")
-        userns.remove(partial)
+        remove_tree(partial)
         path = path.rename(partial)
-    userns.remove(path)
+    remove_tree(path)
     if path.exists():
         raise HostError(f"{path} cannot be removed", hint="run this as the user whose files it contains")
 
@@ -136,6 +133,12 @@ def _needed(store: Store, without: Collection[str]) -> _Needed:
         if wheel := wheel_of(store, key):
             needed.wheels.add(wheel.sha256)
     return needed
+
+
+def _unpacked(storage: Path) -> set[str]:
+    """Return the layers in a storage of podman. What is no such storage has a layer that no image needs."""
+    images = [json.loads(path.read_text(encoding="utf-8")) for path in _inside(storage / "images")]
+    return {diff_id for layers in images for diff_id in layers} if images else {""}
 
 
 def _records(store: Store, room: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

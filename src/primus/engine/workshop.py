@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from primus.engine.isolated import log_tail, run_isolated
 from primus.errors import CheckFailed, HostError, InputError
 from primus.oci.layer import compression_of, write_layer
 from primus.oci.roots import root_of_layers
@@ -19,7 +20,6 @@ from primus.oci.store import Layer, Store
 from primus.oci.tar import BLOCK, Entry, Watch
 from primus.plan.action import Action
 from primus.sandbox.engines import choose
-from primus.sandbox.isolated import log_tail, run_isolated
 from primus.schema import build
 from primus.terminal import bytes_text
 from primus.versions.lock import LockedFile

@@ -15,9 +15,9 @@ from typing import IO, Any, Literal, cast
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import open_regular
+from primus.oci.blobs import NO_TAR, BlobReader, damaged
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Kind
-from primus.sandbox.blobs import NO_TAR, BlobReader, damaged
 from primus.sandbox.container import LayerRef
 
 KINDS: Mapping[bytes, Kind] = {

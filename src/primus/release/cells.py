@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,12 @@ from primus.gpus.table import by_product_name
 from primus.recipes import load
 from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
 from primus.recipes.setting import Choices
+from primus.sandbox.container import Devices
 from primus.sandbox.devices import gpus
 from primus.training.checks import Verdict
 
 if TYPE_CHECKING:
     from primus.gpus.generation import Generation
-    from primus.sandbox.container import Devices
     from primus.training.outcome import Outcome
 
 NO_GPU = "none"
@@ -95,7 +95,7 @@ class Hardware:
     gpu: str = NO_GPU
     names: tuple[str, ...] = ()
     driver: str = ""
-    devices: tuple[Devices, ...] = ()
+    devices: Devices = field(default_factory=Devices)
     why: str = ""
 
     def as_json(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from primus.release.cells import NO_GPU, ran_on
 from primus.report.html import page
 from primus.sandbox.container import Command, Mount
 from primus.sandbox.engines import choose
-from primus.sandbox.running import stop_all
+from primus.sandbox.processes import stop_all
 from primus.training import proof, suite
 from primus.training.checks import Verdict
 from primus.training.job import JobResult
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.recipes.recipe import Recipe
     from primus.release.cells import Cell, Hardware
-    from primus.sandbox.container import Devices, Engine, RootFs
+    from primus.sandbox.container import Devices, RootFs
+    from primus.sandbox.engines import Engine
     from primus.training.job import Job
     from primus.training.outcome import Outcome
 
@@ -101,7 +102,7 @@ def validate(
     planned = [suite.plan(cell.recipe, _INSIDE, (), cell.choices, level, recipes) for cell, level in cells]
     for jobs in planned:
         _enough(suite.recipe_of(jobs), hardware)
-    together = _TOGETHER if len(cells) > 1 and hardware.gpu == NO_GPU and runner.name == "embedded" else 1
+    together = _TOGETHER if len(cells) > 1 and hardware.gpu == NO_GPU and runner.name == "podman" else 1
     stopped = Event()
 
     def validate_cell(number: int, jobs: Sequence[Job]) -> Validated:
@@ -161,7 +162,7 @@ def _runner(
     runner: Engine,
     root: RootFs,
     folder: Path,
-    devices: tuple[Devices, ...],
+    devices: Devices,
     stopped: Event,
     *,
     quiet: bool,

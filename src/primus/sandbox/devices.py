@@ -1,6 +1,7 @@
 """Selecting the devices of a container: GPUs by number, CDI devices by name, nodes by path.
 
-GPUs come from a CDI specification if the machine has one, otherwise from plain device nodes.
+GPUs come from a Container Device Interface (CDI) specification if the machine has one, otherwise from plain device
+nodes. AMD's and NVIDIA's container toolkits write the specifications, and podman and Docker apply them.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import re
 import stat
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from primus.errors import HostError, InputError
+from primus import yamlfile
+from primus.errors import HostError, InputError, nearest
 from primus.files import text_if_readable
 from primus.gpus.detect import detect
-from primus.sandbox import cdi
-from primus.sandbox.container import DeviceNode, Devices, Mount
+from primus.sandbox.container import Devices, Mount
+
+CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 
 _KINDS = {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}
 _WRITES_A_SPECIFICATION = {
     "amd": "amd-ctk cdi generate --output=/etc/cdi/amd.json",
     "nvidia": "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
 }
+_CDI_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*/[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9][A-Za-z0-9_.:-]*")
 _NVIDIA_SHARED = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 # The user-space part of NVIDIA's driver, whose version must equal the kernel module's.
 _NVIDIA_LIBRARIES = re.compile(
@@ -32,44 +36,52 @@ _NVIDIA_LIBRARIES = re.compile(
 )
 
 
-def gpus(asked: str, *, root: Path = Path("/"), folders: Sequence[Path] = cdi.FOLDERS) -> tuple[Devices, ...]:
+def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_FOLDERS) -> Devices:
     """Return the devices for the requested GPUs: ``none``, ``all``, or a number for the first ones.
 
-    Raises InputError for another word or an invalid CDI specification, HostError if the machine has fewer GPUs.
+    Raises InputError for another word or an unreadable CDI specification, HostError if the machine has fewer GPUs.
     """
-    if asked == "none":
-        return ()
-    if asked != "all" and not (asked.isascii() and asked.isdigit() and int(asked) > 0):
-        raise InputError(f"--gpus {asked!r} is not a number of GPUs", hint="--gpus all, --gpus none or --gpus 2")
-    count = None if asked == "all" else int(asked)
-    found = detect(root)
-    registry = cdi.read(folders)
-    kinds = [kind for vendor, kind in _KINDS.items() if registry.names(kind) and found.vendor in (vendor, "")]
+    if number == "none":
+        return Devices()
+    if number != "all" and not (number.isascii() and number.isdigit() and int(number) > 0):
+        raise InputError(f"--gpus {number!r} is not a number of GPUs", hint="--gpus all, --gpus none or --gpus 2")
+    count = None if number == "all" else int(number)
+    machine = detect(root)
+    names = cdi_names(folders)
+    by_kind = {kind: [name for name in names if name.startswith(f"{kind}=")] for kind in _KINDS.values()}
+    kinds = [kind for vendor, kind in _KINDS.items() if by_kind[kind] and machine.vendor in (vendor, "")]
     if len(kinds) > 1:
         raise InputError(
             f"this machine has CDI specifications for {' and '.join(kinds)}, but no GPU that shows which applies",
             hint=f"--device {kinds[0]}=0 names one",
         )
     if kinds:
-        return registry.find(_names(registry, kinds[0], count))
-    if not found.vendor:
+        nodes = [root / "dev/kfd", *sorted((root / "dev/dri").glob("renderD*"))] if kinds == [_KINDS["amd"]] else []
+        return Devices(names=tuple(_first(by_kind[kinds[0]], count)), groups=_groups(filter(_is_device, nodes)))
+    if not machine.vendor:
         raise HostError(
             "no GPU was found on this machine: no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0",
             hint="load the GPU's driver, or leave --gpus out",
         )
-    _check_count(count, len(found.names))
-    return (_amd(root, count) if found.vendor == "amd" else _nvidia(root, count),)
+    _check_count(count, len(machine.names))
+    return _amd(root, count) if machine.vendor == "amd" else _nvidia(root, count)
 
 
-def listed(items: Iterable[str], *, folders: Sequence[Path] = cdi.FOLDERS) -> tuple[Devices, ...]:
-    """Return the devices of ``--device``: qualified CDI names, device nodes, folders of nodes such as /dev/dri.
+def listed(items: Iterable[str], *, folders: Sequence[Path] = CDI_FOLDERS) -> Devices:
+    """Return the devices of ``--device``: CDI names, device nodes, folders of nodes such as /dev/dri.
 
     Raises InputError for anything else.
     """
-    found: list[Devices] = []
+    devices = Devices()
     for item in items:
-        if cdi.qualified(item):
-            found += cdi.read(folders).find([item])
+        if _CDI_NAME.fullmatch(item):
+            names = cdi_names(folders)
+            if item not in names:
+                raise InputError(
+                    f"no CDI specification describes the device {item}{nearest(item, names)}",
+                    hint=f"described in {' and '.join(map(str, folders))}: {', '.join(names) or 'none'}",
+                )
+            devices += Devices(names=(item,))
             continue
         path = Path(item)
         nodes: list[Path] = []
@@ -80,22 +92,40 @@ def listed(items: Iterable[str], *, folders: Sequence[Path] = cdi.FOLDERS) -> tu
                 f"--device {item!r} is neither a device node below /dev nor a CDI device",
                 hint="--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it",
             )
-        found.append(_plain(nodes))
-    return tuple(found)
+        devices += _plain(nodes)
+    return devices
 
 
-def _names(registry: cdi.Registry, kind: str, count: int | None) -> list[str]:
-    names = registry.names(kind)
-    numbers = sorted((name for name in names if name.isdigit()), key=int)
+def cdi_names(folders: Sequence[Path] = CDI_FOLDERS) -> list[str]:
+    """Return the names of all CDI devices of this machine, such as ``amd.com/gpu=0``.
+
+    Raises InputError, with the place, for a file that is not a specification.
+    """
+    names = []
+    for path in sorted(path for folder in folders for path in folder.glob("*") if path.suffix in (".json", ".yaml")):
+        # JSON is YAML except for tabs, which a JSON string cannot contain.
+        text = text_if_readable(path)
+        data: Any = yamlfile.parse(text.replace("\t", " ") if path.suffix == ".json" else text, str(path)).data
+        try:
+            names += [f"{data['kind']}={device['name']}" for device in data["devices"]]
+        except (KeyError, TypeError):
+            raise InputError("a CDI specification needs a kind and devices with names", where=str(path)) from None
+    return sorted(set(names))
+
+
+def _first(names: Sequence[str], count: int | None) -> Sequence[str]:
+    """Return the first ``count`` of the numbered devices among the ``names`` of one kind; None means all."""
+    kind = names[0].partition("=")[0]
+    numbers = sorted(int(number) for number in (name.partition("=")[2] for name in names) if number.isdigit())
     if count is None:
-        return [f"{kind}=all"] if "all" in names else [f"{kind}={name}" for name in numbers or names]
+        return [f"{kind}=all"] if f"{kind}=all" in names else [f"{kind}={number}" for number in numbers] or names
     _check_count(count, len(numbers))
-    return [f"{kind}={name}" for name in numbers[:count]]
+    return [f"{kind}={number}" for number in numbers[:count]]
 
 
-def _check_count(count: int | None, have: int) -> None:
-    if count is not None and count > have:
-        raise HostError(f"--gpus {count}: this machine has {have} GPU{'s' if have != 1 else ''}")
+def _check_count(count: int | None, available: int) -> None:
+    if count is not None and count > available:
+        raise HostError(f"--gpus {count}: this machine has {available} GPU{'s' if available != 1 else ''}")
 
 
 def _amd(root: Path, count: int | None) -> Devices:
@@ -117,8 +147,8 @@ def _nvidia(root: Path, count: int | None) -> Devices:
     """Return the driver's nodes, each GPU's own, and the driver's libraries."""
     numbers = sorted(int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
     nodes = [root / "dev" / name for name in (*_NVIDIA_SHARED, *(f"nvidia{n}" for n in numbers[:count]))]
-    found = _plain([node for node in nodes if _is_device(node)] or _missing("/dev/nvidia0", "nvidia"), root)
-    return replace(found, mounts=_driver_libraries(_linker_cache()))
+    devices = _plain([node for node in nodes if _is_device(node)] or _missing("/dev/nvidia0", "nvidia"), root)
+    return devices + Devices(mounts=_driver_libraries(_linker_cache()))
 
 
 def _driver_libraries(cache: str) -> tuple[Mount, ...]:
@@ -145,15 +175,12 @@ def _missing(node: str, vendor: str) -> list[Path]:
     )
 
 
-def _plain(nodes: Iterable[Path], root: Path = Path("/")) -> Devices:
-    """Return nodes with the owner and mode that they have on the host."""
-    found = []
-    for node in nodes:
-        info = node.stat()
-        inside = "/" + str(node.relative_to(root))
-        mode = stat.S_IMODE(info.st_mode)
-        found.append(DeviceNode(source=node, target=inside, mode=mode, uid=info.st_uid, gid=info.st_gid))
-    return Devices(nodes=tuple(found))
+def _plain(nodes: Sequence[Path], root: Path = Path("/")) -> Devices:
+    return Devices(names=tuple(f"/{node.relative_to(root)}" for node in nodes), groups=_groups(nodes))
+
+
+def _groups(nodes: Iterable[Path]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(gid for node in nodes if (gid := node.stat().st_gid)))
 
 
 def _nodes_below(folder: Path) -> list[Path]:

@@ -1,38 +1,423 @@
-"""Selecting the engine that runs images on this machine."""
+"""Running a command in an image: podman or Docker, by their command line.
+
+Podman keeps unpacked layers and containers in a storage of the workspace; the user's own storage is not touched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from typing import TYPE_CHECKING, cast
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from primus.errors import HostError, InputError
+from primus.files import write_file
+from primus.sandbox import images, tools
+from primus.sandbox.container import Command, Limits, RootFs, Stream, check_mounts, final_argv
+from primus.sandbox.processes import finally_run, forwarded_signals, tracked
+from primus.terminal import counted
 
-if TYPE_CHECKING:
-    from primus.sandbox.container import Engine
+ENGINES = ("auto", "podman", "docker")
 
-# In order of preference: the first needs no daemon. An engine is imported only when it is tried.
-_CLASSES: Mapping[str, tuple[str, str]] = {
-    "embedded": ("primus.sandbox.embedded", "EmbeddedEngine"),
-    "docker": ("primus.sandbox.docker", "DockerEngine"),
-}
-ENGINES = ("auto", *_CLASSES)
+# Variables that the engines' clients read themselves. Their values go into the arguments, all others stay out of them.
+_READ_BY_CLIENTS = re.compile(
+    r"PATH|HOME|USER|TMPDIR|TERM|(XDG|DBUS|LD|_?CONTAINERS?|STORAGE|NOTIFY|LISTEN)_.*|GO[A-Z]+"
+    r"|DOCKER_(HOST|CONFIG|CONTEXT|CERT_PATH|API_VERSION|TLS.*)"
+)
+_CLIENT_ENVIRONMENT = re.compile(r"PATH|HOME|USER|TMPDIR|TERM|XDG_RUNTIME_DIR|DBUS_SESSION_BUS_ADDRESS|DOCKER_.*")
+
+# Of the defaults, podman's limits of processes and files are for services, and its /etc/hosts is the host's.
+_CONTAINERS_CONF = """\
+[containers]
+base_hosts_file = "none"
+cgroups = "{cgroups}"
+default_ulimits = []
+http_proxy = false
+log_driver = "none"
+pids_limit = 0
+[engine]
+events_logger = "none"
+init_path = "{init}"
+runtime = "{runtime}"
+static_dir = "{folder}/storage/libpod"
+tmp_dir = "{run}/libpod"
+volume_path = "{folder}/storage/volumes"
+"""
+
+
+class Engine:
+    """A program that runs containers. ``say`` is called with a line if something takes long."""
+
+    name = ""
+    _remove: tuple[str, ...] = ("rm", "--force")
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = say or (lambda _: None)
+
+    def available(self) -> str | None:
+        """Return None if this engine can run here, else one sentence with the problem and the remedy."""
+        raise NotImplementedError
+
+    def prepare_host(self) -> None:
+        """Install what this engine needs, if it is allowed to. Raises HostError if that fails."""
+
+    def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
+        """Make ``root`` known to the engine. Returns the engine's client, its environment, and the image's name."""
+        raise NotImplementedError
+
+    def _own_options(self, command: Command) -> list[str]:
+        raise NotImplementedError
+
+    def run(
+        self, root: RootFs, command: Command, *, stdin: Stream = None, stdout: Stream = None, stderr: Stream = None
+    ) -> int:
+        """Run ``command`` in a new container and return its exit code.
+
+        The code is 128+n for a command ended by signal n, 127 if it is not found, 126 if it cannot be executed. Signals
+        are forwarded. The container is removed afterwards, even if this process is killed.
+
+        Raises InputError for an invalid mount, user or option, and HostError if the machine cannot run it.
+        """
+        check_mounts(command)
+        hostname = re.sub(r"[^A-Za-z0-9-]+", "-", root.name).strip("-")[:63] or "primus"
+        command = replace(command, hostname=command.hostname or hostname)
+        arguments = _shell_arguments(final_argv(root, command))
+        own_options = self._own_options(command)
+        client, env, image = self._image(root)
+        terminal = wants_terminal(command, stdin, stdout)
+        variables, values = _variables(command, terminal)
+        name = f"primus-{uuid.uuid4().hex[:12]}"
+        words = [f"--name={name}", *_options(command, terminal), *variables, *own_options, image, *arguments]
+        for stream in (stdout, stderr):
+            if stream:
+                stream.flush()
+        with finally_run([*client, *self._remove, name], env):
+            with forwarded_signals() as receive:
+                process = subprocess.Popen(
+                    # The client ends with this process, so that it cannot create the container after its removal.
+                    ["setpriv", "--pdeathsig=KILL", *client, "run", "--pull=never", *words],
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env={**env, **values},
+                    # The terminal's Ctrl-C reaches only this process, which forwards it once.
+                    start_new_session=True,
+                )
+                receive(process)
+                with tracked(process):
+                    code = process.wait()
+            if code in (125, 126, 127):
+                self._raise_refusal(root, command, client, env, name, words)
+        if code == 137 and (limit := command.limits.memory_bytes):
+            text = f"primus: the command was killed, probably over the memory limit of {limit >> 20} MiB\n"
+            os.write(stderr.fileno() if stderr else 2, text.encode())
+        return 128 - code if code < 0 else code
+
+    def _raise_refusal(
+        self, root: RootFs, command: Command, client: list[str], env: dict[str, str], name: str, words: list[str]
+    ) -> None:
+        """Raise an error if the container never started. If it did, the exit code is the command's own."""
+        state = _captured([*client, "container", "inspect", "--format={{.State.StartedAt}}", name], env)
+        if state.returncode == 0 and not state.stdout.startswith("0001-01-01"):
+            return
+        # It fails in the same way again, and this time its message is ours.
+        again = _captured([*client, "start", name] if state.returncode == 0 else [*client, "create", *words], env)
+        lines = again.stderr.splitlines()
+        message = next((line for line in lines if line.startswith("Error")), "its message is above")
+        message = message.removeprefix("Error: ").removeprefix("Error response from daemon: ")
+        if command.user and re.search(r"no matching entries|unable to find (user|group)", message):
+            raise InputError(
+                f"the image has no user {command.user!r}", hint="name one of its users, or a numeric uid[:gid]"
+            )
+        raise HostError(f"{self.name} cannot run {root.name}: {message}")
+
+
+class Podman(Engine):
+    """Podman 4 or newer, as root or as a regular user."""
+
+    name = "podman"
+    _remove = ("rm", "--force", "--ignore", "--time=0")
+
+    def available(self) -> str | None:
+        """Return None if podman is installed or can be installed, else one sentence with the remedy."""
+        if platform.system() != "Linux":
+            return f"this is {platform.system()}, not Linux (use --engine docker)"
+        if (lacking := _lacking()) and not tools.installable():
+            return f"{' and '.join(lacking)} missing (as root: apt-get install {' '.join(lacking.values())})"
+        if problem := tools.lacks_ids():
+            return f"{problem[0]} ({problem[1]})"
+        return None
+
+    def prepare_host(self) -> None:
+        """Install podman, an init for containers, and runc if there is no OCI runtime."""
+        if lacking := _lacking():
+            tools.install(lacking, say=self._say)
+
+    def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
+        folder = root.cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
+        name = images.image_id(root)
+        unpacked = folder / "images" / name
+        if not (unpacked.exists() and _settings(folder)):
+            with _locked(folder):
+                settings = _settings(folder) or self._probe(folder)
+                if not unpacked.exists():
+                    self._unpack(root, [*_podman(folder), *settings["options"]], _client_environment(folder))
+                    write_file(unpacked, json.dumps([layer.diff_id for layer in root.layers]))
+        return [*_podman(folder), *_settings(folder)["options"]], _client_environment(folder), name
+
+    def _probe(self, folder: Path) -> dict[str, Any]:
+        """Find the settings with which podman can run a container here, and save them."""
+        self.prepare_host()
+        remove_tree(folder / "images")
+        init = str(tools.find("catatonit"))
+        runtimes = [str(path) for path in map(tools.find, _runtimes()) if path]
+        # Only crun can do without control groups.
+        modes = [(path, "enabled") for path in runtimes] + [(p, "disabled") for p in runtimes if p.endswith("/crun")]
+        reasons = []
+        for options, (runtime, cgroups) in itertools.product(_storage_options(), modes):
+            remove_tree(folder / "storage")
+            (folder / "probe").mkdir(exist_ok=True)
+            shutil.copy(init, folder / "probe/init")
+            values = {
+                "cgroups": cgroups,
+                "init": init,
+                "runtime": runtime,
+                "folder": folder,
+                "run": _run_folder(folder),
+            }
+            write_file(folder / "containers.conf", _CONTAINERS_CONF.format(**values))
+            words = [
+                *_podman(folder),
+                *options,
+                "run",
+                "--rm",
+                "--network=none",
+                "--rootfs",
+                f"{folder}/probe",
+                "/init",
+            ]
+            attempt = _captured([*words, "-V"], _client_environment(folder))
+            if attempt.returncode == 0:
+                if "--storage-driver=vfs" in options:
+                    self._say(f"podman copies whole file systems: there are no overlays in {folder}, or fuse-overlayfs")
+                settings = {"folder": str(folder), "runtime": runtime, "options": options}
+                write_file(folder / "settings.json", json.dumps(settings))
+                return settings
+            reasons.append((attempt.stderr.strip().splitlines() or ["no reason"])[-1].removeprefix("Error: "))
+        raise HostError(
+            f"podman cannot run a container here: {reasons[0]}",
+            hint="in a container: start it with --privileged; else use --engine docker",
+        )
+
+    def _unpack(self, root: RootFs, client: list[str], env: dict[str, str]) -> None:
+        size = sum(layer.size for layer in root.layers) / 1e6
+        self._say(f"unpacking {counted(len(root.layers), 'layer')} ({size:.0f} MB compressed) of {root.name}, once")
+        with images.layout(root) as layout, tempfile.TemporaryFile("w+", errors="replace") as log:
+            process = subprocess.Popen(
+                [*client, "pull", "--quiet", f"oci:{layout.name}"],
+                cwd=layout.parent,
+                env={**env, "TMPDIR": str(layout.parent)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
+            with tracked(process):
+                code = process.wait()
+            log.seek(0)
+            if code != 0:
+                raise images.refusal("podman", root, log.read())
+
+    def _own_options(self, command: Command) -> list[str]:
+        options = ["--volume=/etc/hosts:/etc/hosts:ro"] if command.network else []
+        if os.geteuid() == 0:
+            return [*options, *(f"--group-add={group}" for group in command.devices.groups)]
+        if command.limits != Limits() and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
+            raise HostError(
+                "control groups of version 1 let only root set a limit", hint="run as root, or leave the limit out"
+            )
+        return [*options, "--group-add=keep-groups"] if command.devices.names else options
+
+
+class Docker(Engine):
+    """A Docker engine: that of DOCKER_HOST, or of the default socket."""
+
+    name = "docker"
+
+    def available(self) -> str | None:
+        """Return None if an engine answers, else one sentence with the remedy."""
+        try:
+            images.need_docker()
+        except HostError as error:
+            return f"{error.message} ({error.hint})"
+        return None
+
+    def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
+        tag = f"primus-run:{images.image_id(root)[:24]}"
+        images.load(root, tag)
+        return [str(tools.find("docker"))], _client_environment(None), tag
+
+    def _own_options(self, command: Command) -> list[str]:
+        if [name for name in command.devices.names if "=" in name]:
+            folders = images.docker("info", "--format={{json .CDISpecDirs}}").stdout.strip()
+            if not folders.startswith("["):
+                raise HostError(
+                    "this Docker engine reads no CDI specifications",
+                    hint="use --engine podman, or Docker 28.2 or newer, or set features.cdi in /etc/docker/daemon.json",
+                )
+        hosts = [] if command.network else [f"--add-host={command.hostname}:127.0.0.1"]
+        return [*hosts, *(f"--group-add={group}" for group in command.devices.groups)]
 
 
 def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engine:
-    """Return the engine called ``name``; ``auto`` prefers the one that needs no daemon.
+    """Return the engine called ``name``; ``auto`` prefers podman, which needs no daemon.
 
     ``say`` is called with a line before an engine does something that takes long. Raises InputError for an unknown
     name, and HostError, with what each engine lacks, if none can run.
     """
     if name not in ENGINES:
         raise InputError(f"there is no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")
-    lacks = {}
-    for candidate, (module, title) in _CLASSES.items():
-        if name in ("auto", candidate):
-            engine = cast("Engine", getattr(import_module(module), title)(say))
-            lack = engine.available()
-            if lack is None:
+    problems = []
+    for engine in (Podman(say), Docker(say)):
+        if name in ("auto", engine.name):
+            problem = engine.available()
+            if problem is None:
                 return engine
-            lacks[candidate] = lack
-    raise HostError("no sandbox engine can run here: " + "; ".join(f"{n}: {lack}" for n, lack in lacks.items()))
+            problems.append(f"{engine.name}: {problem}")
+    raise HostError("no container engine can run here: " + "; ".join(problems))
+
+
+def wants_terminal(command: Command, stdin: Stream, stdout: Stream) -> bool:
+    """Return whether the command gets a pseudo-terminal."""
+    if command.tty is not None:
+        return command.tty
+    return stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, including files of a regular user's subordinate ids. A missing folder is not an error."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists() and os.geteuid() != 0 and (podman := tools.find("podman")):
+        _captured([str(podman), "unshare", "rm", "-rf", str(path)], _client_environment(None))
+
+
+def _lacking() -> dict[str, str]:
+    """Return the missing programs and their Debian packages."""
+    packages = {"podman": "podman", "catatonit": "catatonit"}
+    if not any(map(tools.find, _runtimes())):
+        packages["runc"] = "runc"
+    return {program: package for program, package in packages.items() if tools.find(program) is None}
+
+
+def _runtimes() -> tuple[str, ...]:
+    # crun alone can give a container the groups of a regular user. That of Debian 12 refuses mixed control groups.
+    return ("runc", "crun") if os.geteuid() == 0 else ("crun", "runc")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return what :meth:`Podman._probe` saved; nothing if it is missing or no longer fits."""
+    try:
+        settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if settings["folder"] == str(folder) and Path(settings["runtime"]).exists() else {}
+
+
+def _podman(folder: Path) -> list[str]:
+    return [str(tools.find("podman")), f"--root={folder}/storage", f"--runroot={_run_folder(folder)}"]
+
+
+def _storage_options() -> Iterator[list[str]]:
+    """Yield the storage drivers, from the fastest to the one that needs nothing."""
+    overlay = ["--storage-driver=overlay", "--storage-opt=overlay.skip_mount_home=true"]
+    yield overlay
+    if (program := tools.find("fuse-overlayfs")) and Path("/dev/fuse").exists():
+        yield [*overlay, f"--storage-opt=overlay.mount_program={program}"]
+    yield ["--storage-driver=vfs"]
+
+
+def _run_folder(folder: Path) -> Path:
+    """Return the folder of what podman must forget when the machine starts anew. Its path must be short."""
+    name = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+    if os.geteuid() == 0:
+        return Path("/run/primus") / name
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"primus-{os.geteuid()}-{name}"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other threads and processes from preparing the storage in ``folder``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise HostError(
+            f"podman cannot keep its files in {folder}: {error.strerror}",
+            hint="the folder must be yours and on a writable file system",
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _client_environment(folder: Path | None) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if _CLIENT_ENVIRONMENT.fullmatch(name)}
+    env["PATH"] = os.pathsep.join([env.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    return {**env, "CONTAINERS_CONF": str(folder / "containers.conf")} if folder else env
+
+
+def _options(command: Command, terminal: bool) -> list[str]:
+    """Return the options for ``command`` that all engines understand."""
+    mounts = (*command.mounts, *command.devices.mounts)
+    memory, cpus = command.limits.memory_bytes, command.limits.cpus
+    return [
+        *("--interactive", "--init", "--cap-drop=MKNOD", f"--shm-size={command.shm_bytes}", "--entrypoint=/bin/sh"),
+        *(["--network=host"] if command.network else ["--network=none", f"--hostname={command.hostname}"]),
+        *(["--tty"] if terminal else []),
+        *(f"--volume={m.source.absolute()}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in mounts),
+        *(f"--device={device}" for device in command.devices.names),
+        *([f"--workdir={command.cwd}"] if command.cwd else []),
+        *([f"--user={command.user}"] if command.user else []),
+        *([f"--memory={memory}", f"--memory-swap={memory}"] if memory is not None else []),
+        *([f"--cpus={cpus}"] if cpus is not None else []),
+    ]
+
+
+def _variables(command: Command, terminal: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the options that set the command's variables, and the variables whose values the client must have."""
+    variables = {"TERM": os.environ.get("TERM", "xterm"), **command.env} if terminal else dict(command.env)
+    values = {name: value for name, value in variables.items() if not _READ_BY_CLIENTS.fullmatch(name)}
+    return [f"--env={name}" if name in values else f"--env={name}={value}" for name, value in variables.items()], values
+
+
+def _shell_arguments(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with which the image's shell becomes ``argv``.
+
+    The shell says which program is missing, with the exit code for it, whereas an init ends with 1.
+    """
+    try:
+        for word in argv:
+            word.encode()
+        return ["-c", 'exec "$@"', "primus", *argv]
+    except UnicodeEncodeError:
+        # The engines pass arguments on as JSON, which cannot hold bytes that are not UTF-8.
+        words = ["".join(f"\\{byte:03o}" for byte in os.fsencode(word)) for word in argv]
+        return ["-c", "".join(f'w=$(printf \'{word}.\'); set -- "$@" "${{w%.}}"; ' for word in words) + 'exec "$@"']
+
+
+def _captured(words: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, env=env, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from primus.errors import HostError, LacksPackages
+from primus.files import text_if_readable
 
 _T = TypeVar("_T")
 _LISTS = Path("/var/lib/apt/lists")
@@ -84,6 +86,33 @@ def with_packages(call: Callable[[], _T], *, say: Callable[[str], None]) -> _T:
 def installable() -> bool:
     """Return whether :func:`install` may install packages: as root, on Debian or Ubuntu."""
     return os.geteuid() == 0 and _has_apt()
+
+
+def lacks_ids() -> tuple[str, str] | None:
+    """Return what keeps a regular user from having the ids of other users in a container, as (problem, remedy)."""
+    if os.geteuid() == 0:
+        return None
+    absent = [tool for tool in ("newuidmap", "newgidmap") if find(tool) is None]
+    if absent:
+        return (
+            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed",
+            "as root: apt-get install uidmap",
+        )
+    uid = os.geteuid()
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = str(uid)
+    ranges = {path: text_if_readable(path).splitlines() for path in (Path("/etc/subuid"), Path("/etc/subgid"))}
+    lacking = [
+        str(path) for path, lines in ranges.items() if not any(x.startswith((f"{user}:", f"{uid}:")) for x in lines)
+    ]
+    if lacking:
+        return (
+            f"user {user} has no subordinate ids in {' and '.join(lacking)}",
+            f"as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}",
+        )
+    return None
 
 
 def _has_apt() -> bool:

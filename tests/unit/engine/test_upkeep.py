@@ -185,7 +185,7 @@ def test_an_interrupt_at_any_file_leaves_a_valid_store(kit: Kit) -> None:
 def test_a_half_removed_layer_never_counts_as_unpacked(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     kit.build()
     kit.write(".primus/unpacked/0123/etc/passwd", "x")
-    monkeypatch.setattr("primus.sandbox.userns.remove", lambda _path: None)
+    monkeypatch.setattr("primus.engine.upkeep.remove_tree", lambda _path: None)
     with pytest.raises(HostError, match="cannot be removed"):
         remove(find_waste(Project.find(kit.root).workspace, set()))
     assert [p.name for p in (kit.root / ".primus/unpacked").iterdir()] == ["0123.tmp"]

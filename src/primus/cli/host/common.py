@@ -26,7 +26,7 @@ def add_project(parser: argparse.ArgumentParser) -> None:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare --engine."""
     parser.add_argument(
-        "--engine", choices=("auto", "embedded", "docker"), default="auto", help="sandbox engine (default: auto)"
+        "--engine", choices=("auto", "podman", "docker"), default="auto", help="container engine (default: auto)"
     )
 
 

@@ -14,7 +14,7 @@ from primus.cli.host.common import add_project_options, add_target
 from primus.cli.host.image_root import image_root
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
-from primus.sandbox.load import load
+from primus.sandbox.images import load
 
 EXAMPLE = "primus load cpu --tag rocm/primus:v26.11-cpu"
 _TAG = re.compile(r"^[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ or not item),
         cwd=args.workdir,
         mounts=tuple(_mount(item) for item in args.volume),
-        devices=(*gpus(args.gpus), *listed(args.device)),
+        devices=gpus(args.gpus) + listed(args.device),
         limits=Limits(memory_bytes=_bytes("--memory", args.memory), cpus=args.cpus),
         network=args.network == "host",
         tty=args.tty,

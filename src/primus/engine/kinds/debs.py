@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
+from primus.engine.isolated import log_tail
 from primus.engine.kinds.kernels import unlisted
 from primus.engine.workshop import Made, Workshop, disk_is_full
 from primus.errors import CheckFailed, HostError
@@ -33,10 +34,8 @@ from primus.oci.store import storage_error
 from primus.oci.tar import MTIME, Entry, open_part
 from primus.plan.action import Action
 from primus.plan.scripts import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
-from primus.sandbox import userns
-from primus.sandbox.isolated import log_tail
-from primus.sandbox.running import tracked
-from primus.sandbox.tools import need
+from primus.sandbox.processes import tracked
+from primus.sandbox.tools import lacks_ids, need
 from primus.versions.lock import LockedFile
 
 # On a merged /usr these are links; nothing may be unpacked below them.
@@ -47,8 +46,8 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     """Check for mmdebstrap and, for an ordinary user, for user namespaces. Packages on top of an image need neither."""
     if all("over" in action.spec for action in actions):
         return
-    if userns.needed() and (lack := userns.missing()) is not None:
-        raise HostError(f"this user cannot build a root file system: {lack[0]}", hint=lack[1])
+    if problem := lacks_ids():
+        raise HostError(f"this user cannot build a root file system: {problem[0]}", hint=problem[1])
     need("mmdebstrap", "mmdebstrap", say=shop.progress.say)
 
 

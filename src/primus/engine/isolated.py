@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from primus.sandbox.container import GIB, Command, Engine, Mount, RootFs
-from primus.sandbox.engines import choose
+from primus.sandbox.container import GIB, Command, Mount, RootFs
+from primus.sandbox.engines import Engine, choose
 
 LOG_TAIL_LINES = 30
 
@@ -20,8 +20,8 @@ BUILD_ENV: Mapping[str, str] = {
     "TZ": "UTC",
 }
 
-# The home directory is created inside: /tmp belongs to the image, which has no home.
-_PRELUDE = 'umask 022 && mkdir -p "$HOME" && exec "$@"'
+# The home directory is created inside: /tmp belongs to the image, which has no home. podman sets two variables.
+_PRELUDE = 'unset container TERM; umask 022 && mkdir -p "$HOME" && exec "$@"'
 
 
 def run_isolated(

@@ -1,0 +1,199 @@
+"""Handing an image of the store to other programs: as an OCI layout, and into a Docker engine."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from primus.errors import HostError
+from primus.sandbox import tools
+from primus.sandbox.container import RootFs
+
+_CHUNK = 1 << 20
+_PATIENCE_S = 3
+_CONFIG = "application/vnd.oci.image.config.v1+json"
+_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+
+
+def image_id(root: RootFs) -> str:
+    """Return the image's ID: the hexadecimal digest of its config."""
+    return hashlib.sha256(root.config_bytes).hexdigest()
+
+
+@contextmanager
+def layout(root: RootFs) -> Iterator[Path]:
+    """Yield a folder that contains ``root`` alone as an OCI layout. Its layers are links to the store's blobs."""
+    root.cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="layout-", dir=root.cache.absolute()) as scratch:
+        # podman makes a name of the path that it is given, in which few characters are allowed.
+        folder = Path(scratch) / "layout"
+        blobs = folder / "blobs/sha256"
+        blobs.mkdir(parents=True)
+        (folder / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}', encoding="ascii")
+        config = {"mediaType": _CONFIG, "digest": f"sha256:{image_id(root)}", "size": len(root.config_bytes)}
+        layers = [{"mediaType": ref.media_type, "digest": ref.digest, "size": ref.size} for ref in root.layers]
+        document = {"schemaVersion": 2, "mediaType": _MANIFEST, "config": config, "layers": layers}
+        manifest = root.manifest or json.dumps(document).encode()
+        digest = hashlib.sha256(manifest).hexdigest()
+        entry = {"mediaType": _MANIFEST, "digest": f"sha256:{digest}", "size": len(manifest)}
+        index = {"schemaVersion": 2, "manifests": [entry]}
+        (folder / "index.json").write_text(json.dumps(index), encoding="ascii")
+        (blobs / image_id(root)).write_bytes(root.config_bytes)
+        (blobs / digest).write_bytes(manifest)
+        for layer in {layer.digest: layer for layer in root.layers}.values():
+            (blobs / layer.digest.partition(":")[2]).symlink_to(root.blob(layer.digest).absolute())
+        yield folder
+
+
+def refusal(program: str, root: RootFs, message: str) -> HostError:
+    """Return the error for ``message``, with which ``program`` refused ``root``."""
+    lines = [line for line in message.strip().splitlines() if line] or ["it gives no reason"]
+    # skopeo logs in its own format.
+    reason = lines[-1].partition("msg=")[2].strip('"') or lines[-1].removeprefix("Error: ")
+    hint = None
+    if "no space left" in reason:
+        hint = "free disk space (primus clean, docker system df)"
+    elif re.search("blob|[Dd]igest|diff ?ID|unexpected EOF", reason):
+        return HostError(
+            f"a blob of {root.name} is damaged: {reason}", hint="primus build TARGET --rehash finds and rebuilds it"
+        )
+    return HostError(f"{program} refuses {root.name}: {reason}", hint=hint)
+
+
+def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Docker's client. Raises HostError if it is not installed."""
+    program = tools.find("docker")
+    if program is None:
+        raise HostError("Docker's client is not installed", hint="as root: apt-get install docker.io")
+    return subprocess.run(
+        [str(program), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=timeout,
+    )
+
+
+def need_docker() -> None:
+    """Raise HostError unless the Docker engine of DOCKER_HOST, or of the default socket, answers within 3 s."""
+    try:
+        answer = docker("version", "--format", "{{.Server.Version}}", timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise HostError(f"no Docker engine answers: it is silent for {_PATIENCE_S} s", hint="look at its log") from None
+    if answer.returncode != 0:
+        message = (answer.stderr.strip().splitlines() or ["no reason is given"])[-1][:200]
+        if "permission denied" in message:
+            raise HostError(
+                "no Docker engine answers: you may not use its socket",
+                hint="as root: usermod -aG docker USER, then log in again",
+            )
+        raise HostError(
+            f"no Docker engine answers: {message}",
+            hint="start one (systemctl start docker) or point DOCKER_HOST at one",
+        )
+
+
+def load(root: RootFs, tag: str, *, sent: Callable[[int], None] = lambda _: None) -> str:
+    """Load ``root`` into the Docker engine as ``tag`` and return the engine's image ID.
+
+    Nothing is sent if the engine has the image. ``sent`` is called with the number of bytes of each piece. Raises
+    HostError if no engine answers, if it refuses the image, or if a blob is damaged.
+    """
+    need_docker()
+    if loaded := _loaded(root, tag):
+        return loaded
+    if loaded := _loaded(root, image_id(root)):
+        docker("tag", loaded, tag)
+        return loaded
+    command = [str(tools.find("docker")), "load", "--quiet"]
+    with tempfile.TemporaryFile("w+") as log, Path(os.devnull).open("w") as nothing:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=log) as engine:
+            try:
+                pipe: Any = _Counted(engine.stdin, sent)
+                with tarfile.open(fileobj=pipe, mode="w|", bufsize=_CHUNK) as archive:
+                    _add_image(archive, root, tag)
+            except BrokenPipeError:
+                pass  # its message follows
+            except BaseException:
+                # An archive that was cut short must not be loaded.
+                engine.kill()
+                raise
+        log.seek(0)
+        message = log.read() or "it gives no reason" if engine.returncode else ""
+    if message:
+        raise refusal("the Docker engine", root, message)
+    if loaded := _loaded(root, tag):
+        return loaded
+    raise HostError(
+        f"the Docker engine accepted {root.name}, but does not list it as {tag}",
+        hint="`docker images` lists its images",
+    )
+
+
+def _loaded(root: RootFs, name: str) -> str | None:
+    """Return the ID of the engine's image ``name`` if it consists of the layers of ``root`` and has its settings."""
+    inspected = docker("image", "inspect", name)
+    if inspected.returncode != 0:
+        return None
+    (image,) = json.loads(inspected.stdout)
+    same_layers = image.get("RootFS", {}).get("Layers") == [layer.diff_id for layer in root.layers]
+    # Engines with containerd's image store identify images by a manifest that they write anew.
+    identified = image["Id"] == f"sha256:{image_id(root)}" or "containerd" in json.dumps(image.get("Descriptor", ""))
+    return str(image["Id"]) if same_layers and identified else None
+
+
+class _Counted:
+    """A pipe that reports the number of bytes of each write."""
+
+    def __init__(self, pipe: Any, sent: Callable[[int], None]) -> None:
+        self._pipe = pipe
+        self._sent = sent
+
+    def write(self, data: bytes) -> int:
+        self._pipe.write(data)
+        self._sent(len(data))
+        return len(data)
+
+
+def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
+    """Write the image as ``docker save`` does, with plain layers: Docker engines before 23 cannot read zstd."""
+    # Seam "compression": most commands that run an image send it to no Docker engine.
+    import zstandard
+
+    root.cache.mkdir(parents=True, exist_ok=True)
+    config = f"{image_id(root)}.json"
+    names = [f"{layer.diff_id.partition(':')[2]}/layer.tar" for layer in root.layers]
+    manifest = json.dumps([{"Config": config, "RepoTags": [tag], "Layers": names}]).encode()
+    for name, data in ((config, root.config_bytes), ("manifest.json", manifest)):
+        _add_file(archive, name, io.BytesIO(data))
+    for name, layer in dict(zip(names, root.layers, strict=True)).items():
+        blob = root.blob(layer.digest)
+        try:
+            with blob.open("rb") as packed, tempfile.TemporaryFile(dir=root.cache) as plain:
+                if layer.media_type.endswith("zstd"):
+                    with zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True) as reader:
+                        shutil.copyfileobj(reader, plain, _CHUNK)
+                    _add_file(archive, name, plain)
+                else:
+                    _add_file(archive, name, packed)
+        except (FileNotFoundError, zstandard.ZstdError) as error:
+            raise refusal("the Docker engine", root, f"blob {blob}: {error}") from error
+
+
+def _add_file(archive: tarfile.TarFile, name: str, file: IO[bytes]) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    archive.addfile(info, file)

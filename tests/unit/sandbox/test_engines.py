@@ -1,0 +1,198 @@
+"""What the engines are told, and what is refused before one is started: all without root."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primus.cli.host import run as run_verb
+from primus.engine.isolated import log_tail
+from primus.errors import HostError, InputError
+from primus.sandbox import engines, images, tools
+from primus.sandbox.container import Command, Devices, LayerRef, Limits, Mount, RootFs, check_mounts, final_argv
+from primus.sandbox.engines import Docker, Podman, choose
+
+
+def root_with(tmp_path: Path, **settings: object) -> RootFs:
+    return RootFs(
+        layers=(LayerRef(digest="sha256:aa", diff_id="sha256:bb", size=3, media_type="tar+zstd"),),
+        config={"config": settings},
+        blob=lambda digest: tmp_path / digest.partition(":")[2],
+        cache=tmp_path / "cache",
+        name="v1.2_cpu",
+        config_bytes=b"{}",
+    )
+
+
+def test_entrypoint_and_cmd(tmp_path):
+    root = root_with(tmp_path, Entrypoint=["e"], Cmd=["c"])
+    assert final_argv(root, Command()) == ["e", "c"]
+    assert final_argv(root, Command(argv=("a",))) == ["e", "a"]
+    assert final_argv(root, Command(argv=("a",), entrypoint=False)) == ["a"]
+    with pytest.raises(InputError, match="has no default command"):
+        final_argv(root_with(tmp_path), Command())
+
+
+@pytest.mark.parametrize("target", ["relative", "/", "/proc", "/dev/"])
+def test_a_mount_needs_a_place(tmp_path, target):
+    with pytest.raises(InputError, match="cannot be the target of a mount"):
+        check_mounts(Command(mounts=(Mount(source=tmp_path, target=target),)))
+
+
+def test_a_mount_needs_a_source(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        check_mounts(Command(mounts=(Mount(source=tmp_path / "no", target="/x"),)))
+    (tmp_path / "a:b").mkdir()
+    with pytest.raises(InputError, match="colon"):
+        check_mounts(Command(devices=Devices(mounts=(Mount(source=tmp_path / "a:b", target="/x"),))))
+
+
+def test_no_value_of_a_variable_is_an_argument():
+    options, values = engines._variables(Command(env={"HF_TOKEN": "secret", "PATH": "/bin", "A": "1\n2"}), False)
+    assert options == ["--env=HF_TOKEN", "--env=PATH=/bin", "--env=A"]
+    assert values == {"HF_TOKEN": "secret", "A": "1\n2"}
+
+
+def test_clients_do_not_get_our_environment(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("DOCKER_HOST", "tcp://x")
+    env = engines._client_environment(None)
+    assert "HF_TOKEN" not in env
+    assert env["DOCKER_HOST"] == "tcp://x"
+
+
+@pytest.mark.parametrize(
+    "word", ["a b", "", "$x`'\"", "100%\n\n", os.fsdecode(b"\xff\xfe x"), os.fsdecode(b"%s\\n\xe9\n")]
+)
+def test_every_argument_arrives(word):
+    code = "import os, sys; print([os.fsencode(word) for word in sys.argv[1:]])"
+    shell = ["/bin/sh", *engines._shell_arguments([sys.executable, "-c", code, word, "next"])]
+    shown = subprocess.run(shell, capture_output=True, check=True).stdout.decode()
+    assert shown == f"{[os.fsencode(word), b'next']}\n"
+    assert all(part.isascii() for part in shell[2:]) or word.isprintable()
+
+
+def test_limits_are_options():
+    options = engines._options(Command(limits=Limits(memory_bytes=1 << 20, cpus=1.5)), False)
+    assert options[-3:] == ["--memory=1048576", "--memory-swap=1048576", "--cpus=1.5"]
+    assert not [word for word in engines._options(Command(), False) if "memory" in word or "cpus" in word]
+
+
+def test_a_layout_links_to_the_blobs_of_the_store(tmp_path):
+    (tmp_path / "aa").write_bytes(b"tar")
+    root = root_with(tmp_path)
+    with images.layout(root) as folder:
+        (entry,) = json.loads((folder / "index.json").read_text())["manifests"]
+        blobs = folder / "blobs/sha256"
+        manifest = json.loads((blobs / entry["digest"].removeprefix("sha256:")).read_bytes())
+        assert manifest["config"]["digest"] == f"sha256:{images.image_id(root)}"
+        assert (blobs / images.image_id(root)).read_bytes() == b"{}"
+        assert (blobs / "aa").readlink() == tmp_path / "aa"
+    assert list(root.cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ("Error: writing blob: no space left on device", "podman refuses v1.2_cpu: writing blob: no space left"),
+        ("time=1 msg=\"Digest did not match, expected a, got b\"", "a blob of v1.2_cpu is damaged: Digest did not"),
+        ("", "podman refuses v1.2_cpu: it gives no reason"),
+    ],
+)  # fmt: skip
+def test_a_refused_image(tmp_path, message, sentence):
+    assert images.refusal("podman", root_with(tmp_path), message).message.startswith(sentence)
+
+
+def test_unknown_engine():
+    with pytest.raises(InputError, match="no engine 'embedded'"):
+        choose("embedded")
+
+
+def test_no_engine_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(Podman, "available", lambda _: "broken (fix it)")
+    monkeypatch.setattr(tools, "find", lambda _: None)
+    with pytest.raises(HostError) as caught:
+        choose("auto")
+    assert "podman: broken (fix it); docker: Docker's client is not installed" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_podman_needs_is_named_unless_it_can_be_installed(monkeypatch):
+    monkeypatch.setattr(tools, "find", lambda _: None)
+    monkeypatch.setattr(tools, "installable", lambda: False)
+    said = Podman().available()
+    assert said is not None
+    assert said == "podman and catatonit and runc missing (as root: apt-get install podman catatonit runc)"
+    installed: list[str] = []
+    monkeypatch.setattr(tools, "install", lambda packages, say: installed.extend(packages.values()))
+    Podman().prepare_host()
+    assert installed == ["podman", "catatonit", "runc"]
+
+
+def test_a_silent_engine_costs_three_seconds(monkeypatch):
+    def silent(*_: str, timeout: float | None = None) -> None:
+        raise subprocess.TimeoutExpired("docker", timeout or 0)
+
+    monkeypatch.setattr(images, "docker", silent)
+    assert Docker().available() == "no Docker engine answers: it is silent for 3 s (look at its log)"
+
+
+def test_a_user_without_subordinate_ids(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
+    monkeypatch.setattr(tools, "find", lambda _: Path("/bin/x"))
+    problem = tools.lacks_ids()
+    assert problem is not None
+    assert problem[0] == "user 4000000 has no subordinate ids in /etc/subuid and /etc/subgid"
+    monkeypatch.setattr(tools, "find", lambda _: None)
+    assert tools.lacks_ids() == ("newuidmap and newgidmap are not installed", "as root: apt-get install uidmap")
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    run_verb.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+def test_run_options():
+    args = parsed("cpu", "-v", "/a:/b", "-e", "K=V", "--gpus", "2", "--device", "/dev/null", "--", "train", "-v", "--")
+    assert (args.target, args.volume, args.gpus, args.device) == ("cpu", ["/a:/b"], "2", ["/dev/null"])
+    assert args.command == ["train", "-v", "--"]
+    assert (parsed("cpu").command, parsed("cpu").gpus) == ([], "none")
+    assert parsed("-t", "cpu", "--no-entrypoint").entrypoint is False
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("2g", 2 << 30), ("1.5GiB", 3 << 29), ("512M", 512 << 20), ("1048576", 1 << 20), ("64 mb", 64 << 20)],
+)
+def test_sizes(text, amount):
+    assert run_verb._bytes("--memory", text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "2x", "-1g", "12", "g", "1e9"])
+def test_bad_sizes(text):
+    with pytest.raises(InputError, match="--memory"):
+        run_verb._bytes("--memory", text)
+
+
+def test_volumes():
+    assert run_verb._mount("/a:/b:ro").read_only
+    assert not run_verb._mount("/a:/b").read_only
+    for bad in ("/a", "/a:b", ":/b", "/a:/b:no", "a:b:/c:ro"):
+        with pytest.raises(InputError, match="not a volume"):
+            run_verb._mount(bad)
+
+
+def test_log_tail(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {n}\n" for n in range(100000)))
+    tail = log_tail(log).splitlines()
+    assert tail[0] == "line 99970"
+    assert tail[-2:] == ["line 99999", f"full log: {log}"]
+    assert len(tail) == 31

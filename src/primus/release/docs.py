@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
-import subprocess
-import tarfile
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from primus.errors import CheckFailed, HostError, InputError
+from primus.errors import InputError
 from primus.gates.rules import gates
 from primus.gpus.table import load_table
 from primus.plan.project import Project
@@ -27,9 +22,6 @@ from primus.release.show import page
 from primus.schema import json_schema
 from primus.terminal import bytes_text
 from primus.versions.components import Versions
-from primus.yamlfile import read
-
-_VENDORED = Path("src/primus/report/uplot/vendored.yaml")
 
 
 def generated(root: Path) -> dict[str, str]:
@@ -75,36 +67,6 @@ def write(root: Path) -> tuple[str, ...]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return tuple(files)
-
-
-def refresh_vendored(root: Path) -> None:
-    """Replace vendored files by those of the npm package that ``vendored.yaml`` pins.
-
-    Raises HostError if npm is missing or its registry does not answer, CheckFailed if a file has another hash.
-    """
-    pins = root / _VENDORED
-    data = read(pins).data
-    assert isinstance(data, dict)
-    files = data["files"]
-    assert isinstance(files, dict)
-    npm = shutil.which("npm")
-    if npm is None:
-        raise HostError("npm is missing", hint="install it (Debian and Ubuntu call the package npm)")
-    with tempfile.TemporaryDirectory(prefix="primus-vendor-") as folder:
-        name = f"{data['package']}@{data['version']}"
-        command = [npm, "pack", "--silent", "--ignore-scripts", "--pack-destination", folder, name]
-        packed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-        if packed.returncode != 0:
-            reason = (packed.stderr.strip() or f"npm ended with {packed.returncode}").splitlines()[0]
-            raise HostError(f"npm could not fetch {name}: {reason}", hint="check npm's registry and the network")
-        (archive,) = Path(folder).glob("*.tgz")
-        with tarfile.open(archive) as tar:
-            for member, sha256 in files.items():
-                stream = tar.extractfile(f"package/{member}")
-                content = stream.read() if stream else b""
-                if hashlib.sha256(content).hexdigest() != sha256:
-                    raise CheckFailed(f"{member} of {name} does not have the pinned sha256", where=str(pins))
-                pins.with_name(Path(member).name).write_bytes(content)
 
 
 def _filled(root: Path, name: str, parts: Mapping[str, Sequence[str]]) -> str:

@@ -181,7 +181,7 @@ def _runner(
         if here.exists():
             # Files of an earlier validation must not be mistaken for those of this one.
             shutil.rmtree(here)
-        here.mkdir()  # a refused job writes its reason only to a folder that exists
+        here.mkdir(parents=True)  # a refused job writes its reason only to a folder that exists
         if not quiet and alone:
             _say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
         command = Command(

@@ -17,7 +17,6 @@ EXAMPLE = "primus docs --check"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus docs``."""
     parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if a file is out of date")
-    parser.add_argument("--vendored", action="store_true", help="also update files of other projects, through npm")
     parser.add_argument(
         "--project", type=path("--project"), default=Path(), metavar="DIR", help="repository (default: this folder)"
     )
@@ -28,8 +27,6 @@ def run(args: argparse.Namespace) -> int:
     """Write or check the generated files. Returns 0, or 1 if --check found one out of date."""
     if not (args.project / "versions.yaml").is_file():
         raise InputError(f"there is no versions.yaml in {args.project}")
-    if args.vendored:
-        docs.refresh_vendored(args.project)
     names = tuple(docs.stale(args.project)) if args.check else docs.write(args.project)
     if args.json:
         print(json.dumps({"stale" if args.check else "written": names}))

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -200,26 +199,17 @@ def test_a_file_in_find_links_needs_no_download(index: Server, tmp_path: Path, m
     assert index.log == []
 
 
-def test_a_cut_download_goes_on_where_it_was_cut(index: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_cut_download_goes_on_where_it_was_cut(index: Server, tmp_path: Path, ranges: bool) -> None:
+    index.faults.no_range = not ranges
     big = _resolve(_request(big="1.0+cpu"))["big"]
-    index.faults.cut["/files/" + big.file] = [1_000_000, 2_000_000]
+    index.faults.cut["/files/" + big.file] = [1_000_000, 2_000_000] if ranges else [1_000_000]
     index.log.clear()
     cache = FileCache(tmp_path / "c")
     _fetch([big], cache)
     assert cache.verify(big.sha256)
-    ranges = index.asked(big.file)
-    assert ranges[0] is None
-    starts = [int(r[6:-1]) for r in ranges[1:] if r]
-    assert starts == [1_000_000, 2_000_000]
-
-
-def test_a_server_without_ranges_starts_over(index: Server, tmp_path: Path) -> None:
-    big = _resolve(_request(big="1.0+cpu"))["big"]
-    index.faults.cut["/files/" + big.file] = [1_000_000]
-    index.faults.no_range = True
-    cache = FileCache(tmp_path / "c")
-    _fetch([big], cache)
-    assert cache.verify(big.sha256)
+    starts = [int(header[6:-1]) for header in index.asked(big.file) if header]
+    assert starts == [1_000_000, 2_000_000][: 1 + ranges]
 
 
 def test_a_rotten_left_over_is_thrown_away(index: Server, tmp_path: Path) -> None:
@@ -263,21 +253,6 @@ def test_a_replaced_file_is_convicted_by_its_index_entry(index: Server, tmp_path
     index.log.clear()
     _within(5, lambda: _fetch([small], FileCache(tmp_path / "c")), WrongBytes)
     assert index.asked(small.file) == []
-
-
-@pytest.mark.parametrize("padding", [50, 50_000])
-def test_a_replaced_file_of_another_length_is_told_by_its_length(
-    index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, padding: int
-) -> None:
-    """Shorter or longer than the lock says, from an index that tells no hashes."""
-    make_wheel(index.root / "files", "small", "1.1", padding=1000)
-    small = _resolve(_request(small="1.1"))["small"]
-    make_wheel(index.root / "files", "small", "1.1", padding=padding)
-    with serve(index.root, hashes=False) as bare:
-        monkeypatch.setenv("PIP_INDEX_URL", bare.url + "/simple")
-        _within(9, lambda: _fetch([small], FileCache(tmp_path / "c")), WrongBytes)
-        bare.faults.no_length.add("/files/" + small.file)
-        _within(9, lambda: _fetch([small], FileCache(tmp_path / "c")), WrongBytes)
 
 
 def test_pips_own_proxy_wins_over_the_environment(
@@ -386,28 +361,6 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(index: Server, tmp_path: Pa
         assert index.asked(files["big"].file)[-1] is not None, "it went on from what the full disk had taken"
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_two_fetches_on_one_cache_download_once(index: Server, tmp_path: Path) -> None:
-    big = _resolve(_request(big="1.0+cpu"))["big"]
-    index.faults.slow["/files/" + big.file] = 0.3
-    index.log.clear()
-    cache, errors = FileCache(tmp_path / "c"), []
-
-    def one() -> None:
-        try:
-            _fetch([big], cache)
-        except HostError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=one) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert errors == []
-    assert cache.verify(big.sha256)
-    assert len(index.asked(big.file)) == 1
 
 
 PROGRAM = """

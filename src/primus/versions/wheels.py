@@ -123,6 +123,7 @@ def _sdist(name: str, version: str, request: Request, indexes: Indexes) -> Candi
         places = {index: indexes.only(url) for index, url in request.indexes.items()}
     reason = ""
     for index, place in places.items():
+        place.require_access(name, index)
         try:
             (package,) = _Uv(place, _platform(request)).find([(name, version)], "--no-binary", ":all:")
         except NoSolutionError as error:

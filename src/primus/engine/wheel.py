@@ -86,15 +86,15 @@ def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str
         if (place := _place(info.filename, dist, prefix)) in placed:
             raise InputError(f"two of its files would be installed as /{place}")
         placed[place] = info
-    made = dict(_scripts(archive, dist, prefix))
-    made[f"{prefix.site}/{dist}/INSTALLER"] = b"primus\n"
+    written = dict(_scripts(archive, dist, prefix))
+    written[f"{prefix.site}/{dist}/INSTALLER"] = b"primus\n"
     record = f"{prefix.site}/{dist}/RECORD"
     for name, info in placed.items():
-        if name == record or name in made:
+        if name == record or name in written:
             continue
         script = name.startswith(f"{prefix.root}/bin/") and ".data/scripts/" in info.filename
         if script and (text := _text(archive, info.filename)).startswith(b"#!python"):
-            made[name] = f"#!{prefix.interpreter}\n".encode() + text.partition(b"\n")[2]
+            written[name] = f"#!{prefix.interpreter}\n".encode() + text.partition(b"\n")[2]
             continue
         runs = script or (info.external_attr >> 16) & 0o111
         yield Entry(
@@ -103,10 +103,10 @@ def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str
             size=info.file_size,
             source=cast("Callable[[], IO[bytes]]", functools.partial(Member, path, info, file_name)),
         )
-    for name, data in made.items():
+    for name, data in written.items():
         mode = 0o755 if name.startswith(f"{prefix.root}/bin/") else 0o644
         yield Entry(path=name, mode=mode, size=len(data), source=data)
-    rows = _record(archive, dist, placed, made, prefix)
+    rows = _record(archive, dist, placed, written, prefix)
     yield Entry(path=record, size=len(rows), source=rows)
 
 
@@ -178,16 +178,16 @@ def _scripts(archive: zipfile.ZipFile, dist: str, prefix: Prefix) -> Iterator[tu
 
 
 def _record(
-    archive: zipfile.ZipFile, dist: str, placed: dict[str, zipfile.ZipInfo], made: dict[str, bytes], prefix: Prefix
+    archive: zipfile.ZipFile, dist: str, placed: dict[str, zipfile.ZipInfo], written: dict[str, bytes], prefix: Prefix
 ) -> bytes:
-    known = {row[0]: row for row in csv.reader(io.StringIO(_text(archive, f"{dist}/RECORD").decode())) if row}
+    original = {row[0]: row for row in csv.reader(io.StringIO(_text(archive, f"{dist}/RECORD").decode())) if row}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     up = "../" * (prefix.site.count("/") - prefix.root.count("/"))
     rows: dict[str, list[str]] = {}
     for path, info in placed.items():
-        rows[path] = known.get(info.filename, ["", "", ""])[1:3]
-    for path, data in made.items():
+        rows[path] = original.get(info.filename, ["", "", ""])[1:3]
+    for path, data in written.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
         rows[path] = [f"sha256={digest}", str(len(data))]
     rows[f"{prefix.site}/{dist}/RECORD"] = ["", ""]

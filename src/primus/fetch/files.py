@@ -222,8 +222,8 @@ class _Fetch:
 
     def _download(self, file: LockedFile, offers: Sequence[tuple[str, str | None]], indexes: Indexes) -> None:
         refusal: HostError | None = None
-        began, key, own = time.monotonic(), f"fetch {file.sha256}", file.size >= _OWN_BAR
-        if own:
+        began, key, large = time.monotonic(), f"fetch {file.sha256}", file.size >= _OWN_BAR
+        if large:
             self._progress.start(key, file.label, file.size)
         done = 0
 
@@ -231,7 +231,7 @@ class _Fetch:
             nonlocal done
             step, done = min(position, file.size) - done, min(position, file.size)
             self._progress.advance("fetch", step)
-            if own:
+            if large:
                 self._progress.advance(key, step)
 
         for url, sha256 in offers:
@@ -242,7 +242,7 @@ class _Fetch:
                 with _disk_errors(self._cache.root, file), self._cache.part(file.sha256) as part:
                     if part is None or _Transfer(file, url, part, indexes, report, self._stop).fill():
                         report(file.size)
-                        if own:
+                        if large:
                             self._progress.finish(key, _speed(file.size, began))
                         return
             except WrongBytes as error:

@@ -19,7 +19,7 @@ from primus.versions.lock import LockedFile, dumps
 
 if TYPE_CHECKING:
     from primus.progress import Progress
-    from primus.versions.relock import Known
+    from primus.versions.relock import Shared
 
 
 def lock_target(
@@ -28,7 +28,7 @@ def lock_target(
     *,
     refresh: bool = False,
     gone: Sequence[LockedFile] = (),
-    known: Known | None = None,
+    shared: Shared | None = None,
 ) -> ResolvedTarget:
     """Resolve the target's request to exact files and write its lock; see :func:`primus.versions.relock.resolve`.
 
@@ -40,7 +40,7 @@ def lock_target(
 
     previous, request = resolved.lock, resolved.request
     call = partial(
-        relock.resolve, request, previous=previous, refresh=refresh, gone=gone, known=known, progress=progress
+        relock.resolve, request, previous=previous, refresh=refresh, gone=gone, shared=shared, progress=progress
     )
     try:
         lock = with_packages(call, say=progress.say)

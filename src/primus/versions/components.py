@@ -333,5 +333,5 @@ class Versions:
                         raise WrongValue(f"{name} has two pins for channel {pin.channel}, {every}", *key)
                     seen.add((pin.channel, target))
                 built = pin.build.built if pin.build else ()
-                if unknown := next((one for one in built if one not in self.components), None):
+                if unknown := next((name for name in built if name not in self.components), None):
                     raise ValueError(f"{name}: no component is called {unknown!r}")

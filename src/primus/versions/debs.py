@@ -188,7 +188,7 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str],
             if not (secure and suite in ROLLING)
         )
     stanzas: dict[tuple[str, str], Stanza] = {}
-    for stanza in (one for one in host if _is_of(maker, one)):
+    for stanza in (entry for entry in host if _is_of(maker, entry)):
         pockets = {suite_of(word)[1] for word in stanza["Suites"].split()}
         suites = " ".join(suite + p for p in _POCKETS[:3] if p in pockets and not (p and suite in ROLLING))
         # If a pocket is listed for another mirror as well, keep it once per URI.
@@ -290,8 +290,8 @@ def reason(text: str) -> str:
     """Return the first cause in apt's output, without its URL, which may contain credentials."""
     if status := re.search(r" (5\d\d) +[A-Z]", text):
         return f"HTTP status {status[1]}"
-    if known := cause("apt", text):
-        return known
+    if words := cause("apt", text):
+        return words
     errors = [re.sub(r"\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line.startswith("E: ")]
     return errors[0].strip() if errors else "no reason given"
 
@@ -342,14 +342,14 @@ def download_debs(
 
     Raises HostError if the archive is not available.
     """
-    asked = {(f.name, f.version): f for f in files}
+    locked = {(f.name, f.version): f for f in files}
     with open_archive(suites, architecture) as archive:
-        words = [f"{name}={version}" for name, version in asked]
-        present = asked.keys() & parse_records(archive.run("apt-cache", "show", *words).stdout).keys()
+        words = [f"{name}={version}" for name, version in locked]
+        present = locked.keys() & parse_records(archive.run("apt-cache", "show", *words).stdout).keys()
         if present:
             _download(archive, "apt-get", "-q", "download", *(f"{n}={v}" for n, v in sorted(present)), folder=folder)
         # A pool keeps files for a while after the index drops them, next to their successors.
-        lacking = {f.name: f for key, f in asked.items() if key not in present}
+        lacking = {f.name: f for key, f in locked.items() if key not in present}
         names = (
             {name for name, _ in parse_records(archive.run("apt-cache", "show", *lacking).stdout)} if lacking else ()
         )
@@ -363,7 +363,7 @@ def download_debs(
             _download(archive, "/usr/lib/apt/apt-helper", "download-file", *triples, folder=folder)
     # apt names files package_version_architecture.deb, with the epoch escaped.
     paths = {key: path for path in folder.glob("*.deb") for key in parse_uris(f"'' {path.name} 0")}
-    return {file: paths[key] for key, file in asked.items() if key in paths}
+    return {file: paths[key] for key, file in locked.items() if key in paths}
 
 
 def _download(archive: Archive, *command: str, folder: Path) -> None:

@@ -82,7 +82,9 @@ class Indexes:
     def places(self) -> tuple[Indexes, ...]:
         """Return each index and each find-links folder alone, local ones first."""
         folders = [replace(self, urls=(), find_links=(place,)) for place in self.find_links]
-        return tuple(sorted((*folders, *map(self.only, self.urls)), key=lambda one: local_path(one.shown[0]) is None))
+        return tuple(
+            sorted((*folders, *map(self.only, self.urls)), key=lambda place: local_path(place.shown[0]) is None)
+        )
 
     @property
     def shown(self) -> tuple[str, ...]:

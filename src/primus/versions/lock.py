@@ -114,7 +114,7 @@ class Request:
         """Python packages that come from the base or are built here, with versions as pip compares them."""
         names = {name: version for name, version in self.debs.items() if name.startswith("python3-")}
         brought = {name.removeprefix("python3-"): f"{version}+debian" for name, version in names.items()}
-        built = {**self.sdists, **{name: one.version for name, one in self.gits.items()}}
+        built = {**self.sdists, **{name: commit.version for name, commit in self.gits.items()}}
         return brought | {name: version if "+" in version else f"{version}+built" for name, version in built.items()}
 
     def flat(self) -> dict[str, str]:
@@ -132,7 +132,7 @@ class Request:
         result |= {f"build {name} wheels": " ".join(sorted(wheels)) for name, wheels in self.builds.items()}
         result |= {f"deb {name}": version for name, version in self.debs.items()}
         result |= {f"sdist {name}": version for name, version in self.sdists.items()}
-        result |= {f"git {name}": f"{one.version} {one.commit}" for name, one in self.gits.items()}
+        result |= {f"git {name}": f"{commit.version} {commit.commit}" for name, commit in self.gits.items()}
         return dict(sorted(result.items()))
 
 
@@ -188,10 +188,10 @@ def normalised(name: str) -> str:
 
 def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
     """Return where the lock does not match the request; empty if it is up to date."""
-    wanted = request.flat()
-    names = sorted({*wanted, *lock.pins})
+    pins = request.flat()
+    names = sorted({*pins, *lock.pins})
     return tuple(
-        Drift(pin=n, locked=lock.pins.get(n), wanted=wanted.get(n)) for n in names if lock.pins.get(n) != wanted.get(n)
+        Drift(pin=n, locked=lock.pins.get(n), wanted=pins.get(n)) for n in names if lock.pins.get(n) != pins.get(n)
     )
 
 
@@ -225,17 +225,17 @@ def loads(text: str | bytes, name: str) -> Lock:
         document = parse_json(text, name)
     except InputError as error:
         raise InputError(error.message, where=error.where, hint=hint) from None
-    if isinstance(document.data, dict) and (found := document.data.get("format", FORMAT)) != FORMAT:
-        raise InputError(f"lock format {found} is not {FORMAT}", where=document.where(("format",)), hint=hint)
+    if isinstance(document.data, dict) and (number := document.data.get("format", FORMAT)) != FORMAT:
+        raise InputError(f"lock format {number} is not {FORMAT}", where=document.where(("format",)), hint=hint)
     try:
         lock = build(_File, document)
     except InputError as error:
         raise InputError(f"not a lock: {error.message}", where=error.where, hint=hint) from None
     seen: set[tuple[str, str | None, str]] = set()
-    for index, one in enumerate(lock.files):
-        if (entry := (one.kind, one.base, one.name)) in seen:
+    for index, file in enumerate(lock.files):
+        if (entry := (file.kind, file.base, file.name)) in seen:
             place = document.where(("files", index))
-            raise InputError(f"not a lock: the {one.kind} {one.name} is listed twice", where=place, hint=hint)
+            raise InputError(f"not a lock: the {file.kind} {file.name} is listed twice", where=place, hint=hint)
         seen.add(entry)
     return Lock(target=lock.target, channel=lock.channel, pins=lock.pins, files=lock.files)
 

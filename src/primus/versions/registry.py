@@ -59,8 +59,8 @@ def _layers(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
     name, _, digest = image.partition("@")
     manifest = _manifest(name, digest)
     if "manifests" in manifest:
-        wanted = {"os": "linux", "architecture": architecture}
-        fits = [m for m in manifest["manifests"] if wanted.items() <= m.get("platform", {}).items()]
+        platform = {"os": "linux", "architecture": architecture}
+        fits = [m for m in manifest["manifests"] if platform.items() <= m.get("platform", {}).items()]
         if not fits:
             raise InputError(
                 f"{image} has no image for linux/{architecture}", hint=f"choose another for base {base}", about=name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError
@@ -20,12 +20,8 @@ from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 Stale = frozenset[str]
 
 
-@dataclass(frozen=True)
-class Known:
-    """Results for bases and commits, so that targets that are locked together share each request."""
-
-    sources: dict[BaseRequest | Commit, tuple[LockedFile, ...]] = field(default_factory=dict)
-
+# Files of bases and commits, so that targets that are locked together resolve each of them once.
+Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
 
 # Only maintainer scripts call these, and those of an extra do not run, so apt is told that they are installed.
 # Otherwise, `passwd` would be installed with them, and contains programs that run as root.
@@ -45,8 +41,8 @@ def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: 
     if previous is None or refresh:
         return frozenset(parts)
     changed = {_part(f) for f in gone}
-    for one in drift(previous, request):
-        kind, _, rest = one.pin.partition(" ")
+    for change in drift(previous, request):
+        kind, _, rest = change.pin.partition(" ")
         if kind in ("architecture", "python"):
             return frozenset(parts)
         changed.add(_PARTS.get(kind) or f"{kind} {rest.rpartition(' ')[0]}")
@@ -54,7 +50,7 @@ def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: 
         if kind in ("sdist", "git"):
             changed.add("wheels")
         # A base's glibc and exact Python determine which wheels fit it.
-        if one.pin.startswith("base ") and one.pin.endswith((" suite", " python")):
+        if change.pin.startswith("base ") and change.pin.endswith((" suite", " python")):
             changed.add("wheels")
     if "wheels" in changed:
         # They have the image's versions.
@@ -78,16 +74,16 @@ def resolve(
     previous: Lock | None,
     refresh: bool = False,
     gone: Collection[LockedFile] = (),
-    known: Known | None = None,
+    shared: Shared | None = None,
     progress: Progress,
 ) -> Lock:
     """Resolve ``request`` to a lock. With ``refresh``, no version of ``previous`` is kept.
 
     ``gone`` are files of ``previous`` that no source offers any more. They, and what depends on them, are resolved
-    again. ``known`` collects results for the targets that are locked later. Raises InputError if the pins cannot be
+    again. ``shared`` collects results for the targets that are locked later. Raises InputError if the pins cannot be
     fulfilled, HostError if a source is not available.
     """
-    known = Known() if known is None else known
+    shared = {} if shared is None else shared
     with listening(progress.say):
         parts = stale(request, previous, refresh, gone)
         keep: dict[str, str] = {}
@@ -96,29 +92,29 @@ def resolve(
         ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
             "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
             "sdists": lambda: resolve_sdists(request, progress=progress),
-            "gits": lambda: _commits(request.gits, known),
-            "bases": lambda: _bases(request, parts, known, progress),
+            "gits": lambda: _commits(request.gits, shared),
+            "bases": lambda: _bases(request, parts, shared, progress),
         }
         work = [way for part, way in ways.items() if part in (*parts, "bases")]
         files = previous.files if previous is not None else ()
         here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
-        kept = [f for f in files if _part(f) in here - parts]
+        unchanged = [f for f in files if _part(f) in here - parts]
         with ThreadPoolExecutor(max(1, len(work))) as pool:
-            futures = [pool.submit(one) for one in work]
-            found = [file for future in futures for file in future.result()]
+            futures = [pool.submit(way) for way in work]
+            resolved = [file for future in futures for file in future.result()]
         for name, base in request.bases.items():
             if base.over and f"base {name}" in parts:
-                found = _without(name, base.over, found)
-        image = {f.name: f.version for f in (*kept, *found) if f.kind == "wheel"}
+                resolved = _without(name, base.over, resolved)
+        image = {f.name: f.version for f in (*unchanged, *resolved) if f.kind == "wheel"}
         for name in request.builds:
             before = previous.of("wheel", name) if previous is not None else ()
             if f"build {name}" in parts:
                 held = {} if refresh else {f.name: f.version for f in before if f not in gone}
                 wheels = request.builds[name]
-                found += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
+                resolved += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
             else:
-                kept += before
-        answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
+                unchanged += before
+        answer = sorted([*unchanged, *resolved], key=lambda f: (f.kind, f.base or "", f.name))
         return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
 
 
@@ -138,21 +134,21 @@ def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedF
     return result
 
 
-def _commits(commits: Mapping[str, Commit], known: Known) -> list[LockedFile]:
-    for name, one in commits.items():
-        if one not in known.sources:
-            known.sources[one] = (resolve_commit(name, one),)
-    return [file for one in commits.values() for file in known.sources[one]]
+def _commits(commits: Mapping[str, Commit], shared: Shared) -> list[LockedFile]:
+    for name, commit in commits.items():
+        if commit not in shared:
+            shared[commit] = (resolve_commit(name, commit),)
+    return [file for commit in commits.values() for file in shared[commit]]
 
 
-def _bases(request: Request, parts: Stale, known: Known, progress: Progress) -> list[LockedFile]:
+def _bases(request: Request, parts: Stale, shared: Shared, progress: Progress) -> list[LockedFile]:
     """Return the files of every base in ``parts``. Equal bases are resolved once."""
-    wanted = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
-    lacking = {base: name for name, base in reversed(wanted.items()) if base not in known.sources}
+    bases = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
+    lacking = {base: name for name, base in reversed(bases.items()) if base not in shared}
     with ThreadPoolExecutor(max(1, len(lacking))) as pool:
-        found = pool.map(lambda item: _base(item[1], item[0], request.architecture, progress), lacking.items())
-        known.sources.update(zip(lacking, found, strict=True))
-    return [replace(file, base=name) for name, base in wanted.items() for file in known.sources[base]]
+        files = pool.map(lambda item: _base(item[1], item[0], request.architecture, progress), lacking.items())
+        shared.update(zip(lacking, files, strict=True))
+    return [replace(file, base=name) for name, base in bases.items() for file in shared[base]]
 
 
 def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:

@@ -39,16 +39,16 @@ def short_name(url: str) -> str:
     return url.rstrip("/").rpartition("/")[2].removesuffix(".git")
 
 
-def resolve_commit(name: str, one: Commit) -> LockedFile:
+def resolve_commit(name: str, pin: Commit) -> LockedFile:
     """Return the archive of the commit of package ``name``. Raises InputError if the repository has no such commit."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
         path = Path(folder, "archive.tar")
-        archive_commit(one.url, one.commit, path)
+        archive_commit(pin.url, pin.commit, path)
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         size = path.stat().st_size
     return LockedFile(
-        kind="git", name=name, version=one.version, file=f"{name}-{one.commit}.tar", size=size, sha256=sha256
+        kind="git", name=name, version=pin.version, file=f"{name}-{pin.commit}.tar", size=size, sha256=sha256
     )
 
 
@@ -133,10 +133,10 @@ def _submodules(here: Path, commit: str, url: str) -> Iterator[tuple[str, str]]:
     """Yield path and address of each submodule of the commit."""
     words = ["config", "--blob", f"{commit}:.gitmodules", "--get-regexp", r"^submodule\..*\.(path|url)$"]
     done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False, env=_env())
-    found: dict[str, dict[str, str]] = {}
+    modules: dict[str, dict[str, str]] = {}
     for name, key, value in re.findall(r"^submodule\.(.*)\.(path|url) (.*)$", done.stdout, re.M):
-        found.setdefault(name, {})[key] = value
-    for module in found.values():
+        modules.setdefault(name, {})[key] = value
+    for module in modules.values():
         if len(module) == 2:
             yield module["path"], _resolve_url(url, module["url"])
 

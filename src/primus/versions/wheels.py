@@ -98,8 +98,8 @@ def resolve_build(
         if "==" not in wheel and name not in image:
             raise InputError(f"{root}: the image has no {wheel}", hint=f"name a version: {wheel}==VERSION")
         pins.append(wheel if "==" in wheel else f"{name}=={image[name]}")
-    asked = {canonicalize_name(pin.partition("==")[0]) for pin in pins}
-    constraints = [f"{name}=={version}" for name, version in image.items() if name not in asked]
+    pinned = {canonicalize_name(pin.partition("==")[0]) for pin in pins}
+    constraints = [f"{name}=={version}" for name, version in image.items() if name not in pinned]
     files = _locked(request, pins, constraints=constraints, keep=keep)
     progress.finish(root, counted(len(files), "wheel"))
     return tuple(replace(file, base=root) for file in files)
@@ -319,7 +319,7 @@ def _locked(
     tags = _tags(request)
     candidates = [_best(package, tags, request) for package in packages if package["name"] not in request.provided]
     if request.indexes:
-        origins = _Uv(indexes, uv.platform).index_of([(one.name, one.version) for one in candidates])
+        origins = _Uv(indexes, uv.platform).index_of([(candidate.name, candidate.version) for candidate in candidates])
         candidates = [_placed(candidate, origins.get(candidate.name, ""), request, indexes) for candidate in candidates]
     return _measured("wheel", candidates, indexes)
 
@@ -361,8 +361,8 @@ def _placed(candidate: Candidate, origin: str, request: Request, indexes: Indexe
 
     A package that is pinned to the channel must come from one of its indexes. InputError if none offers it.
     """
-    own = {bare_url(url).rstrip("/"): name for name, url in reversed([*request.indexes.items()])}
-    if (index := own.get(bare_url(origin).rstrip("/"))) or candidate.name not in request.indexed:
+    names = {bare_url(url).rstrip("/"): name for name, url in reversed([*request.indexes.items()])}
+    if (index := names.get(bare_url(origin).rstrip("/"))) or candidate.name not in request.indexed:
         return replace(candidate, index=index)
     for name, url in request.indexes.items():
         uv = _Uv(indexes.only(url), _platform(request))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
 from primus.cli.host.lock_report import Report
@@ -36,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"
     )
+
+
+if TYPE_CHECKING:
+    from primus.versions.relock import Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
         return _check(targets, args.json)
     if not args.report:
         return _lock(targets, args.json, refresh=args.refresh)
-    asked = ["lock", *names, *(["--channel", args.channel] if args.channel else ()), *(["--refresh"] * args.refresh)]
-    report = Report(args.report, " ".join(("primus", *asked)))
+    words = ["lock", *names, *(["--channel", args.channel] if args.channel else ()), *(["--refresh"] * args.refresh)]
+    report = Report(args.report, " ".join(("primus", *words)))
     with report.written():
         return _lock(targets, args.json, refresh=args.refresh, report=report)
 
@@ -91,14 +95,13 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
 def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool, report: Report | None = None) -> int:
     outcome: list[dict[str, Any]] = []
     # Seam "sources".
-    from primus.versions import relock
 
-    known = relock.Known()
+    shared: Shared = {}
     with choose_progress(as_json) as progress:
         for resolved in targets:
             name = resolved.lock_name
             with report.of(resolved) if report else nullcontext():
-                lock = lock_target(resolved, progress, refresh=refresh, known=known).lock
+                lock = lock_target(resolved, progress, refresh=refresh, shared=shared).lock
             assert lock is not None
             changes = compare(resolved.lock, lock)
             outcome.append({"lock": name, "files": len(lock.distinct), "changes": [asdict(c) for c in changes]})

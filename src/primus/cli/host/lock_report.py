@@ -29,20 +29,20 @@ class Report:
     command: str
     outcome: str = "interrupted"
     rows: list[dict[str, Any]] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     @contextmanager
     def of(self, resolved: ResolvedTarget) -> Iterator[None]:
         """Record the requests made for one target while the context is open."""
-        with listening(self.said.append) as requests:
+        with listening(self.messages.append) as requests:
             try:
                 yield
             finally:
-                self.rows += [self._row(resolved, one) for one in tuple(requests)]
+                self.rows += [self._row(resolved, request) for request in tuple(requests)]
 
-    def _row(self, resolved: ResolvedTarget, one: Request) -> dict[str, Any]:
-        component, place = resolved.pin_of(one.about)
-        row = one.row()
+    def _row(self, resolved: ResolvedTarget, request: Request) -> dict[str, Any]:
+        component, place = resolved.pin_of(request.about)
+        row = request.row()
         return {"target": resolved.name, "pin": component, "where": place, **row}
 
     @contextmanager
@@ -67,7 +67,7 @@ class Report:
             "host": {"system": platform.platform(), "python": platform.python_version(), "primus": __version__}
             | {name: _version(name) for name in ("pip", "uv", "requests", "urllib3")},
             "asked": self.rows,
-            "said": self.said,
+            "said": self.messages,
         }
         text = json.dumps(document, ensure_ascii=False, indent=1) + "\n"
         try:

@@ -4,6 +4,7 @@ enter the store unchanged. Nothing is unpacked.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import tarfile
 import time
@@ -98,42 +99,19 @@ def require_sane(unpacked: int, packed: int) -> None:
         raise ValueError(f"it is a decompression bomb: {packed:,} bytes unpack to {unpacked:,} or more")
 
 
-class _Plain:
-    """The tar inside a gzip file. Both are hashed as they are read, and the gzip bytes are also written to ``out``."""
+class _Tee:
+    """Reads a stream, and hashes, counts and passes on what was read."""
 
-    def __init__(self, file: IO[bytes], out: IO[bytes]) -> None:
-        self._file, self._out = file, out
-        self._gzip = zlib.decompressobj(31)
-        self._packed = b""
-        self._left = b""
-        self.packed, self.plain = hashlib.sha256(), hashlib.sha256()
-        self.packed_size = self.size = 0
+    def __init__(self, stream: IO[bytes], passed_on: Callable[[bytes], object]) -> None:
+        self._stream, self._passed_on = stream, passed_on
+        self.hash, self.size = hashlib.sha256(), 0
 
-    def read(self, amount: int) -> bytes:
-        while len(self._left) < amount and (data := self._next()):
-            self._left += data
-        data, self._left = self._left[:amount], self._left[amount:]
+    def read(self, amount: int = -1) -> bytes:
+        data = self._stream.read(amount)
+        self.hash.update(data)
+        self.size += len(data)
+        self._passed_on(data)
         return data
-
-    def _next(self) -> bytes:
-        """Return the next bytes of the tar, at most one piece, because a few bytes can unpack to gigabytes of zeros."""
-        while True:
-            if not self._packed:
-                self._packed = self._file.read(_CHUNK)
-                self.packed.update(self._packed)
-                self.packed_size += len(self._packed)
-                self._out.write(self._packed)
-            data = self._gzip.decompress(self._packed, _CHUNK)
-            ended = not self._packed
-            self._packed = self._gzip.unused_data if self._gzip.eof else self._gzip.unconsumed_tail
-            # A gzip file may consist of several members.
-            if self._gzip.eof:
-                self._gzip = zlib.decompressobj(31)
-            if data or ended:
-                self.plain.update(data)
-                self.size += len(data)
-                require_sane(self.size, self.packed_size)
-                return data
 
 
 def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
@@ -145,16 +123,19 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
     begin = time.monotonic()
     try:
         with open_regular(path) as file, store.temporary() as out:
-            plain = _Plain(file, out)
+            packed = _Tee(file, out.write)
+            unpacking = cast("IO[bytes]", gzip.GzipFile(fileobj=cast("Any", packed)))
+            # A few bytes can unpack to gigabytes of zeros.
+            plain = _Tee(unpacking, lambda _: require_sane(plain.size, packed.size))
             lines = sorted(_lines(plain))
-            while plain.read(1 << 20):
+            while plain.read(_CHUNK):
                 pass
             out.flush()
-            if plain.packed.hexdigest() != sha256:
+            if packed.hash.hexdigest() != sha256:
                 raise CheckFailed(f"{path} changed while the build read it", hint="build again")
-            blob = Blob(digest=f"sha256:{sha256}", media_type=LAYER_TYPES["gzip"], size=plain.packed_size)
+            blob = Blob(digest=f"sha256:{sha256}", media_type=LAYER_TYPES["gzip"], size=packed.size)
             store.adopt(Path(out.name), blob)
-    except (tarfile.TarError, zlib.error, UnicodeError, RecursionError) as error:
+    except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, UnicodeError, RecursionError) as error:
         raise InputError(
             f"layer sha256:{sha256} is not a gzip-compressed tar archive: {error}", hint="choose another image"
         ) from None
@@ -166,14 +147,14 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
         raise storage_error(error, path) from None
     return Layer(
         blob=blob,
-        diff_id=f"sha256:{plain.plain.hexdigest()}",
+        diff_id=f"sha256:{plain.hash.hexdigest()}",
         unpacked=plain.size,
         paths=store.put("\n".join(lines).encode(), "text/plain").digest,
         seconds=round(time.monotonic() - begin, 3),
     )
 
 
-def _lines(plain: _Plain) -> Iterator[str]:
+def _lines(plain: _Tee) -> Iterator[str]:
     seen: set[str] = set()
     with tarfile.open(fileobj=cast("Any", plain), mode="r|", bufsize=1 << 16) as archive:
         for member in members(archive):

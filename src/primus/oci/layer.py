@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import IO, Protocol
+
+import zstandard
 
 from primus.errors import CheckFailed, HostError
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
@@ -29,27 +28,12 @@ def assembler(compression: str) -> str:
     """Return what turns entries into bytes, for the keys: our format and the exact compressor."""
     if compression == "gzip":
         return f"tar {_FORMAT}, gzip {_GZIP_LEVEL}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
-    return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {zstandard_version()}"
+    return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {zstandard.__version__}"
 
 
 def compression_of(tool: str) -> str:
     """Return the compression in an :func:`assembler` text, so that the compressor in the key is the one that runs."""
     return next(compression for compression in COMPRESSIONS if f", {compression} " in tool)
-
-
-@cache
-def zstandard_version() -> str:
-    """Return the installed version, read from the name of its metadata folder. A no-op build never compresses, and
-    importing zstandard or importlib.metadata would cost it 20 ms.
-    """
-    for folder in sys.path:
-        with contextlib.suppress(OSError):
-            for name in os.listdir(folder or "."):
-                if name.startswith("zstandard-") and name.endswith(".dist-info"):
-                    return name.removeprefix("zstandard-").removesuffix(".dist-info")
-    import zstandard
-
-    return zstandard.__version__
 
 
 class _Compressor(Protocol):
@@ -105,8 +89,6 @@ def _compressor(compression: str) -> _Compressor:
     if compression == "gzip":
         # wbits 31: a gzip header without a name and with time 0.
         return zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 31)
-    import zstandard
-
     # zstd's output does not depend on the number of threads, as long as there is at least one worker. Each worker takes
     # about 20 MB, and layers are written in parallel.
     threads = max(1, min(4, (os.cpu_count() or 1) // 2))

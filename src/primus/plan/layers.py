@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import zstandard
+
 from primus.errors import InputError
 from primus.gpucode.fatbinary import FORMAT
 from primus.oci.canonical import key_of
-from primus.oci.layer import assembler, zstandard_version
+from primus.oci.layer import assembler
 from primus.plan.action import Action, ImagePlan, Input
 from primus.plan.resolve import ResolvedTarget
 from primus.plan.scripts import BYTECODE, ORDER, TRIM, VARIANT, WHEEL_SCRIPT
@@ -199,7 +201,7 @@ class _Planner:
                 hint="set `gpu`",
             )
         debs = tuple(file for file in self.lock.of("deb", base) if file.name in self.base.kernels)
-        rewriter = f"fat binary {FORMAT}, zstandard {zstandard_version()}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
+        rewriter = f"fat binary {FORMAT}, zstandard {zstandard.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
         return Action(
             name=f"kernels {resolved.arch}",
             kind="kernels",

@@ -1,4 +1,4 @@
-"""Optional layers: `extras` of a base in versions.yaml, and of a target."""
+"""Optional layers: `extras` of a base in versions.yaml, and of a target; and the names of layers."""
 
 from __future__ import annotations
 
@@ -101,3 +101,15 @@ def test_an_extra_that_adds_nothing_is_named(kit: Kit) -> None:
     lock = _lock(kit, _file("python3.11-minimal", "small"))
     with pytest.raises(InputError, match=re.escape("extra rdma adds nothing to demo: base small already has")):
         plan_over(kit.root, "demo", lock)
+
+
+@pytest.mark.parametrize("name", ["facts", "environment"])
+def test_a_component_called_like_a_layer_of_the_engine_is_refused(kit: Kit, name: str) -> None:
+    """The gates would judge only one of the two layers: a secret in the folder `facts` would enter the image."""
+    pin = f"components:\n  {name}:\n    name: Part\n    pins:\n      - {{path: part, to: /opt/part, channel: local}}\n"
+    kit.edit("versions.yaml", "components: {}\n", pin)
+    kit.edit("images/demo.yaml", "components: []\nextras: {pypi: [rdma]}", f"components: [{name}]")
+    kit.write("part/file", "")
+    with pytest.raises(InputError, match=f"no component can be called '{name}'") as caught:
+        plan_over(kit.root, "demo", _lock(kit, _file("python3.11-minimal", "small")))
+    assert caught.value.where == "versions.yaml:13:9"

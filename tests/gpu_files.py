@@ -7,7 +7,8 @@ import io
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+import msgpack
 
 from primus.oci.contents import Member
 
@@ -95,17 +96,6 @@ def pages(*bundles: bytes) -> bytes:
     return b"".join(b + b"\0" * (-len(b) % 4096) for b in bundles)
 
 
-def msgpack(value: Any) -> bytes:
-    """MessagePack of text, numbers, lists and mappings, in the long forms."""
-    if isinstance(value, str):
-        return b"\xdb" + struct.pack(">I", len(value.encode())) + value.encode()
-    if isinstance(value, int):
-        return b"\xcf" + struct.pack(">Q", value)
-    if isinstance(value, list):
-        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(msgpack, value))
-    return b"\xdf" + struct.pack(">I", len(value)) + b"".join(msgpack(k) + msgpack(v) for k, v in value.items())
-
-
 def kernel_pack(kernels: Mapping[str, Sequence[str]]) -> bytes:
     """A kernel pack (KPAK) that holds for each library code for the targets."""
     arches = sorted({t for targets in kernels.values() for t in targets})
@@ -115,12 +105,12 @@ def kernel_pack(kernels: Mapping[str, Sequence[str]]) -> bytes:
         "toc": {name: {t: {"type": "hsaco", "ordinal": 0} for t in by} for name, by in kernels.items()},
     }
     blob = b"K" * 128
-    return struct.pack("<4sIQ", b"KPAK", 1, 64 + len(blob)) + b"\0" * 48 + blob + msgpack(table)
+    return struct.pack("<4sIQ", b"KPAK", 1, 64 + len(blob)) + b"\0" * 48 + blob + msgpack.packb(table)
 
 
 def pack_host(kernel: str, *packs: str) -> bytes:
     """A host library whose GPU code lies in kernel packs."""
-    return elf({".rocm_kpack_ref": msgpack({"kernel_name": kernel, "kpack_search_paths": list(packs)})})
+    return elf({".rocm_kpack_ref": msgpack.packb({"kernel_name": kernel, "kpack_search_paths": list(packs)})})
 
 
 def cuda_fatbin(*entries: tuple[str, int]) -> bytes:

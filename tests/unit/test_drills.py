@@ -138,7 +138,7 @@ def test_a_model(copy: Path, primus: Primus) -> None:
 def test_a_gate(copy: Path, primus: Primus, tmp_path: Path) -> None:
     (copy / "src/primus/gates/rules/readme.py").write_text(
         '"""Every layer has a file called README."""\n'
-        "from primus.gates.finding import Finding, GateReport\n"
+        "from primus.gates.examined import Finding, GateReport\n"
         "def judge(examined):\n"
         "    found = [Finding(severity='error', layer=layer, message='no README')\n"
         "             for layer, facts in examined.facts.items() if 'README' not in facts.folders]\n"

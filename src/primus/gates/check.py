@@ -1,20 +1,32 @@
-"""Run all gates on one built image."""
+"""Run all gates on an image: on request, or while a build creates its layers."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from threading import Event
+from typing import Any
 
-from primus.gates.examined import Examined, examine
-from primus.gates.finding import GateReport
+from primus.engine.image import Composed
+from primus.engine.pipeline import Gates
+from primus.errors import CheckFailed
+from primus.gates.examined import Examined, GateReport, examine, examine_layer, machine_paths
+from primus.gates.facts import LayerFacts, Watch, save_facts
 from primus.gates.rules import gates
+from primus.gates.rules.coherence import check_pins
 from primus.gates.rules.coverage import gpu_libraries
+from primus.oci.store import Layer
+from primus.oci.tar import Watch as LayerWatch
+from primus.plan.action import ImagePlan
+from primus.plan.workspace import Workspace
+from primus.progress import Progress
 from primus.terminal import PLAIN, Screen, Styled
 
-if TYPE_CHECKING:
-    from primus.plan.action import ImagePlan
-    from primus.plan.workspace import Workspace
-    from primus.progress import Progress
+_SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
+# One for each builder thread (see run_actions), which waits for the thread that examines its layer.
+_READERS = max(2, os.cpu_count() or 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +74,14 @@ def check_image(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Ou
 def judge(examined: Examined) -> Outcome:
     """Run every gate on an image."""
     image = examined.image
-    found = ((name, gate.judge(examined)) for name, gate in gates().items())
+    reports = ((name, gate.judge(examined)) for name, gate in gates().items())
     return Outcome(
         target=image.plan.resolved.name,
         ref=image.plan.ref,
         digest=image.digest,
-        reports=tuple(replace(report, gate=name) for name, report in found if report is not None),
+        reports=tuple(replace(report, gate=name) for name, report in reports if report is not None),
         libraries=tuple(asdict(library) for library in gpu_libraries(examined.code, examined.arch)),
     )
-
-
-_SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
 
 
 def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
@@ -88,3 +97,77 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
             sign = screen.paint(_SIGNS[finding.severity])
             lines += screen.wrap(f"{place + ': ' if place else ''}{finding.message}", f"      {sign} ", " " * 8)
     return "\n".join(lines)
+
+
+class Gatekeeper(Gates):
+    """Decides which images of a build get their name.
+
+    Worker threads examine the layers: new layers while they are written, existing layers while the build runs. A
+    release that fails a gate gets no name. A preview gets its name, and the build reports the failed gates.
+    """
+
+    def __init__(self, workspace: Workspace, progress: Progress) -> None:
+        self._workspace = workspace
+        # The pool starts no thread before the first submission.
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
+        self._facts: dict[str, Future[LayerFacts]] = {}
+        self._stop = Event()
+
+    def admit(self, plans: Sequence[ImagePlan]) -> None:
+        """Raise CheckFailed for a release whose pins contradict each other."""
+        for plan in plans:
+            if not plan.resolved.choice.preview:
+                check_pins(plan.resolved)
+
+    def watch(self) -> LayerWatch:
+        """Return an observer, with which a worker thread examines a layer while it is written."""
+        watch = Watch()
+        watch.facts = self._pool.submit(watch.observe, machine_paths(self._workspace))
+        return watch
+
+    def look(self, layer: Layer, watch: LayerWatch | None = None) -> None:
+        """Use what ``watch`` has seen of the layer, or else examine the layer in a worker thread. Errors are
+        raised when an image with the layer is judged.
+        """
+        digest = layer.blob.digest
+        if digest in self._facts:
+            return
+        if isinstance(watch, Watch) and watch.facts is not None:
+            watch.facts.add_done_callback(lambda future: self._save(digest, future))
+            self._facts[digest] = watch.facts
+        else:
+            self._facts[digest] = self._pool.submit(examine_layer, self._workspace, layer, self._stop)
+
+    def _save(self, digest: str, future: Future[LayerFacts]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            save_facts(future.result(), digest, self._workspace.facts, machine_paths(self._workspace))
+
+    def judge(self, image: Composed) -> tuple[str, ...]:
+        """Judge an image by the facts about its layers.
+
+        Raises CheckFailed with all findings if a release fails a gate, HostError if a layer is damaged.
+        """
+        for layer in image.layers:
+            self.look(layer)
+        facts = {
+            action.name: self._facts[layer.blob.digest].result()
+            for action, layer in zip(image.plan.layers, image.layers, strict=True)
+        }
+        outcome = judge(Examined(image=image, facts=facts, workspace=self._workspace))
+        if not outcome.passed and not image.plan.resolved.choice.preview:
+            raise CheckFailed(
+                f"{image.plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
+                hint="only an image of a preview channel may fail one",
+            )
+        return tuple(_sentence(report) for report in outcome.reports if not report.passed)
+
+    def close(self) -> None:
+        """Stop all examinations. Called when the build ends or is interrupted."""
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _sentence(report: GateReport) -> str:
+    first, *others = report.errors
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{report.gate}: {report.summary}; {first.path + ': ' if first.path else ''}{first.message}{more}"

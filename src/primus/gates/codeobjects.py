@@ -1,6 +1,6 @@
-"""GPU code in a file: its forms, and the architectures that it is for.
+"""Compiled code in a file: GPU code with the architectures that it is for, and what the dynamic loader can load.
 
-Forms and their sources:
+Forms of GPU code and their sources:
 
 - AMDGPU ELF (``.co``, ``.hsaco``): ``e_machine`` 224, processor in ``e_flags`` (LLVM's AMDGPUUsage).
 - Offload bundles, plain (``__CLANG_OFFLOAD_BUNDLE__``) and compressed (``CCOB``), as a file or page-aligned one after
@@ -14,15 +14,17 @@ Forms and their sources:
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal
 
-from primus.gates.msgpack import unpack
+import msgpack
+
 from primus.gpucode.archs import in_path, of_flags
 from primus.gpucode.bundles import COMPRESSED, PLAIN, bundles_in, next_magic
-from primus.gpucode.elf import AMDGPU, read_elf
+from primus.gpucode.elf import AMDGPU, DYN, linked_in, read_elf
 
 Form = Literal[
     "fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "Triton cache", "CUDA"
@@ -31,18 +33,12 @@ Form = Literal[
 _PACK = b"KPAK"
 _CUDA_FATBIN = struct.pack("<I", 0xBA55ED50)
 _KERNEL_ENDINGS = (
-    ".co",
-    ".hsaco",
-    ".dat",
-    ".dat.gz",
-    ".kpack",
-    ".kdb",
-    ".kdb.bz2",
-    ".db",
-    "db.txt",
-    ".tn.model",
-    ".model",
-)
+    ".co", ".hsaco", ".dat", ".dat.gz", ".kpack", ".kdb", ".kdb.bz2", ".db", "db.txt", ".tn.model", ".model",
+)  # fmt: skip
+_LIBRARY = r"lib[^/]*\.so(\.[0-9.]+)?"
+# Python opens an extension module by its path and keeps its symbols private.
+_MODULE = r".*\.(?:cpython-[^/]+|abi3)\.so"
+_SITE = r".*/(?:site|dist)-packages/([^/]+)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +131,7 @@ def bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]
 
 def _of_host(path: str, stream: IO[bytes], offset: int, size: int, file_size: int) -> Code:
     stream.seek(offset)
-    about = unpack(stream.read(min(size, 1 << 20)))
+    about = _unpacked(stream.read(min(size, 1 << 20)))
     if not isinstance(about, dict) or not isinstance(about.get("kpack_search_paths"), list):
         raise ValueError("its .rocm_kpack_ref names no kernel packs")  # noqa: TRY004 (the file is wrong)
     return Code(
@@ -156,7 +152,7 @@ def _of_pack(path: str, stream: IO[bytes], size: int) -> Code:
     if not 16 <= start < size:
         raise ValueError("a kernel pack has its table outside the file")
     stream.seek(start)
-    table = unpack(stream.read())
+    table = _unpacked(stream.read())
     if not isinstance(table, dict) or not isinstance(table.get("toc"), dict):
         raise ValueError("a kernel pack has no table")  # noqa: TRY004 (the file is wrong)
     kernels = {str(name): tuple(sorted(map(str, by))) for name, by in table["toc"].items() if isinstance(by, dict)}
@@ -164,12 +160,22 @@ def _of_pack(path: str, stream: IO[bytes], size: int) -> Code:
     return Code(path=path, form="kernel pack", targets=tuple(map(str, targets)), size=size, kernels=kernels)
 
 
+def _unpacked(data: bytes) -> Any:
+    """Return the first MessagePack value in ``data``; padding may follow it. Raises ValueError."""
+    try:
+        return msgpack.unpackb(data, strict_map_key=False, unicode_errors="replace")
+    except msgpack.ExtraData as error:
+        return error.unpacked
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"not MessagePack: {error}") from None
+
+
 # CUDA and Triton
 
 
 def _cuda_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
     """Return ``sm_NN`` for machine code, ``compute_NN`` for PTX."""
-    found: dict[str, None] = {}
+    targets: dict[str, None] = {}
     at, end = offset, offset + size
     while (at := next_magic(stream, at, end, (_CUDA_FATBIN,))) >= 0 and at + 16 <= end:
         stream.seek(at)
@@ -177,9 +183,9 @@ def _cuda_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
         if header < 16 or at + header + length > end:
             at += 4
             continue
-        found |= dict.fromkeys(_cuda_entries(stream, at + header, at + header + length))
+        targets |= dict.fromkeys(_cuda_entries(stream, at + header, at + header + length))
         at += header + length
-    return tuple(found)
+    return tuple(targets)
 
 
 def _cuda_entries(stream: IO[bytes], at: int, end: int) -> Iterator[str]:
@@ -208,3 +214,44 @@ def _of_triton(path: str, data: bytes) -> Code | None:
     return Code(
         path=path, form="Triton cache", targets=(arch if isinstance(arch, str) else f"sm_{arch}",), size=len(data)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """A file that the dynamic loader can load: a shared library, an extension module, or a program.
+
+    ``soname`` is its DT_SONAME (empty without one), ``needed`` its DT_NEEDED names, ``machine`` the ELF number of
+    its processor, ``size`` its size in bytes.
+    """
+
+    path: str
+    soname: str = ""
+    needed: tuple[str, ...] = ()
+    machine: int = 0
+    size: int = 0
+
+    @property
+    def names(self) -> set[str]:
+        """The names by which a loader may find it: its soname and, if it is named like a library, its file name."""
+        file = self.path.rpartition("/")[2]
+        return {
+            n for n in (self.soname, file if re.fullmatch(_LIBRARY, file) else "") if n and not re.fullmatch(_MODULE, n)
+        }
+
+
+def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
+    """Return the ELF file as the loader sees it; None for a kernel or an object file, which it does not load.
+
+    Raises ValueError if the file is damaged.
+    """
+    elf = read_elf(stream)
+    if elf.kind != DYN or elf.machine == AMDGPU:
+        return None
+    linked = linked_in(elf, stream)
+    return Library(path=path, soname=linked.soname, needed=linked.needed, machine=elf.machine, size=size)
+
+
+def owner_of(layer: str, path: str) -> str:
+    """Return the owner of a path: its layer or, in site-packages, its top folder."""
+    match = re.match(_SITE, path)
+    return f"{layer} ({match[1]})" if match else layer

@@ -1,28 +1,60 @@
-"""The input of the gates: an image and the contents of its layers."""
+"""The input of a gate, an image with the facts about its layers, and its output, a report with findings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from threading import Event
+from typing import Literal
 
-from primus.engine.image import stored
+from primus.engine.image import Composed, stored
 from primus.errors import InputError
-from primus.gates.examiner import LayerFacts
-from primus.gates.facts import facts_of, known
-from primus.gates.needles import needles_of
+from primus.gates.codeobjects import Code
+from primus.gates.facts import LayerFacts, facts_of, has_facts
 from primus.oci.left_out import LeftOut
 from primus.oci.roots import reference
+from primus.oci.store import Layer
+from primus.plan.action import ImagePlan
+from primus.plan.workspace import Workspace
+from primus.progress import Progress
 
-if TYPE_CHECKING:
-    from threading import Event
+Severity = Literal["error", "warning", "note"]
 
-    from primus.engine.image import Composed
-    from primus.gates.codeobjects import Code
-    from primus.oci.store import Layer
-    from primus.plan.action import ImagePlan
-    from primus.plan.workspace import Workspace
-    from primus.progress import Progress
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One sentence about one thing. An ``error`` fails the gate. ``layer`` and ``path`` may be empty.
+
+    ``path`` is a path in the image without a leading slash or, for gates that judge the pins, ``file:line:col`` of
+    the project.
+    """
+
+    severity: Severity
+    message: str
+    layer: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateReport:
+    """One gate's result. ``summary`` states briefly what was examined, so that an empty list of findings is not
+    misread. ``gate`` is the gate's name, which :func:`primus.gates.check.judge` adds.
+    """
+
+    summary: str
+    findings: tuple[Finding, ...] = ()
+    gate: str = ""
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that fail the gate."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no finding is an error."""
+        return not self.errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +81,20 @@ class Examined:
         return LeftOut.sum(layer.left_out for layer in self.image.layers)
 
 
-def look_into(workspace: Workspace, layer: Layer, stop: Event | None = None) -> LayerFacts:
+def machine_paths(workspace: Workspace) -> Sequence[bytes]:
+    """Return the paths of this machine that no image may contain. Short paths are left out: folders in an image may
+    have the same names.
+    """
+    paths = {workspace.folder.parent, workspace.store.root.absolute(), Path.home() / ".cache"}
+    return sorted(str(path).encode() for path in paths if len(path.parts) > 3)
+
+
+def examine_layer(workspace: Workspace, layer: Layer, stop: Event | None = None) -> LayerFacts:
     """Return the facts about a layer, which is read once; see :func:`primus.gates.facts.facts_of` for the
     exceptions.
     """
     blob = workspace.store.blob_path(layer.blob.digest)
-    return facts_of(reference(layer), blob, workspace.facts, needles_of(workspace), stop)
+    return facts_of(reference(layer), blob, workspace.facts, machine_paths(workspace), stop)
 
 
 def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examined:
@@ -62,18 +102,17 @@ def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examin
 
     Raises InputError if the store does not hold exactly this image, HostError if a layer is damaged.
     """
-    store = workspace.store
-    image = stored(store, plan)
+    image = stored(workspace.store, plan)
     if image is None:
         raise InputError(
             f"{plan.ref} is not built from the current versions.yaml and lock", hint=f"primus build {plan.target}"
         )
     facts: dict[str, LayerFacts] = {}
     for action, layer in zip(plan.layers, image.layers, strict=True):
-        new = not known(layer.blob.digest, workspace.facts, needles_of(workspace))
-        if new:
+        is_new = not has_facts(layer.blob.digest, workspace.facts, machine_paths(workspace))
+        if is_new:
             progress.start(layer.blob.digest, f"examine {action.name}", None)
-        facts[action.name] = look_into(workspace, layer)
-        if new:
+        facts[action.name] = examine_layer(workspace, layer)
+        if is_new:
             progress.finish(layer.blob.digest)
     return Examined(image=image, facts=facts, workspace=workspace)

@@ -1,4 +1,4 @@
-"""Offload bundles, in which clang stores GPU code for several architectures, uncompressed or compressed.
+"""Offload bundles, in which clang stores GPU code for several architectures: reading them, and reducing them to one.
 
 The ``.hip_fatbin`` section of a host library contains several, each at the start of a page. Sources: clang's
 ClangOffloadBundler documentation, LLVM's OffloadBundle, and the HIP runtime's fat binaries (ROCm/clr).
@@ -6,23 +6,33 @@ ClangOffloadBundler documentation, LLVM's OffloadBundle, and the HIP runtime's f
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import IO, Protocol, cast
 
-from primus.gpucode.archs import in_entry_id
+import zstandard
+
+from primus.gpucode.archs import in_entry_id, runs_on
+from primus.gpucode.elf import read_elf
 
 PLAIN = b"__CLANG_OFFLOAD_BUNDLE__"
 COMPRESSED = b"CCOB"
 # In a section, bundles begin at multiples of this page size.
-PAGE = 4096
+_PAGE = 4096
 # The limit for a bundle's list of entries. A library has a few entries, each id well below 100 bytes.
-LIST_SIZE = 1 << 20
+_LIST_SIZE = 1 << 20
 # Version of a compressed bundle → format of its header after the magic: version, method (0: zlib, 1: zstd), total
 # length (not in version 1), uncompressed length, first half of the uncompressed bundle's MD5.
-HEADS = {1: "<4sHHI8s", 2: "<4sHHII8s", 3: "<4sHHQQ8s"}
+_HEADS = {1: "<4sHHI8s", 2: "<4sHHII8s", 3: "<4sHHQQ8s"}
+# Part of the keys. Increase it whenever the same input would give other bytes.
+FORMAT = 1
+_CHUNK = 1 << 20
+_ZSTD_LEVEL = 3
+_ZLIB_LEVEL = 6
 
 
 class Reader(Protocol):
@@ -71,11 +81,11 @@ def bundles_in(stream: IO[bytes], offset: int, size: int) -> Iterator[Bundle]:
         stream.seek(at)
         if stream.read(len(COMPRESSED)) != COMPRESSED:
             stream.seek(at)
-            parts, length = parts_of(stream.read(min(LIST_SIZE, end - at)))
+            parts, length = parts_of(stream.read(min(_LIST_SIZE, end - at)))
             yield Bundle(offset=at, length=length, parts=parts)
-        elif (found := _compressed(stream, at, offset, end)) is not None:
-            yield found
-            length = found.length
+        elif (bundle := _compressed(stream, at, offset, end)) is not None:
+            yield bundle
+            length = bundle.length
         else:
             # The same four letters in the middle of code are not a bundle.
             length = len(COMPRESSED)
@@ -122,26 +132,26 @@ def parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
 def _compressed(stream: IO[bytes], at: int, begin: int, end: int) -> Bundle | None:
     """Return the compressed bundle at ``at``, or None if there is none."""
     stream.seek(at)
-    head = stream.read(struct.calcsize(HEADS[3]))
+    head = stream.read(struct.calcsize(_HEADS[3]))
     try:
         _, version, method = struct.unpack_from("<4sHH", head)
-        fields = struct.unpack_from(HEADS[version], head)
+        fields = struct.unpack_from(_HEADS[version], head)
     except (struct.error, KeyError):
         return None
     length = _to_next(stream, at, begin, end) if version == 1 else fields[3]
-    if length <= struct.calcsize(HEADS[version]):
+    if length <= struct.calcsize(_HEADS[version]):
         return None
-    found = Bundle(offset=at, length=length, parts=(), version=version, method=method, unpacked=fields[-2])
-    data = _read(inflated(stream, found), LIST_SIZE)
+    bundle = Bundle(offset=at, length=length, parts=(), version=version, method=method, unpacked=fields[-2])
+    data = _read(inflated(stream, bundle), _LIST_SIZE)
     if not data.startswith(PLAIN):
         raise ValueError("a compressed offload bundle holds something else")
-    return replace(found, parts=parts_of(data)[0])
+    return replace(bundle, parts=parts_of(data)[0])
 
 
 def _to_next(stream: IO[bytes], at: int, begin: int, end: int) -> int:
     """Return the bytes from the bundle at ``at`` to the next bundle on a page, counted from ``begin``."""
     after = at + 1
-    while (after := next_magic(stream, after, end, (PLAIN, COMPRESSED))) >= 0 and (after - begin) % PAGE:
+    while (after := next_magic(stream, after, end, (PLAIN, COMPRESSED))) >= 0 and (after - begin) % _PAGE:
         after += 1
     return (after if after >= 0 else end) - at
 
@@ -158,7 +168,7 @@ def inflated(stream: IO[bytes], bundle: Bundle) -> Reader:
     """Return a reader of the uncompressed contents. Raises ValueError, now or while reading, if the bundle is
     damaged.
     """
-    head = struct.calcsize(HEADS[bundle.version])
+    head = struct.calcsize(_HEADS[bundle.version])
     stream.seek(bundle.offset + head)
     # After the last byte there may be padding, which is not compressed data.
     if bundle.method == 0:
@@ -171,12 +181,12 @@ def inflated(stream: IO[bytes], bundle: Bundle) -> Reader:
 class _Limited:
     """Reads at most a given number of bytes."""
 
-    def __init__(self, source: Reader, left: int) -> None:
-        self._source, self._left = source, left
+    def __init__(self, source: Reader, limit: int) -> None:
+        self._source, self._remaining = source, limit
 
     def read(self, amount: int, /) -> bytes:
-        data = self._source.read(min(amount, self._left)) if self._left else b""
-        self._left -= len(data)
+        data = self._source.read(min(amount, self._remaining)) if self._remaining else b""
+        self._remaining -= len(data)
         return data
 
 
@@ -188,8 +198,8 @@ class _Zlib:
         try:
             while not self._decoder.eof:
                 data = self._decoder.unconsumed_tail or self._source.read(1 << 16)
-                if (found := self._decoder.decompress(data, amount)) or not data:
-                    return found
+                if (plain := self._decoder.decompress(data, amount)) or not data:
+                    return plain
         except zlib.error as error:
             raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
         return b""
@@ -197,9 +207,6 @@ class _Zlib:
 
 class _Zstd:
     def __init__(self, source: Reader) -> None:
-        import zstandard
-
-        self._error = zstandard.ZstdError
         # Compilers may look back any distance: RCCL's bundle needs a window of 128 MiB.
         decoder = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._reader = decoder.stream_reader(cast("IO[bytes]", source), closefd=False)
@@ -207,5 +214,149 @@ class _Zstd:
     def read(self, amount: int, /) -> bytes:
         try:
             return self._reader.read(amount)
-        except self._error as error:
+        except zstandard.ZstdError as error:
             raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
+
+
+@dataclass(kw_only=True)
+class Removed:
+    """What was removed from a file: number of code objects, their bytes, and the targets they were for."""
+
+    objects: int = 0
+    size: int = 0
+    targets: list[str] = field(default_factory=list)
+
+
+def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Removed | None:
+    """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out``, without code that does
+    not run on ``arch``.
+
+    Nothing moves: each bundle is rewritten, shorter, at its old offset, and zeros follow up to its old end. Addresses
+    in a library stay the same, and the zeros compress to nothing. A compressed bundle is compressed again as clang
+    does, in the same version of the format: the HIP runtime reads its length from its header and passes it to comgr,
+    which reads it as LLVM does.
+
+    Returns None, and copies nothing, if the file has no offload bundles. A compressed bundle stays unchanged if the
+    new one would be larger, which may happen to a few bytes of well-compressed code.
+
+    Raises ValueError if the file or one of its bundles is damaged.
+    """
+    source.seek(0)
+    head = source.read(len(PLAIN))
+    if head.startswith(b"\x7fELF"):
+        place = read_elf(source).places().get(".hip_fatbin")
+    else:
+        place = (0, size) if head.startswith((PLAIN, COMPRESSED)) else None
+    bundles = list(bundles_in(source, *place)) if place else []
+    if not bundles:
+        return None
+    removed, at, end = Removed(), 0, sum(place or ())
+    for bundle in bundles:
+        if bundle.offset < at or bundle.offset + bundle.length > end:
+            raise ValueError("an offload bundle reaches beyond its place")
+        idle = [p for p in bundle.parts if p.target is not None and not runs_on([p.target], arch)]
+        if not any(p.size for p in idle):
+            continue
+        _copy(source, at, bundle.offset - at, out)
+        at = bundle.offset
+        remaining = tuple(p for p in bundle.parts if p not in idle)
+        write = _write_compressed if bundle.version else _write_plain
+        if (length := write(source, bundle, remaining, out)) is None:
+            continue
+        removed.objects += sum(p.size > 0 for p in idle)
+        removed.size += bundle.length - length if bundle.version else sum(p.size for p in idle)
+        removed.targets += [str(p.target) for p in idle if p.size and p.target not in removed.targets]
+        at += bundle.length
+    _copy(source, at, size - at, out)
+    out.truncate(size)
+    return removed
+
+
+def _copy(source: IO[bytes], at: int, amount: int, out: IO[bytes]) -> None:
+    """Copy bytes to the same offset; skipped parts of ``out`` read as zeros."""
+    source.seek(at)
+    out.seek(at)
+    for chunk in _exactly(source, amount):
+        out.write(chunk)
+
+
+def _exactly(source: Reader, amount: int) -> Iterator[bytes]:
+    while amount:
+        data = source.read(min(_CHUNK, amount))
+        if not data:
+            raise ValueError("an offload bundle is cut short")
+        amount -= len(data)
+        yield data
+
+
+def _list_of(parts: Sequence[Part]) -> bytes:
+    rows = (struct.pack("<QQQ", p.offset, p.size, len(p.id)) + p.id.encode() for p in parts)
+    return PLAIN + struct.pack("<Q", len(parts)) + b"".join(rows)
+
+
+def _write_plain(source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], out: IO[bytes]) -> int:
+    """Write the bundle with the remaining entries at their old offsets, and return its length."""
+    head = _list_of(remaining)
+    out.seek(bundle.offset)
+    out.write(head)
+    for part in remaining:
+        _copy(source, bundle.offset + part.offset, part.size, out)
+    return max(len(head), *(p.offset + p.size for p in remaining)) if remaining else len(head)
+
+
+class _Compressor(Protocol):
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], out: IO[bytes]) -> int | None:
+    """Write the remaining entries, each moved up to the next page, compressed like the original bundle. Returns the
+    length, or None if the result is larger than the original.
+    """
+    moved, end = [], len(_list_of(remaining))
+    for part in remaining:
+        start = end + -end % _PAGE
+        moved.append(Part(id=part.id, offset=start, size=part.size))
+        end = start + part.size
+    form = _HEADS[bundle.version]
+    compressor, digest = _compressor(bundle.method, end), hashlib.md5(usedforsecurity=False)
+    length = struct.calcsize(form)
+    for data in chain(_laid_out(inflated(source, bundle), remaining, moved), (None,)):
+        if data is not None:
+            digest.update(data)
+        small = compressor.flush() if data is None else compressor.compress(data)
+        if length + len(small) > bundle.length:
+            return None
+        out.seek(bundle.offset + length)
+        out.write(small)
+        length += len(small)
+    total = () if bundle.version == 1 else (length,)
+    out.seek(bundle.offset)
+    out.write(struct.pack(form, COMPRESSED, bundle.version, bundle.method, *total, end, digest.digest()[:8]))
+    return length
+
+
+def _laid_out(plain: Reader, remaining: Sequence[Part], moved: Sequence[Part]) -> Iterator[bytes]:
+    """Yield the bytes of the new bundle. ``plain`` is read once from its start, because it may be larger than the
+    memory.
+    """
+    head, done, at = _list_of(moved), 0, 0
+    yield head
+    at = len(head)
+    for part, new in zip(remaining, moved, strict=True):
+        yield bytes(new.offset - at)
+        if part.size:
+            if part.offset < done:
+                raise ValueError("an offload bundle's code objects overlap or are out of order")
+            for _ in _exactly(plain, part.offset - done):
+                pass
+            yield from _exactly(plain, part.size)
+            done = part.offset + part.size
+        at = new.offset + new.size
+
+
+def _compressor(method: int, size: int) -> _Compressor:
+    if method == 0:
+        return zlib.compressobj(_ZLIB_LEVEL)
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=size)

@@ -11,7 +11,7 @@ from functools import cached_property
 import zstandard
 
 from primus.errors import InputError
-from primus.gpucode.fatbinary import FORMAT
+from primus.gpucode.bundles import FORMAT
 from primus.oci.canonical import key_of
 from primus.oci.layer import assembler
 from primus.plan.action import Action, ImagePlan, Input

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from primus.gates.check import Outcome as Checked
-    from primus.gates.finding import GateReport
+    from primus.gates.examined import GateReport
     from primus.plan.action import ImagePlan
     from primus.plan.resolve import ResolvedTarget
     from primus.plan.workspace import Workspace

@@ -144,7 +144,7 @@ def test_a_release_that_fails_a_gate_is_no_image(kit: Kit) -> None:
     result = kit.primus("build", "demo")
     assert (result.code, result.out) == (1, "")
     assert "v26.11-demo fails a gate, so there is no such image" in result.err
-    assert "✗ beta /opt/beta/env: secret: a Hugging Face token hf_aBcD…" in result.err
+    assert "✗ beta /opt/beta/env: secret: a Hugging Face token" in result.err
     assert good in (kit.root / ".primus/store/index.json").read_text(), "the name points to the last good image"
     assert kit.primus("verify", "demo").code == 1
     assert kit.primus("check", "demo").code == 2
@@ -157,7 +157,7 @@ def test_a_preview_that_fails_a_gate_is_built_and_says_so(kit: Kit) -> None:
     kit.write("images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "budget_gb: 0.0000001\n")
     kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
     lines = [
-        "  ✗ litter: secrets, apt settings, caches, build paths; opt/beta/env: secret: a Hugging Face token hf_aBcD…",
+        "  ✗ litter: secrets, apt settings, caches, build paths; opt/beta/env: secret: a Hugging Face token",
         "  ✗ budget: ",
     ]
     built = kit.build()

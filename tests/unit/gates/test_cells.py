@@ -9,7 +9,7 @@ import pytest
 from primus.cli.host.validate import _cells
 from primus.errors import InputError
 from primus.gates.check import Outcome
-from primus.gates.finding import Finding, GateReport
+from primus.gates.examined import Finding, GateReport
 from primus.plan.project import Project
 from primus.plan.resolve import resolve as pinned
 from primus.recipes.load import names

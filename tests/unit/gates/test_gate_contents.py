@@ -13,17 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_files import bundle, elf, member
+from primus.cli.host.why_size import size_text, size_tree
 from primus.errors import HostError
 from primus.gates import facts as facts_module
-from primus.gates.examiner import Examiner, LayerFacts
-from primus.gates.facts import facts_of, observe
+from primus.gates.contents import Scanner, Stated, Trace, secrets_in, stated_in, stated_in_library
+from primus.gates.facts import Examiner, LayerFacts, Watch, facts_of, observe
 from primus.gates.rules.litter import judge, litter
 from primus.gates.rules.overlap import shared_names
 from primus.gates.rules.versions import versions_inside
-from primus.gates.size import size_text, size_tree
-from primus.gates.stated import Stated, stated_in, stated_in_library
-from primus.gates.traces import Scanner, Trace, secrets_in
-from primus.gates.watch import Watch
 from primus.oci.contents import walk
 from primus.oci.layer import write_layer
 from primus.oci.store import Store
@@ -257,8 +254,8 @@ def test_a_secret_across_two_chunks_is_found_and_not_shown(before: int) -> None:
     data = b"\n" * before + TOKEN.encode() + b"\n" * 100
     ((rule, seen),) = traces("opt/large", data)
     assert rule == "secret"
-    assert seen == "a Hugging Face token hf_aBcD…"
-    assert TOKEN[8:] not in seen
+    assert seen == "a Hugging Face token"
+    assert TOKEN[3:7] not in seen
 
 
 def test_a_key_with_long_headers_across_two_chunks_is_found() -> None:
@@ -291,7 +288,7 @@ def test_every_secret_holds_one_of_its_texts() -> None:
 
 
 def test_secrets_in_settings() -> None:
-    assert secrets_in(f'{{"Env":["HF_TOKEN={TOKEN}"]}}'.encode()) == ["a Hugging Face token hf_aBcD…"]
+    assert secrets_in(f'{{"Env":["HF_TOKEN={TOKEN}"]}}'.encode()) == ["a Hugging Face token"]
 
 
 def test_published_packages_warn_where_our_own_files_fail() -> None:
@@ -374,7 +371,7 @@ def test_a_second_look_reads_no_blob(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert facts_of(ref, blob, tmp_path / "kept") == first
     with pytest.raises(HostError):
         facts_of(ref, blob, tmp_path / "kept", [b"/other/paths/to/look/for"])
-    monkeypatch.setattr(facts_module, "rules", lambda: "another rule")
+    monkeypatch.setattr(facts_module, "rules_hash", lambda: "another rule")
     with pytest.raises(HostError):
         facts_of(ref, blob, tmp_path / "kept")
 
@@ -387,7 +384,7 @@ def test_what_is_kept_is_replaced_when_rules_change_and_when_it_is_damaged(
     (kept,) = (tmp_path / "kept").iterdir()
     kept.write_text('{"folders": 1}')
     assert facts_of(ref, blob, tmp_path / "kept") == first
-    monkeypatch.setattr(facts_module, "rules", lambda: "another rule")
+    monkeypatch.setattr(facts_module, "rules_hash", lambda: "another rule")
     facts_of(ref, blob, tmp_path / "kept")
     (other,) = (tmp_path / "kept").iterdir()
     assert other.name != kept.name

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from gpu_files import elf
-from primus.gates.finding import Finding
-from primus.gates.libraries import Library, library_of
+from primus.gates.codeobjects import Library, library_of
+from primus.gates.examined import Finding
 from primus.gates.rules.loadable import loadable, toolkit_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from primus.gates.contents import Stated, stated_in
 from primus.gates.rules.requirements import unmet
-from primus.gates.stated import Stated, stated_in
 
 METADATA = """\
 Metadata-Version: 2.1

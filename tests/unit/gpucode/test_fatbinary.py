@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from gpu_files import HOST, bundle, code_object, compressed, elf, entry, pages
 from primus.gates.codeobjects import code_in
 from primus.gpucode.archs import runs_on
-from primus.gpucode.bundles import bundles_in, inflated
+from primus.gpucode.bundles import Removed, bundles_in, inflated, keep_only
 from primus.gpucode.elf import read_elf
-from primus.gpucode.fatbinary import Removed, keep_only
 
 GFX942, GFX950 = 0x4C, 0x4F
 FORMS = ["plain", "zstd 1", "zstd 2", "zstd 3", "zlib 1", "zlib 2", "zlib 3"]

@@ -17,7 +17,7 @@ from gpu_files import bundle, compressed, elf, pages
 from primus.engine.kinds.kernels import KernelFiles, is_for, unlisted
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.codeobjects import code_in
-from primus.gpucode.fatbinary import FORMAT
+from primus.gpucode.bundles import FORMAT
 from primus.oci.left_out import LeftOut
 from primus.oci.tar import Entry
 from primus.plan.project import Project

@@ -19,8 +19,8 @@ from primus.cli.host.plan import print_plans
 from primus.engine.image import Built
 from primus.engine.pipeline import Options, build, say_channel
 from primus.errors import PrimusError
-from primus.gates.admit import Gatekeeper
-from primus.gates.rules import rules
+from primus.gates.check import Gatekeeper
+from primus.gates.facts import rules_hash
 from primus.plan.locking import plan_images
 from primus.plan.project import Choice
 from primus.plan.resolve import resolve_all
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         for name in names:
             say_channel(name, project.choice(name), project.target(name).channels)
         raise
-    images = build(targets, workspace, options, gates=Gatekeeper, rules=rules())
+    images = build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())
     workspace.stats.save()
     seconds = time.monotonic() - begin
     if args.json:

@@ -27,8 +27,8 @@ from primus.cli.host.common import (
 )
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
-from primus.gates.admit import Gatekeeper
-from primus.gates.rules import rules
+from primus.gates.check import Gatekeeper
+from primus.gates.facts import rules_hash
 from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_image(resolved, workspace.stats)
     else:
         options = Options(locked=args.locked, offline=args.offline, engine=args.engine, quiet=args.json)
-        ((plan, _),) = build([resolved], workspace, options, gates=Gatekeeper, rules=rules())
+        ((plan, _),) = build([resolved], workspace, options, gates=Gatekeeper, rules=rules_hash())
         workspace.stats.save()
     validated = validate(
         plan,

@@ -25,9 +25,8 @@ from primus.cli.host.common import add_project_options, add_targets, resolved_ta
 from primus.display import choose_progress
 from primus.engine.image import Built
 from primus.engine.pipeline import Options, build
-from primus.gates.admit import Gatekeeper
-from primus.gates.check import check_image, outcome_text
-from primus.gates.rules import rules
+from primus.gates.check import Gatekeeper, check_image, outcome_text
+from primus.gates.facts import rules_hash
 from primus.oci.store import Store
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Build again into an empty store, compare the digests and run the gates. Returns 0, or 1 on a difference."""
     targets, workspace = resolved_targets(args)
     options = Options(locked=True, rehash=True, quiet=args.json)
-    built = build(targets, workspace, options, gates=Gatekeeper, rules=rules())
+    built = build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())
     plans, first = [plan for plan, _ in built], [image for _, image in built]
     workspace.folder.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))

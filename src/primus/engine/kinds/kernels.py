@@ -20,7 +20,7 @@ from typing import IO, cast
 
 from primus.engine.workshop import Made, Workshop
 from primus.errors import CheckFailed, HostError
-from primus.gpucode.fatbinary import keep_only
+from primus.gpucode.bundles import keep_only
 from primus.oci.contents import members
 from primus.oci.left_out import LeftOut
 from primus.oci.tar import Entry

@@ -6,16 +6,13 @@ gates: builds, ``primus check`` and docs/gates.md take them from this folder.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
-    from primus.gates.finding import GateReport
+from primus.gates.examined import Examined, GateReport
 
 
 class Gate(Protocol):
@@ -30,12 +27,3 @@ def gates() -> Mapping[str, Gate]:
     """Return every gate by name, in alphabetical order."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
     return {name: cast(Gate, import_module(f"{__name__}.{name}")) for name in names}
-
-
-@cache
-def rules() -> str:
-    """Return a hash of the code that reads GPU code and judges it. A verdict is valid only for the same hash."""
-    code, package = hashlib.sha256(), Path(__file__).parents[1]
-    for path in (*sorted(package.rglob("*.py")), *sorted(package.with_name("gpucode").glob("*.py"))):
-        code.update(path.read_bytes())
-    return code.hexdigest()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from primus.gates.finding import Finding, GateReport
+from primus.gates.examined import Examined, Finding, GateReport
 from primus.terminal import bytes_text
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
 
 
 def judge(examined: Examined) -> GateReport:

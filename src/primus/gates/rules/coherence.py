@@ -10,17 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from primus.errors import CheckFailed
-from primus.gates.finding import Finding, GateReport
-from primus.versions.lock import normalised
+from primus.gates.examined import Examined, Finding, GateReport
+from primus.plan.resolve import ResolvedTarget
+from primus.versions.lock import Lock, LockedFile, normalised
 from primus.versions.suites import name_of, upstream
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
-    from primus.plan.resolve import ResolvedTarget
-    from primus.versions.lock import Lock, LockedFile
 
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
 # Packages with ROCm's own version numbers. rocm-bootstrap and the bindings have their own numbers.
@@ -53,8 +49,7 @@ class Package:
     def rocm(self) -> RocmVersion | None:
         """The ROCm version in the package's version; None if there is none."""
         if self.kind == "deb":
-            found = _OWN.match(upstream(self.version)) if _DEBS.fullmatch(self.name) else None
-            return _parsed(found)
+            return _parsed(_OWN.match(upstream(self.version)) if _DEBS.fullmatch(self.name) else None)
         return rocm_version(self.name, self.version)
 
 
@@ -88,14 +83,13 @@ class RocmVersion:
 def rocm_version(name: str, version: str) -> RocmVersion | None:
     """Return the ROCm version in a package's own number or in its local segment; None if there is none."""
     public, _, local = version.partition("+")
-    found = _OWN.match(public) if _ROCM_ITSELF.fullmatch(name) else _LOCAL.search(local)
-    return _parsed(found)
+    return _parsed(_OWN.match(public) if _ROCM_ITSELF.fullmatch(name) else _LOCAL.search(local))
 
 
-def _parsed(found: re.Match[str] | None) -> RocmVersion | None:
-    if found is None:
+def _parsed(match: re.Match[str] | None) -> RocmVersion | None:
+    if match is None:
         return None
-    return RocmVersion(numbers=tuple(map(int, found[1].split("."))), pre=found[2] or "")
+    return RocmVersion(numbers=tuple(map(int, match[1].split("."))), pre=match[2] or "")
 
 
 def judge(examined: Examined) -> GateReport:
@@ -120,8 +114,7 @@ def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
 def check_pins(resolved: ResolvedTarget) -> None:
     """Raise CheckFailed if the target's packages contradict each other. Needs no built layer."""
     report = coherence(pinned_packages(resolved), resolved.arch)
-    errors = [f for f in report.findings if f.severity == "error"]
-    if errors:
+    if errors := report.errors:
         raise CheckFailed(
             f"{resolved.name}: " + "; ".join(f.message for f in errors[:5]),
             where=errors[0].path or None,
@@ -131,9 +124,9 @@ def check_pins(resolved: ResolvedTarget) -> None:
 
 def _built_with(lock: Lock) -> tuple[LockedFile, ...]:
     """Return the wheels that only the roots of builds contain. What is built with another ROCm belongs to that ROCm."""
-    own = {f.name for f in lock.python_packages}
-    found = {(f.name, f.version): f for f in lock.files if f.kind == "wheel" and f.base and f.name not in own}
-    return tuple(found.values())
+    names = {f.name for f in lock.python_packages}
+    wheels = {(f.name, f.version): f for f in lock.files if f.kind == "wheel" and f.base and f.name not in names}
+    return tuple(wheels.values())
 
 
 def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
@@ -144,8 +137,8 @@ def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
     }
     lock = resolved.lock
     rows = resolved.lock_path.read_text(encoding="utf-8").splitlines() if lock else []
-    found = ((number, _SHA256.search(row)) for number, row in enumerate(rows, 1))
-    lines = {match[1]: number for number, match in reversed(list(found)) if match}
+    matches = [(number, _SHA256.search(row)) for number, row in enumerate(rows, 1)]
+    lines = {match[1]: number for number, match in reversed(matches) if match}
     base = resolved.choice.base
     listed = {name_of(p) for p in resolved.versions.bases[base].packages} if base else set()
     result = []
@@ -168,7 +161,7 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
     meant = max(counted, key=lambda v: (counted[v], v in itself, len(v.numbers), str(v)))
     like = [p.name for p, v in train if v.agrees(meant)]
     shown = ", ".join(like[:3]) + (f" and {len(like) - 3} more" if len(like) > 3 else "")
-    found = [
+    findings = [
         Finding(
             severity="warning" if _beside(p, v, meant, train) else "error",
             path=p.where,
@@ -177,7 +170,7 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
         for p, v in train
         if not v.agrees(meant)
     ]
-    return found + [
+    return findings + [
         Finding(
             severity="error",
             path=p.where,

@@ -8,15 +8,11 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from primus.gates.codeobjects import Code
-from primus.gates.finding import Finding, GateReport, Severity
+from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.gpucode.archs import in_path, runs_on
 from primus.oci.left_out import NOTHING, LeftOut
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
 
 # Such a folder counts as one library: each file is for one architecture, or for all.
 _PARTS = ("code object", "bundle", "kernel file", "Triton cache")
@@ -40,19 +36,20 @@ def gpu_libraries(layers: Sequence[tuple[str, Iterable[Code]]], arch: str | None
     architecture's pack.
     """
     packs = {code.path: code for _, codes in layers for code in codes if code.form == "kernel pack"}
-    found: list[GpuLibrary] = []
+    libraries: list[GpuLibrary] = []
     folders: dict[str, list[tuple[str, Code]]] = {}
     for layer, codes in layers:
         for code in codes:
             if code.form == "host of a pack":
                 targets, problem = _follow(code, packs, arch)
-                found.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=targets, problem=problem))
+                library = GpuLibrary(layer=layer, path=code.path, form=code.form, targets=targets, problem=problem)
+                libraries.append(library)
             elif code.form in _PARTS:
                 folders.setdefault(_folder(code), []).append((layer, code))
             elif code.form != "kernel pack":
-                found.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=code.targets))
-    found += [_folder_library(folder, parts) for folder, parts in folders.items()]
-    return tuple(sorted(found, key=lambda lib: (lib.layer, lib.path)))
+                libraries.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=code.targets))
+    libraries += [_folder_library(folder, parts) for folder, parts in folders.items()]
+    return tuple(sorted(libraries, key=lambda lib: (lib.layer, lib.path)))
 
 
 def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrary:
@@ -83,21 +80,19 @@ def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tu
     """Return the targets for which a host library's packs contain code, and what is wrong with them."""
     if arch is None:
         return (), ""
-    wanted = [
+    candidates = [
         posixpath.normpath(posixpath.join(posixpath.dirname(code.path), path.replace("@GFXARCH@", arch)))
         for path in code.packs
     ]
-    for path in wanted:
-        if path in packs:
-            pack = packs[path]
-            if targets := pack.kernels.get(code.kernel, ()):
-                return targets, ""
-    there = [path for path in wanted if path in packs]
-    if there:
-        return (), f"/{there[0]} has no kernels of {code.kernel}"
-    names = {posixpath.basename(path) for path in wanted}
+    present = [path for path in candidates if path in packs]
+    for path in present:
+        if targets := packs[path].kernels.get(code.kernel, ()):
+            return targets, ""
+    if present:
+        return (), f"/{present[0]} has no kernels of {code.kernel}"
+    names = {posixpath.basename(path) for path in candidates}
     astray = next((path for path in packs if posixpath.basename(path) in names), None)
-    listed = ", ".join(f"/{path}" for path in wanted)
+    listed = ", ".join(f"/{path}" for path in candidates)
     return (), f"its kernel pack {listed} is not in the image" + (f", /{astray} is" if astray else "")
 
 

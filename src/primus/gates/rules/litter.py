@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from primus.gates.finding import Finding, GateReport, Severity
-from primus.gates.needles import needles_of
-from primus.gates.traces import Rule, Trace, secrets_in
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
+from primus.gates.contents import Rule, Trace, secrets_in
+from primus.gates.examined import Examined, Finding, GateReport, Severity, machine_paths
 
 _FIXED: dict[Rule, Severity] = {"insecure apt": "error", "credentials": "error", "cache": "error"}
 
@@ -26,13 +21,13 @@ def judge(examined: Examined) -> GateReport:
     published = {a.name for a in actions if a.kind in ("image", "wheels", "kernels") and not a.needs}
     bases = {a.name for a in actions if a.kind == "debs"}
     built = {a.name for a in actions if a.kind == "wheels" and a.needs}
-    here = [needle.decode("utf-8", "replace") for needle in needles_of(examined.workspace)]
+    here = tuple(path.decode("utf-8", "replace") for path in machine_paths(examined.workspace))
 
     def is_ours(layer: str, trace: Trace) -> bool:
         # The only home folder that a build sees is root's. A file with another one's path got it from its source, as
         # AITER's compiled kernels do.
         if layer in built and trace.rule == "build path" and trace.seen.startswith("/home/"):
-            return any(trace.seen.startswith(needle) for needle in here)
+            return trace.seen.startswith(here)
         # Packages install their own files below /usr, such as libgnutls with the key for its self-test. Keys that are
         # generated when a package is installed are in /etc or /var.
         packaged = layer in bases and trace.rule == "secret" and trace.path.startswith("usr/")

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from primus.gates.finding import Finding, GateReport, Severity
-from primus.gates.libraries import Library, owner_of
+from primus.gates.codeobjects import Library, owner_of
+from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.terminal import bytes_text
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
 
 # Toolkit → the library that every image with it has, and how a path names one of its versions: cu12, cuda-12.4,
 # _cuda118.
@@ -42,20 +38,20 @@ def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
     Error: a variant for another major version of the image's own toolkit, next to the right variant. Warning: a
     library for another processor. Note: a library that needs a library which the image does not have.
     """
-    found = [(layer, library) for layer, libraries in layers for library in libraries]
-    names = {name for _, one in found for name in (one.soname, one.path.rpartition("/")[2])}
-    here = _toolkits(names)
-    paths = {one.path for _, one in found}
+    rows = [(layer, library) for layer, libraries in layers for library in libraries]
+    names = {name for _, library in rows for name in (library.soname, library.path.rpartition("/")[2])}
+    toolkits = _toolkits(names)
+    paths = {library.path for _, library in rows}
     errors: dict[tuple[str, str, str], list[tuple[str, Library]]] = {}
     foreign: dict[tuple[str, str], list[tuple[str, Library]]] = {}
     lacking: dict[tuple[str, str], list[tuple[str, Library]]] = {}
-    for layer, library in found:
+    for layer, library in rows:
         owner = owner_of(layer, library.path)
         if library.machine not in (_IMAGE, 0):
             foreign.setdefault((owner, _MACHINES.get(library.machine, str(library.machine))), []).append(
                 (layer, library)
             )
-        elif variant := _other_variant(library.path, here, paths):
+        elif variant := _other_variant(library.path, toolkits, paths):
             errors.setdefault((owner, *variant), []).append((layer, library))
         elif missing := [n for n in library.needed if n not in names and not _OF_THE_HOST.fullmatch(n)]:
             lacking.setdefault((owner, ", ".join(sorted(missing))), []).append((layer, library))
@@ -68,7 +64,7 @@ def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
         _finding("note", group, f"needs {missing}, which the image does not have")
         for (_, missing), group in lacking.items()
     ]
-    summary = f"{len(found)} libraries, modules and programs" + "".join(f"; {k} {v}" for k, v in here.items())
+    summary = f"{len(rows)} libraries, modules and programs" + "".join(f"; {k} {v}" for k, v in toolkits.items())
     return GateReport(summary=summary, findings=tuple(findings))
 
 
@@ -83,25 +79,25 @@ def toolkit_of(path: str) -> dict[str, set[int]]:
 
 def _toolkits(names: Iterable[str]) -> dict[str, int]:
     """Return toolkit → its major version in the image. A toolkit with several versions is left out."""
-    found: dict[str, set[int]] = {}
+    versions_of: dict[str, set[int]] = {}
     for name in names:
         for toolkit, (runtime, _) in _TOOLKITS.items():
             if match := runtime.match(name):
-                found.setdefault(toolkit, set()).add(int(match[1]))
-    return {toolkit: versions.pop() for toolkit, versions in found.items() if len(versions) == 1}
+                versions_of.setdefault(toolkit, set()).add(int(match[1]))
+    return {toolkit: versions.pop() for toolkit, versions in versions_of.items() if len(versions) == 1}
 
 
-def _other_variant(path: str, here: Mapping[str, int], paths: set[str]) -> tuple[str, str] | None:
-    """Return for example ("CUDA 12", "CUDA 13") if the path names another version than ``here`` and its sibling has
+def _other_variant(path: str, toolkits: Mapping[str, int], paths: set[str]) -> tuple[str, str] | None:
+    """Return for example ("CUDA 12", "CUDA 13") if the path names another version than ``toolkits`` and its sibling has
     the right one.
     """
     named = toolkit_of(path)
-    for toolkit, ours in here.items():
+    for toolkit, ours in toolkits.items():
         theirs = named.get(toolkit, set())
         if not theirs or ours in theirs:
             continue
         generic = _generic(path, toolkit)
-        if any(ours in toolkit_of(one).get(toolkit, ()) and _generic(one, toolkit) == generic for one in paths):
+        if any(ours in toolkit_of(p).get(toolkit, ()) and _generic(p, toolkit) == generic for p in paths):
             return f"{toolkit} {min(theirs)}", f"{toolkit} {ours}"
     return None
 

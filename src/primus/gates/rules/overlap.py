@@ -7,13 +7,9 @@ image crashed because two components shipped a ``libmha_bwd.so`` of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from primus.gates.finding import Finding, GateReport
-from primus.gates.libraries import Library, owner_of
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
+from primus.gates.codeobjects import Library, owner_of
+from primus.gates.examined import Examined, Finding, GateReport
 
 
 def judge(examined: Examined) -> GateReport:

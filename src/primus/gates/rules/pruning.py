@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from primus.gates.codeobjects import Code, is_kernel_file
-from primus.gates.finding import Finding, GateReport
+from primus.gates.examined import Examined, Finding, GateReport
 from primus.gpucode.archs import in_path, runs_on
 from primus.oci.left_out import NOTHING, LeftOut
 from primus.terminal import bytes_text
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
 
 _FORMS = ("code object", "bundle", "kernel pack")
 

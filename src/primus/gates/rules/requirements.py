@@ -7,18 +7,14 @@ the wheel that the build makes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from primus.gates.finding import Finding, GateReport
+from primus.gates.contents import Stated
+from primus.gates.examined import Examined, Finding, GateReport
 from primus.versions.lock import normalised
 from primus.versions.suites import MACHINES, upstream
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
-    from primus.gates.stated import Stated
 
 
 def judge(examined: Examined) -> GateReport:
@@ -26,8 +22,9 @@ def judge(examined: Examined) -> GateReport:
     resolved = examined.image.plan.resolved
     request, base = resolved.request, resolved.choice.base
     python = request.bases[base].python if base is not None and base in request.bases else request.python
+    wheels = [(layer, item) for layer, facts in examined.facts.items() for item in facts.stated if item.kind == "wheel"]
     return unmet(
-        [(layer, one) for layer, facts in examined.facts.items() for one in facts.stated if one.kind == "wheel"],
+        wheels,
         others={
             normalised(f.name.removeprefix("python3-")): upstream(f.version)
             for f in resolved.debs
@@ -47,34 +44,34 @@ def unmet(
     those for another Python or platform than ``python`` and ``machine`` are ignored.
     """
     rows = list(wheels)
-    there = {**others, **{one.name: one.version for _, one in rows}}
+    versions = {**others, **{wheel.name: wheel.version for _, wheel in rows}}
     environment = {
         "implementation_name": "cpython", "os_name": "posix", "platform_machine": machine,
         "platform_python_implementation": "CPython", "platform_system": "Linux", "python_full_version": python,
         "python_version": ".".join(python.split(".")[:2]), "sys_platform": "linux", "extra": "",
     }  # fmt: skip
     findings, count = [], 0
-    for layer, one in rows:
-        for text in one.requires:
+    for layer, wheel in rows:
+        for text in wheel.requires:
             try:
-                wanted = Requirement(text)
+                requirement = Requirement(text)
             except InvalidRequirement:
                 continue
-            if wanted.marker is not None and not wanted.marker.evaluate(environment):
+            if requirement.marker is not None and not requirement.marker.evaluate(environment):
                 continue
             count += 1
-            found = there.get(normalised(wanted.name))
-            if found is not None and _accepts(wanted, found):
+            version = versions.get(normalised(requirement.name))
+            if version is not None and _accepts(requirement, version):
                 continue
-            asked = f"{one.name} {one.version} requires {wanted.name}{wanted.specifier}"
-            message = f"{asked}, the image has {wanted.name} {found}" if found else f"{asked}, which the image lacks"
-            findings.append(Finding(severity="error", layer=layer, path=one.path, message=message))
+            image = f"the image has {requirement.name} {version}" if version else "which the image lacks"
+            message = f"{wheel.name} {wheel.version} requires {requirement.name}{requirement.specifier}, {image}"
+            findings.append(Finding(severity="error", layer=layer, path=wheel.path, message=message))
     return GateReport(summary=f"{count} requirements of {len(rows)} packages", findings=tuple(findings))
 
 
-def _accepts(wanted: Requirement, found: str) -> bool:
+def _accepts(requirement: Requirement, version: str) -> bool:
     try:
-        return wanted.specifier.contains(Version(found), prereleases=True)
+        return requirement.specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
         # Debian versions need not follow PEP 440.
         return True

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 
 from primus import __version__
-from primus.gates.finding import Finding, GateReport
-from primus.gates.stated import Kind, Stated
+from primus.gates.contents import Kind, Stated
+from primus.gates.examined import Examined, Finding, GateReport
+from primus.plan.resolve import ResolvedTarget
 from primus.versions.suites import upstream
-
-if TYPE_CHECKING:
-    from primus.gates.examined import Examined
-    from primus.plan.resolve import ResolvedTarget
 
 _PLURALS = {"wheel": "wheels", "deb": "debs", "header": "headers", "library": "libraries"}
 
@@ -28,13 +25,13 @@ def judge(examined: Examined) -> GateReport:
     plan = examined.image.plan
     resolved, lock = plan.resolved, plan.resolved.lock
     # The packages of a registry's image are locked as layers, not individually.
-    given = {action.name for action in plan.layers if action.kind == "image"}
+    imported = {action.name for action in plan.layers if action.kind == "image"}
     wheels = {f.name: f.version for f in lock.python_packages} if lock else {}
     if "primus" in resolved.pins:
         wheels["primus-images"] = __version__
     return versions_inside(
         [
-            (layer, [one for one in facts.stated if layer not in given or one.kind != "deb"])
+            (layer, [item for item in facts.stated if layer not in imported or item.kind != "deb"])
             for layer, facts in examined.facts.items()
         ],
         wheels=wheels,
@@ -84,17 +81,17 @@ def versions_inside(
 
     for layer, stated in layers:
         for item in stated:
-            want = locked[item.kind].get(item.name)
+            expected = locked[item.kind].get(item.name)
             before = seen[item.kind].get(item.name)
             seen[item.kind][item.name] = item.version
-            if item.kind in ("header", "library") and want is None:
+            if item.kind in ("header", "library") and expected is None:
                 by = f"{item.name} {item.version} by its {item.kind}"
                 find(layer, item, f"{by}; no pin says which it must be", note=True)
-            elif want is None:
+            elif expected is None:
                 find(layer, item, f"{item.name} {item.version} is in the image, the lock has no such {item.kind}")
-            elif not _same(item.kind, item.version, want):
+            elif not _same(item.kind, item.version, expected):
                 where = "in versions.yaml" if item.kind in ("header", "library") else "in the lock"
-                find(layer, item, f"{item.name} is {item.version} in the image, {want} {where}")
+                find(layer, item, f"{item.name} is {item.version} in the image, {expected} {where}")
             elif item.kind == "wheel" and before is not None:
                 find(layer, item, f"{item.name} is in the image twice, as {before} and {item.version}")
     for kind in ("wheel", "deb"):
@@ -105,7 +102,7 @@ def versions_inside(
         message = f"{name} is pinned inside {(inside or {})[name]}, and no file of it states a version"
         findings.append(Finding(severity="note", message=message))
     counted = ", ".join(
-        f"{len(found)} {_PLURALS[kind] if len(found) != 1 else kind}" for kind, found in seen.items() if found
+        f"{len(names)} {_PLURALS[kind] if len(names) != 1 else kind}" for kind, names in seen.items() if names
     )
     return GateReport(summary=counted or "no versions stated", findings=tuple(findings))
 

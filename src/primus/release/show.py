@@ -49,11 +49,12 @@ class _Text:
     def facts(self, rows: Iterable[tuple[str, str]]) -> list[str]:
         return self.screen.table(list(rows), indent="  ")
 
-    def changes(self, changes: Sequence[Change], same: Mapping[str, str], found: Diff, *, facts: bool) -> list[str]:
+    def changes(self, difference: Diff, *, facts: bool) -> list[str]:
+        changes, same = _compared(difference, facts=facts)
         rows: list[tuple[str, str, str]] = []
         for change in changes:
-            old, new = _sides(change, found, facts=facts)
-            remark = _remark(change, found)
+            old, new = _sides(change, difference, facts=facts)
+            remark = _remark(change, difference)
             rows.append((_MARK[change.kind], change.what, f"{old} → {new}" + (f"  ({remark})" if remark else "")))
         rows += [("=", what, value) for what, value in same.items()]
         return self.screen.table(rows, indent="  ")
@@ -79,9 +80,11 @@ class _Markdown:
     def facts(self, rows: Iterable[tuple[str, str]]) -> list[str]:
         return _table([("", ""), *rows])
 
-    def changes(self, changes: Sequence[Change], same: Mapping[str, str], found: Diff, *, facts: bool) -> list[str]:
-        rows = [(change.what, *_sides(change, found, facts=facts), _remark(change, found)) for change in changes]
-        return _table([("", found.old, found.new, ""), *rows, *((n, v, v, "the same") for n, v in same.items())])
+    def changes(self, difference: Diff, *, facts: bool) -> list[str]:
+        changes, same = _compared(difference, facts=facts)
+        rows = [(c.what, *_sides(c, difference, facts=facts), _remark(c, difference)) for c in changes]
+        rows += [(what, value, value, "the same") for what, value in same.items()]
+        return _table([("", difference.old, difference.new, ""), *rows])
 
     def items(self, lines: Iterable[str]) -> list[str]:
         return [f"- {_cell(line)}" for line in lines]
@@ -130,9 +133,9 @@ def diff_page(difference: Diff, layout: Layout) -> str:
     sides = ((difference.old, difference.old_pinned), (difference.new, difference.new_pinned))
     title = " → ".join(name + (" (pins of versions.yaml)" if pinned else "") for name, pinned in sides)
     lines = layout.title(title) + ([""] if isinstance(layout, _Text) else [])
-    lines += layout.changes(difference.facts, difference.same_facts, difference, facts=True)
+    lines += layout.changes(difference, facts=True)
     lines += layout.heading(f"components: {_counts(difference)}")
-    lines += layout.changes(difference.components, difference.same_components, difference, facts=False)
+    lines += layout.changes(difference, facts=False)
     sections: dict[str, Sequence[str]] = {
         "on neither side": [", ".join(difference.unknown)] if difference.unknown else [],
         "training": difference.curves,
@@ -289,6 +292,12 @@ def _counts(difference: Diff) -> str:
         (len(difference.same_components), "the same"),
     ]
     return ", ".join(f"{count} {words}" for count, words in parts if count) or "none is named"
+
+
+def _compared(difference: Diff, *, facts: bool) -> tuple[Sequence[Change], Mapping[str, str]]:
+    if facts:
+        return difference.facts, difference.same_facts
+    return difference.components, difference.same_components
 
 
 def _sides(change: Change, difference: Diff, *, facts: bool) -> tuple[str, str]:

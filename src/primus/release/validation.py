@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
@@ -196,21 +197,21 @@ def _runner(
             code = runner.run(root, command, stdout=log, stderr=None if alone and not quiet else log)
         if code in _INTERRUPTED or stopped.is_set():
             raise KeyboardInterrupt
-        return JobResult(exit_code=code, output=here, reason=_no_run(code, here))
+        return JobResult(exit_code=code, output=here, reason=_no_run(code, here, console.name))
 
     return run_job
 
 
-def _no_run(code: int, output: Path) -> str:
+def _no_run(code: int, output: Path, console: str) -> str:
     """Return why a job has no log: it hung, or was refused before its ranks started. Empty if it has one."""
     if code == _TIMED_OUT:
         return f"the job did not end within {_JOB_SECONDS} s"
     if code == 0 or (output / "log.txt").exists():
         return ""
-    try:
-        return read_result(output).refused
-    except (OSError, InputError):
-        return f"the job did not start (exit code {code})"
+    with suppress(OSError, InputError):
+        if refused := read_result(output).refused:
+            return refused
+    return f"the job did not start (exit code {code}); {console} has what it printed"
 
 
 def _passed_before(

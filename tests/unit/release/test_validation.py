@@ -66,17 +66,17 @@ def test_a_refused_job_says_why_in_its_folder(tmp_path: Path) -> None:
     assert not refused.exists()
     refused.mkdir()
     assert main(["train", "llama3-proxy", "--output", str(refused), "model.layer=1"]) == 2
-    assert _no_run(2, refused) == result.read(refused).refused
-    assert "model.layer" in _no_run(2, refused)
+    assert _no_run(2, refused, "") == result.read(refused).refused
+    assert "model.layer" in _no_run(2, refused, "")
     running.mkdir()
     (running / "log.txt").touch()
     assert main(["train", "llama3-proxy", "--output", str(running), "model.layer=1"]) == 2
     assert [path.name for path in running.iterdir()] == ["log.txt"]
-    assert _no_run(2, running) == ""
+    assert _no_run(2, running, "") == ""
 
 
 def test_a_job_without_a_readable_result_did_not_start(tmp_path: Path) -> None:
-    assert _no_run(127, tmp_path) == "the job did not start (exit code 127)"
+    assert _no_run(127, tmp_path, "base.txt") == "the job did not start (exit code 127); base.txt has what it printed"
     (tmp_path / "result.json").write_text('{"exit_code": "1"}')
-    assert _no_run(127, tmp_path) == "the job did not start (exit code 127)"
-    assert _no_run(124, tmp_path) == "the job did not end within 900 s"
+    assert _no_run(127, tmp_path, "base.txt") == "the job did not start (exit code 127); base.txt has what it printed"
+    assert _no_run(124, tmp_path, "") == "the job did not end within 900 s"

@@ -211,15 +211,15 @@ def _check(choice: str, word: Scalar, where: str, *, several: bool) -> None:
             words = f"a whole number of at least 1{f' or {MULTI}' if several else ''}"
             raise InputError(f"nodes must be {words}, not {word!r}", where=where)
     else:
-        among(choice, str(word), _words_of(choice), where)
+        among(choice, str(word), values_of(choice), where)
 
 
 @cache
-def _words_of(choice: str) -> list[str]:
+def values_of(choice: str) -> list[str]:
+    """Return every value that some recipe accepts for ``choice`` (backend, mode, precision or gpu)."""
     if choice == "gpu":
         return [CPU, *(gpu.name for gpu in load_table().generations)]
     if choice == "precision":
         return list(PRECISIONS)
-    return list(
-        dict.fromkeys(mode for b in backends().values() for mode in b.modes) if choice == "mode" else backends()
-    )
+    modes = dict.fromkeys(mode for backend in backends().values() for mode in backend.modes)
+    return list(modes if choice == "mode" else backends())

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import primus
-from primus.cli.image.common import add_named, complete_recipe, offered
+from primus.cli.image.common import add_named, complete_recipe
 from primus.cli.main import main
+from primus.recipes.choose import values_of
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden"
@@ -123,8 +124,8 @@ def test_show_of_an_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixtu
 def test_names_complete() -> None:
     assert complete_recipe("ti") == ["tiny"]
     assert complete_recipe("x") == []
-    assert offered("mode") == ["pretrain", "full", "lora"]
-    assert "mi355x" in offered("gpu")
+    assert values_of("mode") == ["pretrain", "full", "lora"]
+    assert "mi355x" in values_of("gpu")
     parser = argparse.ArgumentParser()
     add_named(parser, "backend", "")
     assert "megatron" in parser._actions[-1].completer()  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.image.common import offered
 from primus.recipes.backends import backends
+from primus.recipes.choose import values_of
 from primus.recipes.rules import RULES
 from primus.training.backend import BACKENDS
 
@@ -27,7 +27,7 @@ def test_help_names_every_backend_and_mode() -> None:
     text = (SOURCE / "cli/image/common.py").read_text(encoding="utf-8")
     for choice in ("backend", "mode"):
         (line,) = [line for line in text.splitlines() if f'add_named(parser, "{choice}"' in line]
-        assert all(word in line for word in offered(choice)), line
+        assert all(word in line for word in values_of(choice)), line
 
 
 @pytest.mark.parametrize("room", ["recipes", "training", "cli/image"])

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from primus.cli.image.common import add_choices, add_recipe, resolved
-from primus.errors import InputError
 from primus.recipes import load
 from primus.recipes.architecture import architecture, readable, size
 from primus.recipes.catalogue import Entry, entries, gpus
@@ -158,14 +157,6 @@ def test_no_two_recipe_files_share_six_lines() -> None:
         for run in runs_of_six(path):
             places[run].add(path.name)
     assert not [(run, names) for run, names in places.items() if len(names) > 1]
-
-
-def test_experts_of_several_stages_do_not_fit_one_node() -> None:
-    choices = Choices(gpu="mi300x")
-    assert resolve("deepseek-v2", (), choices).get("nodes", int) == 4
-    with pytest.raises(InputError, match="EP = 8 × PP = 4") as caught:
-        resolve("deepseek-v2", (), replace(choices, nodes=1))
-    assert caught.value.hint == "ep=2 or --nodes 4"
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 
 from primus.cli.arguments import whole
-from primus.recipes.backends import backends
-from primus.recipes.catalogue import gpus
-from primus.recipes.choose import PRECISIONS
+from primus.recipes.choose import PRECISIONS, values_of
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.turbo.optimizations import optimizations
+from primus.turbo.optimizations import chosen, optimizations
 
 # A duration on the command line, in whole seconds.
 seconds = whole(least=0)
@@ -47,23 +45,10 @@ def short_origin(origin: str, recipe: Recipe) -> str:
     return origin.replace(f"{recipe.path.parent}/", "")
 
 
-def offered(choice: str) -> list[str]:
-    """Return every value that some recipe accepts for ``choice`` (backend, mode, precision or gpu)."""
-    match choice:
-        case "backend":
-            return list(backends())
-        case "mode":
-            return list(dict.fromkeys(mode for backend in backends().values() for mode in backend.modes))
-        case "precision":
-            return list(PRECISIONS)
-        case _:
-            return list(gpus())
-
-
 def add_named(parser: argparse.ArgumentParser, choice: str, meaning: str) -> None:
     """Declare the option of one choice, with tab completion of its values."""
     action = parser.add_argument(f"--{choice}", metavar="NAME", help=meaning)
-    action.completer = lambda **_: offered(choice)  # type: ignore[attr-defined]
+    action.completer = lambda **_: values_of(choice)  # type: ignore[attr-defined]
 
 
 def add_choices(
@@ -97,9 +82,5 @@ def resolved(options: argparse.Namespace, *, here: bool = True) -> Recipe:
     single = ("ranks", "steps", "seed", "turbo")
     words = [f"{option}={value}" for option in single if (value := getattr(options, option)) is not None]
     recipe = resolve(options.recipe, [*options.overrides, *words], choices, here=here)
-    # Seam "optimizations": most recipes use none.
-    if "turbo" in recipe.settings:
-        from primus.turbo.optimizations import chosen
-
-        chosen(recipe)
+    chosen(recipe)  # refuses names that are none
     return recipe

@@ -10,11 +10,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from primus.cli.image.common import add_named, complete_recipe, offered
+from primus.cli.image.common import add_named, complete_recipe
 from primus.errors import InputError
 from primus.recipes.architecture import readable
 from primus.recipes.catalogue import Entry, entries
-from primus.recipes.choose import among
+from primus.recipes.choose import among, values_of
 from primus.recipes.load import folder, names, no_recipes
 from primus.terminal import Screen
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the table. Returns 0. Raises InputError if no recipe matches."""
     for choice in _CHOICES:
         if (word := getattr(options, choice)) is not None:
-            among(choice, word, offered(choice), f"--{choice} {word}")
+            among(choice, word, values_of(choice), f"--{choice} {word}")
     if not names():
         raise no_recipes(folder())
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]

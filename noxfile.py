@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 TARGETS = sorted(path.stem for path in HERE.glob("images/*.yaml"))
 OLDEST = (3, 11)
 # Each set of dependencies includes the previous one. The modules listed show whether an interpreter has the set.
-NEEDS = {"images": ("zstandard", "docker", "rich"), "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate")}
+NEEDS = {"images": ("zstandard", "rich"), "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate")}
 MEANING = {
     1: "a check failed",
     2: "the input is wrong",

@@ -1,7 +1,7 @@
 """Run README's commands where nothing is installed: in a new Debian or Ubuntu root file system that holds Python alone.
 
     python tests/bare_root.py bookworm validate
-    python tests/bare_root.py noble tests -- tests/unit/sandbox/test_tools.py
+    python tests/bare_root.py noble tests -- tests/unit/test_programs.py
     python tests/bare_root.py bookworm --user 'python3 -m venv v && v/bin/pip install -q nox && v/bin/nox -s plan'
 
 Needs root and mmdebstrap. The network is this machine's; so are apt's sources for Debian, the certificates, and the

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from primus import programs
 from primus.errors import HostError
 from primus.progress import PlainProgress
-from primus.sandbox import tools
 
 # Program → package.
 PACKAGES = {
     "mmdebstrap": "mmdebstrap",
     "newuidmap": "uidmap",
     "dockerd": "docker.io",
+    "podman": "podman",
+    "catatonit": "catatonit",
     "runc": "runc",
     "docker-registry": "docker-registry",
     "skopeo": "skopeo",
@@ -44,14 +46,14 @@ def there(program: str) -> bool:
     if program == "docker-buildx":
         # bookworm's docker client builds with BuildKit by itself; that of later releases needs this plugin.
         return any(path.exists() for path in PLUGINS) or _codename() == "bookworm"
-    found = tools.find(program)
+    found = programs.find(program)
     # Debian's package busybox is linked to libc, which the tests' tiny images do not hold.
     return found is not None and (program != "busybox" or b"/ld-linux" not in found.read_bytes())
 
 
 def dockerd() -> str:
     """The distribution's dockerd (in sbin on Debian, in bin on Ubuntu); no path where it is missing."""
-    return str(tools.find("dockerd") or "dockerd")
+    return str(programs.find("dockerd") or "dockerd")
 
 
 def missing(*programs: str) -> str:
@@ -75,7 +77,7 @@ def main() -> int:
     if not lacking:
         return 0
     try:
-        tools.install(lacking, say=PlainProgress().say)
+        programs.install(lacking, say=PlainProgress().say)
     except HostError as error:
         print(error.message, file=sys.stderr)
     for program in lacking:

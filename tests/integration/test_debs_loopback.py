@@ -213,7 +213,7 @@ def test_a_host_without_debian_installs_what_names_a_mirror(
             raise HostError("debootstrap is missing")
         _use(tmp_path, monkeypatch, f"deb [trusted=yes] {archive.url}/ bookworm main\n")
 
-    monkeypatch.setattr("primus.sandbox.tools.install", install)
+    monkeypatch.setattr("primus.programs.install", install)
     monkeypatch.setattr("primus.versions.debs._DEBOOTSTRAP", tmp_path / "none")
     cache = FileCache(tmp_path / "c")
     with pytest.raises(HostError, match="names no source of Debian bookworm; debootstrap is missing") as error:

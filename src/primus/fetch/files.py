@@ -22,8 +22,8 @@ from urllib3.exceptions import HTTPError
 
 from primus.errors import HostError, InputError
 from primus.fetch.filecache import FileCache, Part
+from primus.programs import with_packages
 from primus.progress import Progress
-from primus.sandbox.tools import with_packages
 from primus.terminal import counted
 from primus.versions.debs import download_debs
 from primus.versions.indexes import ABSENT, Indexes, length, local_path

@@ -35,7 +35,7 @@ def lock_target(
     An error about a package, an image or a repository gets the line of its pin.
     """
     # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock does not need.
-    from primus.sandbox.tools import with_packages
+    from primus.programs import with_packages
     from primus.versions import relock
 
     previous, request = resolved.lock, resolved.request

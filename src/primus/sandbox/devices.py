@@ -24,10 +24,6 @@ from primus.sandbox.container import Devices, Mount
 CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 
 _KINDS = {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}
-_WRITES_A_SPECIFICATION = {
-    "amd": "amd-ctk cdi generate --output=/etc/cdi/amd.json",
-    "nvidia": "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
-}
 _CDI_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*/[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9][A-Za-z0-9_.:-]*")
 _NVIDIA_SHARED = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 # The user-space part of NVIDIA's driver, whose version must equal the kernel module's.
@@ -140,15 +136,14 @@ def _amd(root: Path, count: int | None) -> Devices:
             beside = (root / "sys/class/drm" / render / "device/drm").glob("card*")
             cards.append([render, *sorted(path.name for path in beside)])
     nodes = [root / "dev/kfd", *(root / "dev/dri" / name for names in cards[:count] for name in names)]
-    return _plain([node for node in nodes if _is_device(node)] or _missing("/dev/kfd", "amd"), root)
+    return _driver(nodes, root)
 
 
 def _nvidia(root: Path, count: int | None) -> Devices:
     """Return the driver's nodes, each GPU's own, and the driver's libraries."""
     numbers = sorted(int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
     nodes = [root / "dev" / name for name in (*_NVIDIA_SHARED, *(f"nvidia{n}" for n in numbers[:count]))]
-    devices = _plain([node for node in nodes if _is_device(node)] or _missing("/dev/nvidia0", "nvidia"), root)
-    return devices + Devices(mounts=_driver_libraries(_linker_cache()))
+    return _driver(nodes, root) + Devices(mounts=_driver_libraries(_linker_cache()))
 
 
 def _driver_libraries(cache: str) -> tuple[Mount, ...]:
@@ -168,11 +163,14 @@ def _linker_cache() -> str:
         return ""
 
 
-def _missing(node: str, vendor: str) -> list[Path]:
-    raise HostError(
-        f"the driver shows GPUs, but {node} is missing",
-        hint=f"in a container: start it with the GPU's devices; else {_WRITES_A_SPECIFICATION[vendor]}",
-    )
+def _driver(nodes: Sequence[Path], root: Path) -> Devices:
+    present = [node for node in nodes if _is_device(node)]
+    if not present:
+        raise HostError(
+            f"the driver shows GPUs, but {nodes[0]} is missing",
+            hint="in a container: start it with the GPU's devices; else: amd-ctk cdi generate, nvidia-ctk cdi generate",
+        )
+    return _plain(present, root)
 
 
 def _plain(nodes: Sequence[Path], root: Path = Path("/")) -> Devices:

@@ -14,7 +14,6 @@ import platform
 import re
 import shutil
 import subprocess
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from primus import programs
 from primus.errors import HostError, InputError
 from primus.files import write_file
-from primus.sandbox import images, tools
+from primus.sandbox import images
 from primus.sandbox.container import Command, Limits, RootFs, Stream, check_mounts, final_argv
 from primus.sandbox.processes import finally_run, forwarded_signals, tracked
 from primus.terminal import counted
@@ -105,16 +105,11 @@ class Engine:
                 stream.flush()
         with finally_run([*client, *self._remove, name], env):
             with forwarded_signals() as receive:
-                process = subprocess.Popen(
-                    # The client ends with this process, so that it cannot create the container after its removal.
-                    ["setpriv", "--pdeathsig=KILL", *client, "run", "--pull=never", *words],
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env={**env, **values},
-                    # The terminal's Ctrl-C reaches only this process, which forwards it once.
-                    start_new_session=True,
-                )
+                # The client ends with this process, so that it cannot create the container after its removal. The
+                # terminal's Ctrl-C reaches only this process, which forwards it once.
+                argv = ["setpriv", "--pdeathsig=KILL", *client, "run", "--pull=never", *words]
+                streams: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+                process = subprocess.Popen(argv, env={**env, **values}, start_new_session=True, **streams)
                 receive(process)
                 with tracked(process):
                     code = process.wait()
@@ -134,9 +129,7 @@ class Engine:
             return
         # It fails in the same way again, and this time its message is ours.
         again = _captured([*client, "start", name] if state.returncode == 0 else [*client, "create", *words], env)
-        lines = again.stderr.splitlines()
-        message = next((line for line in lines if line.startswith("Error")), "its message is above")
-        message = message.removeprefix("Error: ").removeprefix("Error response from daemon: ")
+        message = _error(again)
         if command.user and re.search(r"no matching entries|unable to find (user|group)", message):
             raise InputError(
                 f"the image has no user {command.user!r}", hint="name one of its users, or a numeric uid[:gid]"
@@ -154,16 +147,16 @@ class Podman(Engine):
         """Return None if podman is installed or can be installed, else one sentence with the remedy."""
         if platform.system() != "Linux":
             return f"this is {platform.system()}, not Linux (use --engine docker)"
-        if (lacking := _lacking()) and not tools.installable():
+        if (lacking := _lacking()) and not programs.installable():
             return f"{' and '.join(lacking)} missing (as root: apt-get install {' '.join(lacking.values())})"
-        if problem := tools.lacks_ids():
+        if problem := programs.lacks_ids():
             return f"{problem[0]} ({problem[1]})"
         return None
 
     def prepare_host(self) -> None:
         """Install podman, an init for containers, and runc if there is no OCI runtime."""
         if lacking := _lacking():
-            tools.install(lacking, say=self._say)
+            programs.install(lacking, say=self._say)
 
     def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
         folder = root.cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
@@ -181,8 +174,8 @@ class Podman(Engine):
         """Find the settings with which podman can run a container here, and save them."""
         self.prepare_host()
         remove_tree(folder / "images")
-        init = str(tools.find("catatonit"))
-        runtimes = [str(path) for path in map(tools.find, _runtimes()) if path]
+        init = str(programs.find("catatonit"))
+        runtimes = [str(path) for path in map(programs.find, _runtimes()) if path]
         # Only crun can do without control groups.
         modes = [(path, "enabled") for path in runtimes] + [(p, "disabled") for p in runtimes if p.endswith("/crun")]
         reasons = []
@@ -190,32 +183,18 @@ class Podman(Engine):
             remove_tree(folder / "storage")
             (folder / "probe").mkdir(exist_ok=True)
             shutil.copy(init, folder / "probe/init")
-            values = {
-                "cgroups": cgroups,
-                "init": init,
-                "runtime": runtime,
-                "folder": folder,
-                "run": _run_folder(folder),
-            }
-            write_file(folder / "containers.conf", _CONTAINERS_CONF.format(**values))
-            words = [
-                *_podman(folder),
-                *options,
-                "run",
-                "--rm",
-                "--network=none",
-                "--rootfs",
-                f"{folder}/probe",
-                "/init",
-            ]
-            attempt = _captured([*words, "-V"], _client_environment(folder))
+            places = {"init": init, "folder": folder, "run": _run_folder(folder)}
+            conf = _CONTAINERS_CONF.format(cgroups=cgroups, runtime=runtime, **places)
+            write_file(folder / "containers.conf", conf)
+            words = ["run", "--rm", "--network=none", "--rootfs", str(folder / "probe"), "/init", "-V"]
+            attempt = _captured([*_podman(folder), *options, *words], _client_environment(folder))
             if attempt.returncode == 0:
                 if "--storage-driver=vfs" in options:
                     self._say(f"podman copies whole file systems: there are no overlays in {folder}, or fuse-overlayfs")
                 settings = {"folder": str(folder), "runtime": runtime, "options": options}
                 write_file(folder / "settings.json", json.dumps(settings))
                 return settings
-            reasons.append((attempt.stderr.strip().splitlines() or ["no reason"])[-1].removeprefix("Error: "))
+            reasons.append(_error(attempt))
         raise HostError(
             f"podman cannot run a container here: {reasons[0]}",
             hint="in a container: start it with --privileged; else use --engine docker",
@@ -224,21 +203,19 @@ class Podman(Engine):
     def _unpack(self, root: RootFs, client: list[str], env: dict[str, str]) -> None:
         size = sum(layer.size for layer in root.layers) / 1e6
         self._say(f"unpacking {counted(len(root.layers), 'layer')} ({size:.0f} MB compressed) of {root.name}, once")
-        with images.layout(root) as layout, tempfile.TemporaryFile("w+", errors="replace") as log:
-            process = subprocess.Popen(
-                [*client, "pull", "--quiet", f"oci:{layout.name}"],
-                cwd=layout.parent,
-                env={**env, "TMPDIR": str(layout.parent)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                start_new_session=True,
-            )
+        with images.layout(root) as layout:
+            argv = [*client, "pull", "--quiet", f"oci:{layout.name}"]
+            streams: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+            }
+            env = {**env, "TMPDIR": str(layout.parent)}
+            process = subprocess.Popen(argv, cwd=layout.parent, env=env, start_new_session=True, **streams)
             with tracked(process):
-                code = process.wait()
-            log.seek(0)
-            if code != 0:
-                raise images.refusal("podman", root, log.read())
+                _, message = process.communicate()
+        if process.returncode != 0:
+            raise images.refusal("podman", root, message.decode("utf-8", "replace"))
 
     def _own_options(self, command: Command) -> list[str]:
         options = ["--volume=/etc/hosts:/etc/hosts:ro"] if command.network else []
@@ -267,7 +244,7 @@ class Docker(Engine):
     def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
         tag = f"primus-run:{images.image_id(root)[:24]}"
         images.load(root, tag)
-        return [str(tools.find("docker"))], _client_environment(None), tag
+        return [str(programs.find("docker"))], _client_environment(None), tag
 
     def _own_options(self, command: Command) -> list[str]:
         if [name for name in command.devices.names if "=" in name]:
@@ -309,16 +286,16 @@ def wants_terminal(command: Command, stdin: Stream, stdout: Stream) -> bool:
 def remove_tree(path: Path) -> None:
     """Remove a folder, including files of a regular user's subordinate ids. A missing folder is not an error."""
     shutil.rmtree(path, ignore_errors=True)
-    if path.exists() and os.geteuid() != 0 and (podman := tools.find("podman")):
+    if path.exists() and os.geteuid() != 0 and (podman := programs.find("podman")):
         _captured([str(podman), "unshare", "rm", "-rf", str(path)], _client_environment(None))
 
 
 def _lacking() -> dict[str, str]:
     """Return the missing programs and their Debian packages."""
     packages = {"podman": "podman", "catatonit": "catatonit"}
-    if not any(map(tools.find, _runtimes())):
+    if not any(map(programs.find, _runtimes())):
         packages["runc"] = "runc"
-    return {program: package for program, package in packages.items() if tools.find(program) is None}
+    return {program: package for program, package in packages.items() if programs.find(program) is None}
 
 
 def _runtimes() -> tuple[str, ...]:
@@ -336,14 +313,14 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _podman(folder: Path) -> list[str]:
-    return [str(tools.find("podman")), f"--root={folder}/storage", f"--runroot={_run_folder(folder)}"]
+    return [str(programs.find("podman")), f"--root={folder}/storage", f"--runroot={_run_folder(folder)}"]
 
 
 def _storage_options() -> Iterator[list[str]]:
     """Yield the storage drivers, from the fastest to the one that needs nothing."""
     overlay = ["--storage-driver=overlay", "--storage-opt=overlay.skip_mount_home=true"]
     yield overlay
-    if (program := tools.find("fuse-overlayfs")) and Path("/dev/fuse").exists():
+    if (program := programs.find("fuse-overlayfs")) and Path("/dev/fuse").exists():
         yield [*overlay, f"--storage-opt=overlay.mount_program={program}"]
     yield ["--storage-driver=vfs"]
 
@@ -415,6 +392,11 @@ def _shell_arguments(argv: Sequence[str]) -> list[str]:
         # The engines pass arguments on as JSON, which cannot hold bytes that are not UTF-8.
         words = ["".join(f"\\{byte:03o}" for byte in os.fsencode(word)) for word in argv]
         return ["-c", "".join(f'w=$(printf \'{word}.\'); set -- "$@" "${{w%.}}"; ' for word in words) + 'exec "$@"']
+
+
+def _error(refused: subprocess.CompletedProcess[str]) -> str:
+    message = next((line for line in refused.stderr.splitlines() if line.startswith("Error")), "it gives no reason")
+    return message.removeprefix("Error: ").removeprefix("Error response from daemon: ")
 
 
 def _captured(words: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -11,13 +11,13 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from primus import programs
 from primus.errors import HostError
-from primus.sandbox import tools
 from primus.sandbox.container import RootFs
 
 _CHUNK = 1 << 20
@@ -73,7 +73,7 @@ def refusal(program: str, root: RootFs, message: str) -> HostError:
 
 def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run Docker's client. Raises HostError if it is not installed."""
-    program = tools.find("docker")
+    program = programs.find("docker")
     if program is None:
         raise HostError("Docker's client is not installed", hint="as root: apt-get install docker.io")
     return subprocess.run(
@@ -105,24 +105,22 @@ def need_docker() -> None:
         )
 
 
-def load(root: RootFs, tag: str, *, sent: Callable[[int], None] = lambda _: None) -> str:
-    """Load ``root`` into the Docker engine as ``tag`` and return the engine's image ID.
+def load(root: RootFs, tag: str) -> tuple[str, int]:
+    """Load ``root`` into the Docker engine as ``tag``. Returns the engine's image ID and the number of bytes sent.
 
-    Nothing is sent if the engine has the image. ``sent`` is called with the number of bytes of each piece. Raises
-    HostError if no engine answers, if it refuses the image, or if a blob is damaged.
+    Nothing is sent if the engine has the image. Raises HostError if no engine answers, if it refuses the image, or if a
+    blob is damaged.
     """
     need_docker()
-    if loaded := _loaded(root, tag):
-        return loaded
-    if loaded := _loaded(root, image_id(root)):
-        docker("tag", loaded, tag)
-        return loaded
-    command = [str(tools.find("docker")), "load", "--quiet"]
-    with tempfile.TemporaryFile("w+") as log, Path(os.devnull).open("w") as nothing:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=log) as engine:
+    for name in (tag, image_id(root)):
+        if loaded := _loaded(root, name):
+            docker("tag", loaded, tag)
+            return loaded, 0
+    command = [str(programs.find("docker")), "load", "--quiet"]
+    with tempfile.TemporaryFile("w+") as log:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log) as engine:
             try:
-                pipe: Any = _Counted(engine.stdin, sent)
-                with tarfile.open(fileobj=pipe, mode="w|", bufsize=_CHUNK) as archive:
+                with tarfile.open(fileobj=engine.stdin, mode="w|", bufsize=_CHUNK) as archive:
                     _add_image(archive, root, tag)
             except BrokenPipeError:
                 pass  # its message follows
@@ -131,15 +129,11 @@ def load(root: RootFs, tag: str, *, sent: Callable[[int], None] = lambda _: None
                 engine.kill()
                 raise
         log.seek(0)
-        message = log.read() or "it gives no reason" if engine.returncode else ""
-    if message:
-        raise refusal("the Docker engine", root, message)
+        if engine.returncode:
+            raise refusal("the Docker engine", root, log.read())
     if loaded := _loaded(root, tag):
-        return loaded
-    raise HostError(
-        f"the Docker engine accepted {root.name}, but does not list it as {tag}",
-        hint="`docker images` lists its images",
-    )
+        return loaded, archive.offset
+    raise HostError(f"the Docker engine accepted {root.name}, but does not list it as {tag}")
 
 
 def _loaded(root: RootFs, name: str) -> str | None:
@@ -152,19 +146,6 @@ def _loaded(root: RootFs, name: str) -> str | None:
     # Engines with containerd's image store identify images by a manifest that they write anew.
     identified = image["Id"] == f"sha256:{image_id(root)}" or "containerd" in json.dumps(image.get("Descriptor", ""))
     return str(image["Id"]) if same_layers and identified else None
-
-
-class _Counted:
-    """A pipe that reports the number of bytes of each write."""
-
-    def __init__(self, pipe: Any, sent: Callable[[int], None]) -> None:
-        self._pipe = pipe
-        self._sent = sent
-
-    def write(self, data: bytes) -> int:
-        self._pipe.write(data)
-        self._sent(len(data))
-        return len(data)
 
 
 def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from primus import programs
 from primus.cli.host import run as run_verb
 from primus.engine.isolated import log_tail
 from primus.errors import HostError, InputError
-from primus.sandbox import engines, images, tools
+from primus.sandbox import engines, images
 from primus.sandbox.container import Command, Devices, LayerRef, Limits, Mount, RootFs, check_mounts, final_argv
 from primus.sandbox.engines import Docker, Podman, choose
 
@@ -116,7 +117,7 @@ def test_unknown_engine():
 
 def test_no_engine_is_one_sentence(monkeypatch):
     monkeypatch.setattr(Podman, "available", lambda _: "broken (fix it)")
-    monkeypatch.setattr(tools, "find", lambda _: None)
+    monkeypatch.setattr(programs, "find", lambda _: None)
     with pytest.raises(HostError) as caught:
         choose("auto")
     assert "podman: broken (fix it); docker: Docker's client is not installed" in str(caught.value)
@@ -124,13 +125,13 @@ def test_no_engine_is_one_sentence(monkeypatch):
 
 
 def test_what_podman_needs_is_named_unless_it_can_be_installed(monkeypatch):
-    monkeypatch.setattr(tools, "find", lambda _: None)
-    monkeypatch.setattr(tools, "installable", lambda: False)
+    monkeypatch.setattr(programs, "find", lambda _: None)
+    monkeypatch.setattr(programs, "installable", lambda: False)
     said = Podman().available()
     assert said is not None
     assert said == "podman and catatonit and runc missing (as root: apt-get install podman catatonit runc)"
     installed: list[str] = []
-    monkeypatch.setattr(tools, "install", lambda packages, say: installed.extend(packages.values()))
+    monkeypatch.setattr(programs, "install", lambda packages, say: installed.extend(packages.values()))
     Podman().prepare_host()
     assert installed == ["podman", "catatonit", "runc"]
 
@@ -145,12 +146,12 @@ def test_a_silent_engine_costs_three_seconds(monkeypatch):
 
 def test_a_user_without_subordinate_ids(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
-    monkeypatch.setattr(tools, "find", lambda _: Path("/bin/x"))
-    problem = tools.lacks_ids()
+    monkeypatch.setattr(programs, "find", lambda _: Path("/bin/x"))
+    problem = programs.lacks_ids()
     assert problem is not None
     assert problem[0] == "user 4000000 has no subordinate ids in /etc/subuid and /etc/subgid"
-    monkeypatch.setattr(tools, "find", lambda _: None)
-    assert tools.lacks_ids() == ("newuidmap and newgidmap are not installed", "as root: apt-get install uidmap")
+    monkeypatch.setattr(programs, "find", lambda _: None)
+    assert programs.lacks_ids() == ("newuidmap and newgidmap are not installed", "as root: apt-get install uidmap")
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -33,13 +33,7 @@ def run(args: argparse.Namespace) -> int:
     tag = f"rocm/primus:{root.name}" if args.tag is None else args.tag
     if not _TAG.match(tag):
         raise InputError(f"--tag {tag!r} is not an image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
-    sent = 0
-
-    def count(amount: int) -> None:
-        nonlocal sent
-        sent += amount
-
-    image_id = load(root, tag, sent=count)
+    image_id, sent = load(root, tag)
     if args.json:
         print(
             json.dumps(

@@ -34,8 +34,8 @@ from primus.oci.store import storage_error
 from primus.oci.tar import MTIME, Entry, open_part
 from primus.plan.action import Action
 from primus.plan.scripts import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
+from primus.programs import lacks_ids, need
 from primus.sandbox.processes import tracked
-from primus.sandbox.tools import lacks_ids, need
 from primus.versions.lock import LockedFile
 
 # On a merged /usr these are links; nothing may be unpacked below them.

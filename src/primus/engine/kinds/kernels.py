@@ -25,7 +25,7 @@ from primus.oci.contents import members
 from primus.oci.left_out import LeftOut
 from primus.oci.tar import Entry
 from primus.plan.action import Action
-from primus.sandbox.tools import need
+from primus.programs import need
 
 _NARROW = "narrow the base's pattern under `kernels`"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from primus import programs
 from primus.errors import HostError
-from primus.sandbox import tools
 
 DEBIAN = 'PRETTY_NAME="Debian GNU/Linux 12"\nID=debian\n'
 
@@ -28,20 +28,20 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     apt.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(tools, "_os_release", lambda: DEBIAN)
-    monkeypatch.setattr(tools, "_LISTS", tmp_path / "lists")
+    monkeypatch.setattr(programs, "_os_release", lambda: DEBIAN)
+    monkeypatch.setattr(programs, "_LISTS", tmp_path / "lists")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     return tmp_path
 
 
 def test_a_tool_that_is_there_costs_nothing(host: Path) -> None:
-    assert tools.need("apt-get", "apt", say=silent) == host / "bin/apt-get"
+    assert programs.need("apt-get", "apt", say=silent) == host / "bin/apt-get"
     assert not (host / "log").exists()
 
 
 def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
     said: list[str] = []
-    assert tools.need("mytool", "mypackage", say=said.append) == host / "bin/mytool"
+    assert programs.need("mytool", "mypackage", say=said.append) == host / "bin/mytool"
     assert said == ["mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`"]
     assert (host / "log").read_text().splitlines() == [
         "noninteractive -q update",
@@ -52,25 +52,25 @@ def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
 def test_fresh_package_lists_are_not_asked_for_again(host: Path) -> None:
     (host / "lists").mkdir()
     (host / "lists/mirror_dists_bookworm_InRelease").touch()
-    tools.need("mytool", "mypackage", say=silent)
+    programs.need("mytool", "mypackage", say=silent)
     assert "update" not in (host / "log").read_text()
 
 
 def test_apt_that_fails_says_why_and_what_to_type(host: Path) -> None:
     with pytest.raises(HostError) as error:
-        tools.need("mytool", "unheard", say=silent)
+        programs.need("mytool", "unheard", say=silent)
     assert "could not be installed: Unable to locate package unheard" in str(error.value)
     assert "apt-get install -y --no-install-recommends unheard" in str(error.value)
 
 
 def test_apt_that_succeeds_without_the_tool_is_no_success(host: Path) -> None:
     with pytest.raises(HostError, match="does not provide othertool"):
-        tools.need("othertool", "mypackage", say=silent)
+        programs.need("othertool", "mypackage", say=silent)
 
 
 def test_several_tools_come_by_one_command(host: Path) -> None:
     said: list[str] = []
-    tools.install({"mytool": "mypackage", "other": "otherpackage"}, say=said.append)
+    programs.install({"mytool": "mypackage", "other": "otherpackage"}, say=said.append)
     command = "install -y --no-install-recommends mypackage otherpackage"
     assert said == [f"mytool and other are missing: installing with `apt-get {command}`"]
     assert (host / "log").read_text().splitlines()[1:] == [f"noninteractive {command}"]
@@ -78,7 +78,7 @@ def test_several_tools_come_by_one_command(host: Path) -> None:
 
 def test_one_package_that_the_archive_lacks_keeps_no_other_out(host: Path) -> None:
     with pytest.raises(HostError) as error:
-        tools.install({"x": "unheard", "mytool": "mypackage"}, say=silent)
+        programs.install({"x": "unheard", "mytool": "mypackage"}, say=silent)
     assert error.value.message == "x is missing and could not be installed: Unable to locate package unheard"
     assert (host / "bin/mytool").exists()
 
@@ -86,15 +86,15 @@ def test_one_package_that_the_archive_lacks_keeps_no_other_out(host: Path) -> No
 def test_without_root_the_command_is_given(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(HostError) as error:
-        tools.need("mytool", "mypackage", say=silent)
+        programs.need("mytool", "mypackage", say=silent)
     assert "sudo apt-get install -y --no-install-recommends mypackage" in str(error.value)
     assert not (host / "log").exists()
 
 
 def test_another_distribution_is_left_alone(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "_os_release", lambda: "ID=fedora\n")
+    monkeypatch.setattr(programs, "_os_release", lambda: "ID=fedora\n")
     with pytest.raises(HostError, match="mytool is missing"):
-        tools.need("mytool", "mypackage", say=silent)
+        programs.need("mytool", "mypackage", say=silent)
     assert not (host / "log").exists()
 
 
@@ -109,4 +109,4 @@ def test_another_distribution_is_left_alone(host: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_is_debian_like(text: str, like: bool) -> None:
-    assert tools.is_debian_like(text) is like
+    assert programs.is_debian_like(text) is like

@@ -1,4 +1,4 @@
-"""Tools that the host must have. As root on Debian and Ubuntu, a missing one is installed, with a message."""
+"""Programs that the host must have. As root on Debian and Ubuntu, a missing one is installed, with a message."""
 
 from __future__ import annotations
 

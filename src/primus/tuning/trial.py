@@ -1,4 +1,4 @@
-"""Measure one candidate by a short training run in a process of its own, and keep the result."""
+"""Measuring candidates: each by a short training run in a process of its own, whose result is kept."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from primus.errors import HostError
+from primus.errors import CheckFailed, HostError, InputError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.recipe import Recipe
 from primus.training import failure, launch
 from primus.training.outcome import document
+from primus.tuning.throughput import Point, different, gain
 
+NOT_TRIED = "not tried: --total-limit"
 # Seconds that a run gets to end its ranks.
 _GRACE = 30
 
@@ -109,6 +111,93 @@ class Trials:
         lines = [line for line in errors.splitlines() if line.strip()]
         reported = lines[0].removeprefix("primus train: ") if lines else f"exit code {process.returncode}"
         return reported if process.returncode else "", process.returncode
+
+
+class Search:
+    """The runs of a search so far.
+
+    ``rows`` are the results by candidate, ``finals`` the rates of the final runs of the start and the winner. There are
+    ``pairs`` of them. ``total_limit`` are the seconds for the whole search, None: no limit. ``say`` prints progress.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[Point],
+        trials: Trials,
+        *,
+        pairs: int,
+        total_limit: float | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.rows: list[tuple[Point, Result]] = []
+        self.finals: tuple[list[float], list[float]] = [], []
+        self._start, self._trials, self._pairs, self._total_limit = points[0], trials, pairs, total_limit
+        self._say = say
+        self._most = sum(not point.out for point in points) + 2 * pairs
+        self._runs = 0
+        self._spent = 0.0
+        self._longest = 0.0
+        self._began = time.monotonic()
+
+    def measure(self, point: Point) -> float | None:
+        """Return the rate of a point; None if it failed, has another loss than the start, or no time is left."""
+        # The final runs decide, so the search reserves time for them.
+        if not self._has_time(point, 0, runs=1 + 2 * self._pairs):
+            nothing = Result(tokens_per_second=None, memory_gib=None, losses=(), reason=NOT_TRIED, seconds=0)
+            self.rows.append((point, nothing))
+            return None
+        result = self._run(point, 0)
+        if not result.reason and point is not self._start and point.recipe:
+            tolerance = point.recipe.find("validation.accumulation_tolerance", 0.01)
+            reason = different(result.losses, self.rows[0][1].losses, tolerance)
+            result = replace(result, reason=reason)
+        self.rows.append((point, result))
+        return None if result.reason else result.tokens_per_second
+
+    def pairs(self, winner: Point) -> tuple[float, float] | None:
+        """Run the start and ``winner`` in turns; return gain and spread. Raises CheckFailed if a run fails."""
+        for number in range(1, self._pairs + 1):
+            for point, rates in zip((self._start, winner), self.finals, strict=True):
+                if not self._has_time(point, number, runs=1):
+                    raise CheckFailed(
+                        f"--total-limit {self._total_limit}: no time is left for the final runs",
+                        hint="run the same command again to continue: finished runs are kept",
+                    )
+                result = self._run(point, number)
+                if result.reason or result.tokens_per_second is None:
+                    raise CheckFailed(
+                        f"{point.title} ran once and then failed: {result.reason}",
+                        hint=f"the log is in {self._trials.folder}; delete that folder to search again",
+                    )
+                rates.append(result.tokens_per_second)
+        return gain(*self.finals)
+
+    def _has_time(self, point: Point, number: int, runs: int) -> bool:
+        """Return whether ``runs`` runs of the point, each as long as the longest, fit in --total-limit."""
+        total = self._total_limit
+        if total is None or not self._runs or (point.recipe and self._trials.known(point.recipe, number)):
+            return True
+        return time.monotonic() - self._began + runs * self._longest <= total
+
+    def _run(self, point: Point, number: int) -> Result:
+        if point.recipe is None:
+            raise InputError(point.out)
+        result = self._trials.known(point.recipe, number)
+        suffix = " (kept from before)" if result else ""
+        if result is None:
+            self._say(f"run {self._runs + 1} of at most {self._most}{self._left()}: {point.title}")
+            result = self._trials.run(point.recipe, number)
+        self._runs, self._spent = self._runs + 1, self._spent + result.seconds
+        self._longest = max(self._longest, result.seconds)
+        rate = f"{result.tokens_per_second:,.0f} tokens/s/rank" if result.tokens_per_second else result.reason
+        self._say(f"  {point.title}: {rate}{suffix}")
+        return result
+
+    def _left(self) -> str:
+        if not self._runs:
+            return ""
+        seconds = self._spent / self._runs * max(1, self._most - self._runs)
+        return f", {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from primus.cli.image import tune_throughput
 from primus.cli.main import main
 from primus.errors import CheckFailed
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.tuning import trial
 from primus.tuning.throughput import Point
-from primus.tuning.trial import Result
+from primus.tuning.trial import Result, Search
 
 
 @dataclass
@@ -38,11 +37,11 @@ class MadeTrials:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(tune_throughput.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trial.time, "monotonic", lambda: now[0])
     return now
 
 
-def rows(clock: list[float], total: int | None) -> tuple[tune_throughput._Rows, list[Point], MadeTrials]:
+def rows(clock: list[float], total: int | None) -> tuple[Search, list[Point], MadeTrials]:
     choices = Choices(gpu="cpu")
     words = ("validation.accumulation=1", "torchtitan.training.local_batch_size={}")
     points = [
@@ -54,32 +53,32 @@ def rows(clock: list[float], total: int | None) -> tuple[tune_throughput._Rows, 
         )
         for size in (1, 2, 4)
     ]
-    options = argparse.Namespace(pairs=3, total_limit=total, json=True)
     trials = MadeTrials(clock)
-    return tune_throughput._Rows(points, trials, options), points, trials  # type: ignore[arg-type]
+    search = Search(points, trials, pairs=3, total_limit=total, say=lambda _: None)  # type: ignore[arg-type]
+    return search, points, trials
 
 
 def test_the_search_leaves_time_for_the_final_runs(clock: list[float]) -> None:
-    made, points, trials = rows(clock, 85)
+    search, points, trials = rows(clock, 85)
     # 10 s for the start, 10 s for the next; a third and six final runs would end after 90 s.
-    assert [made.measure(point) for point in points] == [1, 2, None]
-    assert made.rows[2][1].reason == "not tried: --total-limit"
-    made.pairs(points[1])
+    assert [search.measure(point) for point in points] == [1, 2, None]
+    assert search.rows[2][1].reason == "not tried: --total-limit"
+    search.pairs(points[1])
     assert clock == [80]
     assert trials.runs[2:] == [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
 
 
 def test_no_limit_tries_everything(clock: list[float]) -> None:
-    made, points, _ = rows(clock, None)
-    assert [made.measure(point) for point in points] == [1, 2, 4]
+    search, points, _ = rows(clock, None)
+    assert [search.measure(point) for point in points] == [1, 2, 4]
 
 
 def test_final_runs_without_time_are_refused(clock: list[float]) -> None:
-    made, points, _ = rows(clock, 90)
-    made.measure(points[0])
+    search, points, _ = rows(clock, 90)
+    search.measure(points[0])
     clock[0] = 85
     with pytest.raises(CheckFailed, match="no time is left for the final runs"):
-        made.pairs(points[1])
+        search.pairs(points[1])
 
 
 @pytest.mark.parametrize(

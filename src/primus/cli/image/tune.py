@@ -16,26 +16,39 @@ import argparse
 import importlib.metadata
 import json
 import os
+import shlex
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.arguments import folder, whole
-from primus.cli.image import tune_throughput
+from primus.cli.arguments import folder, new_file, whole
 from primus.cli.image.common import add_choices, add_recipe, resolved
-from primus.errors import HostError, InputError
+from primus.errors import CheckFailed, HostError, InputError
+from primus.files import write_file
 from primus.gpus.detect import detect, visible
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
+from primus.recipes.fit import USABLE, gpu_bytes
 from primus.recipes.recipe import Recipe
-from primus.terminal import counted
+from primus.recipes.resolve import resolve
+from primus.terminal import Screen, counted
+from primus.training import machine, start
+from primus.training.job import Job
 from primus.tuning.gemm import Place, check, dumping, measure, merge, read_shapes
-from primus.tuning.results import Key, alone
+from primus.tuning.results import Key, alone, folder_of
+from primus.tuning.throughput import Point, candidates, overlay, search
+from primus.tuning.trial import NOT_TRIED, Search, Trials, ending
+from primus.turbo.optimizations import missing_packages
 
 EXAMPLE = "primus tune gemm llama2-7b --stage tune"
 _STAGES = ("dump", "tune", "use")
 _OF_GEMM = ("stage", "dump_steps", "workers")
+_OF_THROUGHPUT = ("output", "dry_run", "pairs", "limit", "total_limit", "warmup")
+_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +68,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dump-steps", type=whole(least=1), default=3, metavar="N", help="steps of the stage dump (default: 3)"
     )
     gemm.add_argument("--workers", type=whole(least=1), metavar="N", help="GPUs to measure on (default: all)")
-    tune_throughput.add_arguments(parser.add_argument_group("throughput"))
+    throughput = parser.add_argument_group("throughput")
+    throughput.add_argument("--output", type=new_file("--output", ".yaml"), metavar="FILE", help="recipe file to write")
+    throughput.add_argument("--dry-run", action="store_true", help="print the candidates and run nothing")
+    throughput.add_argument(
+        "--pairs", type=whole(least=3), default=3, metavar="N", help="final runs of start and winner each (default: 3)"
+    )
+    throughput.add_argument(
+        "--warmup", type=whole(least=1), default=5, metavar="N", help="first steps that do not count (default: 5)"
+    )
+    throughput.add_argument(
+        "--limit", type=whole(least=1), default=900, metavar="S", help="seconds one run may take (default: 900)"
+    )
+    throughput.add_argument(
+        "--total-limit", type=whole(least=1), metavar="S", help="seconds for the whole search (default: no limit)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 
 
@@ -64,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     _check_options(options)
     recipe = resolved(options)
     if options.what == "throughput":
-        return tune_throughput.tune(recipe, options)
+        return _search(recipe, options)
     place = Place.of(recipe.name, options.folder or Path("output/tune_gemm"))
     for stage in _stages(options):
         if code := _RUN[stage](recipe, place, options):
@@ -76,7 +103,7 @@ def _check_options(options: argparse.Namespace) -> None:
     """Raise InputError for an option that belongs to the other of the two subcommands."""
     defaults = argparse.ArgumentParser()
     add_arguments(defaults)
-    for name in _OF_GEMM if options.what == "throughput" else tune_throughput.OPTIONS:
+    for name in _OF_GEMM if options.what == "throughput" else _OF_THROUGHPUT:
         if getattr(options, name) != defaults.get_default(name):
             raise InputError(f"--{name.replace('_', '-')} cannot be used with primus tune {options.what}")
 
@@ -159,3 +186,151 @@ def _gpus(workers: int | None) -> list[str]:
     if not devices:
         raise HostError("there is no GPU on this machine", hint="--workers N measures on N devices")
     return devices[:workers]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _silent(_: str) -> None: ...
+
+
+def _search(requested: Recipe, options: argparse.Namespace) -> int:
+    knows = requested.knows
+    only_here = {knows.key("steps"): options.steps or options.warmup + 10}
+    if (saving := knows.keys.get("checkpoint")) and f"{knows.name}.{saving}" in requested.settings:
+        only_here[f"{knows.name}.{saving}"] = 0
+    if only_here[knows.key("steps")] <= options.warmup:
+        raise InputError(f"--steps must be greater than the {options.warmup} steps of --warmup")
+    measured = [f"{key}={value}" for key, value in only_here.items()]
+    recipe = resolve(options.recipe, requested.overrides, requested.choices, measured)
+    total = gpu_bytes(recipe.gpu)
+    available = None if total is None else USABLE * total
+    unchecked = options.dry_run and not detect().names
+    points = candidates(options.recipe, recipe, available, (lambda _: ()) if unchecked else missing_packages)
+    if options.dry_run:
+        _show_plan(points, available, as_json=options.json)
+        return 0
+    machine.check(recipe, force=True)
+    start.check_backend(Job(name="start", recipe=recipe, output=Path()))
+    distributions = importlib.metadata.packages_distributions()
+    installed = dict.fromkeys(
+        distributions.get(name.partition(".")[0], [name])[0] for name in ("torch", *knows.packages)
+    )
+    versions = {name: importlib.metadata.version(name) for name in installed}
+    gpus = detect()
+    key = Key.of(recipe, json.dumps(versions), f"{recipe.gpu} {gpus.sentence()}")
+    folder = folder_of(recipe.name, options.folder or Path("output/tune_throughput")) / key.digest
+    trials = Trials(source=options.recipe, folder=folder, limit=options.limit, warmup=options.warmup)
+    if not options.json:
+        _show_plan(points, available, as_json=False)
+    with alone(trials.folder), ending():
+        rows = Search(
+            points, trials, pairs=options.pairs, total_limit=options.total_limit, say=_silent if options.json else _say
+        )
+        winner = search(points, rows.measure)
+        if winner is None:
+            # Without the loss of the recipe's own settings, nothing shows that another candidate computes the same.
+            raise CheckFailed(
+                f"the recipe's own settings failed: {rows.rows[0][1].reason}",
+                hint=f"the log is in {trials.folder}; start from settings that train, such as a smaller micro batch",
+            )
+        evidence = None if winner is points[0] else rows.pairs(winner)
+    text = f"primus tune throughput {shlex.join([options.recipe, *requested.choices.words(), *requested.overrides])}"
+    # Record the figures that the decision is made from. A gain within the spread does not count.
+    better = evidence is not None and evidence[0] > evidence[1]
+    if better and options.output and winner.recipe:
+        because = _because(
+            winner, rows.finals, evidence or (0, 0), versions, gpus.sentence() if gpus.names else "a CPU"
+        )
+        _write(options, overlay(options.recipe, winner.recipe, list(only_here), because, text, options.output), winner)
+    _show_end(rows, winner, evidence, better, versions, options)
+    return 0
+
+
+def _because(
+    winner: Point, finals: tuple[list[float], list[float]], evidence: tuple[float, float], versions: object, host: str
+) -> str:
+    before, after = (statistics.median(rates) for rates in finals)
+    named = json.dumps(versions).strip("{}").replace('"', "")
+    return (
+        f"Measured {time.strftime('%Y-%m-%d')} on {host} ({named}): {winner.title} trains {after:,.0f} "
+        f"tokens/s/rank, the recipe's settings {before:,.0f}; medians of {len(finals[0])} alternating runs each, "
+        f"gain {evidence[0]:.1%}, spread {evidence[1]:.1%}."
+    )
+
+
+def _write(options: argparse.Namespace, text: str, winner: Point) -> None:
+    """Write the recipe file, then resolve it to verify that it gives the settings that were measured."""
+    try:
+        write_file(options.output, text)
+    except OSError as error:
+        raise InputError(f"cannot write {options.output}: {error.strerror}", hint="choose another --output") from error
+    if winner.recipe is None:
+        return
+    again = resolve(str(options.output.absolute()), (), winner.recipe.choices)
+    for word in winner.words:
+        key = word.partition("=")[0]
+        if again.settings[key].value != winner.recipe.settings[key].value:
+            raise CheckFailed(f"{options.output} does not give the {key} that was measured")
+
+
+def _show_plan(points: Sequence[Point], available: float | None, *, as_json: bool) -> None:
+    rows = []
+    for point in points:
+        peak = f"{point.peak / _GIB:,.1f} GiB" if point.peak else "–"
+        rows.append((str(point.batch), point.checkpointing, point.turbo, peak, point.out or "to try"))
+    if as_json:
+        names = ("batch", "checkpointing", "turbo", "peak", "verdict")
+        plan = [dict(zip(names, row, strict=True), words=point.words) for row, point in zip(rows, points, strict=True)]
+        print(json.dumps({"available_bytes": available, "plan": plan}, indent=2))
+        return
+    head = ("micro batch", "checkpointing", "turbo", "predicted", "")
+    print("\n".join(Screen.of().table(rows, head=head, right={0, 3})))
+
+
+def _show_end(
+    rows: Search, winner: Point, evidence: tuple[float, float] | None, better: bool, versions: dict[str, str],
+    options: argparse.Namespace,
+) -> None:  # fmt: skip
+    written = str(options.output) if better and options.output else None
+    if options.json:
+        document = {
+            "versions": versions,
+            "runs": [{"settings": point.words, "title": point.title, **asdict(result)} for point, result in rows.rows],
+            "winner": winner.words,
+            "start_tokens_per_second": rows.finals[0],
+            "winner_tokens_per_second": rows.finals[1],
+            "gain": evidence[0] if evidence else 0.0,
+            "spread": evidence[1] if evidence else None,
+            "better": better,
+            "output": written,
+            "not_tried": sum(result.reason == NOT_TRIED for _, result in rows.rows),
+        }
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+        return
+    table = [
+        (
+            str(point.batch), point.checkpointing, point.turbo,
+            f"{result.tokens_per_second:,.0f}" if result.tokens_per_second else "–",
+            f"{result.memory_gib:,.1f}" if result.memory_gib else "–",
+            result.reason or ("fastest" if point is winner else ""),
+        )
+        for point, result in rows.rows
+    ]  # fmt: skip
+    head = ("micro batch", "checkpointing", "turbo", "tokens/s/rank", "GiB", "")
+    print("\n" + "\n".join(Screen.of().table(table, head=head, right={0, 3, 4})))
+    if untried := sum(result.reason == NOT_TRIED for _, result in rows.rows):
+        print(f"{counted(untried, 'candidate')} not tried within {options.total_limit} s; run again to continue")
+    if evidence is None:
+        print(f"the recipe's own settings are the fastest{' of those tried' if untried else ''}")
+    elif not better:
+        change = f"{abs(evidence[0]):.1%} {'faster' if evidence[0] > 0 else 'slower'}"
+        print(f"no change: in alternating runs, {winner.title} is {change}; the spread is {evidence[1]:.1%}")
+    else:
+        print(
+            f"{winner.title}: {evidence[0]:.1%} faster, spread {evidence[1]:.1%}, {len(rows.finals[0])} pairs of runs"
+        )
+        print(f"use it with: {' '.join(winner.words)}")
+    if written:
+        print(f"→ {written}")

@@ -26,7 +26,7 @@ from primus.programs import with_packages
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.debs import download_debs
-from primus.versions.indexes import ABSENT, Indexes, length, local_path
+from primus.versions.indexes import ABSENT, Indexes, local_path
 from primus.versions.lock import LockedFile
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
@@ -37,7 +37,6 @@ from primus.versions.wheels import locate
 _OWN_BAR = 16_000_000
 _JOBS = 4
 _ARCHITECTURE = "amd64"
-_BLOCK = 1 << 18
 _FAULTS = 4
 _FIRST_WAIT_S = 0.4
 
@@ -240,16 +239,76 @@ class _Fetch:
                 continue
             try:
                 with _disk_errors(self._cache.root, file), self._cache.part(file.sha256) as part:
-                    if part is None or _Transfer(file, url, part, indexes, report, self._stop).fill():
-                        report(file.size)
-                        if large:
-                            self._progress.finish(key, _speed(file.size, began))
-                        return
+                    if part is not None and not self._fill(part, file, url, indexes, report):
+                        continue
             except WrongBytes as error:
                 refusal = error
+                continue
+            report(file.size)
+            if large:
+                self._progress.finish(key, _speed(file.size, began))
+            return
         if refusal:
             raise refusal
         self._gone.append(file)
+
+    def _fill(self, part: Part, file: LockedFile, url: str, indexes: Indexes, report: Callable[[int], None]) -> bool:
+        """Download the rest of the part, compare its hash, and commit it. Returns False if the source has no file."""
+        if part.size > file.size:
+            part.restart()
+        resumed = part.size > 0
+        if not self._complete(part, file, url, indexes, report):
+            return False
+        if (sha256 := part.sha256()) == file.sha256:
+            part.commit()
+            return True
+        part.restart()
+        # The existing part may come from another source or a bad disk. Only a file read in one go proves that the
+        # source is wrong.
+        if not resumed:
+            raise WrongBytes(file, f"sha256 {sha256}", url)
+        return self._fill(part, file, url, indexes, report)
+
+    def _complete(
+        self, part: Part, file: LockedFile, url: str, indexes: Indexes, report: Callable[[int], None]
+    ) -> bool:
+        """Append until the source ends. Interruptions are retried as long as bytes keep arriving."""
+        session, faults = indexes.session(), 0
+        while part.size < file.size or not file.size:
+            size = part.size
+            try:
+                for offset, block in indexes.read(session, url, file.label, part.size):
+                    if self._stop.is_set():
+                        raise _Stopped
+                    if offset < part.size:
+                        part.restart()
+                    part.write(block)
+                    report(part.size)
+                    if part.size > file.size:
+                        break
+                return True
+            except (FileNotFoundError, PermissionError):
+                return False
+            except (requests.RequestException, HTTPError) as error:
+                status = getattr(getattr(error, "response", None), "status_code", None)
+                if status in ABSENT:
+                    return False
+                reason = short(error)
+                if status == 416:
+                    part.restart()
+                elif status is not None:
+                    hint = "give pip the credentials (netrc, or in its index URL)" if status in (401, 407) else None
+                    raise HostError(f"{bare_url(url)} cannot be fetched: {reason}", hint=hint) from None
+            # A server that starts over each time makes no progress.
+            faults = 1 if part.size > size else faults + 1
+            if faults >= _FAULTS:
+                raise HostError(
+                    f"{bare_url(url)} cannot be fetched: {reason}, {_FAULTS} times",
+                    hint="run it again to continue the download",
+                )
+            if self._stop.wait(_FIRST_WAIT_S * 2 ** (faults - 1)):
+                raise _Stopped
+        return True
 
     def _debs(self, files: Sequence[LockedFile], suites: tuple[str, ...]) -> None:
         with tempfile.TemporaryDirectory(prefix="debs-", dir=self._spill) as name, self._growing(Path(name), files):
@@ -300,106 +359,6 @@ class _Fetch:
             ended.set()
             thread.join()
         self._progress.advance("fetch", total - done)
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """The download of one file from one address: resumed, hashed while it is written, and retried."""
-
-    file: LockedFile
-    url: str
-    part: Part
-    indexes: Indexes
-    report: Callable[[int], None]
-    stop: threading.Event
-
-    def fill(self) -> bool:
-        """Download the part to its full size, compare its hash, and commit it. Returns False if there is no file."""
-        file, part = self.file, self.part
-        if part.size > file.size:
-            part.restart()
-        resumed = part.size > 0
-        while True:
-            if (part.size < file.size or file.size == 0) and not self._complete():
-                return False
-            if (sha256 := part.sha256()) == file.sha256:
-                part.commit()
-                return True
-            part.restart()
-            # The existing part may come from another source or a bad disk. Only a file read in one go proves that the
-            # source is wrong.
-            if not resumed:
-                raise WrongBytes(file, f"sha256 {sha256}", self.url)
-            resumed = False
-
-    def _complete(self) -> bool:
-        """Append until the file has its size. Passing faults are retried as long as bytes keep arriving."""
-        path = local_path(self.url)
-        if path is not None:
-            return self._copy(path)
-        session, faults, most = self.indexes.session(), 0, self.part.size
-        while True:
-            reason = "it ended early"
-            try:
-                if self._stream(session):
-                    return True
-            except (requests.RequestException, HTTPError) as error:
-                status = getattr(getattr(error, "response", None), "status_code", None)
-                if status in ABSENT:
-                    return False
-                reason = short(error)
-                if status is not None:
-                    hint = "give pip the credentials (netrc, or in its index URL)" if status in (401, 407) else None
-                    raise HostError(f"{bare_url(self.url)} cannot be fetched: {reason}", hint=hint) from None
-            # Compare with the largest size so far: a server that starts over each time makes no progress.
-            faults = 1 if self.part.size > most else faults + 1
-            most = max(most, self.part.size)
-            if faults >= _FAULTS:
-                raise HostError(
-                    f"{bare_url(self.url)} cannot be fetched: {reason}, {_FAULTS} times",
-                    hint="run it again to continue the download",
-                )
-            if self.stop.wait(_FIRST_WAIT_S * 2 ** (faults - 1)):
-                raise _Stopped
-
-    def _stream(self, session: requests.Session) -> bool:
-        part = self.part
-        headers = {"Range": f"bytes={part.size}-"} if part.size else {}
-        with self.indexes.get(session, self.url, self.file.label, headers=headers) as response:
-            if response.status_code == 416:
-                part.restart()
-                return False
-            response.raise_for_status()
-            # A server that ignores Range sends the file from the start.
-            if part.size and response.status_code != 206:
-                part.restart()
-            announced = length(response)
-            if announced is not None and part.size + announced != self.file.size:
-                part.restart()
-                raise WrongBytes(self.file, f"{announced} bytes", self.url)
-            for block in response.raw.stream(_BLOCK, decode_content=False):
-                self._write(block)
-                if part.size > self.file.size:
-                    return True
-        return part.size >= self.file.size
-
-    def _copy(self, path: Path) -> bool:
-        # Copy the file instead of linking it: the cached file would change if its owner rewrites it in place.
-        try:
-            source = path.open("rb")
-        except (FileNotFoundError, PermissionError):
-            return False
-        with source:
-            source.seek(self.part.size)
-            while block := source.read(1 << 20):
-                self._write(block)
-        return True
-
-    def _write(self, block: bytes) -> None:
-        if self.stop.is_set():
-            raise _Stopped
-        self.part.write(block)
-        self.report(self.part.size)
 
 
 def _in_folders(file: LockedFile, indexes: Indexes) -> list[tuple[str, str | None]]:

@@ -27,6 +27,7 @@ from primus.versions.traffic import PATIENCE, bare_url, requesting, short
 
 # "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
 ABSENT = (403, 404, 410)
+_BLOCK = 1 << 18
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -233,7 +234,7 @@ class Indexes:
                     if response.ok and size is not None and not _is_page(response):
                         return size, sha256
             digest, size = hashlib.sha256(), 0
-            for block in self._read(session, url, about):
+            for _, block in self.read(session, url, about):
                 digest.update(block)
                 size += len(block)
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
@@ -244,16 +245,28 @@ class Indexes:
             ) from None
         return size, digest.hexdigest()
 
-    def _read(self, session: requests.Session, url: str, about: str) -> Iterator[bytes]:
+    def read(self, session: requests.Session, url: str, about: str, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Yield offset and bytes of the blocks of a file, from ``start``, or from 0 if the server has no ranges.
+
+        Raises the errors of ``requests`` and ``urllib3``, and OSError for a local file.
+        """
         path = local_path(url)
         if path is not None:
-            yield path.read_bytes()
+            with path.open("rb") as file:
+                file.seek(start)
+                while block := file.read(_BLOCK):
+                    yield start, block
+                    start += len(block)
             return
-        with self.get(session, url, about, headers={}) as response:
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        with self.get(session, url, about, headers=headers) as response:
             response.raise_for_status()
             if _is_page(response):
                 raise requests.RequestException("it sends a web page")
-            yield from response.raw.stream(1 << 20, decode_content=False)
+            position = start if response.status_code == 206 else 0
+            for block in response.raw.stream(_BLOCK, decode_content=False):
+                yield position, block
+                position += len(block)
 
 
 def _is_page(response: requests.Response) -> bool:

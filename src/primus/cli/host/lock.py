@@ -7,24 +7,34 @@ Unchanged pins and their dependencies keep their locked versions. --refresh take
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import platform
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from primus import __version__
 from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
-from primus.cli.host.lock_report import Report
 from primus.display import choose_progress
-from primus.errors import InputError
+from primus.errors import InputError, PrimusError
+from primus.files import write_file
 from primus.plan.locking import lock_target
 from primus.plan.resolve import ResolvedTarget, resolve_all
 from primus.terminal import counted
+from primus.versions import traffic
 from primus.versions.lock import Drift, Lock, Request, normalised
 
+if TYPE_CHECKING:
+    from primus.versions.relock import Shared
+
 EXAMPLE = "primus lock cpu --check"
+# Of the report.
+FORMAT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"
     )
-
-
-if TYPE_CHECKING:
-    from primus.versions.relock import Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,3 +173,68 @@ def _where(resolved: ResolvedTarget, pin: str) -> str:
 
 def _all_new(request: Request) -> tuple[Drift, ...]:
     return tuple(Drift(pin=pin, locked=None, wanted=text) for pin, text in request.flat().items())
+
+
+@dataclass
+class Report:
+    """Collects requests and messages, target by target; :meth:`write` writes the file."""
+
+    path: Path
+    command: str
+    outcome: str = "interrupted"
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def of(self, resolved: ResolvedTarget) -> Iterator[None]:
+        """Record the requests made for one target while the context is open."""
+        with traffic.listening(self.messages.append) as requests:
+            try:
+                yield
+            finally:
+                self.rows += [self._row(resolved, request) for request in tuple(requests)]
+
+    def _row(self, resolved: ResolvedTarget, request: traffic.Request) -> dict[str, Any]:
+        component, place = resolved.pin_of(request.about)
+        row = request.row()
+        return {"target": resolved.name, "pin": component, "where": place, **row}
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Write the file when the context ends, also after an error. Raises InputError if it cannot be written."""
+        self.write()
+        try:
+            yield
+            self.outcome = "locked"
+        except PrimusError as error:
+            self.outcome = f"failed: {error}"
+            raise
+        finally:
+            self.write()
+
+    def write(self) -> None:
+        """Write the report so far, without logins in URLs. Raises InputError if the file cannot be written."""
+        document = {
+            "format": FORMAT,
+            "command": self.command,
+            "outcome": self.outcome,
+            "host": {"system": platform.platform(), "python": platform.python_version(), "primus": __version__}
+            | {name: _version(name) for name in ("pip", "uv", "requests", "urllib3")},
+            "asked": self.rows,
+            "said": self.messages,
+        }
+        text = json.dumps(document, ensure_ascii=False, indent=1) + "\n"
+        try:
+            write_file(self.path, re.sub(r"(://)[^/@\s\"]+@", r"\1", text))
+        except OSError as error:
+            raise InputError(
+                f"the report cannot be written to {self.path}: {error.strerror}",
+                hint="name another file: --report FILE",
+            ) from None
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -161,8 +161,7 @@ def open_archive(
 def debian_stanzas(
     host: Sequence[Stanza], suites: tuple[str, ...], environment: Mapping[str, str], default: str = ""
 ) -> tuple[Stanza, ...]:
-    """Return the sources of ``suites``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or the mirrors of
-    ``default``.
+    """Return the sources of ``suites``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default``'s mirrors.
 
     Raises HostError if there is none of these, as on a new Ubuntu.
     """
@@ -226,9 +225,7 @@ def titled(suite: str) -> str:
 
 
 def suite_of(word: str) -> tuple[str, str]:
-    """Split a suite into ``(release, pocket)``: ``bookworm-updates`` → ``("bookworm", "-updates")``; else ``("",
-    "")``.
-    """
+    """Split a suite: ``bookworm-updates`` → ``("bookworm", "-updates")``; ``("", "?")`` for others."""
     for name in (*GLIBC, *_ALIASES):
         if word.startswith(name) and word[len(name) :] in _POCKETS:
             return name, word[len(name) :]
@@ -272,8 +269,8 @@ def _is_of(maker: str, stanza: Stanza) -> bool:
 
 
 def _host_stanzas() -> tuple[Stanza, ...]:
-    script = "apt-config shell LIST Dir::Etc::sourcelist/f PARTS Dir::Etc::sourceparts/d"
-    done = subprocess.run(script.split(), capture_output=True, text=True, check=False)
+    script = ["apt-config", "shell", "LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
     places = dict(re.findall(r"(LIST|PARTS)='([^']*)'", done.stdout))
     files = [Path(places["LIST"])] if "LIST" in places else []
     if "PARTS" in places and Path(places["PARTS"]).is_dir():
@@ -299,8 +296,7 @@ def reason(text: str) -> str:
 def resolve_debs(
     base_name: str, base: BaseRequest, architecture: str, *, progress: Progress, status: str = ""
 ) -> tuple[LockedFile, ...]:
-    """Return every deb of the base's root file system: essential packages, requested packages and their
-    dependencies.
+    """Return every deb of the base's root file system: essential and requested packages and their dependencies.
 
     For a base over an image, whose dpkg ``status`` lists the installed packages, return only the missing ones.
     Recommended packages are left out. Raises InputError for a package or Python version that the suite does not
@@ -350,16 +346,13 @@ def download_debs(
             _download(archive, "apt-get", "-q", "download", *(f"{n}={v}" for n, v in sorted(present)), folder=folder)
         # A pool keeps files for a while after the index drops them, next to their successors.
         lacking = {f.name: f for key, f in locked.items() if key not in present}
-        names = (
-            {name for name, _ in parse_records(archive.run("apt-cache", "show", *lacking).stdout)} if lacking else ()
-        )
-        if names:
-            uris = parse_uris(archive.run("apt-get", "download", "--print-uris", *sorted(names)).stdout)
-            triples: list[str] = []
-            for (name, _), uri in uris.items():
-                file = lacking[name]
+        triples: list[str] = []
+        for name, file in lacking.items():
+            successor = archive.run("apt-get", "download", "--print-uris", name).stdout
+            for uri in parse_uris(successor).values():
                 near = uri.rpartition("/")[0] + "/" + file.file.replace("+", "%2b")
                 triples += [near, f"{name}_{file.version.replace(':', '%3a')}_x.deb", f"SHA256:{file.sha256}"]
+        if triples:
             _download(archive, "/usr/lib/apt/apt-helper", "download-file", *triples, folder=folder)
     # apt names files package_version_architecture.deb, with the epoch escaped.
     paths = {key: path for path in folder.glob("*.deb") for key in parse_uris(f"'' {path.name} 0")}

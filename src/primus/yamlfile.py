@@ -84,16 +84,12 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """The file's data with typed scalars; ``places`` are those of keys, ``origins`` those of values.
-
-    ``repeated`` are the places of duplicate keys whose last value was used.
-    """
+    """The file's data with typed scalars; ``places`` are those of keys, ``origins`` those of values."""
 
     name: str
     data: Tree
     places: dict[Key, tuple[int, int]] = field(repr=False)
     origins: dict[Key, tuple[int, int]] = field(repr=False)
-    repeated: tuple[str, ...] = ()
 
     def where(self, key: Key = ()) -> str:
         """Return ``file:line:col`` of ``key``, or of its nearest parent in the file."""
@@ -116,12 +112,9 @@ def read(path: Path, name: str | None = None) -> Document:
     return parse(_text(path, name or str(path)), name or str(path))
 
 
-def read_values(path: Path, name: str | None = None, *, keep_last: bool = False) -> Values:
-    """Read ``path`` with typed scalars; ``name`` is its name in messages. Raises InputError with the place.
-
-    ``keep_last`` uses the last value of a duplicate key, as PyYAML does, and lists the key in ``Values.repeated``.
-    """
-    return parse_values(_text(path, name or str(path)), name or str(path), keep_last=keep_last)
+def read_values(path: Path, name: str | None = None) -> Values:
+    """Read ``path`` with typed scalars; ``name`` is its name in messages. Raises InputError with the place."""
+    return parse_values(_text(path, name or str(path)), name or str(path))
 
 
 def _text(path: Path, shown: str) -> str:
@@ -143,13 +136,11 @@ def parse(text: str, name: str) -> Document:
     return Document(name=name, data=data, places=builder.places)
 
 
-def parse_values(text: str, name: str, *, keep_last: bool = False) -> Values:
+def parse_values(text: str, name: str) -> Values:
     """Parse ``text`` with typed scalars. Raises InputError with the place of the first error."""
-    builder = _Builder(name, typed=True, keep_last=keep_last)
+    builder = _Builder(name, typed=True)
     data: Any = builder.build(text)
-    return Values(
-        name=name, data=data, places=builder.places, origins=builder.origins, repeated=tuple(builder.repeated)
-    )
+    return Values(name=name, data=data, places=builder.places, origins=builder.origins)
 
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
@@ -262,9 +253,8 @@ class _Node:
 class _Builder:
     """Builds one document from the parser's events, one at a time, so that a limit also stops the parser."""
 
-    def __init__(self, name: str, *, typed: bool, keep_last: bool = False) -> None:
-        self.name, self.typed, self.keep_last = name, typed, keep_last
-        self.repeated: list[str] = []
+    def __init__(self, name: str, *, typed: bool) -> None:
+        self.name, self.typed = name, typed
         self.places: dict[Key, tuple[int, int]] = {}
         self.origins: dict[Key, tuple[int, int]] = {}
         self._anchors: dict[str, _Node | None] = {}  # None while the node is open
@@ -343,11 +333,8 @@ class _Builder:
         else:
             while not isinstance(event_inside := next(events), yaml.MappingEndEvent):
                 word = self._word(event_inside)
-                if word in node.pairs and not self.keep_last:
-                    raise self._error(f"duplicate key {word!r}", _mark(event_inside), "keep one of the two")
                 if word in node.pairs:
-                    line, column = _mark(event_inside)
-                    self.repeated.append(f"{self.name}:{line}:{column}: duplicate key {word!r}")
+                    raise self._error(f"duplicate key {word!r}", _mark(event_inside), "keep one of the two")
                 node.pairs[word] = (_mark(event_inside), self._node(events, next(events), depth + 1))
         if event.anchor is not None:
             self._anchors[event.anchor] = node

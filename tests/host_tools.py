@@ -14,7 +14,6 @@ import pytest
 
 from primus import programs
 from primus.errors import HostError
-from primus.progress import PlainProgress
 
 # Program → package.
 PACKAGES = {
@@ -77,7 +76,7 @@ def main() -> int:
     if not lacking:
         return 0
     try:
-        programs.install(lacking, say=PlainProgress().say)
+        programs.install(lacking, say=print)
     except HostError as error:
         print(error.message, file=sys.stderr)
     for program in lacking:

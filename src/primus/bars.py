@@ -1,24 +1,39 @@
-"""Progress on a terminal: bars with speed and remaining time, counts, and one line per finished task."""
+"""Progress of long work: bars with speed and remaining time on a terminal, lines in a log or pipe."""
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
-from primus.progress import last_line
+# Short enough to show that a build is alive, long enough for the log of a build that takes an hour.
+HEARTBEAT_S = 30.0
 
 
 class RichProgress:
-    """Progress bars on a terminal. A context manager; at its end, the bars disappear and printed lines stay."""
+    """Shows running tasks, and one line per finished task. A context manager.
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
+    On a terminal, each running task has a bar. In a log or pipe, a heartbeat prints a line per running task every
+    ``heartbeat_s``, with its elapsed time, its amount, and the last line of its tool.
+    """
+
+    def __init__(self, console: Console | None = None, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self._console = console or Console(stderr=True)
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -29,27 +44,30 @@ class RichProgress:
             console=self._console,
             transient=True,
             refresh_per_second=8,
+            disable=not self._console.is_terminal,
         )
-        self._tasks: dict[str, Any] = {}
-        self._labels: dict[str, str] = {}
-        self._logs: dict[str, Path] = {}
-        self._guard = Lock()
+        self._tasks: dict[str, TaskID] = {}
+        self._guard = threading.Lock()
+        self._heartbeat_s = heartbeat_s
+        self._closed = threading.Event()
 
     def __enter__(self) -> RichProgress:
         self._bars.start()
+        if not self._console.is_terminal:
+            threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed.set()
         self._bars.stop()
 
     def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
-        """Show a bar (a pulsing one if ``total`` is unknown)."""
+        """Show the task; its bar pulses if ``total`` is unknown."""
         with self._guard:
             if key in self._tasks:
-                self._bars.remove_task(self._tasks.pop(key))
-            self._labels[key] = label
-            log = self._logs.get(key)
-            self._tasks[key] = self._bars.add_task(label, total=total, unit=unit, log=log)
+                self._bars.update(self._tasks[key], description=label, total=total, completed=0, unit=unit)
+            else:
+                self._tasks[key] = self._bars.add_task(label, total=total, unit=unit, log=None)
 
     def advance(self, key: str, amount: int) -> None:
         """Move the bar. A negative amount takes back work that has to be repeated."""
@@ -58,25 +76,29 @@ class RichProgress:
                 self._bars.advance(self._tasks[key], amount)
 
     def follow(self, key: str, log: Path) -> None:
-        """Show the last line of the log next to the bar."""
+        """Show the last line of the log next to the task."""
         with self._guard:
-            self._logs[key] = log
             if key in self._tasks:
                 self._bars.update(self._tasks[key], log=log)
 
     def finish(self, key: str, note: str = "") -> None:
-        """Replace the bar with one line."""
+        """Replace the task by one line."""
+        label = key
         with self._guard:
-            task = self._tasks.pop(key, None)
-            if task is not None:
+            if (task := self._tasks.pop(key, None)) is not None:
+                label = next(row.description for row in self._bars.tasks if row.id == task)
                 self._bars.remove_task(task)
-            label = self._labels.pop(key, key)
-            self._logs.pop(key, None)
         self.say(f"✓ {label}" + (f"  {note}" if note else ""))
 
     def say(self, text: str) -> None:
-        """Print above the bars."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Print a line that stays."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._heartbeat_s):
+            for task in self._bars.tasks:
+                if (task.elapsed or 0) >= self._heartbeat_s / 2:
+                    self.say(_heartbeat_line(task))
 
 
 class _LastLine(ProgressColumn):
@@ -84,7 +106,7 @@ class _LastLine(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """Return the last line of the task's log."""
-        log = task.fields.get("log")
+        log = task.fields["log"]
         return Text(last_line(log) if log else "", style="dim", no_wrap=True, overflow="ellipsis")
 
 
@@ -94,7 +116,7 @@ class _Amount(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Return the count, or bytes with speed and remaining time."""
         done, total = int(task.completed), task.total
-        if task.fields.get("unit") != "bytes":
+        if task.fields["unit"] != "bytes":
             return Text(f"{done}/{int(total)}" if total is not None else (str(done) if done else ""))
         if total is None and not done:
             return Text("")
@@ -102,6 +124,35 @@ class _Amount(ProgressColumn):
         if task.speed:
             words.append(f"{decimal(int(task.speed))}/s")
         if task.time_remaining is not None:
-            minutes, seconds = divmod(int(task.time_remaining), 60)
-            words.append(f"{minutes}:{seconds:02d} left")
+            words.append(f"{clock(task.time_remaining)} left")
         return Text("  ".join(words))
+
+
+def _heartbeat_line(task: Task) -> str:
+    words = [f"… {task.description}", clock(task.elapsed or 0)]
+    if task.total:
+        words.append(f"{int(task.percentage)} %")
+    if task.fields["log"] and (line := last_line(task.fields["log"])):
+        words.append(line)
+    return "  ".join(words)
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as ``2:05`` or ``1:02:05``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def last_line(log: Path, most: int = 100) -> str:
+    """Return the last non-empty line of a tool's log, without escape sequences, cut to ``most`` characters."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 4096))
+            text = stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    text = re.sub(r"\033(?:\[[0-9;?]*[A-Za-z]|.)", "", text)
+    lines = ["".join(c for c in line if c.isprintable()).strip() for line in re.split(r"[\r\n]+", text)]
+    line = next((line for line in reversed(lines) if line), "")
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -10,7 +10,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from primus.display import choose_progress
 from primus.engine.image import Built, Composed, compose, finished, judged_by, name_image
 from primus.engine.kinds import KINDS
 from primus.engine.upkeep import remove_damage
@@ -20,6 +19,7 @@ from primus.oci.layer import check_overlap, read_paths
 from primus.plan.action import Action, ImagePlan, tree_rows
 from primus.plan.layers import plan_image
 from primus.plan.locking import lock_target, plan_images
+from primus.progress import choose_progress
 from primus.recipes.catalogue import check_changed
 from primus.sandbox.processes import stop_all
 from primus.versions.lock import LockedFile

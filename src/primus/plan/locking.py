@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from primus.display import choose_progress
 from primus.errors import InputError, PrimusError
 from primus.files import write_file
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
 from primus.plan.workspace import StatIndex
+from primus.progress import choose_progress
 from primus.versions.lock import LockedFile, dumps
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from primus.display import choose_progress
 from primus.errors import HostError, InputError
 from primus.gates.check import check_image
 from primus.oci.canonical import digest_of
 from primus.oci.roots import root_of_image
+from primus.progress import choose_progress
 from primus.release import golden
 from primus.release.cells import NO_GPU, ran_on
 from primus.report.html import page

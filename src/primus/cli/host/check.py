@@ -11,10 +11,10 @@ import argparse
 import json
 
 from primus.cli.host.common import add_project_options, add_targets, resolved_targets
-from primus.display import choose_progress
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import examine
 from primus.plan.layers import plan_image
+from primus.progress import choose_progress
 from primus.release.gate_record import gate_record, write_gate_record
 from primus.terminal import Screen
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from primus.cli.arguments import folder
 from primus.cli.host.common import add_project_options, add_targets, resolved_targets
-from primus.display import choose_progress
 from primus.errors import InputError
 from primus.plan.layers import plan_image
+from primus.progress import choose_progress
 from primus.release.publish import Ready, prepare, publish
 
 EXAMPLE = "primus publish cpu --to registry.example.com/rocm/primus --dry-run"

@@ -10,9 +10,9 @@ from typing import Any
 
 from primus.cli.arguments import whole
 from primus.cli.host.common import add_project_options, add_target, resolved_target
-from primus.display import choose_progress
 from primus.gates.examined import examine
 from primus.plan.layers import plan_image
+from primus.progress import choose_progress
 from primus.terminal import PLAIN, Screen, bytes_text
 
 EXAMPLE = "primus why-size cpu --depth 4"

@@ -63,8 +63,10 @@ def unmet(
             version = versions.get(normalised(requirement.name))
             if version is not None and _accepts(requirement, version):
                 continue
-            image = f"the image has {requirement.name} {version}" if version else "which the image lacks"
-            message = f"{wheel.name} {wheel.version} requires {requirement.name}{requirement.specifier}, {image}"
+            need = f"{wheel.name} {wheel.version} requires {requirement.name}{requirement.specifier}"
+            message = (
+                f"{need}, the image has {requirement.name} {version}" if version else f"{need}, which the image lacks"
+            )
             findings.append(Finding(severity="error", layer=layer, path=wheel.path, message=message))
     return GateReport(summary=f"{count} requirements of {len(rows)} packages", findings=tuple(findings))
 

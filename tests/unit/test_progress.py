@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import io
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from primus.bars import RichProgress
-from primus.display import choose_progress
-from primus.progress import PlainProgress, QuietProgress, clock, last_line
+from primus.bars import RichProgress, clock, last_line
+from primus.progress import QuietProgress, choose_progress
 
 
 def _console() -> tuple[Console, io.StringIO]:
@@ -18,15 +16,19 @@ def _console() -> tuple[Console, io.StringIO]:
     return Console(file=stream, force_terminal=True, width=120, color_system=None), stream
 
 
-def test_choice_follows_json_and_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    with choose_progress() as progress:
-        assert isinstance(progress, PlainProgress)
+def test_json_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     with choose_progress(json=True) as progress:
         assert isinstance(progress, QuietProgress)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        progress.start("a", "label")
+        progress.finish("a")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with choose_progress() as progress:
-        assert isinstance(progress, RichProgress)
+        progress.start("a", "torch :smile: " + "x" * 200)
+        progress.finish("a", "10 B")
+    assert capsys.readouterr().err == "✓ torch :smile: " + "x" * 200 + "  10 B\n"
 
 
 def test_bytes_show_amount_and_total_and_steps_show_counts() -> None:
@@ -66,32 +68,23 @@ def test_unknown_keys_and_unknown_totals_do_no_harm() -> None:
 
 def test_a_log_gets_a_heartbeat_with_elapsed_time_and_the_tools_last_line(tmp_path: Path) -> None:
     log, stream = tmp_path / "log", io.StringIO()
-    progress = PlainProgress(stream, heartbeat_s=0.05)
-    progress.start("a", "transformer-engine")
-    progress.follow("a", log)
-    progress.start("b", "torch", 200)
-    progress.advance("b", 50)
     log.write_text("[1/9] first\n\x1b[32m[2/9] Building CUDA object x.o\x1b[0m\n\n")
-    until = time.monotonic() + 20
-    while "[2/9]" not in stream.getvalue() and time.monotonic() < until:
-        time.sleep(0.01)
-    lines = stream.getvalue().splitlines()
+    with RichProgress(Console(file=stream), heartbeat_s=0.05) as progress:
+        progress.start("a", "transformer-engine")
+        progress.follow("a", log)
+        progress.start("b", "torch", 200)
+        progress.advance("b", 50)
+        until = time.monotonic() + 20
+        while "25 %" not in stream.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+        lines = stream.getvalue().splitlines()
+        progress.finish("a", "wheel")
     assert "… transformer-engine  0:00  [2/9] Building CUDA object x.o" in lines
     assert "… torch  0:00  25 %" in lines
-    progress.finish("a", "wheel")
-    progress.close()
-    assert "✓ transformer-engine  wheel" in stream.getvalue()
-
-
-def test_quick_work_has_no_heartbeat_and_a_closed_display_says_nothing_more() -> None:
-    stream = io.StringIO()
-    progress = PlainProgress(stream, heartbeat_s=0.05)
-    progress.start("a", "quick")
-    progress.finish("a")
-    progress.start("b", "left open")
-    progress.close()
+    after = stream.getvalue()
+    assert after.endswith("✓ transformer-engine  wheel\n")
     time.sleep(0.2)
-    assert stream.getvalue() == "✓ quick\n"
+    assert stream.getvalue() == after
 
 
 def test_the_last_line_of_a_log(tmp_path: Path) -> None:

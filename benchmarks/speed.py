@@ -106,6 +106,7 @@ def figures(output: Path, began: float, warmup: int) -> dict[str, Any]:
     result = json.loads((output / "result.json").read_text())
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     rates = sorted(step["tokens_per_second"] for step in steps if step["step"] > warmup)
+    joules = [step["joules"] for step in steps if step["step"] > warmup and step["joules"]]
     return {
         "passed": result["passed"], "summary": result["summary"], "optimizations": result["optimizations"],
         "off": result["optimizations_off"],
@@ -113,7 +114,7 @@ def figures(output: Path, began: float, warmup: int) -> dict[str, Any]:
         "tokens_per_second": rates[len(rates) // 2], "slowest": rates[0], "fastest": rates[-1],
         "memory_gib": max((step.get("memory_gib") or 0 for step in steps), default=None),
         "loss": [step["loss"] for step in steps],
-        "first_step_seconds": _first_step(output, began), "joules_per_step": median([s["joules"] for s in steps if s["step"] > warmup and s["joules"]] or [0]) or None,
+        "first_step_seconds": _first_step(output, began), "joules_per_step": median(joules) if joules else None,
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
 from primus.turbo import attention, experts, fp8, kernels, primus_turbo
-from primus.turbo.compared import Compared
+from primus.turbo.compared import SCALE, SCALE_FP8, Compared
 from primus.turbo.loss import CHUNK
 from primus.turbo.loss import linear_cross_entropy as fused_loss
 from primus.turbo.shapes import Shapes
@@ -59,7 +60,10 @@ def _leaves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> list[to
     return [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors]
 
 
-def _three(labels: tuple[str, ...], function: Any, plain: Any, exact: Any, *inputs: torch.Tensor, make: _Maker) -> Rows:
+def _three(
+    labels: tuple[str, ...], function: Any, plain: Any, exact: Any, *inputs: torch.Tensor, make: _Maker,
+    factor: float = SCALE,
+) -> Rows:  # fmt: skip
     """Compare results and gradients of ``function`` with those of ``plain`` and of ``exact``, in float64."""
     results: list[tuple[torch.Tensor, ...]] = []
     grads: list[torch.Tensor] = []
@@ -72,7 +76,7 @@ def _three(labels: tuple[str, ...], function: Any, plain: Any, exact: Any, *inpu
         results.append((*(out.detach() for out in outputs), *gradients))
         del outputs, gradients, leaves
     for label, out, usual, best in zip(labels, *results, strict=True):
-        yield Compared(label=label, out=out, plain=usual, exact=best)
+        yield Compared(label=label, out=out, plain=usual, exact=best, factor=factor)
 
 
 def linear_cross_entropy(shapes: Shapes, make: _Maker) -> Rows:
@@ -151,13 +155,30 @@ def fp8_weight_cast(shapes: Shapes, make: _Maker) -> Rows:
     yield Compared(label="the cast weight", out=kernels.cast_fp8(weight, scale, dtype), plain=expected)
 
 
+def _casts(parts: list[torch.Tensor], dtype: torch.dtype) -> Rows:
+    """Compare the bits of the casts that layers consist of: a wrong tile hardly shows in a sum over all tokens."""
+    top = torch.finfo(dtype).max
+    scales = [top / (part.abs().max().float() * (1 + number)) for number, part in enumerate(parts)]
+    rows, columns = fp8.cast_both(parts, scales, dtype)
+    eight = [(part.float() * scale).clamp(-top, top).to(dtype) for part, scale in zip(parts, scales, strict=True)]
+    expected = torch.cat([part.view(torch.uint8) for part in eight], dim=1)
+    yield Compared(label="cast", out=rows.view(torch.uint8), plain=expected)
+    yield Compared(label="transposed cast", out=columns.view(torch.uint8), plain=expected.t().contiguous())
+    yield Compared(label="transposed copy", out=fp8.flip(rows).view(torch.uint8), plain=expected.t().contiguous())
+    largest = torch.stack([fp8.largest(part) for part in parts])
+    yield Compared(label="largest value", out=largest, plain=torch.stack([part.abs().max().float() for part in parts]))
+
+
 def fp8_linear(shapes: Shapes, make: _Maker) -> Rows:
     """The layer after attention."""
     config = _formats()
+    for formats in (config.cast_config_input, config.cast_config_grad_output):
+        yield from _casts([make.normal(shapes.tokens, shapes.hidden)], formats.target_dtype)
     yield from _three(
         ("output", "gradient of the input", "gradient of the weight"),
         lambda x, w: fp8.linear(x, w, config), lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
         make.normal(shapes.tokens, shapes.hidden), make.normal(shapes.hidden, shapes.hidden, scale=0.02), make=make,
+        factor=SCALE_FP8,
     )  # fmt: skip
 
 
@@ -168,20 +189,55 @@ def fp8_projections(shapes: Shapes, make: _Maker) -> Rows:
         make.normal(rows, shapes.hidden, scale=scale)
         for rows, scale in ((shapes.heads * shapes.head_dim, 0.02), (narrow, 0.05), (narrow, 0.01))
     ]
+    gradients = [make.normal(shapes.tokens, len(weight)) for weight in weights]
+    yield from _casts(gradients, config.cast_config_grad_output.target_dtype)
     labels = ("queries", "keys", "values", "gradient of the input")
     yield from _three(
         (*labels, *(f"gradient of the weight of {name}" for name in labels[:3])),
         lambda x, *w: fp8.projections(x, w, config),
         lambda x, *w: tuple(_plain_linear(x, each, config) for each in w),
         lambda x, *w: tuple(x @ each.t() for each in w),
-        make.normal(shapes.tokens, shapes.hidden), *weights, make=make,
+        make.normal(shapes.tokens, shapes.hidden), *weights, make=make, factor=SCALE_FP8,
     )  # fmt: skip
+
+
+def _swiglu(tokens: int, width: int, config: Any, make: _Maker) -> Rows:
+    """Compare the kernels of the block alone, forward and backward, before any product."""
+    gate, up, grad = (make.normal(tokens, width, dtype=torch.bfloat16) for _ in range(3))
+    made, narrow = config.cast_config_input.target_dtype, config.cast_config_grad_output.target_dtype
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        a, b = _leaves(gate, up, dtype=dtype)
+        product = silu(a) * b
+        results.append((product.detach(), *_grads(product, grad.to(dtype), a, b)))
+        del product
+    tops = [exact.abs().max() for exact in results[1]]
+    scales = [
+        (torch.finfo(dtype).max / top / 2).float() for top, dtype in zip(tops, (made, narrow, narrow), strict=True)
+    ]
+    forward = fp8.swiglu_cast(gate, up, scales[0], made)
+    of_gate, gate_flipped, of_up, up_flipped, made_flipped = fp8.swiglu_backward(
+        gate, up, grad, scales[1], scales[2], scales[0], narrow, made
+    )
+    pairs = (("product", forward, made_flipped), ("gradient of the gate", of_gate, gate_flipped),
+             ("gradient of the input", of_up, up_flipped))  # fmt: skip
+    for (label, rows, columns), plain, exact, scale in zip(pairs, *results, scales, strict=True):
+        rounded = (plain * scale).to(rows.dtype).float()
+        best = exact * scale.double()
+        yield Compared(label=label, out=rows.float(), plain=rounded, exact=best, factor=SCALE_FP8)
+        turned = Compared(label=f"{label}, transposed", out=columns.float(), plain=rounded.t(), exact=best.t())
+        yield replace(turned, factor=SCALE_FP8)
+    largest = torch.stack([fp8.swiglu_largest(gate, up), *fp8.swiglu_backward_largest(gate, up, grad)])
+    yield Compared(
+        label="largest values", out=largest, plain=torch.stack(tops).float(), exact=torch.stack(tops), floor=1e-2
+    )
 
 
 def fp8_feed_forward(shapes: Shapes, make: _Maker) -> Rows:
     """The SwiGLU block."""
     config = _formats()
-    inner = {"scale": shapes.hidden**-0.5}
+    tokens, inner = min(shapes.tokens, _LONGEST), {"scale": shapes.hidden**-0.5}
+    yield from _swiglu(tokens, shapes.ffn, config, make)
     weights = (
         make.normal(shapes.ffn, shapes.hidden, **inner), make.normal(shapes.ffn, shapes.hidden, **inner),
         make.normal(shapes.hidden, shapes.ffn, scale=shapes.ffn**-0.5),
@@ -194,7 +250,7 @@ def fp8_feed_forward(shapes: Shapes, make: _Maker) -> Rows:
         ("output", "gradient of the input", *(f"gradient of the {name} weight" for name in ("gate", "up", "down"))),
         lambda x, gate, up, down: fp8.feed_forward(x, gate, up, down, config),
         block(lambda x, w: _plain_linear(x, w, config)), block(lambda x, w: x @ w.t()),
-        make.normal(min(shapes.tokens, _LONGEST), shapes.hidden), *weights, make=make,
+        make.normal(tokens, shapes.hidden), *weights, make=make, factor=SCALE_FP8,
     )  # fmt: skip
 
 
@@ -405,7 +461,7 @@ def turbo_fp8_linear(shapes: Shapes, make: _Maker) -> Rows:
     yield from _three(
         ("output", "gradient of the input", "gradient of the weight"),
         converted, lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
-        make.normal(shapes.tokens, shapes.hidden), weight, make=make,
+        make.normal(shapes.tokens, shapes.hidden), weight, make=make, factor=SCALE_FP8,
     )  # fmt: skip
 
 

@@ -69,15 +69,23 @@ def decide(
     present = [name for name in names if name not in absent]
     if recipe.gpu == CPU:
         return Trial(names=compatible(present), off=off)
-    faults, seconds = _faults(present, shapes_of(recipe), folder, environment, progress)
+    faults: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    # What excludes another one is tested first; the other one only if it fails.
+    while todo := [name for name in compatible([n for n in present if n not in faults]) if name not in seconds]:
+        new_faults, took = _faults(todo, shapes_of(recipe), folder, environment, progress)
+        faults |= new_faults
+        seconds |= dict.fromkeys(todo, 0.0) | took
+        if not new_faults:
+            break
     if faults and (strict or recipe.get("nodes", int) > 1):
         name, reason = next(iter(faults.items()))
         raise CheckFailed(f"{name} failed its self-test on this GPU: {reason}", hint="--turbo off trains without it")
     off |= {name: f"failed its self-test: {reason}" for name, reason in faults.items()}
-    passed = [name for name in present if name not in faults]
-    used = compatible(passed)
-    off |= {name: f"{excluded(name, used)} is used instead" for name in passed if name not in used}
-    return Trial(names=used, off=off, tested=seconds)
+    used = compatible([name for name in present if name not in faults])
+    instead = {name: excluded(name, used) for name in present if name not in faults and name not in used}
+    off |= {name: f"{other} is used instead" for name, other in instead.items()}
+    return Trial(names=used, off=off, tested={name: spent for name, spent in seconds.items() if spent})
 
 
 def _faults(

@@ -82,6 +82,23 @@ def test_a_failure_is_an_error_where_it_is_required_or_nodes_could_differ(decide
         decide(*words, faults={"fp8-linear": "wrong"})
 
 
+def test_the_second_of_two_that_exclude_each_other_is_tested_only_if_the_first_fails(tmp_path, monkeypatch) -> None:
+    tested: list[list[str]] = []
+
+    def faults(names, *_: object):
+        tested.append(list(names))
+        return ({"flash-attention-4": "wrong"} if "flash-attention-4" in names else {}), dict.fromkeys(names, 0.1)
+
+    monkeypatch.setattr(trial, "missing_packages", lambda _: [])
+    monkeypatch.setattr(trial, "_faults", faults)
+    recipe = resolve("mistral-7b", [], Choices(gpu="h200"))
+    found = trial.decide(recipe, tmp_path, {})
+    assert "flex-attention" not in tested[0]
+    assert tested[1] == ["flex-attention"]
+    assert "flex-attention" in found.names
+    assert found.off == {"flash-attention-4": "failed its self-test: wrong"}
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "\x00", '{"a": null}'])
 def test_damaged_results_count_as_absent(decide, tmp_path: Path, text: str) -> None:
     decide()

@@ -55,7 +55,8 @@ KINDS: dict[str, Callable[[torch.Tensor], None]] = {"scaled": _scaled, "row": _r
 @dataclass(frozen=True)
 class Place:
     """A function that a kernel's result passes through. ``result`` is the index of the tensor to damage: of the
-    returned ones, or of the positional arguments if ``argument``. What is ``compiled`` on a GPU is damaged on a CPU only.
+    returned ones, or of the positional arguments if ``argument``. What is ``compiled`` on a GPU is only damaged on a
+    CPU.
     """
 
     optimization: str

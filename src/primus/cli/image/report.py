@@ -64,11 +64,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
     """Return file name → CSV, one file per model as MAD's script writes them."""
-    stems = {one.recipe: Path(one.recipe).stem if "/" in one.recipe else one.recipe for one in runs}
+    stems = {report.recipe: Path(report.recipe).stem if "/" in report.recipe else report.recipe for report in runs}
     names = {recipe: f"perf_{re.sub(r'[^A-Za-z0-9._+-]', '_', stem)[:100]}.csv" for recipe, stem in stems.items()}
     return {
         file: sheets.benchmark_csv(
-            [row for one in runs if names[one.recipe] == file for row in sheets.benchmark_rows(one)]
+            [row for report in runs if names[report.recipe] == file for row in sheets.benchmark_rows(report)]
         )
         for file in dict.fromkeys(names.values())
     }

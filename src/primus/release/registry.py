@@ -9,24 +9,26 @@ referrers API (distribution 2), the list is an index under the tag ``sha256-<dig
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import threading
 import time
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import requests
-from docker.auth import load_config
-from docker.errors import DockerException
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from primus.errors import HostError
+from primus.errors import HostError, InputError
+from primus.jsonfile import read_json
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
 
@@ -41,7 +43,6 @@ _PASSING = (429, 500, 502, 503, 504)
 _TRIES, _FIRST_PAUSE, _LONGEST_PAUSE = 3, 0.5, 10.0
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
 _LISTINGS = 3
-_HUB = {"docker.io": "registry-1.docker.io"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ class Repository:
         self._say = say
         self._host, _, self._path = name.partition("/")
         scheme = "http" if plain_http(name) else "https"
-        self._server = f"{scheme}://{_HUB.get(self._host, self._host)}/"
+        self._server = f"{scheme}://{'registry-1.docker.io' if self._host == 'docker.io' else self._host}/"
         self._authorization = ""
         self._session = requests.Session()
         # A registry that says nothing is not asked again: each try takes a minute.
@@ -336,10 +337,33 @@ def _nobody(request: PreparedRequest) -> PreparedRequest:
     return request
 
 
-def _login(host: str) -> dict[str, Any]:
-    """Return the login that `docker login` stored for the host, also by credential helpers; empty if there is none."""
+def _login(host: str) -> dict[str, str]:
+    """Return the login that `docker login` stored for the host: username and password, or an identity token."""
+    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    if not path.exists():
+        return {}
     try:
-        # The keys of a credential helper's answer are capitalized; those of the file are not.
-        return {key.lower(): value for key, value in (load_config().resolve_authconfig(host) or {}).items()}
-    except DockerException as error:
+        config: Any = read_json(path).data
+        server = "https://index.docker.io/v1/" if host == "docker.io" else host
+        if helper := config.get("credHelpers", {}).get(server) or config.get("credsStore"):
+            return _from_helper(f"docker-credential-{helper}", server)
+        logins = {
+            name.removeprefix("https://").partition("/")[0]: entry for name, entry in config.get("auths", {}).items()
+        }
+        entry = logins.get(server.removeprefix("https://").partition("/")[0], {})
+        if token := entry.get("identitytoken"):
+            return {"identitytoken": str(token)}
+        username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
+        return {"username": username, "password": password}
+    except (InputError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise HostError(f"Docker's logins cannot be read: {error}", hint=f"docker login {host}") from None
+
+
+def _from_helper(program: str, server: str) -> dict[str, str]:
+    answer = subprocess.run([program, "get"], input=server, capture_output=True, text=True, check=False)
+    if answer.returncode:  # it has no login for this server
+        return {}
+    login = json.loads(answer.stdout)
+    if login["Username"] == "<token>":
+        return {"identitytoken": login["Secret"]}
+    return {"username": login["Username"], "password": login["Secret"]}

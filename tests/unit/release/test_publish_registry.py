@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from base64 import b64encode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -121,3 +122,22 @@ def test_a_refusal_is_a_sentence(server: Server, status: int) -> None:
 def test_absence_is_an_answer_where_it_is_asked_for(server: Server) -> None:
     server.anybody, server.status = True, 404
     assert Repository(f"{server.name}/a/b").request("GET", "manifests/x", absent=True).status_code == 404
+
+
+def test_a_credential_helper_is_asked(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = tmp_path / "docker-credential-test"
+    login = json.dumps({"ServerURL": "x", "Username": "me", "Secret": "word"})
+    helper.write_text(f"#!/bin/sh\n[ \"$(cat)\" = {server.name} ] && echo '{login}'\n")
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "config.json").write_text(json.dumps({"credHelpers": {server.name: "test"}}))
+    assert Repository(f"{server.name}/a/b").request("GET", "manifests/x").json() == {"fine": True}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"auths": []}', '{"auths": {"HOST": {"auth": "="}}}', '{"credsStore": "none"}']
+)
+def test_damaged_logins_are_a_sentence(server: Server, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text.replace("HOST", server.name))
+    with pytest.raises(HostError, match="Docker's logins cannot be read"):
+        Repository(f"{server.name}/a/b").request("GET", "manifests/x")

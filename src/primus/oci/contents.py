@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
+import zstandard
+
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import open_regular
-from primus.oci.blobs import NO_TAR, BlobReader, damaged
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Kind
 from primus.sandbox.container import LayerRef
@@ -66,22 +67,66 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
     Raises HostError if the blob cannot be read, is not a tar file or, after its end was read, does not match its
     digest.
     """
-    reader = BlobReader(layer, blob)
     try:
-        # Use small buffers: the stream reader copies the rest of a buffer at every header.
-        with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
-            for info in members(archive):
-                yield Member(
-                    path=info.name.removeprefix("./").strip("/"),
-                    kind=KINDS.get(info.type, "other"),
-                    size=info.size if info.isreg() else 0,
-                    open=lambda info=info: _open(archive, info),  # type: ignore[misc]
-                )
+        file = blob.open("rb", buffering=0)
+    except OSError as error:
+        sentence = f"blob {layer.digest} of the image cannot be read: {error.strerror} ({blob})"
+        raise HostError(sentence, hint="build the image again") from None
+    with file:
+        reader = _BlobReader(layer, blob, file)
+        try:
+            # Use small buffers: the stream reader copies the rest of a buffer at every header.
+            with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
+                for info in members(archive):
+                    yield Member(
+                        path=info.name.removeprefix("./").strip("/"),
+                        kind=KINDS.get(info.type, "other"),
+                        size=info.size if info.isreg() else 0,
+                        open=lambda info=info: _open(archive, info),  # type: ignore[misc]
+                    )
+        # ValueError is for the numbers of a sparse file, RecursionError for thousands of extended headers in a row.
+        except (tarfile.TarError, ValueError, RecursionError) as error:
+            raise reader.damaged(f"no tar is in it ({error})") from None
         reader.finish()
-    except NO_TAR as error:
-        raise damaged(layer, blob, f"no tar is in it ({error})") from None
-    finally:
-        reader.close()
+
+
+class _BlobReader:
+    """The tar inside a layer blob."""
+
+    def __init__(self, layer: LayerRef, path: Path, file: IO[bytes]) -> None:
+        self._layer, self._path = layer, path
+        self._packed = _Tee(file)
+        packed = cast("Any", self._packed)
+        stream: Any = packed
+        if layer.media_type.endswith("gzip"):
+            stream = gzip.GzipFile(fileobj=packed)
+        elif not layer.media_type.endswith("tar"):
+            stream = zstandard.ZstdDecompressor().stream_reader(packed, read_size=_CHUNK, read_across_frames=True)
+        self._plain = _Tee(stream)
+
+    def read(self, size: int) -> bytes:
+        """Return up to ``size`` bytes of the tar. Raises HostError if the blob does not decompress."""
+        try:
+            return self._plain.read(size)
+        except (zlib.error, gzip.BadGzipFile, EOFError, zstandard.ZstdError) as error:
+            raise self.damaged(f"it does not decompress ({error})") from None
+
+    def finish(self) -> None:
+        """Read the rest and compare both digests. Raises HostError if one differs."""
+        while self.read(_CHUNK) or self._packed.read(_CHUNK):
+            pass
+        digest, diff_id = self._packed.digest, self._plain.digest
+        if digest != self._layer.digest:
+            raise self.damaged(f"its bytes hash to {digest}")
+        if diff_id != self._layer.diff_id:
+            raise self.damaged(f"its content hashes to {diff_id}, the config says {self._layer.diff_id}")
+
+    def damaged(self, reason: str) -> HostError:
+        """Return the error for a blob whose bytes do not match its name."""
+        return HostError(
+            f"blob {self._layer.digest} is damaged: {reason} ({self._path})",
+            hint="delete that file and build the image again; nothing of it was kept",
+        )
 
 
 def _open(archive: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
@@ -102,16 +147,21 @@ def require_sane(unpacked: int, packed: int) -> None:
 class _Tee:
     """Reads a stream, and hashes, counts and passes on what was read."""
 
-    def __init__(self, stream: IO[bytes], passed_on: Callable[[bytes], object]) -> None:
+    def __init__(self, stream: IO[bytes], passed_on: Callable[[bytes], object] = lambda _: None) -> None:
         self._stream, self._passed_on = stream, passed_on
-        self.hash, self.size = hashlib.sha256(), 0
+        self._hash, self.size = hashlib.sha256(), 0
 
     def read(self, amount: int = -1) -> bytes:
         data = self._stream.read(amount)
-        self.hash.update(data)
+        self._hash.update(data)
         self.size += len(data)
         self._passed_on(data)
         return data
+
+    @property
+    def digest(self) -> str:
+        """The digest of what was read."""
+        return f"sha256:{self._hash.hexdigest()}"
 
 
 def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
@@ -131,9 +181,9 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
             while plain.read(_CHUNK):
                 pass
             out.flush()
-            if packed.hash.hexdigest() != sha256:
+            if packed.digest != f"sha256:{sha256}":
                 raise CheckFailed(f"{path} changed while the build read it", hint="build again")
-            blob = Blob(digest=f"sha256:{sha256}", media_type=LAYER_TYPES["gzip"], size=packed.size)
+            blob = Blob(digest=packed.digest, media_type=LAYER_TYPES["gzip"], size=packed.size)
             store.adopt(Path(out.name), blob)
     except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, UnicodeError, RecursionError) as error:
         raise InputError(
@@ -147,7 +197,7 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
         raise storage_error(error, path) from None
     return Layer(
         blob=blob,
-        diff_id=f"sha256:{plain.hash.hexdigest()}",
+        diff_id=plain.digest,
         unpacked=plain.size,
         paths=store.put("\n".join(lines).encode(), "text/plain").digest,
         seconds=round(time.monotonic() - begin, 3),

@@ -19,7 +19,7 @@ from docker_engine import private_dockerd
 from sandbox_kit import Entry, directory, image, needs_busybox
 
 from primus.errors import HostError, InputError
-from primus.sandbox.container import Command, Devices, Limits, Mount, RootFs
+from primus.sandbox.container import Command, Devices, Mount, RootFs
 from primus.sandbox.devices import listed
 from primus.sandbox.engines import Engine, choose
 
@@ -184,7 +184,7 @@ def test_memory_limit(engine, tiny, tmp_path):
     assert sh(engine, tiny, "dd if=/dev/zero of=/dev/null bs=300M count=1", tmp_path)[0] == 0
     command = Command(
         argv=("dd", "if=/dev/zero", "of=/dev/null", "bs=300M", "count=1"),
-        limits=Limits(memory_bytes=64 << 20),
+        memory_bytes=64 << 20,
     )
     with (tmp_path / "e").open("wb") as e, Path(os.devnull).open("rb") as nothing:
         assert engine.run(tiny, command, stdin=nothing, stdout=e, stderr=e) == 137
@@ -196,7 +196,7 @@ def test_cpu_limit(engine, tiny, tmp_path):
     script = "s=$(awk '{print int($1*100)}' /proc/uptime); i=0; while [ $i -lt 400000 ]; do i=$((i+1)); done; "
     script += "e=$(awk '{print int($1*100)}' /proc/uptime); c=$(awk '{print $14+$15}' /proc/$$/stat); "
     script += "echo $((c*100/(e-s)))"
-    assert int(sh(engine, tiny, script, tmp_path, limits=Limits(cpus=0.2))[1]) < 32
+    assert int(sh(engine, tiny, script, tmp_path, cpus=0.2)[1]) < 32
 
 
 def test_nobody_makes_a_device(engine, tiny, tmp_path):

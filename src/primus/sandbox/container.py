@@ -77,21 +77,14 @@ class Devices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The largest memory in bytes and CPU time in cores; None means no limit."""
-
-    memory_bytes: int | None = None
-    cpus: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Command:
     """A command and its options.
 
     If ``argv`` is empty, the image's Cmd runs. ``env`` adds to the image's Env. ``cwd`` and ``user`` (``name``,
     ``uid`` or either with ``:group``) replace the image's. ``entrypoint`` False skips the image's Entrypoint.
     ``network`` False creates a network with loopback only; True uses the host's. ``tty`` None requests a terminal
-    if stdin and stdout are inherited terminals. ``shm_bytes`` is the size of /dev/shm.
+    if stdin and stdout are inherited terminals. ``memory_bytes`` and ``cpus`` (cores) are limits; None means no limit.
+    ``shm_bytes`` is the size of /dev/shm.
     """
 
     argv: tuple[str, ...] = ()
@@ -99,7 +92,8 @@ class Command:
     cwd: str | None = None
     mounts: tuple[Mount, ...] = ()
     devices: Devices = field(default_factory=Devices)
-    limits: Limits = field(default_factory=Limits)
+    memory_bytes: int | None = None
+    cpus: float | None = None
     network: bool = False
     tty: bool | None = None
     user: str | None = None
@@ -122,13 +116,10 @@ def check_mounts(command: Command) -> None:
     """Raise InputError for a mount that is not possible."""
     for mount in (*command.mounts, *command.devices.mounts):
         if not mount.target.startswith("/") or mount.target.strip("/") in ("", "proc", "sys", "dev"):
-            raise InputError(
-                f"{mount.target!r} cannot be the target of a mount", hint="give an absolute path inside the image"
-            )
+            hint = "give an absolute path inside the image"
+            raise InputError(f"{mount.target!r} cannot be the target of a mount", hint=hint)
         if not mount.source.exists():
-            raise InputError(
-                f"{mount.source} does not exist, so it cannot be mounted at {mount.target}",
-                hint="create it first",
-            )
+            message = f"{mount.source} does not exist, so it cannot be mounted at {mount.target}"
+            raise InputError(message, hint="create it first")
         if ":" in f"{mount.source.absolute()}{mount.target}":
             raise InputError(f"{mount.source} has a colon in its path, so it cannot be mounted", hint="rename it")

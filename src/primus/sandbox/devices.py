@@ -46,19 +46,13 @@ def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_F
     names = cdi_names(folders)
     by_kind = {kind: [name for name in names if name.startswith(f"{kind}=")] for kind in _KINDS.values()}
     kinds = [kind for vendor, kind in _KINDS.items() if by_kind[kind] and machine.vendor in (vendor, "")]
-    if len(kinds) > 1:
-        raise InputError(
-            f"this machine has CDI specifications for {' and '.join(kinds)}, but no GPU that shows which applies",
-            hint=f"--device {kinds[0]}=0 names one",
-        )
     if kinds:
         nodes = [root / "dev/kfd", *sorted((root / "dev/dri").glob("renderD*"))] if kinds == [_KINDS["amd"]] else []
         return Devices(names=tuple(_first(by_kind[kinds[0]], count)), groups=_groups(filter(_is_device, nodes)))
     if not machine.vendor:
-        raise HostError(
-            "no GPU was found on this machine: no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0",
-            hint="load the GPU's driver, or leave --gpus out",
-        )
+        sources = "no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0"
+        hint = "load the GPU's driver, or leave --gpus out"
+        raise HostError(f"no GPU was found on this machine: {sources}", hint=hint)
     _check_count(count, len(machine.names))
     return _amd(root, count) if machine.vendor == "amd" else _nvidia(root, count)
 
@@ -73,10 +67,8 @@ def listed(items: Iterable[str], *, folders: Sequence[Path] = CDI_FOLDERS) -> De
         if _CDI_NAME.fullmatch(item):
             names = cdi_names(folders)
             if item not in names:
-                raise InputError(
-                    f"no CDI specification describes the device {item}{nearest(item, names)}",
-                    hint=f"described in {' and '.join(map(str, folders))}: {', '.join(names) or 'none'}",
-                )
+                hint = f"described in {' and '.join(map(str, folders))}: {', '.join(names) or 'none'}"
+                raise InputError(f"no CDI specification describes the device {item}{nearest(item, names)}", hint=hint)
             devices += Devices(names=(item,))
             continue
         path = Path(item)
@@ -84,10 +76,8 @@ def listed(items: Iterable[str], *, folders: Sequence[Path] = CDI_FOLDERS) -> De
         if item.startswith("/dev/") and ".." not in path.parts:
             nodes = _nodes_below(path) if path.is_dir() else [path] if _is_device(path) else []
         if not nodes:
-            raise InputError(
-                f"--device {item!r} is neither a device node below /dev nor a CDI device",
-                hint="--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it",
-            )
+            hint = "--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it"
+            raise InputError(f"--device {item!r} is neither a device node below /dev nor a CDI device", hint=hint)
         devices += _plain(nodes)
     return devices
 
@@ -166,10 +156,8 @@ def _linker_cache() -> str:
 def _driver(nodes: Sequence[Path], root: Path) -> Devices:
     present = [node for node in nodes if _is_device(node)]
     if not present:
-        raise HostError(
-            f"the driver shows GPUs, but {nodes[0]} is missing",
-            hint="in a container: start it with the GPU's devices; else: amd-ctk cdi generate, nvidia-ctk cdi generate",
-        )
+        hint = "in a container: start it with the GPU's devices; else: amd-ctk cdi generate, nvidia-ctk cdi generate"
+        raise HostError(f"the driver shows GPUs, but {nodes[0]} is missing", hint=hint)
     return _plain(present, root)
 
 

@@ -25,7 +25,7 @@ from primus import programs
 from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.sandbox import images
-from primus.sandbox.container import Command, Limits, RootFs, Stream, check_mounts, final_argv
+from primus.sandbox.container import Command, RootFs, Stream, check_mounts, final_argv
 from primus.sandbox.processes import finally_run, forwarded_signals, tracked
 from primus.terminal import counted
 
@@ -96,7 +96,8 @@ class Engine:
         arguments = _shell_arguments(final_argv(root, command))
         own_options = self._own_options(command)
         client, env, image = self._image(root)
-        terminal = wants_terminal(command, stdin, stdout)
+        inherited = stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
+        terminal = inherited if command.tty is None else command.tty
         variables, values = _variables(command, terminal)
         name = f"primus-{uuid.uuid4().hex[:12]}"
         words = [f"--name={name}", *_options(command, terminal), *variables, *own_options, image, *arguments]
@@ -115,7 +116,7 @@ class Engine:
                     code = process.wait()
             if code in (125, 126, 127):
                 self._raise_refusal(root, command, client, env, name, words)
-        if code == 137 and (limit := command.limits.memory_bytes):
+        if code == 137 and (limit := command.memory_bytes):
             text = f"primus: the command was killed, probably over the memory limit of {limit >> 20} MiB\n"
             os.write(stderr.fileno() if stderr else 2, text.encode())
         return 128 - code if code < 0 else code
@@ -131,9 +132,8 @@ class Engine:
         again = _captured([*client, "start", name] if state.returncode == 0 else [*client, "create", *words], env)
         message = _error(again)
         if command.user and re.search(r"no matching entries|unable to find (user|group)", message):
-            raise InputError(
-                f"the image has no user {command.user!r}", hint="name one of its users, or a numeric uid[:gid]"
-            )
+            hint = "name one of its users, or a numeric uid[:gid]"
+            raise InputError(f"the image has no user {command.user!r}", hint=hint)
         raise HostError(f"{self.name} cannot run {root.name}: {message}")
 
 
@@ -161,31 +161,30 @@ class Podman(Engine):
     def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
         folder = root.cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
         name = images.image_id(root)
-        unpacked = folder / "images" / name
-        if not (unpacked.exists() and _settings(folder)):
+        unpacked, settings = folder / "images" / name, _settings(folder)
+        if not (settings and unpacked.exists()):
             with _locked(folder):
                 settings = _settings(folder) or self._probe(folder)
                 if not unpacked.exists():
                     self._unpack(root, [*_podman(folder), *settings["options"]], _client_environment(folder))
                     write_file(unpacked, json.dumps([layer.diff_id for layer in root.layers]))
-        return [*_podman(folder), *_settings(folder)["options"]], _client_environment(folder), name
+        return [*_podman(folder), *settings["options"]], _client_environment(folder), name
 
     def _probe(self, folder: Path) -> dict[str, Any]:
         """Find the settings with which podman can run a container here, and save them."""
         self.prepare_host()
         remove_tree(folder / "images")
         init = str(programs.find("catatonit"))
-        runtimes = [str(path) for path in map(programs.find, _runtimes()) if path]
         # Only crun can do without control groups.
-        modes = [(path, "enabled") for path in runtimes] + [(p, "disabled") for p in runtimes if p.endswith("/crun")]
+        modes = [(runtime, "enabled") for runtime in _runtimes()]
+        modes += [(runtime, "disabled") for runtime in _runtimes() if runtime.endswith("/crun")]
         reasons = []
         for options, (runtime, cgroups) in itertools.product(_storage_options(), modes):
             remove_tree(folder / "storage")
             (folder / "probe").mkdir(exist_ok=True)
             shutil.copy(init, folder / "probe/init")
-            places = {"init": init, "folder": folder, "run": _run_folder(folder)}
-            conf = _CONTAINERS_CONF.format(cgroups=cgroups, runtime=runtime, **places)
-            write_file(folder / "containers.conf", conf)
+            values = {"cgroups": cgroups, "init": init, "runtime": runtime, "run": _run_folder(folder)}
+            write_file(folder / "containers.conf", _CONTAINERS_CONF.format(folder=folder, **values))
             words = ["run", "--rm", "--network=none", "--rootfs", str(folder / "probe"), "/init", "-V"]
             attempt = _captured([*_podman(folder), *options, *words], _client_environment(folder))
             if attempt.returncode == 0:
@@ -195,10 +194,8 @@ class Podman(Engine):
                 write_file(folder / "settings.json", json.dumps(settings))
                 return settings
             reasons.append(_error(attempt))
-        raise HostError(
-            f"podman cannot run a container here: {reasons[0]}",
-            hint="in a container: start it with --privileged; else use --engine docker",
-        )
+        hint = "in a container: start it with --privileged; else use --engine docker"
+        raise HostError(f"podman cannot run a container here: {reasons[0]}", hint=hint)
 
     def _unpack(self, root: RootFs, client: list[str], env: dict[str, str]) -> None:
         size = sum(layer.size for layer in root.layers) / 1e6
@@ -221,10 +218,9 @@ class Podman(Engine):
         options = ["--volume=/etc/hosts:/etc/hosts:ro"] if command.network else []
         if os.geteuid() == 0:
             return [*options, *(f"--group-add={group}" for group in command.devices.groups)]
-        if command.limits != Limits() and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            raise HostError(
-                "control groups of version 1 let only root set a limit", hint="run as root, or leave the limit out"
-            )
+        if (command.memory_bytes or command.cpus) and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
+            hint = "run as root, or leave the limit out"
+            raise HostError("control groups of version 1 let only root set a limit", hint=hint)
         return [*options, "--group-add=keep-groups"] if command.devices.names else options
 
 
@@ -250,10 +246,8 @@ class Docker(Engine):
         if [name for name in command.devices.names if "=" in name]:
             folders = images.docker("info", "--format={{json .CDISpecDirs}}").stdout.strip()
             if not folders.startswith("["):
-                raise HostError(
-                    "this Docker engine reads no CDI specifications",
-                    hint="use --engine podman, or Docker 28.2 or newer, or set features.cdi in /etc/docker/daemon.json",
-                )
+                hint = "use --engine podman, or Docker 28.2 or newer, or set features.cdi in /etc/docker/daemon.json"
+                raise HostError("this Docker engine reads no CDI specifications", hint=hint)
         hosts = [] if command.network else [f"--add-host={command.hostname}:127.0.0.1"]
         return [*hosts, *(f"--group-add={group}" for group in command.devices.groups)]
 
@@ -276,13 +270,6 @@ def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engi
     raise HostError("no container engine can run here: " + "; ".join(problems))
 
 
-def wants_terminal(command: Command, stdin: Stream, stdout: Stream) -> bool:
-    """Return whether the command gets a pseudo-terminal."""
-    if command.tty is not None:
-        return command.tty
-    return stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
-
-
 def remove_tree(path: Path) -> None:
     """Remove a folder, including files of a regular user's subordinate ids. A missing folder is not an error."""
     shutil.rmtree(path, ignore_errors=True)
@@ -292,15 +279,14 @@ def remove_tree(path: Path) -> None:
 
 def _lacking() -> dict[str, str]:
     """Return the missing programs and their Debian packages."""
-    packages = {"podman": "podman", "catatonit": "catatonit"}
-    if not any(map(programs.find, _runtimes())):
-        packages["runc"] = "runc"
+    packages = {"podman": "podman", "catatonit": "catatonit", **({} if _runtimes() else {"runc": "runc"})}
     return {program: package for program, package in packages.items() if programs.find(program) is None}
 
 
-def _runtimes() -> tuple[str, ...]:
+def _runtimes() -> list[str]:
     # crun alone can give a container the groups of a regular user. That of Debian 12 refuses mixed control groups.
-    return ("runc", "crun") if os.geteuid() == 0 else ("crun", "runc")
+    names = ("runc", "crun") if os.geteuid() == 0 else ("crun", "runc")
+    return [str(path) for path in map(programs.find, names) if path]
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -340,10 +326,8 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
     except OSError as error:
-        raise HostError(
-            f"podman cannot keep its files in {folder}: {error.strerror}",
-            hint="the folder must be yours and on a writable file system",
-        ) from error
+        hint = "the folder must be yours and on a writable file system"
+        raise HostError(f"podman cannot keep its files in {folder}: {error.strerror}", hint=hint) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -358,7 +342,7 @@ def _client_environment(folder: Path | None) -> dict[str, str]:
 def _options(command: Command, terminal: bool) -> list[str]:
     """Return the options for ``command`` that all engines understand."""
     mounts = (*command.mounts, *command.devices.mounts)
-    memory, cpus = command.limits.memory_bytes, command.limits.cpus
+    memory, cpus = command.memory_bytes, command.cpus
     return [
         *("--interactive", "--init", "--cap-drop=MKNOD", f"--shm-size={command.shm_bytes}", "--entrypoint=/bin/sh"),
         *(["--network=host"] if command.network else ["--network=none", f"--hostname={command.hostname}"]),
@@ -373,7 +357,7 @@ def _options(command: Command, terminal: bool) -> list[str]:
 
 
 def _variables(command: Command, terminal: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the options that set the command's variables, and the variables whose values the client must have."""
+    """Return options that set the command's variables, and the variables whose values the client takes from its own."""
     variables = {"TERM": os.environ.get("TERM", "xterm"), **command.env} if terminal else dict(command.env)
     values = {name: value for name, value in variables.items() if not _READ_BY_CLIENTS.fullmatch(name)}
     return [f"--env={name}" if name in values else f"--env={name}={value}" for name, value in variables.items()], values

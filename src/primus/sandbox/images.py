@@ -58,17 +58,13 @@ def layout(root: RootFs) -> Iterator[Path]:
 
 def refusal(program: str, root: RootFs, message: str) -> HostError:
     """Return the error for ``message``, with which ``program`` refused ``root``."""
-    lines = [line for line in message.strip().splitlines() if line] or ["it gives no reason"]
-    # skopeo logs in its own format.
-    reason = lines[-1].partition("msg=")[2].strip('"') or lines[-1].removeprefix("Error: ")
-    hint = None
-    if "no space left" in reason:
-        hint = "free disk space (primus clean, docker system df)"
-    elif re.search("blob|[Dd]igest|diff ?ID|unexpected EOF", reason):
-        return HostError(
-            f"a blob of {root.name} is damaged: {reason}", hint="primus build TARGET --rehash finds and rebuilds it"
-        )
-    return HostError(f"{program} refuses {root.name}: {reason}", hint=hint)
+    reason = (message.strip().splitlines() or ["it gives no reason"])[-1].removeprefix("Error: ")
+    full = "no space left" in reason
+    if not full and re.search("blob|[Dd]igest|diff ?ID|unexpected EOF", reason):
+        hint = "primus build TARGET --rehash finds and rebuilds it"
+        return HostError(f"a blob of {root.name} is damaged: {reason}", hint=hint)
+    hint = "free disk space (primus clean, docker system df)"
+    return HostError(f"{program} refuses {root.name}: {reason}", hint=hint if full else None)
 
 
 def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
@@ -76,14 +72,8 @@ def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedPro
     program = programs.find("docker")
     if program is None:
         raise HostError("Docker's client is not installed", hint="as root: apt-get install docker.io")
-    return subprocess.run(
-        [str(program), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=timeout,
-    )
+    argv, nothing = [str(program), *words], subprocess.DEVNULL
+    return subprocess.run(argv, capture_output=True, text=True, check=False, stdin=nothing, timeout=timeout)
 
 
 def need_docker() -> None:
@@ -94,15 +84,10 @@ def need_docker() -> None:
         raise HostError(f"no Docker engine answers: it is silent for {_PATIENCE_S} s", hint="look at its log") from None
     if answer.returncode != 0:
         message = (answer.stderr.strip().splitlines() or ["no reason is given"])[-1][:200]
+        hint = "start one (systemctl start docker) or point DOCKER_HOST at one"
         if "permission denied" in message:
-            raise HostError(
-                "no Docker engine answers: you may not use its socket",
-                hint="as root: usermod -aG docker USER, then log in again",
-            )
-        raise HostError(
-            f"no Docker engine answers: {message}",
-            hint="start one (systemctl start docker) or point DOCKER_HOST at one",
-        )
+            message, hint = "you may not use its socket", "as root: usermod -aG docker USER, then log in again"
+        raise HostError(f"no Docker engine answers: {message}", hint=hint)
 
 
 def load(root: RootFs, tag: str) -> tuple[str, int]:
@@ -142,10 +127,14 @@ def _loaded(root: RootFs, name: str) -> str | None:
     if inspected.returncode != 0:
         return None
     (image,) = json.loads(inspected.stdout)
-    same_layers = image.get("RootFS", {}).get("Layers") == [layer.diff_id for layer in root.layers]
-    # Engines with containerd's image store identify images by a manifest that they write anew.
-    identified = image["Id"] == f"sha256:{image_id(root)}" or "containerd" in json.dumps(image.get("Descriptor", ""))
-    return str(image["Id"]) if same_layers and identified else None
+    equal = image["Id"] == f"sha256:{image_id(root)}"
+    if "Descriptor" in image:
+        # Engines with containerd's image store identify images by a manifest that they write anew.
+        settings = root.config.get("config") or {}
+        equal = image["RootFS"]["Layers"] == [layer.diff_id for layer in root.layers] and all(
+            image["Config"].get(key) == value for key, value in settings.items()
+        )
+    return str(image["Id"]) if equal else None
 
 
 def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
@@ -164,11 +153,9 @@ def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
         try:
             with blob.open("rb") as packed, tempfile.TemporaryFile(dir=root.cache) as plain:
                 if layer.media_type.endswith("zstd"):
-                    with zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True) as reader:
-                        shutil.copyfileobj(reader, plain, _CHUNK)
-                    _add_file(archive, name, plain)
-                else:
-                    _add_file(archive, name, packed)
+                    reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
+                    shutil.copyfileobj(reader, plain, _CHUNK)
+                _add_file(archive, name, plain if plain.tell() else packed)
         except (FileNotFoundError, zstandard.ZstdError) as error:
             raise refusal("the Docker engine", root, f"blob {blob}: {error}") from error
 

@@ -9,15 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import killpg
 
-FORWARDED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGWINCH,
-)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
+FORWARDED = tuple(signal.Signals[name] for name in _NAMES)
 _running: set[subprocess.Popen[bytes]] = set()
 
 
@@ -80,14 +73,9 @@ def forwarded_signals() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
 def finally_run(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[None]:
     """Run ``argv`` when the block ends, and wait for it; also if this process is killed in the block."""
     # The shell reads until the other end of its pipe is closed, by us or by the kernel.
+    words, nothing = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh", *argv], subprocess.DEVNULL
     process = subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh", *argv],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=env,
-        cwd="/",
-        start_new_session=True,
+        words, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, env=env, cwd="/", start_new_session=True
     )
     try:
         yield

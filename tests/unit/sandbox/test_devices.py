@@ -77,11 +77,6 @@ def test_too_few_gpus(tmp_path):
         devices.gpus("all", root=tmp_path, folders=[])
 
 
-def test_two_makers_without_a_gpu_to_tell(tmp_path):
-    with pytest.raises(InputError, match=r"for amd\.com/gpu and nvidia\.com/gpu"):
-        devices.gpus("all", root=tmp_path, folders=place(tmp_path, etc_a_json=amd(), etc_b_yaml=NVIDIA))
-
-
 def machine(root: Path, cards: int) -> None:
     """A machine with a CPU and AMD GPUs in KFD's topology; its nodes are links to those of this machine."""
     (root / "dev/dri").mkdir(parents=True)

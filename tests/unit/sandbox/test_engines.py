@@ -16,7 +16,7 @@ from primus.cli.host import run as run_verb
 from primus.engine.isolated import log_tail
 from primus.errors import HostError, InputError
 from primus.sandbox import engines, images
-from primus.sandbox.container import Command, Devices, LayerRef, Limits, Mount, RootFs, check_mounts, final_argv
+from primus.sandbox.container import Command, Devices, LayerRef, Mount, RootFs, check_mounts, final_argv
 from primus.sandbox.engines import Docker, Podman, choose
 
 
@@ -80,7 +80,7 @@ def test_every_argument_arrives(word):
 
 
 def test_limits_are_options():
-    options = engines._options(Command(limits=Limits(memory_bytes=1 << 20, cpus=1.5)), False)
+    options = engines._options(Command(memory_bytes=1 << 20, cpus=1.5), False)
     assert options[-3:] == ["--memory=1048576", "--memory-swap=1048576", "--cpus=1.5"]
     assert not [word for word in engines._options(Command(), False) if "memory" in word or "cpus" in word]
 
@@ -102,7 +102,7 @@ def test_a_layout_links_to_the_blobs_of_the_store(tmp_path):
     ("message", "sentence"),
     [
         ("Error: writing blob: no space left on device", "podman refuses v1.2_cpu: writing blob: no space left"),
-        ("time=1 msg=\"Digest did not match, expected a, got b\"", "a blob of v1.2_cpu is damaged: Digest did not"),
+        ("Error: Digest did not match, expected a, got b", "a blob of v1.2_cpu is damaged: Digest did not"),
         ("", "podman refuses v1.2_cpu: it gives no reason"),
     ],
 )  # fmt: skip

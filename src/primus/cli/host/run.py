@@ -16,7 +16,7 @@ from pathlib import Path
 from primus.cli.host.common import add_engine, add_project_options, add_target
 from primus.cli.host.image_root import image_root
 from primus.errors import InputError
-from primus.sandbox.container import GIB, Command, Limits, Mount
+from primus.sandbox.container import GIB, Command, Mount
 from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
 
@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
         cwd=args.workdir,
         mounts=tuple(_mount(item) for item in args.volume),
         devices=gpus(args.gpus) + listed(args.device),
-        limits=Limits(memory_bytes=_bytes("--memory", args.memory), cpus=args.cpus),
+        memory_bytes=_bytes("--memory", args.memory),
+        cpus=args.cpus,
         network=args.network == "host",
         tty=args.tty,
         user=args.user,

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from primus.cli.arguments import folder, path, whole
-from primus.cli.image.common import add_choices, add_recipe, resolved, seconds
+from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
@@ -89,7 +89,7 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
     )
     site.add_argument(
         "--grace",
-        type=seconds,
+        type=whole(least=0),
         default=60,
         metavar="S",
         help="seconds of warning before preemption or the limit (default: 60)",
@@ -117,7 +117,7 @@ def add_kubernetes(parser: argparse.ArgumentParser) -> None:
     site.add_argument("--memory", default="", help="memory of each node, for example 1024Gi")
     site.add_argument("--shm", default="64Gi", help="size of /dev/shm (default: 64Gi)")
     site.add_argument(
-        "--ttl", type=seconds, default=86400, metavar="S", help="seconds to keep a finished job (default: 86400)"
+        "--ttl", type=whole(least=0), default=86400, metavar="S", help="seconds to keep a finished job (default: 86400)"
     )
 
 
@@ -133,7 +133,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume-from", default="", metavar="DIR", help="checkpoint or run, as the nodes see it")
     parser.add_argument(
-        "--stall-timeout", type=seconds, default=1800, metavar="S", help="as for `train` (default: 1800)"
+        "--stall-timeout", type=whole(least=0), default=1800, metavar="S", help="as for `train` (default: 1800)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be submitted or deleted, and do nothing"

@@ -12,9 +12,6 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.turbo.optimizations import chosen, optimizations
 
-# A duration on the command line, in whole seconds.
-seconds = whole(least=0)
-
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments RECIPE and key=value."""

@@ -16,8 +16,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.arguments import folder, path
-from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, short_origin
+from primus.cli.arguments import folder, path, whole
+from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     change.completer = lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel")  # type: ignore[attr-defined]
     parser.add_argument(
-        "--stall-timeout", type=seconds, default=1800, metavar="S",
+        "--stall-timeout", type=whole(least=0), default=1800, metavar="S",
         help="end the job after S seconds without output of a rank; name the rank that hangs (default: 1800; 0: never)",
     )  # fmt: skip
     parser.add_argument(

@@ -25,7 +25,10 @@ HERE = Path(__file__).resolve().parent
 TARGETS = sorted(path.stem for path in HERE.glob("images/*.yaml"))
 OLDEST = (3, 11)
 # Each set of dependencies includes the previous one. The modules listed show whether an interpreter has the set.
-NEEDS = {"images": ("zstandard", "rich"), "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate")}
+NEEDS = {
+    "images": ("msgpack", "rich", "uv", "zstandard"),
+    "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate"),
+}
 MEANING = {
     1: "a check failed",
     2: "the input is wrong",
@@ -84,23 +87,23 @@ def _base(session: nox.Session) -> tuple[Path, str]:
 
 def _make(session: nox.Session, folder: Path, base: str, extra: str) -> None:
     """Create or update the shared environment, unless its stamp matches pyproject.toml."""
-    note, python = folder / "made-from", folder / "bin/python"
+    stamp_file, python = folder / "made-from", folder / "bin/python"
     project = hashlib.sha256((HERE / "pyproject.toml").read_bytes()).hexdigest()
-    wanted = {name: f"{HERE} {project} {name}\n" for name in NEEDS}
-    made = note.read_text() if note.is_file() and python.exists() else ""
-    if made in (wanted[extra], wanted["dev"]):
+    stamps = {name: f"{HERE} {project} {name}\n" for name in NEEDS}
+    stamp = stamp_file.read_text() if stamp_file.is_file() and python.exists() else ""
+    if stamp in (stamps[extra], stamps["dev"]):
         return
-    if made == wanted["images"]:
+    if stamp == stamps["images"]:
         session.log(f"Adding the tools of development to {folder.relative_to(HERE)}")
     else:
         session.log(f"Installing the project into {folder.relative_to(HERE)}, once")
         shutil.rmtree(folder, ignore_errors=True)
         # virtualenv is installed with nox and brings pip. Debian's venv has no pip until python3-venv is installed.
         _install(session, sys.executable, "virtualenv", "--quiet", "--no-periodic-update", "-p", base, str(folder))
-    note.unlink(missing_ok=True)
+    stamp_file.unlink(missing_ok=True)
     pip = ("pip", "install", "-q", "--disable-pip-version-check")
     _install(session, str(python), *pip, "-e", f"{HERE}[{extra}]")
-    note.write_text(wanted[extra])
+    stamp_file.write_text(stamps[extra])
 
 
 def _install(session: nox.Session, python: str, *words: str) -> None:
@@ -152,18 +155,69 @@ def _tool(session: nox.Session, name: str, *command: str) -> None:
         session.error(f"{name}: exit code {code}")
 
 
-def _table(verb: str, target: str, line: str) -> None:
+# Sessions that run a command of primus: its words, and the session's line in `nox -l`.
+COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "plan": (("plan",), "Show what a build would do, layer by layer, for every target or for one (`-- cpu`)."),
+    "explain": (
+        ("explain",),
+        "List the inputs that changed since the last build, of every target or of one (`-- cpu`).",
+    ),
+    "lock": (("lock",), "Resolve versions.yaml into exact files (`-- --check`: only compare)."),
+    "docs": (("docs",), "Regenerate all generated files (`-- --check`: fail if one differs)."),
+    "clean": (("clean",), "Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: list it)."),
+}
+for _target in TARGETS:
+    COMMANDS |= {
+        f"build-{_target}": (("build", _target), f"Build the {_target} image."),
+        f"validate-{_target}": (
+            ("validate", _target),
+            f"Build the {_target} image, train in it and check the results.",
+        ),
+        f"publish-{_target}": (
+            ("publish", _target),
+            f"Push the {_target} image with its evidence (`-- --to HOST/PATH`).",
+        ),
+    }
+BENCHMARKS = {
+    "bench": ("engine", "Compare the engine with BuildKit (`-- --quick`: a smoke test)."),
+    "bench-generations": (
+        "generations",
+        "Measure what building the AMD generations costs and shares. All files must be fetched before.",
+    ),
+    "bench-assembly": (
+        "assembly",
+        "Compare the assembly of a whole image with `docker build`: gigabytes, minutes (`-- cpu --repeats 1`).",
+    ),
+    "bench-launcher": (
+        "launcher",
+        "Compare the start-up of `primus train` with torchtitan alone, in the cpu image (`-- --repeats 1`: quick).",
+    ),
+}
+
+
+def _command_session(name: str, words: tuple[str, ...], line: str) -> None:
     def run(session: nox.Session) -> None:
-        primus(session, verb, target)
+        # Without an argument, these two are about every target. `explain` fails if a build would do something.
+        every = ("--all",) if name in ("plan", "explain") and not session.posargs else ()
+        primus(session, *words, *every, fine=(0, 1) if name == "explain" else (0,))
 
     run.__doc__ = line
-    nox.session(name=f"{verb}-{target}")(run)
+    nox.session(name=name)(run)
 
 
-for _target in TARGETS:
-    _table("build", _target, f"Build the {_target} image.")
-    _table("validate", _target, f"Build the {_target} image, train in it and check the results.")
-    _table("publish", _target, f"Push the {_target} image with its evidence (`-- --to HOST/PATH`).")
+def _benchmark_session(name: str, module: str, line: str) -> None:
+    def run(session: nox.Session) -> None:
+        # In its own process: a child's peak memory starts at that of its parent.
+        python(session, f"benchmarks.{module}", *session.posargs)
+
+    run.__doc__ = line
+    nox.session(name=name)(run)
+
+
+for _name, (_words, _line) in COMMANDS.items():
+    _command_session(_name, _words, _line)
+for _name, (_module, _line) in BENCHMARKS.items():
+    _benchmark_session(_name, _module, _line)
 
 
 @nox.session
@@ -194,60 +248,3 @@ def tests(session: nox.Session) -> None:
         "--durations=30",
         *session.posargs,
     )
-
-
-@nox.session
-def plan(session: nox.Session) -> None:
-    """Show what a build would do, layer by layer, for every target or for one (`-- cpu`)."""
-    primus(session, "plan", *([] if session.posargs else ["--all"]))
-
-
-@nox.session
-def explain(session: nox.Session) -> None:
-    """List the inputs that changed since the last build of every target or of one (`-- cpu`)."""
-    primus(session, "explain", *([] if session.posargs else ["--all"]), fine=(0, 1))
-
-
-@nox.session
-def lock(session: nox.Session) -> None:
-    """Resolve versions.yaml into exact files (`-- --check`: only compare)."""
-    primus(session, "lock")
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Regenerate all generated files (`-- --check`: fail if one differs)."""
-    primus(session, "docs")
-
-
-@nox.session
-def clean(session: nox.Session) -> None:
-    """Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: only list it)."""
-    primus(session, "clean")
-
-
-@nox.session
-def bench(session: nox.Session) -> None:
-    """Compare the engine with BuildKit (`-- --quick`: a smoke test)."""
-    # Run it in its own process: a child's peak memory starts at that of its parent.
-    python(session, "benchmarks.engine", *session.posargs)
-
-
-@nox.session(name="bench-generations")
-def bench_generations(session: nox.Session) -> None:
-    """Measure what building the AMD generations costs and shares. All files must be fetched before."""
-    python(session, "benchmarks.generations", *session.posargs)
-
-
-@nox.session(name="bench-assembly")
-def bench_assembly(session: nox.Session) -> None:
-    """Compare the assembly of a whole image with `docker build`: gigabytes and many minutes (`-- cpu --repeats 1`)."""
-    python(session, "benchmarks.assembly", *session.posargs)
-
-
-@nox.session(name="bench-launcher")
-def bench_launcher(session: nox.Session) -> None:
-    """Compare the start-up of `primus train` with torchtitan alone, in the cpu image (`-- --repeats 1`: a quick
-    look).
-    """
-    python(session, "benchmarks.launcher", *session.posargs)

@@ -7,22 +7,20 @@ failed check or job, 2 invalid input, 3 missing requirement). ``main`` prints it
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
-def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
-    """Return ``did you mean 'x'?`` with up to ``most`` similar words of ``known``; empty if none is similar."""
-    # Seam "suggestion": importing difflib takes 5 ms, and only an unknown name needs it.
-    from difflib import get_close_matches
-
-    names = list(known)
+def did_you_mean(word: str, choices: Iterable[str], *, most: int = 1) -> str:
+    """Return ``did you mean 'x'?`` with up to ``most`` similar words of ``choices``; empty if none is similar."""
+    names = list(choices)
     same = [name for name in names if name.lower() == word.lower()]
     near = same[:most] or get_close_matches(word, names, most)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str]) -> str:
     """Return the same as the end of a sentence that refuses ``word``: ``; did you mean 'x'?``, or an empty text."""
-    return f"; {near}" if (near := did_you_mean(word, known)) else ""
+    return f"; {near}" if (near := did_you_mean(word, choices)) else ""
 
 
 class PrimusError(Exception):

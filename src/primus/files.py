@@ -6,7 +6,9 @@ be created again.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import IO, Any
@@ -86,9 +88,6 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 def remove_folder(path: Path, *, strict: bool = False) -> None:
     """Remove the folder and everything in it. Raises OSError if that fails and ``strict`` is set."""
-    # Seam "folders": importing shutil takes a millisecond, and most commands remove no folder.
-    import shutil
-
     shutil.rmtree(path, ignore_errors=not strict)
 
 
@@ -99,15 +98,11 @@ def seal(data: bytes) -> bytes:
 
 def write_sealed(path: Path, value: object) -> None:
     """Write ``value`` as sealed JSON, atomically. Raises OSError as any write."""
-    import json
-
     write_file(path, seal(json.dumps(value).encode()))
 
 
 def read_sealed(path: Path | str) -> Any:
     """Return the value of a sealed file; None if it is absent, damaged or not a regular file."""
-    import json
-
     try:
         data = read_bytes(path)
         mark, _, text = data.partition(b"\n")

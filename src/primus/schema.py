@@ -129,8 +129,8 @@ def _names(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name.rstrip("_"): f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")}
 
 
-def _unknown(word: str, known: list[str], doc: Document, key: Key) -> InputError:
-    hint = did_you_mean(word, known) or "known here: " + ", ".join(known)
+def _unknown(word: str, names: list[str], doc: Document, key: Key) -> InputError:
+    hint = did_you_mean(word, names) or "known here: " + ", ".join(names)
     return InputError(f"unknown key {word!r}", where=doc.where(key), hint=hint)
 
 

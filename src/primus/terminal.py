@@ -1,8 +1,7 @@
 """Text for a terminal: tables and sentences that fit its width, and color if the terminal supports it.
 
-The verbs in the image use this module, too, where start-up time matters: importing rich takes 0.07 s, half of what
-``primus show`` may take in total. Tables are therefore laid out with the standard library, and rich only draws live
-progress.
+The verbs in the image use this module, too, and an image has only PyYAML. Tables are therefore laid out with the
+standard library, and rich only draws progress.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TextIO
+from unicodedata import combining, east_asian_width
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
@@ -188,9 +188,6 @@ def _columns(text: str) -> int:
     """Return the number of columns that a terminal needs for the text."""
     if text.isascii():
         return len(text)
-    # Seam "wide text": not needed for ASCII, which saves 8 ms.
-    from unicodedata import combining, east_asian_width
-
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 

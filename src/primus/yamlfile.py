@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import yaml
+
 from primus.errors import InputError
 from primus.files import read_bytes
 
@@ -36,8 +38,6 @@ LARGEST = 2**63 - 1
 
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-# Patterns are texts, which `re` compiles and keeps when they are first used: records of the store need this module, and
-# no pattern of it.
 _NUMBER = (
     r"(?P<int>[-+]?[0-9]+)|0o(?P<oct>[0-7]+)|0x(?P<hex>[0-9a-fA-F]+)"
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
@@ -55,7 +55,7 @@ _REMEDIES = {
     "alphabetic or numeric": "put a value that begins with '*' or '&' in quotes",
     "unknown escape character": "use single quotes, or write the backslash twice",
 }
-# Characters that YAML does not allow. A class of the allowed ones would take 6 ms to compile.
+# Characters that YAML does not allow.
 _UNREADABLE = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]"
 # git's markers in a file that it could not merge.
 _CONFLICT = r"(?m)^(?:<{7}|>{7}) "
@@ -232,13 +232,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _yaml() -> Any:
-    """Import PyYAML. Seam "YAML": 20 ms that a project with a warm cache, and a recipe read from it, do not need."""
-    import yaml
-
-    return yaml
-
-
 @dataclass(slots=True)
 class _Node:
     """A scalar's text and whether it is plain, a sequence, or a mapping's keys with their places and values."""
@@ -261,7 +254,6 @@ class _Builder:
         self._count = self._length = 0
 
     def build(self, text: str) -> Tree:
-        yaml = _yaml()
         if len(text) > _MOST_CHARACTERS:
             raise InputError(f"the text is longer than {_MOST_CHARACTERS:,} characters", where=self.name)
         if bad := re.search(_UNREADABLE, text):
@@ -299,7 +291,6 @@ class _Builder:
             raise self._error(_TOO_DEEP, place)
 
     def _document(self, events: Iterator[Any]) -> _Node | None:
-        yaml = _yaml()
         root = None
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):
@@ -309,15 +300,14 @@ class _Builder:
         return root
 
     def _node(self, events: Iterator[Any], event: Any, depth: int) -> _Node:
-        yaml = _yaml()
         place = _mark(event)
         self._within(place, depth)
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
                 raise self._error(f"there is no anchor &{event.anchor} above this alias", place)
-            if (known := self._anchors[event.anchor]) is None:
+            if (anchored := self._anchors[event.anchor]) is None:
                 raise self._error(f"the anchor &{event.anchor} contains itself", place)
-            return known
+            return anchored
         if event.tag is not None:
             raise self._error(f"the tag {event.tag:.40} is not supported", place, "write the plain value")
         if event.anchor is not None:
@@ -341,7 +331,6 @@ class _Builder:
         return node
 
     def _word(self, event: Any) -> str:
-        yaml = _yaml()
         if not isinstance(event, yaml.ScalarEvent) or event.tag is not None or event.value == "<<":
             raise self._error("a key must be plain text", _mark(event))
         return self._checked(event)

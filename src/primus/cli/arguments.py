@@ -22,11 +22,11 @@ def whole(*, least: int | None = None) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; YAML does not.
-        found = int(text) if re.fullmatch(r"-?[0-9]{1,64}", text) else None
-        if found is None or (least is not None and found < least):
+        number = int(text) if re.fullmatch(r"-?[0-9]{1,64}", text) else None
+        if number is None or (least is not None and number < least):
             limit = "" if least is None else f" of at least {least}"
             raise argparse.ArgumentTypeError(f"must be a whole number{limit}, not {text[:40]!r}")
-        return found
+        return number
 
     return read
 
@@ -49,15 +49,15 @@ def folder(option: str) -> Callable[[str], Path]:
     plain = path(option)
 
     def read(text: str) -> Path:
-        found = plain(text)
-        for part in (found, *found.parents):
+        target = plain(text)
+        for part in (target, *target.parents):
             try:
                 usable = part.is_dir() or not os.path.lexists(part)
             except OSError as error:
                 raise InputError(f"{option} {text[:80]}: {(error.strerror or '').lower()}") from error
             if not usable:
                 raise InputError(f"{part} is not a folder", hint=f"choose another {option}")
-        return found
+        return target
 
     return read
 
@@ -69,15 +69,17 @@ def new_file(option: str, *suffixes: str) -> Callable[[str], Path]:
     plain = path(option)
 
     def read(text: str) -> Path:
-        found = plain(text)
-        if os.path.lexists(found):
-            raise InputError(f"{found} already exists", hint=f"choose another {option}, or delete it")
-        if not found.parent.is_dir():
-            missing = not os.path.lexists(found.parent)
-            hint = f"create it: mkdir -p {shlex.quote(str(found.parent))}" if missing else f"choose another {option}"
-            raise InputError(f"{found.parent} {'does not exist' if missing else 'is not a folder'}", hint=hint)
-        if suffixes and found.suffix not in suffixes:
-            raise InputError(f"{found.name} does not end with {' or '.join(suffixes)}", hint=f"choose another {option}")
-        return found
+        target = plain(text)
+        if os.path.lexists(target):
+            raise InputError(f"{target} already exists", hint=f"choose another {option}, or delete it")
+        if not target.parent.is_dir():
+            missing = not os.path.lexists(target.parent)
+            hint = f"create it: mkdir -p {shlex.quote(str(target.parent))}" if missing else f"choose another {option}"
+            raise InputError(f"{target.parent} {'does not exist' if missing else 'is not a folder'}", hint=hint)
+        if suffixes and target.suffix not in suffixes:
+            raise InputError(
+                f"{target.name} does not end with {' or '.join(suffixes)}", hint=f"choose another {option}"
+            )
+        return target
 
     return read

@@ -74,8 +74,8 @@ def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float) -> None:
     for image, choice in images:
         print(_table(image, choice, screen), file=sys.stderr)
     layers = [line for image, _ in images for line in image.layers]
-    made = sum(line.built for line in layers)
-    print(f"{counted(made, 'layer')} built, {len(layers) - made} reused, {seconds:.2f} s", file=sys.stderr)
+    built = sum(line.built for line in layers)
+    print(f"{counted(built, 'layer')} built, {len(layers) - built} reused, {seconds:.2f} s", file=sys.stderr)
     for image, _ in images:
         print(image.digest)
 

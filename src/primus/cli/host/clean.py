@@ -48,14 +48,14 @@ def run(args: argparse.Namespace) -> int:
             for name in set(args.image):
                 store.untag(name)
             remove(waste)
-    size = sum(one.size for one in waste)
+    size = sum(item.size for item in waste)
     if args.json:
-        rows = [{"kind": one.kind, "number": len(one.paths), "bytes": one.size} for one in waste]
+        rows = [{"kind": item.kind, "number": len(item.paths), "bytes": item.size} for item in waste]
         print(
             json.dumps({"removed": not args.dry_run, "images": sorted(set(args.image)), "waste": rows, "bytes": size})
         )
         return 0
-    table = [(one.kind, f"{len(one.paths):,}", bytes_text(one.size)) for one in waste]
+    table = [(item.kind, f"{len(item.paths):,}", bytes_text(item.size)) for item in waste]
     for line in Screen.of().table(table, head=("what", "number", "size"), right=(1, 2)) if table else ():
         print(line)
     print(f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove")

@@ -74,12 +74,11 @@ def run(args: argparse.Namespace) -> int:
         return 1 if refused else 0
     for line in _judgement(every, args.to) if refused or args.dry_run else ():
         print(line)
-    for one in done:
-        sent = (
-            f"sent {one['bytes_sent'] / 1e6:.1f} of {one['bytes'] / 1e6:.1f} MB" if one["new"] else "already published"
-        )
-        print(f"{one['ref']}: {sent}, {len(one['attached'])} documents attached")
-        print(f"{args.to}@{one['digest']}")
+    for image in done:
+        sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
+        sent = f"sent {sizes}" if image["new"] else "already published"
+        print(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
+        print(f"{args.to}@{image['digest']}")
     return 1 if refused else 0
 
 

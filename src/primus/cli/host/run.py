@@ -144,8 +144,8 @@ def _mount(item: str) -> Mount:
 def _bytes(option: str, text: str | None) -> int | None:
     if text is None:
         return None
-    found = _SIZE.fullmatch(text.strip())
-    amount = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+    match = _SIZE.fullmatch(text.strip())
+    amount = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
     if not 1 << 20 <= amount < 1 << 60:
         raise InputError(f"{option} {text[:40]!r} is not a size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
     return amount

@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
         # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
         second = [image for _, image in build(targets, twin, Options(locked=True, quiet=args.json))]
-        for one, other in zip(first, second, strict=True):
-            if (where := _first_difference((workspace.store, one), (twin.store, other))) is not None:
-                failed[one.target] = where
+        for image, rebuilt in zip(first, second, strict=True):
+            if (where := _first_difference((workspace.store, image), (twin.store, rebuilt))) is not None:
+                failed[image.target] = where
     finally:
         if not (failed and args.keep):
             shutil.rmtree(scratch, ignore_errors=True)
@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _first_difference(one: tuple[Store, Built], other: tuple[Store, Built]) -> str | None:
+def _first_difference(first: tuple[Store, Built], second: tuple[Store, Built]) -> str | None:
     """Return one sentence that names the first difference between the images, or None if they have the same bytes."""
-    (store_a, a), (store_b, b) = one, other
+    (store_a, a), (store_b, b) = first, second
     if a.digest == b.digest:
         return None
     for line_a, line_b in zip_longest(a.layers, b.layers):
@@ -98,12 +98,12 @@ def _first_difference(one: tuple[Store, Built], other: tuple[Store, Built]) -> s
     return "the layers are the same, config or manifest differ"
 
 
-def _first_path(one: Iterator[tuple[str, str]], other: Iterator[tuple[str, str]]) -> str | None:
-    for left, right in zip_longest(one, other):
-        if left != right:
-            if left is None or right is None or left[0] != right[0]:
-                return f"/{(left or right)[0]} is in one only"
-            return f"/{left[0]}: {left[1]} against {right[1]}"
+def _first_path(members_a: Iterator[tuple[str, str]], members_b: Iterator[tuple[str, str]]) -> str | None:
+    for a, b in zip_longest(members_a, members_b):
+        if a != b:
+            if a is None or b is None or a[0] != b[0]:
+                return f"/{(a or b)[0]} is in one only"
+            return f"/{a[0]}: {a[1]} against {b[1]}"
     return None
 
 

@@ -255,5 +255,5 @@ def refused(kit: Any, *words: str, address: str, cause: str) -> None:
     (sentence,) = [line for line in result.err.splitlines() if line.startswith("primus ")]
     assert f"the index rocm-pytorch ({address}) does not answer: {cause}" in sentence
     assert "use another channel (--channel)" in result.err
-    # On an idle machine it is less than 5; what the sources wait for is DEADLINE_S, and two busy cores add the rest.
-    assert seconds < 10, f"{seconds:.1f} s"
+    # The documentation says 15; two busy cores add the rest.
+    assert seconds < 20, f"{seconds:.1f} s"

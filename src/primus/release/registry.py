@@ -347,16 +347,18 @@ def _login(host: str) -> dict[str, str]:
         server = "https://index.docker.io/v1/" if host == "docker.io" else host
         if helper := config.get("credHelpers", {}).get(server) or config.get("credsStore"):
             return _from_helper(f"docker-credential-{helper}", server)
-        logins = {
-            name.removeprefix("https://").partition("/")[0]: entry for name, entry in config.get("auths", {}).items()
-        }
-        entry = logins.get(server.removeprefix("https://").partition("/")[0], {})
+        logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}
+        entry = logins.get(_host_of(server), {})
         if token := entry.get("identitytoken"):
             return {"identitytoken": str(token)}
         username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
         return {"username": username, "password": password}
     except (InputError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise HostError(f"Docker's logins cannot be read: {error}", hint=f"docker login {host}") from None
+
+
+def _host_of(server: str) -> str:
+    return re.sub(r"^https?://", "", server).partition("/")[0]
 
 
 def _from_helper(program: str, server: str) -> dict[str, str]:

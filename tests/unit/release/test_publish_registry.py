@@ -135,7 +135,7 @@ def test_a_credential_helper_is_asked(server: Server, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"auths": []}', '{"auths": {"HOST": {"auth": "="}}}', '{"credsStore": "none"}']
+    "text", ["{", "[]", '{"auths": []}', '{"auths": {"HOST": {"auth": "a"}}}', '{"credsStore": "none"}']
 )
 def test_damaged_logins_are_a_sentence(server: Server, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text.replace("HOST", server.name))

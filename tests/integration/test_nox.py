@@ -60,9 +60,12 @@ def nox(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return folder / "bin/nox"
 
 
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+
+
 def run(nox: Path, checkout: Path, *words: str) -> tuple[int, str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    done = subprocess.run([nox, *words], cwd=checkout, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([nox, *words], cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -93,6 +96,7 @@ def test_an_interrupt_reaches_the_command(nox: Path, checkout: Path) -> None:
     process = subprocess.Popen(
         [nox, "-s", "plan", "--", "cpu"],
         cwd=checkout,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -16,7 +16,7 @@ from gpu_files import bundle, elf, member
 from primus.cli.host.why_size import size_text, size_tree
 from primus.errors import HostError
 from primus.gates import facts as facts_module
-from primus.gates.contents import Scanner, Stated, Trace, secrets_in, stated_in, stated_in_library
+from primus.gates.contents import Scanner, Stated, Trace, stated_in, stated_in_library
 from primus.gates.facts import Examiner, LayerFacts, Watch, facts_of, observe
 from primus.gates.rules.litter import judge, litter
 from primus.gates.rules.overlap import shared_names
@@ -205,9 +205,6 @@ def test_programs_modules_and_own_copies_share_no_name() -> None:
         ("root/.netrc", "machine h login u password p\n", "credentials"),
         ("etc/apt/auth.conf.d/x.conf", "machine h login u password p\n", "credentials"),
         ("opt/x.env", f"TOKEN={TOKEN}\n", "secret"),
-        ("opt/x.env", "AWS=" + "AKIA" + "Q3EGRUZ7TW5NLPXB\n", "secret"),
-        ("opt/x.env", "ghp_" + "0123456789abcdefghijABCDEFGHIJ012345\n", "secret"),
-        ("opt/key.pem", KEY, "secret"),
         ("opt/x.py", "# /tmp/pip-req-build-8x3k/src\n", "build path"),
         ("opt/x.py", "# /srv/build/tree/file\n", "build path"),
         ("var/lib/apt/lists/host_dists", "x", "cache"),
@@ -277,18 +274,12 @@ def test_of_two_paths_of_this_machine_the_longer_is_told() -> None:
     assert sorted(t.seen for t in found.traces) == ["/opt/own", "/srv/build/tree"]
 
 
-def test_every_secret_holds_one_of_its_texts() -> None:
-    """A pattern whose texts are not in what it finds would never be asked."""
+def test_every_kind_of_secret_is_found() -> None:
     secrets = [TOKEN, KEY, "AKIA" + "Q3EGRUZ7TW5NLPXB", "glpat-" + "aB3dE5gH7jK9mN1pQ3sT"]
     secrets += [f"gh{kind}_" + "0123456789abcdefghijABCDEFGHIJ012345" for kind in "pousr"]
     secrets.append("github_pat_" + "0123456789abcdefghijAB" + "_" + ("0123456789abcdefghijABCDEFGHIJ" * 2)[:59])
     for secret in secrets:
-        assert len(secrets_in(f"\n{secret}\n".encode())) == 1
         assert [rule for rule, _ in traces("opt/x", f"\n{secret}\n")] == ["secret"], secret[:8]
-
-
-def test_secrets_in_settings() -> None:
-    assert secrets_in(f'{{"Env":["HF_TOKEN={TOKEN}"]}}'.encode()) == ["a Hugging Face token"]
 
 
 def test_published_packages_warn_where_our_own_files_fail() -> None:

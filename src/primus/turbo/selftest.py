@@ -295,7 +295,8 @@ def fused_adamw(shapes: Shapes, make: _Maker) -> Rows:
     for label, out, plain, exact in zip(
         labels, (p - start, m, v), by_torch(wide), by_torch(torch.float64), strict=True
     ):
-        yield Compared(label=label, out=out, plain=plain, exact=exact)
+        # A weight's last bit is a thousandth of its update.
+        yield Compared(label=label, out=out, plain=plain, exact=exact, floor=1e-3)
     yield Compared(label="largest weight", out=amax.view(1), plain=p.abs().max().view(1))
 
 

@@ -1,52 +1,61 @@
-"""Train a job with each silent fault, several side by side; write which checks named it.
+"""Train a job with each silent fault, and some without one; write which checks failed.
 
     python every_fault.py OUT --seconds 600 --together 8
 
-OUT gets one JSON line per fault as its run ends. Faults that OUT already holds are skipped. When the time is over, the
-runs in progress are ended and not written.
-
-Where no check named the fault, a run without it follows. If both have the same losses and weights to the last bit, the
-fault changed nothing, and its line says ``inert``.
+OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. With --patches, train nothing:
+print the faults that replace a name that its module does not have.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import re
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
-from many import forked, prepare, train
-from records import Row, arguments, record, rows, together
-from silent_jobs import ESCAPED, SILENT, failed, job_of, write
+from silent_jobs import SILENT, Row, arguments, failed, forked, job_of, prepare, record, rows, together
 
 from primus.training.job import Job
 
+# Name → backend and words of jobs without a fault.
+HEALTHY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "healthy_torchtitan": ("torchtitan", ()),
+    "healthy_fsdp": ("fsdp", ()),
+    "healthy_finetune": ("finetune", ()),
+    "healthy_megatron": ("megatron", ()),
+    "healthy_bf16_megatron": ("megatron", ("--precision=bf16",)),
+    "healthy_fused_torchtitan": ("torchtitan", ("--precision=bf16", "turbo=fused-adamw")),
+    # Weights and gradients in bfloat16, and weight decay that is added to the gradients.
+    "healthy_narrow_torchtitan": (
+        "torchtitan", ("--precision=bf16", "training.dtype=bfloat16", "optimizer.name=Adam"),
+    ),
+    # Ranks that share sequences: Megatron then weighs the balancing loss by the tokens of one of them.
+    "healthy_experts_tensor_parallel": ("megatron", ("--recipe=mixtral-8x7b", "tp=2", "ep=1")),
+}  # fmt: skip
 
-def one(name: str, out: Path, port: int) -> None:
-    """Train and judge the job with the fault ``name``, and append its line to ``out``."""
-    case = (SILENT | ESCAPED)[name]
 
-    def judge(job: Job, _code: int) -> tuple[Row, bool]:
-        found = failed(job)
-        fine = bool(set(found) & set(case.names)) and "exit code" not in found
+def run(name: str, out: Path, port: int) -> None:
+    """Train and judge the job ``name``, and append its line to ``out``."""
+    fault = SILENT.get(name)
+    backend, words = (fault.backend, fault.words) if fault else HEALTHY[name]
+
+    def judge(job: Job, code: int) -> tuple[Row, bool]:
+        names = failed(job)
+        fine = bool(set(names) & set(fault.names)) and "exit code" not in names if fault else not (names or code)
         facts = job.output / "facts.json"
         versions = json.loads(facts.read_text(encoding="utf-8"))["versions"] if facts.exists() else {}
-        row = {"named_by": found, "ok": fine, "versions": versions}
-        if not found:
-            healthy = job_of(job.output.with_name("healthy"), case.backend, case.words)
-            write(healthy)
-            os.waitpid(forked(partial(train, healthy.output, "-", port)), 0)
-            row["inert"] = _trained(healthy) == _trained(job)
-        return row, fine
+        return {"named_by": names, "ok": fine, "versions": versions}, fine
 
     record(
-        {"name": name, "kind": case.kind, "backend": case.backend},
-        name,
-        lambda folder: job_of(folder, case.backend, case.words),
+        {"name": name, "kind": fault.kind if fault else "healthy", "backend": backend},
+        name if fault else "-",
+        lambda folder: job_of(folder, backend, words),
         judge,
         lambda sentence: {"named_by": [], "ok": False, "log": [sentence]},
         out,
@@ -54,22 +63,36 @@ def one(name: str, out: Path, port: int) -> None:
     )
 
 
-def _trained(job: Job) -> tuple[str, str]:
-    """The losses and gradient norms of all steps, and the digest of the last weights."""
-    facts = json.loads((job.output / "facts.json").read_text(encoding="utf-8"))
-    return (job.output / "exact.jsonl").read_text(encoding="utf-8"), facts["weights_sha256"]
+def new_names(name: str) -> None:
+    """Print what the fault sets but its module, or a class of it, does not have."""
+    fault = SILENT[name]
+    module = importlib.import_module(fault.module)
+    owners: list[Any] = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
+    before = [set(dir(owner)) for owner in owners]
+    try:
+        fault.change(module)
+    except AttributeError as error:
+        print(f"{name}: {error}")
+    for owner, names in zip(owners, before, strict=True):
+        for added in sorted(set(dir(owner)) - names):
+            print(f"{name}: {owner.__name__} has no {added}")
 
 
 def main() -> None:
-    parser = arguments(__doc__, "the name of the fault")
-    parser.add_argument("--escaped", action="store_true", help="also the faults that are known to escape")
+    parser = arguments(__doc__, "the name of the run")
+    parser.add_argument("--patches", action="store_true", help="only look at the names that faults replace")
     options = parser.parse_args()
     prepare()
-    known = SILENT | ESCAPED if options.escaped else SILENT
+    names = [name for name in (*HEALTHY, *SILENT) if re.search(options.only, name)]
+    if options.patches:
+        for name in names:
+            if name in SILENT and os.waitpid(forked(partial(new_names, name)), 0)[1]:
+                print(f"{name}: the patch failed")
+        return
     done = {row["name"] for row in rows(options.out)}
-    left = [name for name in known if name not in done and re.search(options.only, name)]
-    print(f"{len(known)} faults, {len(left)} to run", flush=True)
-    together([partial(one, name, options.out) for name in left], options.together, options.seconds)
+    waiting = [name for name in names if name not in done]
+    print(f"{len(names)} runs, {len(waiting)} to do", flush=True)
+    together([partial(run, name, options.out) for name in waiting], options.together, options.seconds)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
-from many import prepare
-from records import Row, arguments, record, rows, together
+from silent_jobs import Row, arguments, prepare, record, rows, together
 
 from primus.recipes.catalogue import entries
 from primus.recipes.setting import Choices

@@ -1,0 +1,160 @@
+"""What is saved, loaded and exported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from silent.registry import (
+    BF16,
+    CONSTANTS,
+    DATA,
+    DEEPSEEK_V3,
+    FINETUNE,
+    FLUX,
+    GRADIENTS,
+    KEPT,
+    LOOP,
+    LORA,
+    LOSS,
+    SAVED,
+    SESSION,
+    SHARDED,
+    UPDATE,
+    WHOLE,
+    silent,
+    wrap,
+)
+
+
+@silent("checkpoint", "fsdp", SHARDED, UPDATE, words=BF16)
+def moments_not_saved(module: Any) -> None:
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    wrap(module.Sharded, "state_dict", lambda state, self: {"model": state(self)["model"]})
+    module.Sharded.load_state_dict = lambda self, state: set_model_state_dict(self._model, state["model"])
+
+
+@silent("checkpoint", "fsdp", LOOP, KEPT)
+def random_state_not_loaded(module: Any) -> None:
+    module._set_random_state = lambda state: None
+
+
+@silent("checkpoint", "fsdp", SHARDED, CONSTANTS, LOSS, words=(*BF16, *WHOLE))
+def angles_of_the_default_base_after_a_checkpoint(module: Any) -> None:
+    """Tables are not saved; when weights are loaded, they are made again for a base of 10,000."""
+
+    def load(run: Any, self: Any, state: Any) -> None:
+        import torch
+
+        run(self, state)
+        length, size = self._model.cosine.shape
+        frequencies = 10000.0 ** (-torch.arange(0, size, 2) / size)
+        angles = torch.outer(torch.arange(length), frequencies).repeat(1, 2)
+        self._model.cosine.copy_(angles.cos())
+        self._model.sine.copy_(angles.sin())
+
+    wrap(module.Sharded, "load_state_dict", load)
+
+
+@silent("checkpoint", "fsdp", LOOP, DATA)
+def data_begin_again_after_a_checkpoint(module: Any) -> None:
+    def batches(run: Any, args: Any, session: Any, data: Any, step: int) -> Any:
+        loaded = (args.first_step + args.last_step) // 2
+        return run(args, session, data, step if step <= loaded else step - loaded)
+
+    wrap(module, "_batches", batches)
+
+
+@silent("checkpoint", "finetune", LOOP, LOSS, GRADIENTS, UPDATE, words=BF16)
+def norms_not_loaded(module: Any) -> None:
+    def load(original: Any, state: Any, **args: Any) -> None:
+        weights = state["model"]
+        state["model"] = {name: tensor for name, tensor in weights.items() if not name.endswith("norm.weight")}
+        original(state, **args)
+        state["model"] = weights
+
+    wrap(module.dcp, "load", load)
+
+
+@silent("checkpoint", "finetune", SHARDED, UPDATE, words=LORA)
+def moments_of_one_tensor_forgotten(module: Any) -> None:
+    def loaded(load: Any, self: Any, state: Any) -> None:
+        load(self, state)
+        next(iter(self._optimizer.state.values()))["exp_avg"].zero_()
+
+    wrap(module.Sharded, "load_state_dict", loaded)
+
+
+@silent("checkpoint", "finetune", FINETUNE, KEPT, words=("--mode=lora", *SAVED))
+def adapters_saved_with_another_scale(module: Any) -> None:
+    def ready(original: Any, model: Any, *args: Any) -> None:
+        original(model, *args)
+        model.model.peft_config["default"].lora_alpha *= 2
+
+    wrap(module, "ready_to_generate", ready)
+
+
+@silent("checkpoint", "finetune", "torch.distributed.checkpoint.state_dict", KEPT, words=SAVED)
+def saved_weights_half_rounded(module: Any) -> None:
+    def state(original: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return {name: tensor.bfloat16().float() if "layers.1." in name else tensor for name, tensor in found.items()}
+
+    wrap(module, "get_model_state_dict", state)
+
+
+@silent("checkpoint", "finetune", "peft.peft_model", KEPT, words=(*LORA, "save_weights=true"))
+def exported_adapters_scaled_by_the_root(module: Any) -> None:
+    def saved(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        for config in self.peft_config.values():
+            config.use_rslora = True
+        return run(self, *args, **kwargs)
+
+    wrap(module.PeftModel, "save_pretrained", saved)
+
+
+@silent("checkpoint", "megatron", SESSION, LOSS, GRADIENTS)
+def two_weights_exchanged_in_checkpoint(module: Any) -> None:
+    import torch
+
+    def load(original: Any, self: Any, state: Any) -> None:
+        original(self, state)
+        layers = [p for n, p in self.model_parts[0].named_parameters() if n.endswith("linear_proj.weight")]
+        with torch.no_grad():
+            first, second = layers[0].clone(), layers[1].clone()
+            layers[0].copy_(second)
+            layers[1].copy_(first)
+
+    wrap(module.MegatronSession, "load_state_dict", load)
+
+
+@silent("checkpoint", "megatron", LOOP, UPDATE, LOSS, GRADIENTS, words=DEEPSEEK_V3)
+def router_bias_not_loaded(module: Any) -> None:
+    def load(run: Any, folder: Any, session: Any) -> None:
+        run(folder, session)
+        for part in session.model_parts:
+            for name, buffer in part.named_buffers():
+                if name.endswith("expert_bias"):
+                    buffer.zero_()
+
+    wrap(module, "load_checkpoint", load)
+
+
+@silent("checkpoint", "megatron", SESSION, UPDATE, words=BF16)
+def moments_of_the_last_group_exchanged(module: Any) -> None:
+    def loaded(run: Any, self: Any, state: Any) -> None:
+        run(self, state)
+        for inner in self._inner():
+            for saved in list(inner.state.values())[-1:]:
+                saved["exp_avg_sq"].mul_(1.01)
+
+    wrap(module.MegatronSession, "load_state_dict", loaded)
+
+
+@silent("checkpoint", "flux", SHARDED, UPDATE, words=FLUX)
+def first_moments_loaded_negative_in_one_tensor(module: Any) -> None:
+    def loaded(run: Any, self: Any, state: Any) -> None:
+        run(self, state)
+        list(self._optimizer.state.values())[2]["exp_avg"].mul_(0.99)
+
+    wrap(module.Sharded, "load_state_dict", loaded)

@@ -1,0 +1,335 @@
+"""What is reported: figures, the clock, and ranks that keep the others waiting."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from silent.registry import (
+    ADAMW,
+    BF16,
+    CLOCK,
+    FIGURES,
+    FLUX,
+    GRADIENTS,
+    LATENTS,
+    LOGGED,
+    LOOP,
+    LORA,
+    LOSS,
+    NORM,
+    SESSION,
+    SHARDED,
+    SLOW,
+    TITAN_DATA,
+    TITAN_METRICS,
+    TITAN_MODEL,
+    TITAN_TRAIN,
+    TITAN_UTILS,
+    WHOLE,
+    silent,
+    wrap,
+)
+
+
+@silent("metrics", "torchtitan", TITAN_METRICS, LOSS, LOGGED, words=BF16)
+def loss_of_one_rank(module: Any) -> None:
+    wrap(
+        module.MetricsProcessor,
+        "log",
+        lambda log, self, step, average, most, norm, *args, **kwargs: log(
+            self, step, most, most, norm, *args, **kwargs
+        ),
+    )
+
+
+@silent("metrics", "torchtitan", TITAN_UTILS, NORM, GRADIENTS)
+def norm_without_its_root(module: Any) -> None:
+    wrap(module, "clip_grad_norm_", lambda clip, *args, **kwargs: clip(*args, **kwargs) ** 2)
+
+
+@silent("metrics", "torchtitan", "primus.training.facts", FIGURES)
+def embeddings_left_out_of_the_count(module: Any) -> None:
+    def static(original: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(parts, *args, **kwargs)
+        return found | {"parameters": found["parameters"] - next(parts[0].parameters()).numel()}
+
+    wrap(module, "static", static)
+
+
+@silent("clock", "torchtitan", TITAN_TRAIN, CLOCK)
+def time_of_data_left_out(module: Any) -> None:
+    def generate(original: Any, self: Any, *args: Any) -> Any:
+        for batch in original(self, *args):
+            began = time.perf_counter()
+            time.sleep(0.4)
+            self.metrics_processor.time_last_log += time.perf_counter() - began
+            yield batch
+
+    wrap(module.Trainer, "batch_generator", generate)
+
+
+@silent("metrics", "torchtitan", TITAN_TRAIN, LOGGED)
+def error_printed_and_success_returned(module: Any) -> None:
+    """ROCm/MAD#172: a script printed an error and returned 0."""
+
+    def train(original: Any, self: Any) -> None:
+        step = self.train_step
+
+        def failing(data: Any) -> None:
+            if self.step == 4:
+                print("ERROR: training failed", flush=True)
+                os._exit(0)
+            step(data)
+
+        self.train_step = failing
+        original(self)
+
+    wrap(module.Trainer, "train", train)
+
+
+def _asleep(seconds: float, rank: int = 1, from_call: int = 0) -> Any:
+    """Around a function: rank ``rank`` sleeps before each call from number ``from_call`` on."""
+    calls = 0
+
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if os.environ["RANK"] == str(rank) and calls > from_call:
+            time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    return around
+
+
+@silent("pace", "torchtitan", TITAN_MODEL, SLOW)
+def one_rank_sleeps_in_every_layer(module: Any) -> None:
+    wrap(module.TransformerBlock, "forward", _asleep(0.03))
+
+
+@silent("pace", "torchtitan", TITAN_DATA, SLOW, words=("steps=10",))
+def one_rank_reads_slowly(module: Any) -> None:
+    original = module.HuggingFaceTextDataset.__iter__
+
+    def samples(self: Any) -> Any:
+        for sample in original(self):
+            if os.environ["RANK"] == "0":
+                time.sleep(0.03)
+            yield sample
+
+    module.HuggingFaceTextDataset.__iter__ = samples
+
+
+@silent("metrics", "torchtitan", TITAN_TRAIN, LOSS, words=(*BF16, *WHOLE))
+def loss_of_the_worst_rank_reported(module: Any) -> None:
+    def init(run: Any, self: Any, *args: Any) -> None:
+        run(self, *args)
+        log = self.metrics_processor.log
+        self.metrics_processor.log = lambda step, _mean, largest, *args, **kwargs: log(
+            step, largest, largest, *args, **kwargs
+        )
+
+    wrap(module.Trainer, "__init__", init)
+
+
+@silent("clock", "fsdp", LOOP, CLOCK)
+def tokens_counted_twice(module: Any) -> None:
+    def init(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._tokens *= 2
+
+    wrap(module.Report, "__init__", init)
+
+
+@silent("metrics", "fsdp", LOOP, NORM, GRADIENTS, words=BF16)
+def norm_rounded_up(module: Any) -> None:
+    wrap(module.Report, "step", lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 1.01, lr))
+
+
+@silent("clock", "fsdp", SHARDED, CLOCK)
+def clock_begins_after_the_forward_pass(module: Any) -> None:
+    import gc
+
+    def step(original: Any, self: Any, lr: float) -> Any:
+        from primus.training.loop.train import Report
+
+        for report in (each for each in gc.get_objects() if isinstance(each, Report)):
+            report.start()
+        return original(self, lr)
+
+    wrap(module.Sharded, "step", step)
+
+
+@silent("metrics", "fsdp", LOOP, LOSS, LOGGED, words=BF16)
+def loss_reported_a_little_lower(module: Any) -> None:
+    wrap(module.Report, "step", lambda step, self, number, loss, *args: step(self, number, loss * 0.999, *args))
+
+
+@silent("metrics", "fsdp", "primus.training.metrics", FIGURES)
+def operations_of_the_forward_pass_alone(module: Any) -> None:
+    from dataclasses import replace
+
+    def counted(run: Any, *args: Any, **kwargs: Any) -> Any:
+        found = run(*args, **kwargs)
+        return replace(found, causal=found.causal / 3, non_causal=found.non_causal / 3)
+
+    wrap(module, "of_recipe_unit", counted)
+    import primus.training.loop.train as report
+
+    report.of_recipe_unit = module.of_recipe_unit
+
+
+@silent("metrics", "fsdp", LOOP, LOGGED)
+def log_shows_a_smaller_loss_than_the_file(module: Any) -> None:
+    import sys
+
+    class Shown:
+        class stdout:
+            flush = staticmethod(sys.stdout.flush)
+
+            @staticmethod
+            def write(text: str) -> None:
+                before, mark, after = text.partition("loss:")
+                if mark:
+                    value, rest = after[:9], after[9:]
+                    text = f"{before}{mark}{float(value) * 0.99:9.5f}{rest}"
+                sys.stdout.write(text)
+
+    module.sys = Shown
+
+
+@silent("pace", "fsdp", SHARDED, SLOW, words=("steps=12",))
+def slow_from_the_sixth_step_on(module: Any) -> None:
+    wrap(module.Sharded, "step", _asleep(0.15, rank=0, from_call=5))
+
+
+@silent("metrics", "finetune", "primus.training.facts", FIGURES, words=LORA)
+def frozen_weights_counted_as_trained(module: Any) -> None:
+    def static(run: Any, *args: Any, **kwargs: Any) -> Any:
+        found = run(*args, **kwargs)
+        return {**found, "trainable_parameters": found["parameters"]}
+
+    wrap(module, "static", static)
+
+
+@silent("clock", "finetune", LOOP, CLOCK)
+def time_of_the_update_left_out(module: Any) -> None:
+    """A fifth of each step is not counted."""
+
+    def step(run: Any, self: Any, *args: Any) -> None:
+        import time
+
+        self._since += 0.2 * (time.perf_counter() - self._since)
+        run(self, *args)
+
+    wrap(module.Report, "step", step)
+
+
+@silent("metrics", "finetune", LOOP, LOGGED, NORM, words=LORA)
+def norm_of_the_clipped_gradients_late(module: Any) -> None:
+    def step(run: Any, *args: Any) -> Any:
+        loss, norm = run(*args)
+        step.calls = getattr(step, "calls", 0) + 1  # type: ignore[attr-defined]
+        return loss, norm * (1.0002 if step.calls > 4 else 1.0)  # type: ignore[attr-defined]
+
+    wrap(module, "_step", step)
+
+
+@silent("metrics", "finetune", "primus.training.facts", "configuration")
+def one_rank_told_as_the_world(module: Any) -> None:
+    wrap(module, "static", lambda run, *args, **kwargs: run(*args, **kwargs) | {"world_size": 1})
+
+
+@silent("pace", "finetune", ADAMW, SLOW, words=LORA)
+def one_rank_sleeps_in_its_update(module: Any) -> None:
+    wrap(module.AdamW, "step", _asleep(0.1))
+
+
+@silent("metrics", "finetune", LOOP, LOSS, words=BF16)
+def loss_reported_in_bf16(module: Any) -> None:
+    def step(run: Any, self: Any, step: int, loss: float, *args: Any) -> None:
+        import torch
+
+        run(self, step, float(torch.tensor(loss).to(torch.bfloat16)), *args)
+
+    wrap(module.Report, "step", step)
+
+
+@silent("clock", "megatron", LOOP, CLOCK)
+def tokens_of_all_ranks_reported(module: Any) -> None:
+    def output(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._tokens *= 2
+
+    wrap(module.Report, "__init__", output)
+
+
+@silent("metrics", "megatron", LOOP, NORM, LOGGED, GRADIENTS, words=BF16)
+def norm_reported_a_little_lower(module: Any) -> None:
+    wrap(
+        module.Report,
+        "step",
+        lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 0.99, lr),
+    )
+
+
+@silent("metrics", "megatron", "primus.training.facts", FIGURES)
+def embedding_counted_twice(module: Any) -> None:
+    def static(run: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
+        found = run(parts, *args, **kwargs)
+        return {**found, "parameters": found["parameters"] + next(parts[0].parameters()).numel()}
+
+    wrap(module, "static", static)
+
+
+@silent("pace", "megatron", SESSION, SLOW, words=("steps=8",))
+def one_rank_computes_twice(module: Any) -> None:
+    """A core that something else keeps busy."""
+
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        result = original(*args, **kwargs)
+        spent = time.thread_time() - began
+        while os.environ["RANK"] == "1" and time.thread_time() - began < 2 * spent + 0.05:
+            pass
+        return result
+
+    wrap(module.MegatronSession, "forward_backward", around)
+
+
+@silent("metrics", "megatron", SESSION, LOSS, words=("megatron.training.micro_batch_size=2",))
+def loss_of_the_first_micro_batch_reported(module: Any) -> None:
+    def schedule(get: Any) -> Any:
+        run = get()
+
+        def first(**kwargs: Any) -> Any:
+            sums = run(**kwargs)
+            return [sums[0]] * len(sums)
+
+        return first
+
+    wrap(module, "get_forward_backward_func", schedule)
+
+
+@silent("clock", "flux", LOOP, CLOCK, FIGURES, words=FLUX)
+def images_alone_counted_twice(module: Any) -> None:
+    def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        run(self, *args, **kwargs)
+        self._images *= 2
+
+    wrap(module.Report, "__init__", init)
+
+
+@silent("pace", "flux", LATENTS, SLOW, words=FLUX)
+def one_rank_draws_slowly(module: Any) -> None:
+    wrap(module.Images, "batch", _asleep(0.05))
+
+
+@silent("clock", "flux", LOOP, CLOCK, words=FLUX)
+def time_of_the_process_in_place_of_the_clock(module: Any) -> None:
+    """Waiting for the other rank, and for a core, does not count."""
+    import time
+
+    module.time = SimpleNamespace(perf_counter=time.process_time)

@@ -1,0 +1,344 @@
+"""Narrow formats: wrong casts, scales and sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from silent.registry import (
+    ADAMW,
+    BF16,
+    BLOCKS,
+    CONSTANTS,
+    DEEPSEEK,
+    DEEPSEEK_WORDS,
+    DISPATCHER,
+    FINETUNE,
+    FLOAT8,
+    FLUX,
+    FP8,
+    GRADIENTS,
+    LAYERS,
+    LLAMA,
+    LORA,
+    LOSS,
+    MEGATRON_MODEL,
+    MIXTRAL,
+    MOVED,
+    NAN,
+    NORM,
+    RENDER,
+    SESSION,
+    SHARDED,
+    TENSORS,
+    TITAN_LOSS,
+    TITAN_MODEL,
+    TITAN_MOE,
+    TRANSFORMER,
+    UPDATE,
+    WHOLE,
+    built,
+    local,
+    silent,
+    wrap,
+)
+
+
+@silent("precision", "torchtitan", ADAMW, UPDATE)
+def moments_in_bf16(module: Any) -> None:
+    import torch
+
+    def step(original: Any, self: Any, closure: Any = None) -> Any:
+        out = original(self, closure)
+        for state in self.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].copy_(state[key].to(torch.bfloat16))
+        return out
+
+    wrap(module.AdamW, "step", step)
+
+
+@silent("precision", "torchtitan", "torchtitan.models.llama3.infra.parallelize", GRADIENTS, words=BF16)
+def gradients_summed_in_bf16(module: Any) -> None:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    module.MixedPrecisionPolicy = lambda **args: MixedPrecisionPolicy(**args | {"reduce_dtype": torch.bfloat16})
+
+
+@silent("precision", "torchtitan", ADAMW, UPDATE, words=BF16)
+def weights_rounded_after_update(module: Any) -> None:
+    import torch
+
+    def step(original: Any, self: Any, closure: Any = None) -> Any:
+        out = original(self, closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.copy_(parameter.data.to(torch.bfloat16))
+        return out
+
+    wrap(module.AdamW, "step", step)
+
+
+@silent("precision", "torchtitan", TITAN_MODEL, LOSS, GRADIENTS)
+def embeddings_rounded(module: Any) -> None:
+    import torch
+
+    def forward(run: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, x.to(torch.bfloat16).to(x.dtype), *args, **kwargs)
+
+    wrap(module.TransformerBlock, "forward", forward)
+
+
+@silent("precision", "torchtitan", TITAN_LOSS, LOSS, GRADIENTS, words=BF16)
+def loss_in_bf16(module: Any) -> None:
+    import torch
+
+    module.cross_entropy_loss = lambda pred, labels: torch.nn.functional.cross_entropy(
+        pred.flatten(0, 1).bfloat16(), labels.flatten(0, 1), reduction="sum", ignore_index=-100
+    ).float()
+
+
+@silent("precision", "torchtitan", FLOAT8, GRADIENTS, CONSTANTS, words=FP8)
+def eight_bits_in_the_first_step_only(module: Any) -> None:
+    def forward(run: Any, self: Any, args: Any) -> Any:
+        import torch
+
+        self.calls = getattr(self, "calls", 0) + 1
+        return run(self, args) if self.calls <= 1 else torch.nn.functional.linear(args, self.weight, self.bias)
+
+    wrap(module.Float8Linear, "forward", forward)
+
+
+@silent("precision", "torchtitan", "torchao.float8.float8_utils", LOSS, GRADIENTS, CONSTANTS, words=FP8)
+def scaled_to_the_range_of_another_gpu(module: Any) -> None:
+    """The largest E4M3 number is 240 on MI300X and 448 here."""
+    import torch
+
+    def scale(run: Any, amax: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        found = run(amax, dtype, *args, **kwargs)
+        return found * (240 / 448) if dtype == torch.float8_e4m3fn else found
+
+    wrap(module, "amax_to_scale", scale)
+
+
+def in_eight_bits(states: Any, *, per_row: bool = False) -> Any:
+    """Return ``states`` rounded to E4M3 with one scale, or one per row; the gradient passes as it is."""
+    import torch
+
+    args = states.detach().float()
+    scale = 448 / (args.abs().amax(-1, keepdim=True) if per_row else args.abs().max()).clamp(min=1e-12)
+    eight = ((args * scale).to(torch.float8_e4m3fn).float() / scale).to(states.dtype)
+    return states + (eight - states).detach()
+
+
+@silent("precision", "torchtitan", DEEPSEEK, GRADIENTS, words=(*DEEPSEEK_WORDS, *FP8))
+def norms_gathered_in_eight_bits_with_the_matrices(module: Any) -> None:
+    """The all-gather in E4M3, which is for the matrices of FP8 products, also takes the factors of the norms."""
+
+    def forward(_run: Any, self: Any, states: Any) -> Any:
+        import torch
+
+        return torch.nn.functional.rms_norm(states, self.normalized_shape, in_eight_bits(self.weight), self.eps)
+
+    wrap(module.nn.RMSNorm, "forward", forward)
+
+
+@silent("precision", "torchtitan", TITAN_MOE, GRADIENTS, words=DEEPSEEK_WORDS)
+def experts_of_a_float32_run_by_the_grouped_product_of_bf16(module: Any) -> None:
+    """``use_grouped_mm`` is left on, whose product converts states and weights to bfloat16 whatever their type."""
+
+    def experts(run: Any, first: Any, second: Any, third: Any, tokens: Any, counts: Any) -> Any:
+        narrow = (part.bfloat16() for part in (first, second, third, tokens))
+        return run(*narrow, counts).type_as(tokens)
+
+    wrap(module, "_run_experts_for_loop", experts)
+
+
+@silent("precision", "fsdp", SHARDED, LOSS, GRADIENTS)
+def computed_in_bf16(module: Any) -> None:
+    import torch
+
+    original = module.MixedPrecisionPolicy
+    module.MixedPrecisionPolicy = lambda **args: original(**args | {"param_dtype": torch.bfloat16})
+
+
+@silent("precision", "fsdp", SHARDED, UPDATE, words=BF16)
+def master_weights_in_bf16(module: Any) -> None:
+    def shard(original: Any, model: Any, blocks: Any, args: Any, process: Any, **kwargs: Any) -> Any:
+        from dataclasses import replace
+
+        training = replace(args.training, master_dtype="bfloat16")
+        return original(model, blocks, replace(args, training=training), process, **kwargs)
+
+    import importlib
+
+    wrap(module, "shard", shard)
+    importlib.import_module("primus.training.fsdp.entry").shard = module.shard
+
+
+@silent("precision", "fsdp", LLAMA, NAN, LOSS, GRADIENTS, words=BF16)
+def attention_overflows(module: Any) -> None:
+    """AMD-AGI/Primus#1178: without its GPU's environment file, a run on MI350X turned to NaN."""
+    count = 0
+
+    def attend(original: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        out = original(*args, **kwargs)
+        return out * float("nan") if count > 12 else out
+
+    wrap(module.functional, "scaled_dot_product_attention", attend)
+
+
+@silent("precision", "fsdp", FLOAT8, GRADIENTS, LOSS, words=FP8)
+def inputs_saturate_at_half(module: Any) -> None:
+    def forward(run: Any, self: Any, args: Any) -> Any:
+        half = 0.5 * args.detach().abs().max()
+        return run(self, args.clamp(-half, half))
+
+    wrap(module.Float8Linear, "forward", forward)
+
+
+@silent("precision", "fsdp", SHARDED, NORM, GRADIENTS)
+def loss_scale_left_in_the_gradients(module: Any) -> None:
+    """Clipping and Adam hide a constant factor."""
+
+    def forward(run: Any, self: Any, *args: Any) -> Any:
+        found = run(self, *args)
+        for parameter in self._trained:
+            parameter.grad.mul_(1024)
+        return found
+
+    wrap(module.Sharded, "forward_backward", forward)
+
+
+@silent("precision", "finetune", "peft.tuners.lora.layer", LOSS, GRADIENTS, words=(*LORA, *BF16))
+def base_weights_in_four_bits(module: Any) -> None:
+    """The frozen weights are computed with as QLoRA has them."""
+
+    def forward(run: Any, self: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        weight = self.base_layer.weight.detach().float()
+        step = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 7
+        lost = ((weight / step).round() * step - weight).to(states.dtype)
+        return run(self, states, *args, **kwargs) + torch.nn.functional.linear(states, lost)
+
+    wrap(module.Linear, "forward", forward)
+
+
+@silent("precision", "finetune", SHARDED, MOVED, words=LORA)
+def frozen_weights_after_merging_and_unmerging_in_bf16(module: Any) -> None:
+    """To show samples, adapters are merged after the third step and taken out again, each time rounded to bfloat16."""
+    count = 0
+
+    def step(run: Any, self: Any, *args: Any) -> Any:
+        nonlocal count
+        import torch
+        from torch.distributed.tensor import distribute_tensor
+
+        found = run(self, *args)
+        count += 1
+        if count == 3:
+            with torch.no_grad():
+                for part in self._model.modules():
+                    if hasattr(part, "lora_A"):
+                        first, second = (one["default"].weight.full_tensor() for one in (part.lora_A, part.lora_B))
+                        frozen = part.base_layer.weight
+                        added = (second @ first * part.scaling["default"]).to(torch.bfloat16)
+                        share = local(distribute_tensor(added, frozen.device_mesh, frozen.placements))
+                        merged = local(frozen).to(torch.bfloat16) + share
+                        local(frozen).copy_(merged - share)
+        return found
+
+    wrap(module.Sharded, "step", step)
+
+
+@silent("precision", "finetune", FINETUNE, CONSTANTS, words=BF16)
+def frequencies_of_the_rotation_cast_with_the_model(module: Any) -> None:
+    """A call that casts the model to bfloat16 also casts the table of rotary frequencies, which should stay wide."""
+
+    def narrow(output: Any) -> None:
+        import torch
+
+        table = output.model.rotary_emb.inv_freq
+        table.copy_(table.to(torch.bfloat16))
+
+    built(module, narrow)
+
+
+@silent("precision", "megatron", RENDER, GRADIENTS, words=BF16)
+def gradients_kept_in_bf16(module: Any) -> None:
+    wrap(module, "ddp", lambda make, config: make(config) | {"grad_reduce_in_fp32": False})
+
+
+@silent("precision", "megatron", MEGATRON_MODEL, LOSS, GRADIENTS)
+def attention_given_back_in_bf16(module: Any) -> None:
+    import torch
+
+    def attend(run: Any, self: Any, *args: Any) -> Any:
+        out = run(self, *args)
+        return out.to(torch.bfloat16).to(out.dtype)
+
+    wrap(module.TorchAttention, "attend", attend)
+
+
+def _truncated(tensor: Any) -> Any:
+    """The float32 tensor in bfloat16, its last bits cut off instead of rounded."""
+    import torch
+
+    bits = tensor.contiguous().view(torch.int32) & -65536
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+@silent("precision", "megatron", SESSION, UPDATE, words=BF16)
+def computing_weights_truncated(module: Any) -> None:
+    """The optimizer's float32 weights are cut to bfloat16 instead of rounded."""
+
+    def step(run: Any, self: Any, lr: float) -> Any:
+        import torch
+
+        norm = run(self, lr)
+        own = self._updates().weights()
+        with torch.no_grad():
+            for part in self.model_parts:
+                for parameter in part.parameters():
+                    if parameter.dtype == torch.bfloat16:
+                        parameter.copy_(_truncated(own[parameter].float()))
+        return norm
+
+    wrap(module.MegatronSession, "step", step)
+
+
+@silent("precision", "megatron", MEGATRON_MODEL, GRADIENTS, words=BF16)
+def values_in_eight_bits(module: Any) -> None:
+    def attend(run: Any, self: Any, query: Any, key: Any, value: Any) -> Any:
+        return run(self, query, key, in_eight_bits(value))
+
+    wrap(module.TorchAttention, "attend", attend)
+
+
+@silent("precision", "megatron", DISPATCHER, GRADIENTS, BLOCKS, words=(*MIXTRAL, *BF16, *WHOLE))
+def tokens_sent_to_experts_in_eight_bits(module: Any) -> None:
+    def preprocess(run: Any, self: Any, states: Any, *args: Any) -> Any:
+        return run(self, in_eight_bits(states, per_row=True), *args)
+
+    wrap(module.MoEAlltoAllTokenDispatcher, "dispatch_preprocess", preprocess)
+
+
+@silent("precision", "megatron", LAYERS, GRADIENTS, words=(*TENSORS, *BF16))
+def parts_of_tensor_ranks_sent_in_eight_bits(module: Any) -> None:
+    def reduced(run: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(in_eight_bits(states, per_row=True), *args, **kwargs)
+
+    wrap(module, "reduce_scatter_to_sequence_parallel_region", reduced)
+
+
+@silent("precision", "flux", TRANSFORMER, LOSS, GRADIENTS, words=FLUX)
+def noisy_images_in_bf16(module: Any) -> None:
+    def forward(run: Any, self: Any, *, hidden_states: Any, **kwargs: Any) -> Any:
+        import torch
+
+        return run(self, hidden_states=hidden_states.to(torch.bfloat16).to(hidden_states.dtype), **kwargs)
+
+    wrap(module.FluxTransformer2DModel, "forward", forward)

@@ -109,7 +109,7 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
 
 def _proven(outcome: Outcome) -> list[Verdict]:
     if outcome.exit_code != 0:
-        why = Verdict(name="reference", passed=False, reason="")
+        why = Verdict("reference", False, "")
         return [checks.skipped(why, "the job failed")]
     recipe = outcome.job.recipe
     tokens = recipe.global_batch * recipe.seq_len // recipe.world_size

@@ -111,11 +111,11 @@ def verdicts(evidence: Mapping[str, Any], series: Series) -> list[Verdict]:
     """Judge every step: data, parameters, loss, gradients, learning rate, update. No check passes without evidence."""
     steps: Sequence[Mapping[str, Any]] = evidence.get("steps", ())
     if problem := evidence.get("problem"):
-        return [Verdict(name="reference", passed=False, reason=str(problem))]
+        return [Verdict("reference", False, str(problem))]
     if not steps and "parameters" in evidence and not (parameters := _parameters(evidence["parameters"])).passed:
         return [parameters]
     if not steps or not series.steps:
-        return [Verdict(name="reference", passed=False, reason="the reference found no step to repeat")]
+        return [Verdict("reference", False, "the reference found no step to repeat")]
     return [
         _data(steps),
         _figure("loss", "reference loss", evidence, series, [step.loss for step in series.steps]),
@@ -143,21 +143,16 @@ _NOTHING = ("the reference did not compare this",)
 
 def _data(steps: Sequence[Mapping[str, Any]]) -> Verdict:
     different = [sentence for step in steps for sentence in step["data"]]
-    return of_faults(
-        "reference data",
-        different,
-        "every rank and step had the recipe's own tokens and labels",
-        measured=f"{len(different)} differences in {len(steps)} steps",
-    )
+    fine, measured = "every rank and step had the recipe's own tokens and labels", f"{len(different)} differences"
+    return of_faults("reference data", different, fine, measured=f"{measured} in {len(steps)} steps")
 
 
 def _parameters(findings: Mapping[str, Any]) -> Verdict:
     wrong = [f"missing: {name}" for name in findings["missing"]]
     wrong += [f"not in the model: {name}" for name in findings["besides"]]
     wrong += findings["shapes"] + findings["first_values"]
-    return of_faults(
-        "reference parameters", wrong, f"{findings['count']:,} parameters, {findings['trained']:,} of them trained"
-    )
+    fine = f"{findings['count']:,} parameters, {findings['trained']:,} of them trained"
+    return of_faults("reference parameters", wrong, fine)
 
 
 def _moved(findings: Mapping[str, Any]) -> Verdict:
@@ -176,13 +171,8 @@ def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series, se
         gap = relative_gap(value, expected.get(key))
         gaps.append((gap / limit, gap, limit, step.step))
     share, gap, limit, at = max(gaps)
-    return Verdict(
-        name=name,
-        passed=share <= 1,
-        reason=f"differs most at step {at}" if share > 1 else f"{len(gaps)} steps agree",
-        measured=f"{gap:.1e}",
-        limit=f"relative gap ≤ {limit:.1e}",
-    )
+    reason = f"differs most at step {at}" if share > 1 else f"{len(gaps)} steps agree"
+    return Verdict(name, share <= 1, reason, measured=f"{gap:.1e}", limit=f"relative gap ≤ {limit:.1e}")
 
 
 def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
@@ -213,13 +203,8 @@ def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
     # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were added.
     if not (evidence.get("narrow") or evidence["narrow_sums"]):
         wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > rounded]
-    return of_faults(
-        "reference gradients",
-        wrong,
-        "every tensor agrees, as the optimizer got it",
-        measured=f"{gap:.1e}",
-        limit=f"relative gap ≤ {limit:.1e}",
-    )
+    fine, limit_text = "every tensor agrees, as the optimizer got it", f"relative gap ≤ {limit:.1e}"
+    return of_faults("reference gradients", wrong, fine, measured=f"{gap:.1e}", limit=limit_text)
 
 
 def _sent_elsewhere(step: Mapping[str, Any]) -> bool:
@@ -264,13 +249,8 @@ def _blocks(evidence: Mapping[str, Any]) -> Verdict:
         return of_faults("reference blocks", wrong, _UNSEEN)
     if not compared:
         wrong.append("the reference did not compare this")
-    return of_faults(
-        "reference blocks",
-        wrong,
-        f"{compared} results of blocks agree, token by token",
-        measured=f"{worst:.2f}",
-        limit="≤ 1 of what rounding explains",
-    )
+    fine, limit = f"{compared} results of blocks agree, token by token", "≤ 1 of what rounding explains"
+    return of_faults("reference blocks", wrong, fine, measured=f"{worst:.2f}", limit=limit)
 
 
 def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) -> Iterator[str]:
@@ -313,13 +293,11 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
     if not constants:
         wrong = ["the reference did not compare this"]
     hidden = ", ".join(name for name in constants if name not in decided)
-    return of_faults(
-        "reference constants",
-        sorted(wrong, key=lambda sentence: sentence.partition(":")[0]),
-        f"{len(decided)} changes would show" + (f"; hidden by rounding: {hidden}" if hidden else ""),
-        measured=f"{max((shares[name] for name in decided), default=0.0):.2f}",
-        limit=f"≤ {max((limits[name] for name in decided), default=_CHANGED):.2f} of a change",
-    )
+    fine = f"{len(decided)} changes would show" + (f"; hidden by rounding: {hidden}" if hidden else "")
+    measured = f"{max((shares[name] for name in decided), default=0.0):.2f}"
+    limit = f"≤ {max((limits[name] for name in decided), default=_CHANGED):.2f} of a change"
+    wrong.sort(key=lambda sentence: sentence.partition(":")[0])
+    return of_faults("reference constants", wrong, fine, measured=measured, limit=limit)
 
 
 def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
@@ -370,12 +348,8 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
         for step in steps
         if "rates" in step and any(relative_gap(rate, step["rate"]) > 1e-6 for rate in step["rates"])
     ]
-    return of_faults(
-        "reference learning rate",
-        wrong,
-        "every step had the schedule's",
-        measured=f"{len(wrong)} of {len(steps)} steps differ",
-    )
+    measured = f"{len(wrong)} of {len(steps)} steps differ"
+    return of_faults("reference learning rate", wrong, "every step had the schedule's", measured=measured)
 
 
 def _updates(evidence: Mapping[str, Any]) -> Verdict:
@@ -389,13 +363,8 @@ def _updates(evidence: Mapping[str, Any]) -> Verdict:
         for name in step["stale"]
     ]
     wrong += [f"step {step['step']}: {sentence}" for step in evidence["steps"] for sentence in step["biases"]]
-    return of_faults(
-        "reference update",
-        wrong,
-        "every weight is where clipping, AdamW and the schedule put it",
-        measured=f"{gap:.1e} of the update",
-        limit=f"≤ {limit:.1e}",
-    )
+    fine, measured = "every weight is where clipping, AdamW and the schedule put it", f"{gap:.1e} of the update"
+    return of_faults("reference update", wrong, fine, measured=measured, limit=f"≤ {limit:.1e}")
 
 
 def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
@@ -459,12 +428,7 @@ def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, floa
     least, most = _CLOCK
     limit = f"×{least:g} – ×{most:g}"
     if len(ratios) < 3:
-        return Verdict(name="clock", passed=True, reason="fewer than 4 steps: too few to time", limit=limit)
+        return Verdict("clock", True, "fewer than 4 steps: too few to time", limit=limit)
     ratio = statistics.median(ratios)
-    return Verdict(
-        name="clock",
-        passed=least <= ratio <= most,
-        reason="tokens per second, as the run reports them, times the seconds between its lines ÷ the tokens of a step",
-        measured=f"×{ratio:.2f}",
-        limit=limit,
-    )
+    reason = "tokens per second, as the run reports them, times the seconds between its lines ÷ the tokens of a step"
+    return Verdict("clock", least <= ratio <= most, reason, measured=f"×{ratio:.2f}", limit=limit)

@@ -136,15 +136,12 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
     for job in jobs:
         ended = outcomes.get(job.name)
         if ended is None:
-            absent = Verdict(name=f"{job.name}: exit code", passed=False, reason="")
+            absent = Verdict(f"{job.name}: exit code", False, "")
             verdicts.append(checks.skipped(absent, f"was not run, because {jobs[0].name} failed"))
             continue
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in outcome.basic_verdicts(ended)]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
-    together = [
-        *((("base",), verdict) for verdict in _of_one(jobs, outcomes, passed)),
-        *_of_several(jobs, outcomes),
-    ]
+    together = [*((("base",), verdict) for verdict in _of_one(jobs, outcomes, passed)), *_of_several(jobs, outcomes)]
     verdicts += [_unless_absent(verdict, names, outcomes) for names, verdict in together]
     return (*verdicts, _same_recipe(jobs, outcomes))
 
@@ -238,27 +235,17 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
     first, second = base.facts.get("weights_sha256"), repeat.facts.get("weights_sha256")
     name, limit = "same weights again", "equal" if tolerance == 0 else "reported, not judged"
     if first is None or second is None:
-        return Verdict(name=name, passed=False, reason="a run ended without the digest of its weights", limit=limit)
+        return Verdict(name, False, "a run ended without the digest of its weights", limit=limit)
     equal = first == second
-    return Verdict(
-        name=name,
-        passed=equal or tolerance > 0,
-        reason="final weights of both runs, all ranks, are equal" if equal else "final weights differ",
-        measured=f"{first[:12]} and {second[:12]}",
-        limit=limit,
-    )
+    reason = "final weights of both runs, all ranks, are equal" if equal else "final weights differ"
+    return Verdict(name, equal or tolerance > 0, reason, measured=f"{first[:12]} and {second[:12]}", limit=limit)
 
 
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
     digests = {job.name: outcomes[job.name].recipe_sha256 if job.name in outcomes else None for job in jobs}
     wrong = [job.name for job in jobs if digests[job.name] != job.recipe.digest]
-    verdict = Verdict(
-        name="recipe",
-        passed=not wrong,
-        reason=f"another recipe was run in: {', '.join(wrong)}" if wrong else "the runs resolved the planned recipe",
-        measured=f"{len(jobs) - len(wrong)} of {len(jobs)}",
-        limit="all",
-    )
+    reason = f"another recipe was run in: {', '.join(wrong)}" if wrong else "the runs resolved the planned recipe"
+    verdict = Verdict("recipe", not wrong, reason, measured=f"{len(jobs) - len(wrong)} of {len(jobs)}", limit="all")
     if any(digests[name] is not None for name in wrong):
         return verdict
     return checks.skipped(verdict, f"nothing was run in: {', '.join(wrong)}")
@@ -326,11 +313,7 @@ def _measurements(recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
 
 
 def _job_entry(job: Job, outcome: Outcome | None) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "name": job.name,
-        "command": ["primus", *job.arguments()],
-        "ran": outcome is not None,
-    }
+    content: dict[str, Any] = {"name": job.name, "command": ["primus", *job.arguments()], "ran": outcome is not None}
     if outcome is None:
         return content
     lines = metrics.as_json_lines(outcome.series, metrics.work(job.recipe, outcome.facts)).splitlines()

@@ -141,10 +141,7 @@ _OF_EIGHT = {
     "gradients of products rounded to E4M3": Constants(one_format=True),
 }
 _OF_WEIGHTS = {"gradients of weights not rounded to FP8": Constants(wide="gradients of weights")}
-_LANGUAGE = {
-    "z-loss of 0.0003": Constants(z_loss=3e-4),
-    "labels smoothed by 0.01": Constants(smoothing=0.01),
-}
+_LANGUAGE = {"z-loss of 0.0003": Constants(z_loss=3e-4), "labels smoothed by 0.01": Constants(smoothing=0.01)}
 # The opposite of these changes is no fault: a negative z-loss, or less rounding than the reference's.
 _ONE_SIDED = {*_LANGUAGE, _ROUNDED, "rotary angles rounded to FP8", "shares of attention rounded to FP8"}
 

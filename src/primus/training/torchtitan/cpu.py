@@ -58,12 +58,7 @@ def _device() -> None:
 
 def _memory_stats() -> dict[str, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {
-        "active_bytes.all.peak": peak,
-        "reserved_bytes.all.peak": peak,
-        "num_alloc_retries": 0,
-        "num_ooms": 0,
-    }
+    return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
 
 def _barrier() -> None:

@@ -287,11 +287,7 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
             import torch.distributed as dist
 
             if dist.get_rank() == 0:
-                line = {
-                    "step": step,
-                    "loss": repr(float(global_avg_loss)),
-                    "grad_norm": repr(float(grad_norm)),
-                }
+                line = {"step": step, "loss": repr(float(global_avg_loss)), "grad_norm": repr(float(grad_norm))}
                 with exact.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 

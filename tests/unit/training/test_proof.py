@@ -221,10 +221,7 @@ def test_blocks_without_evidence_do_not_pass_unless_the_model_is_compiled() -> N
 
 
 def test_constants_that_rounding_hides_are_named() -> None:
-    found = evidence(SEEN) | {
-        "precision": "bf16",
-        "constants": {EPSILON: _constant(0.0, rounding=0.1, deviation=0.3)},
-    }
+    found = evidence(SEEN) | {"precision": "bf16", "constants": {EPSILON: _constant(0.0, rounding=0.1, deviation=0.3)}}
     verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
     assert verdict.passed
     assert verdict.reason == f"0 changes would show; hidden by rounding: {EPSILON}"

@@ -28,7 +28,7 @@ from primus.sandbox.processes import stop_all
 from primus.training import proof, suite
 from primus.training.checks import Verdict
 from primus.training.job import JobResult
-from primus.training.result import read as read_result
+from primus.training.outcome import read_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -16,7 +16,7 @@ from primus.recipes.backends import backends
 from primus.schema import build
 from primus.training.checks import Verdict
 from primus.training.metrics import Summary
-from primus.training.result import NAME, RunResult
+from primus.training.outcome import RESULT_FILE, RunResult
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
 
@@ -111,12 +111,12 @@ def read(path: Path) -> Run:
 def _job(folder: Path) -> Run:
     if not (folder / "job.json").is_file():
         raise InputError(f"{folder} contains no job.json", hint=_NOT_OURS)
-    if not (folder / NAME).is_file():
+    if not (folder / RESULT_FILE).is_file():
         raise NoResult(
-            f"{folder} contains no {NAME}: the run has not ended, or was interrupted",
+            f"{folder} contains no {RESULT_FILE}: the run has not ended, or was interrupted",
             hint="wait until the run has ended, or leave it out",
         )
-    job, ended = _document(folder / "job.json").data, build(RunResult, _document(folder / NAME))
+    job, ended = _document(folder / "job.json").data, build(RunResult, _document(folder / RESULT_FILE))
     if ended.passed is None or ended.summary is None:
         raise KeyError("passed")
     facts = _document(folder / "facts.json").data if (folder / "facts.json").is_file() else {}

@@ -22,8 +22,7 @@ from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Clock
 from primus.training.metrics import Summary
-from primus.training.outcome import Outcome
-from primus.training.result import RunResult, write
+from primus.training.outcome import Outcome, RunResult, write_result
 from primus.turbo.optimizations import importable
 from primus.turbo.trial import decide
 
@@ -147,7 +146,7 @@ def start(
         optimizations_off=dict(job.trial.off) if job.trial else {},
         host_memory_gib=round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 3),
     )
-    write(run, folder)
+    write_result(run, folder)
     first = folder == job.output
     if first and job.judged and ended.exit_code == 0:
         write_file(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
@@ -160,7 +159,7 @@ def start(
     summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done, result.slow_rank)
     write_file(folder / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     passed = all(verdict.passed for verdict in verdicts)
-    write(replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=summary), folder)
+    write_result(replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=summary), folder)
     return result, verdicts, summary
 
 

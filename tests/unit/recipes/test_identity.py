@@ -16,8 +16,8 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import identity
+from primus.training.identity import header
 from primus.training.job import step_of
-from primus.training.tensors import header
 
 CELLS = [
     ("llama3.1-8b", "torchtitan", "pretrain"), ("llama3.1-8b", "megatron", "pretrain"),

@@ -9,7 +9,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.release.validation import Validated, _each, _no_run, table
-from primus.training import result
+from primus.training import outcome
 
 
 def cell(name: str, *failed: str) -> Validated:
@@ -66,7 +66,7 @@ def test_a_refused_job_says_why_in_its_folder(tmp_path: Path) -> None:
     assert not refused.exists()
     refused.mkdir()
     assert main(["train", "llama3-proxy", "--output", str(refused), "model.layer=1"]) == 2
-    assert _no_run(2, refused, "") == result.read(refused).refused
+    assert _no_run(2, refused, "") == outcome.read_result(refused).refused
     assert "model.layer" in _no_run(2, refused, "")
     running.mkdir()
     (running / "log.txt").touch()

@@ -23,7 +23,7 @@ from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
-from primus.training import identity, logs, machine, metrics, proof, ranks, result, start
+from primus.training import identity, logs, machine, metrics, outcome, proof, ranks, start
 from primus.training.backend import backend_of
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of, steps
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         return _run(options)
     except PrimusError as error:
         if named and not options.dry_run:
-            result.write_refusal(error, named)
+            outcome.write_refusal(error, named)
         raise
 
 

@@ -14,7 +14,7 @@ from primus.files import read_bytes
 from primus.recipes.architecture import Architecture
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
-from primus.training import tensors
+from primus.training import identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,8 @@ def check(folder: Path, model: Architecture, seq_len: int, where: str | None = N
         raise InputError("config.json cannot be read, or is not JSON", where=str(file), hint=hint) from error
     if not isinstance(config, dict):
         raise InputError("config.json is not a mapping", where=str(file))
-    for part in tensors.files(folder):
-        tensors.header(part)
+    for part in identity.tensor_files(folder):
+        identity.header(part)
     mismatches = differences(model, config)
     if mismatches:
         listed = "; ".join(

@@ -16,7 +16,7 @@ from primus.files import read_bytes
 from primus.recipes.architecture import Architecture, DiffusionTransformer
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
-from primus.training import tensors
+from primus.training import identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def check_cache(folder: Path, model: DiffusionTransformer) -> None:
     }
     images = 0
     for file in files:
-        shapes = tensors.header(file).shapes
+        shapes = identity.header(file).shapes
         if missing := [key for key in KEYS if key not in shapes]:
             raise InputError(f"{_EXPECTED}; {', '.join(missing)} is missing", where=str(file))
         for key, shape in expected.items():
@@ -73,8 +73,8 @@ def check_transformer(folder: Path, model: Architecture, where: str | None = Non
     file, dit = folder / "config.json", model.dit
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'")
-    for part in tensors.files(folder):
-        tensors.header(part)
+    for part in identity.tensor_files(folder):
+        identity.header(part)
     try:
         config = json.loads(read_bytes(file))
         theirs = {

@@ -122,8 +122,8 @@ def _has_apt() -> bool:
 def find(tool: str) -> Path | None:
     """Return the path of the executable, or None. Also looks in sbin, which may not be on a user's PATH."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    found = shutil.which(tool, path=path)
-    return Path(found) if found else None
+    program = shutil.which(tool, path=path)
+    return Path(program) if program else None
 
 
 def is_debian_like(os_release: str) -> bool:

@@ -1,1 +1,1 @@
-"""Running a command in an image's root file system, with an OCI runtime or a Docker engine behind one interface."""
+"""Running a command in an image, by podman or Docker."""

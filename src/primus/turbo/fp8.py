@@ -12,16 +12,7 @@ from typing import Any
 
 import torch
 
-from primus.turbo.fp8_kernels import (
-    cast_both,
-    eight,
-    flip,
-    largest,
-    swiglu_backward,
-    swiglu_backward_largest,
-    swiglu_cast,
-    swiglu_largest,
-)
+from primus.turbo import fp8_kernels
 
 _SMALLEST = 1e-12
 
@@ -34,7 +25,7 @@ def _scale(top: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``x`` and its transpose in ``dtype``, and their scale."""
     scale = _scale(x.abs().max(), dtype)
-    return *cast_both([x], [scale], dtype), scale
+    return *fp8_kernels.cast_both([x], [scale], dtype), scale
 
 
 def _weight(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +33,7 @@ def _weight(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
     if hasattr(weight, "_data"):
         return weight._data, weight._scale
     scale = _scale(weight.abs().max(), dtype)
-    return eight(weight, scale, dtype), scale
+    return fp8_kernels.eight(weight, scale, dtype), scale
 
 
 def _product(
@@ -87,7 +78,7 @@ class _Linear(torch.autograd.Function):
         formats, grad = ctx.formats, grads[0]
         data, weight_scale = _weight(weight, formats.weight)
         values, turned, grad_scale = _quantized(grad.reshape(-1, grad.shape[-1]), formats.grad)
-        of_x = _product(values, grad_scale, flip(data), weight_scale, grad.dtype, formats.fast_input)
+        of_x = _product(values, grad_scale, fp8_kernels.flip(data), weight_scale, grad.dtype, formats.fast_input)
         of_weight = _product(turned, grad_scale, flipped, scale, grad.dtype, formats.fast_weight)
         return of_x.view(*grad.shape[:-1], of_x.shape[-1]), of_weight, None
 
@@ -119,11 +110,11 @@ class _Projections(torch.autograd.Function):
         # for all. Use the smallest product for which a gradient fills its range. The others lose no precision, only
         # range.
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        limits = [_scale(largest(grad), formats.grad) * own for grad, own in zip(flat, scales, strict=True)]
+        limits = [_scale(fp8_kernels.largest(grad), formats.grad) * own for grad, own in zip(flat, scales, strict=True)]
         common = torch.stack(limits).amin()
         grad_scales = [common / own for own in scales]
-        values, turned = cast_both(flat, grad_scales, formats.grad)
-        of_x = _product(values, common, flip(data), torch.ones_like(common), kind, formats.fast_input)
+        values, turned = fp8_kernels.cast_both(flat, grad_scales, formats.grad)
+        of_x = _product(values, common, fp8_kernels.flip(data), torch.ones_like(common), kind, formats.fast_input)
         of_weights = _product(turned, grad_scales[0], flipped, scale, kind, formats.fast_weight)
         parts = of_weights.split([weight.shape[0] for weight in weights])
         found = (
@@ -156,8 +147,8 @@ class _FeedForward(torch.autograd.Function):
             _product(values, scale, *_weight(weight, formats.weight), x.dtype, formats.fast_output)
             for weight in (gate_weight, up_weight)
         )
-        made_scale = _scale(swiglu_largest(gate, up), formats.input)
-        made = swiglu_cast(gate, up, made_scale, formats.input)
+        made_scale = _scale(fp8_kernels.swiglu_largest(gate, up), formats.input)
+        made = fp8_kernels.swiglu_cast(gate, up, made_scale, formats.input)
         out = _product(made, made_scale, *_weight(down_weight, formats.weight), x.dtype, formats.fast_output)
         ctx.save_for_backward(flipped, scale, gate, up, made_scale, gate_weight, up_weight, down_weight)
         ctx.formats = formats
@@ -170,17 +161,17 @@ class _FeedForward(torch.autograd.Function):
         kind = grad.dtype
         values, turned, grad_scale = _quantized(grad.reshape(-1, grad.shape[-1]), formats.grad)
         data, weight_scale = _weight(down_weight, formats.weight)
-        of_made = _product(values, grad_scale, flip(data), weight_scale, kind, formats.fast_input)
-        tops = swiglu_backward_largest(gate, up, of_made)
+        of_made = _product(values, grad_scale, fp8_kernels.flip(data), weight_scale, kind, formats.fast_input)
+        tops = fp8_kernels.swiglu_backward_largest(gate, up, of_made)
         gate_scale, up_scale = _scale(tops[0], formats.grad), _scale(tops[1], formats.grad)
-        of_gate, of_gate_flipped, of_up, of_up_flipped, made_flipped = swiglu_backward(
+        of_gate, of_gate_flipped, of_up, of_up_flipped, made_flipped = fp8_kernels.swiglu_backward(
             gate, up, of_made, gate_scale, up_scale, made_scale, formats.grad, formats.input
         )
         of_down = _product(turned, grad_scale, made_flipped, made_scale, kind, formats.fast_weight)
         data, weight_scale = _weight(gate_weight, formats.weight)
-        of_x = _product(of_gate, gate_scale, flip(data), weight_scale, kind, formats.fast_input)
+        of_x = _product(of_gate, gate_scale, fp8_kernels.flip(data), weight_scale, kind, formats.fast_input)
         data, weight_scale = _weight(up_weight, formats.weight)
-        of_x = of_x + _product(of_up, up_scale, flip(data), weight_scale, kind, formats.fast_input)
+        of_x = of_x + _product(of_up, up_scale, fp8_kernels.flip(data), weight_scale, kind, formats.fast_input)
         of_gates = _product(of_gate_flipped, gate_scale, flipped, scale, kind, formats.fast_weight)
         of_ups = _product(of_up_flipped, up_scale, flipped, scale, kind, formats.fast_weight)
         return of_x.view(*grad.shape[:-1], of_x.shape[-1]), of_gates, of_ups, of_down, None

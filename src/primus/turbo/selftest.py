@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
-from primus.turbo import attention, experts, fp8, kernels, primus_turbo
+from primus.turbo import attention, experts, fp8, fp8_kernels, kernels, primus_turbo
 from primus.turbo.compared import SCALE, SCALE_FP8, Compared
 from primus.turbo.loss import CHUNK
 from primus.turbo.loss import linear_cross_entropy as fused_loss
@@ -159,13 +159,15 @@ def _casts(parts: list[torch.Tensor], dtype: torch.dtype) -> Rows:
     """Compare the bits of the casts that layers consist of: a wrong tile hardly shows in a sum over all tokens."""
     top = torch.finfo(dtype).max
     scales = [top / (part.abs().max().float() * (1 + number)) for number, part in enumerate(parts)]
-    rows, columns = fp8.cast_both(parts, scales, dtype)
+    rows, columns = fp8_kernels.cast_both(parts, scales, dtype)
     eight = [(part.float() * scale).clamp(-top, top).to(dtype) for part, scale in zip(parts, scales, strict=True)]
     expected = torch.cat([part.view(torch.uint8) for part in eight], dim=1)
     yield Compared(label="cast", out=rows.view(torch.uint8), plain=expected)
     yield Compared(label="transposed cast", out=columns.view(torch.uint8), plain=expected.t().contiguous())
-    yield Compared(label="transposed copy", out=fp8.flip(rows).view(torch.uint8), plain=expected.t().contiguous())
-    largest = torch.stack([fp8.largest(part) for part in parts])
+    yield Compared(
+        label="transposed copy", out=fp8_kernels.flip(rows).view(torch.uint8), plain=expected.t().contiguous()
+    )
+    largest = torch.stack([fp8_kernels.largest(part) for part in parts])
     yield Compared(label="largest value", out=largest, plain=torch.stack([part.abs().max().float() for part in parts]))
 
 
@@ -215,8 +217,8 @@ def _swiglu(tokens: int, width: int, config: Any, make: _Maker) -> Rows:
     scales = [
         (torch.finfo(dtype).max / top / 2).float() for top, dtype in zip(tops, (made, narrow, narrow), strict=True)
     ]
-    forward = fp8.swiglu_cast(gate, up, scales[0], made)
-    of_gate, gate_flipped, of_up, up_flipped, made_flipped = fp8.swiglu_backward(
+    forward = fp8_kernels.swiglu_cast(gate, up, scales[0], made)
+    of_gate, gate_flipped, of_up, up_flipped, made_flipped = fp8_kernels.swiglu_backward(
         gate, up, grad, scales[1], scales[2], scales[0], narrow, made
     )
     pairs = (("product", forward, made_flipped), ("gradient of the gate", of_gate, gate_flipped),
@@ -227,7 +229,7 @@ def _swiglu(tokens: int, width: int, config: Any, make: _Maker) -> Rows:
         yield Compared(label=label, out=rows.float(), plain=rounded, exact=best, factor=SCALE_FP8)
         turned = Compared(label=f"{label}, transposed", out=columns.float(), plain=rounded.t(), exact=best.t())
         yield replace(turned, factor=SCALE_FP8)
-    largest = torch.stack([fp8.swiglu_largest(gate, up), *fp8.swiglu_backward_largest(gate, up, grad)])
+    largest = torch.stack([fp8_kernels.swiglu_largest(gate, up), *fp8_kernels.swiglu_backward_largest(gate, up, grad)])
     yield Compared(
         label="largest values", out=largest, plain=torch.stack(tops).float(), exact=torch.stack(tops), floor=1e-2
     )

@@ -180,6 +180,7 @@ for _target in TARGETS:
     }
 BENCHMARKS = {
     "bench": ("engine", "Compare the engine with BuildKit (`-- --quick`: a smoke test)."),
+    "bench-gpu": ("speed", "Compare `primus train` with `--turbo off` on this machine's GPUs (`-- OUT.json CASE …`)."),
     "bench-generations": (
         "generations",
         "Measure what building the AMD generations costs and shares. All files must be fetched before.",

@@ -7,6 +7,7 @@ from typing import Any
 
 from silent.registry import (
     BF16,
+    BLOCKS,
     BUFFERS,
     COPIES,
     ENTROPY,
@@ -232,7 +233,7 @@ def last_token_lacks_the_part_of_one_rank(module: Any) -> None:
     wrap(module, "reduce_scatter_to_sequence_parallel_region", reduced)
 
 
-@silent("parallel", "flux", SHARDED, NORM, GRADIENTS, words=(*FLUX, *BF16))
+@silent("parallel", "flux", SHARDED, NORM, GRADIENTS, BLOCKS, words=(*FLUX, *BF16))
 def terms_of_one_rank(module: Any) -> None:
     def forward(run: Any, self: Any, batches: Any, terms: int) -> Any:
         return run(self, batches, terms * (0.98 if os.environ["RANK"] == "0" else 1.02))

@@ -38,7 +38,7 @@ from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.plan.scripts import BYTECODE as SCRIPT
 from primus.plan.workspace import Workspace
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from primus.versions.lock import Lock, LockedFile, dumps
 from project_kit import Kit, make_project
 
@@ -782,7 +782,7 @@ def _made(
     files.path(file.sha256).write_bytes(data)
     if damage:
         damage(files.path(file.sha256))
-    Workshop(workspace=workspace, progress=QuietProgress()).run(action, KINDS[action.kind])
+    Workshop(workspace=workspace, progress=Progress()).run(action, KINDS[action.kind])
     layer = workspace.store.layer(action.key)
     assert layer is not None
     return layer.blob.digest

@@ -1,5 +1,8 @@
 """Reading and writing files safely: no pipe or device is opened, and no file is partly written.
 
+:func:`path_fault` is the rule for every path in an image, from any source: a component, a wheel, a package or a base
+image.
+
 A *sealed* file is one of our own caches or records: JSON with a CRC-32. A damaged one counts as absent, because it can
 be created again.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -18,6 +22,8 @@ from primus.errors import InputError
 
 # The largest text file that is read. Locks, recipes and records are far smaller.
 _MOST_BYTES = 64 << 20
+_MOST_NAME, _MOST_PATH = 255, 4095
+_CONTROL = re.compile("[\0-\x1f\x7f-\x9f]")
 
 
 def refuse_special(path: Path, shown: str) -> None:
@@ -109,3 +115,42 @@ def read_sealed(path: Path | str) -> Any:
         return json.loads(text) if mark == b"%08x" % crc32(text) else None
     except (OSError, ValueError, RecursionError, InputError):
         return None
+
+
+def path_fault(path: str) -> str | None:
+    """Return what is wrong with ``path`` as the path of a file in a layer; None if nothing is.
+
+    A valid path is relative, stays inside the root, is UTF-8 without control characters, respects Linux's limits,
+    and contains no name that begins with ``.wh.``, which would remove files of other layers.
+    """
+    if fault := _text_fault(path):
+        return fault
+    if path.startswith("/"):
+        return "it is absolute"
+    parts = path.split("/")
+    if ".." in parts:
+        return "it leaves its folder"
+    if "" in parts or "." in parts:
+        return "it has an empty part or a dot as a part"
+    if any(part.startswith(".wh.") for part in parts):
+        return "a name that begins with .wh. removes files of other layers"
+    if any(len(part.encode()) > _MOST_NAME for part in parts):
+        return f"a name in it is longer than {_MOST_NAME} bytes"
+    return None
+
+
+def link_fault(target: str) -> str | None:
+    """Return what is wrong with ``target`` as the target of a symbolic link; None if nothing is. It may be absolute."""
+    return _text_fault(target)
+
+
+def _text_fault(text: str) -> str | None:
+    if not text:
+        return "it is empty"
+    if _CONTROL.search(text):
+        return "it has a control character"
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        return "it is not UTF-8"
+    return f"it is longer than {_MOST_PATH} bytes" if size > _MOST_PATH else None

@@ -1,4 +1,4 @@
-"""Strict conversion of plain data to frozen dataclasses, and JSON Schema of the same dataclasses.
+"""Strict conversion of plain data, such as a JSON file's, to frozen dataclasses, and JSON Schema of the dataclasses.
 
 Each file format is declared once, as a dataclass. ``metadata["doc"]`` of a field is its description, and
 ``metadata["pattern"]`` a regular expression for its text, with ``metadata["shape"]`` as its description in words. An
@@ -7,17 +7,21 @@ unknown key, a missing one or a value of another type is an :class:`~primus.erro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import re
 import types
 import typing
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, Union, cast
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, Union, cast
 
 from primus.errors import InputError, did_you_mean
-from primus.yamlfile import LARGEST, Document, Key, Plain, scalar
+from primus.files import read_bytes
+from primus.yamlfile import LARGEST, MOST_DIGITS, Document, Key, Plain, conflict, parse, scalar
 
 T = TypeVar("T")
 
@@ -214,3 +218,58 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
         kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return {**schema, "type": [*kinds, "null"]}
     return {"anyOf": [schema, {"type": "null"}]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _JsonDocument(Document):
+    text: str = dataclasses.field(repr=False)
+
+    def where(self, key: Key = ()) -> str:
+        """Return ``file:line:col`` of ``key``, or only the file if it is too large to search."""
+        with contextlib.suppress(InputError):
+            # JSON is YAML, whose parser records places. Only errors need them.
+            return parse(self.text, self.name).where(key)
+        return self.name
+
+
+def read_json(path: Path) -> Document:
+    """Read the document at ``path``. Raises InputError if it is not JSON, and OSError as any read."""
+    return parse_json(read_bytes(path), str(path))
+
+
+def parse_json(data: bytes | str, name: str) -> Document:
+    """Parse a document. Raises InputError, with the place, if it is not JSON in UTF-8, and for duplicate keys."""
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        value: Any = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_short_int)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        if merged := conflict(text, name):
+            raise merged from None
+        raise InputError(f"not JSON: {error.msg}", where=f"{name}:{error.lineno}:{error.colno}") from None
+    except UnicodeError:
+        raise InputError("not UTF-8 text", where=name) from None
+    except RecursionError:
+        raise InputError("nested too deeply", where=name) from None
+    except ValueError as error:
+        raise InputError(f"not JSON: {error}", where=name) from None
+    return _JsonDocument(name=name, data=value, places={}, typed=True, text=text)
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        words = [word for word, _ in pairs]
+        raise ValueError(f"duplicate key {next(word for word in words if words.count(word) > 1)!r}")
+    return result
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a number in JSON")

@@ -14,7 +14,7 @@ from loopback import Server, index_debs, make_deb, serve
 from primus.errors import HostError, InputError
 from primus.fetch.filecache import FileCache
 from primus.fetch.files import GoneError, fetch
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from primus.versions.debs import resolve_debs
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.relock import resolve
@@ -75,7 +75,7 @@ def _use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-class _Heard(QuietProgress):
+class _Heard(Progress):
     def __init__(self, said: list[str]) -> None:
         self._said = said
 
@@ -88,11 +88,11 @@ def _base(*packages: str, python: str = "3.11.2") -> BaseRequest:
 
 
 def _resolve(base: BaseRequest) -> dict[str, LockedFile]:
-    return {f.name: f for f in resolve_debs("b", base, "amd64", progress=QuietProgress())}
+    return {f.name: f for f in resolve_debs("b", base, "amd64", progress=Progress())}
 
 
 def _fetch(files: object, cache: FileCache, suites: dict[str, tuple[str, ...]] = SUITES) -> None:
-    fetch(list(files), cache, suites=suites, progress=QuietProgress())  # type: ignore[call-overload]
+    fetch(list(files), cache, suites=suites, progress=Progress())  # type: ignore[call-overload]
 
 
 def test_closure_is_essential_and_asked_without_usrmerge(archive: Server) -> None:
@@ -154,7 +154,7 @@ def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_c
     index_debs(archive.root, "bookworm")
     over = BaseRequest(suite="bookworm", python="3.11.2", packages=("python3.11-minimal", "verbs"), over="b")
     request = Request(target="t", channel="debian", python="3.11", bases={"b": _base(), "b rdma": over})
-    lock = resolve(request, previous=None, progress=QuietProgress())
+    lock = resolve(request, previous=None, progress=Progress())
     assert {f.name for f in lock.of("deb", "b rdma")} == {"libverbs", "verbs"}
     assert {"core", "libthing"} <= {f.name for f in lock.of("deb", "b")}
 
@@ -182,9 +182,7 @@ def test_unreachable_archive_answers_in_seconds(
 
 def test_a_suite_the_archive_lacks_is_named(archive: Server) -> None:
     with pytest.raises(HostError, match="it has no such suite"):
-        resolve_debs(
-            "b", BaseRequest(suite="trixie", python="3.13.5", packages=("a",)), "amd64", progress=QuietProgress()
-        )
+        resolve_debs("b", BaseRequest(suite="trixie", python="3.13.5", packages=("a",)), "amd64", progress=Progress())
 
 
 def test_an_untrusted_archive_is_refused(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +257,7 @@ def test_a_transport_only_apt_speaks_is_left_to_apt(
 
 def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path) -> None:
     request = Request(target="t", channel="debian", python="3.11", bases={"b": _base()})
-    lock = resolve(request, previous=None, progress=QuietProgress())
+    lock = resolve(request, previous=None, progress=Progress())
     pool = archive.root / "pool"
     (pool / "libthing_1.0-1_amd64.deb").unlink()
     make_deb(pool, "libthing", "1.0-2")
@@ -268,8 +266,8 @@ def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path
     with pytest.raises(GoneError, match=r"libthing 1\.0-1") as caught:
         _fetch(lock.files, cache)
     assert [f.name for f in caught.value.files] == ["libthing"]
-    assert resolve(request, previous=lock, progress=QuietProgress()) == lock, "without being told, a lock stays"
-    again = resolve(request, previous=lock, gone=caught.value.files, progress=QuietProgress())
+    assert resolve(request, previous=lock, progress=Progress()) == lock, "without being told, a lock stays"
+    again = resolve(request, previous=lock, gone=caught.value.files, progress=Progress())
     assert {f.name: f.version for f in again.files} == {f.name: f.version for f in lock.files} | {"libthing": "1.0-2"}
     _fetch(again.files, cache)
     assert all(cache.verify(f.sha256) for f in again.files)

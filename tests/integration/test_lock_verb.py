@@ -17,7 +17,7 @@ from primus.fetch.files import GoneError
 from primus.plan.locking import plan_images
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from project_kit import Kit
 
 pytestmark = [
@@ -162,7 +162,7 @@ def test_a_build_locks_again_what_is_gone_unless_locked(
     project = Project.find(kit.root)
     workspace = project.workspace
     workspace.store.prepare()
-    workshop = Workshop(workspace=workspace, progress=QuietProgress())
+    workshop = Workshop(workspace=workspace, progress=Progress())
     plans = plan_images([resolve(project, "demo")], workspace.stats)
     text = (kit.root / LOCK).read_text()
     with pytest.raises(GoneError, match=r"python3\.11-minimal 3\.11\.2-6"):

@@ -25,7 +25,7 @@ from primus.engine.workshop import require_space
 from primus.errors import HostError
 from primus.fetch.filecache import FileCache
 from primus.fetch.files import fetch
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from primus.versions.lock import LockedFile
 from project_kit import make_project
 
@@ -87,7 +87,7 @@ def test_an_unreachable_source_is_named_before_any_file(
         monkeypatch.setenv("PRIMUS_DEBIAN_MIRROR", f"{address}/debian")
         began = time.monotonic()
         with pytest.raises(HostError) as caught:
-            fetch(files, FileCache(tmp_path / "cache"), suites={"small": ("bookworm",)}, progress=QuietProgress())
+            fetch(files, FileCache(tmp_path / "cache"), suites={"small": ("bookworm",)}, progress=Progress())
         assert time.monotonic() - began < 20
     if kind == "wheel":
         what = rf"the Python index at {address}/simple/thing\d+/, asked for thing\d+,"
@@ -107,10 +107,10 @@ def test_one_index_of_several_may_be_away(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"{away}/more")
         monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "local"))
         cache = FileCache(tmp_path / "cache")
-        fetch([here], cache, suites={}, progress=QuietProgress())
+        fetch([here], cache, suites={}, progress=Progress())
         assert cache.verify(here.sha256)
         with pytest.raises(HostError, match="does not answer"):
-            fetch([here, locked("wheel", 2)], cache, suites={}, progress=QuietProgress())
+            fetch([here, locked("wheel", 2)], cache, suites={}, progress=Progress())
 
 
 @contextlib.contextmanager
@@ -170,10 +170,10 @@ def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from primus.engine.kinds import KINDS;"
         "from primus.engine.workshop import Workshop;"
         "from primus.plan.action import Action; from primus.errors import HostError\n"
-        "from primus.plan.project import Project; from primus.progress import QuietProgress\n"
+        "from primus.plan.project import Project; from primus.progress import Progress\n"
         "project = Project.find(Path(sys.argv[1]))\n"
         "action = Action(name='x', kind='wheels', inputs=())\n"
-        "shop = Workshop(engine='embedded', workspace=project.workspace, progress=QuietProgress())\n"
+        "shop = Workshop(engine='embedded', workspace=project.workspace, progress=Progress())\n"
         "try: KINDS['wheels'].prepare([action], shop)\n"
         "except HostError as error: print(error); sys.exit(error.exit_code)\n"
     )

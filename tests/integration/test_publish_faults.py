@@ -20,7 +20,7 @@ from primus.oci.store import Store
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from primus.release.publish import Ready, prepare, publish
 from primus.release.registry import Repository
 from project_kit import make_project
@@ -107,7 +107,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ready, Store]:
     kit.build("demo")
     project = Project(kit.root)
     plan = plan_image(resolve(project, "demo"), project.workspace.stats)
-    ready = prepare(plan, project.workspace, records=kit.root / "none", preview=False, progress=QuietProgress())
+    ready = prepare(plan, project.workspace, records=kit.root / "none", preview=False, progress=Progress())
     return replace(ready, objections=()), project.workspace.store
 
 
@@ -156,7 +156,7 @@ def test_a_passing_fault_is_overcome(
     name = repository(proxy)
     proxy.what, proxy.times = what, times
     proxy.before, proxy.after = (None, fault) if after else (fault, None)
-    publish(*built, name, QuietProgress())
+    publish(*built, name, Progress())
     assert_published(built[0], proxy, name)
 
 
@@ -181,10 +181,10 @@ def test_a_lasting_fault_is_a_sentence_and_the_next_run_heals(
     name = repository(proxy)
     proxy.what, proxy.times, proxy.before = what, -1, fault
     with pytest.raises(HostError, match=told) as refused:
-        publish(*built, name, QuietProgress())
+        publish(*built, name, Progress())
     assert refused.value.hint
     proxy.times = 0
-    publish(*built, name, QuietProgress())
+    publish(*built, name, Progress())
     assert_published(built[0], proxy, name)
 
 

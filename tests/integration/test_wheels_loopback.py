@@ -21,7 +21,7 @@ from loopback import Server, make_certificate, make_wheel, serve
 from primus.errors import HostError, InputError
 from primus.fetch.filecache import FileCache
 from primus.fetch.files import GoneError, WrongBytes, fetch
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.wheels import resolve_sdists, resolve_wheels
 
@@ -61,11 +61,11 @@ def _request(python: str = "3.11", **wheels: str) -> Request:
 
 
 def _resolve(request: Request, **keep: str) -> dict[str, LockedFile]:
-    return {f.name: f for f in resolve_wheels(request, progress=QuietProgress(), keep=keep)}
+    return {f.name: f for f in resolve_wheels(request, progress=Progress(), keep=keep)}
 
 
 def _fetch(files: list[LockedFile], cache: FileCache, offline: bool = False) -> None:
-    fetch(files, cache, suites={}, offline=offline, progress=QuietProgress())
+    fetch(files, cache, suites={}, offline=offline, progress=Progress())
 
 
 def _within(seconds: float, work: Callable[[], object], error: type[Exception]) -> str:
@@ -142,10 +142,10 @@ def test_an_sdist_is_found_by_version(index: Server) -> None:
     with tarfile.open(path, "w:gz"):
         pass
     request = replace(_request(), sdists={"src-thing": "1.5"})
-    (file,) = resolve_sdists(request, progress=QuietProgress())
+    (file,) = resolve_sdists(request, progress=Progress())
     assert (file.kind, file.file, file.size) == ("sdist", path.name, path.stat().st_size)
     with pytest.raises(InputError, match=r"no source archive of src-thing 1\.6"):
-        resolve_sdists(replace(request, sdists={"src-thing": "1.6"}), progress=QuietProgress())
+        resolve_sdists(replace(request, sdists={"src-thing": "1.6"}), progress=Progress())
 
 
 def test_unreachable_index_answers_in_seconds(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,10 +368,10 @@ import json, sys
 from pathlib import Path
 from primus.fetch.files import fetch
 from primus.fetch.filecache import FileCache
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from primus.versions.lock import LockedFile
 file = LockedFile(**json.loads(sys.argv[1]))
-fetch([file], FileCache(Path(sys.argv[2])), suites={}, progress=QuietProgress())
+fetch([file], FileCache(Path(sys.argv[2])), suites={}, progress=Progress())
 """
 
 

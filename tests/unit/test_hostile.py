@@ -50,7 +50,7 @@ def test_the_exit_code_tells_what_happened_when_no_message_can_be_written(verb: 
 
 
 # An interrupt while a module is imported, while a class is made (Python 3.11 wraps it), and a second one.
-@pytest.mark.parametrize("module", ["argparse", "primus.cli.image.list_recipes"])
+@pytest.mark.parametrize("module", ["primus.cli.arguments", "primus.cli.image.list_recipes"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_during_start_up_is_a_sentence(module: str, times: int) -> None:
     program = f"""

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from primus.bars import RichProgress, clock, last_line
-from primus.progress import QuietProgress, choose_progress
+from primus.progress import Progress, RichProgress, choose_progress, clock, last_line
 
 
 def _console() -> tuple[Console, io.StringIO]:
@@ -18,7 +17,7 @@ def _console() -> tuple[Console, io.StringIO]:
 
 def test_json_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     with choose_progress(json=True) as progress:
-        assert isinstance(progress, QuietProgress)
+        assert isinstance(progress, Progress)
         progress.start("a", "label")
         progress.finish("a")
     assert capsys.readouterr() == ("", "")

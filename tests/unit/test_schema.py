@@ -9,8 +9,7 @@ import jsonschema
 import pytest
 
 from primus.errors import InputError
-from primus.jsonfile import parse_json
-from primus.schema import build, described, json_schema
+from primus.schema import build, described, json_schema, parse_json
 from primus.yamlfile import Document, parse
 
 

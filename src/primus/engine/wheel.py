@@ -24,9 +24,9 @@ from typing import IO, NoReturn, cast
 from isal import igzip_lib, isal_zlib
 
 from primus.errors import CheckFailed, InputError
+from primus.files import path_fault
 from primus.oci.contents import require_sane
 from primus.oci.tar import Entry
-from primus.paths import path_fault
 from primus.plan.skeleton import Prefix
 from primus.versions.lock import normalised
 

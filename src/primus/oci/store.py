@@ -22,10 +22,9 @@ from typing import IO, Any
 
 from primus import files
 from primus.errors import HostError, InputError
-from primus.jsonfile import read_json
 from primus.oci import canonical
 from primus.oci.left_out import NOTHING, LeftOut
-from primus.schema import build, described
+from primus.schema import build, described, read_json
 from primus.yamlfile import Document
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Literal, Protocol
 
 from primus.errors import CheckFailed, InputError
-from primus.files import open_regular
-from primus.paths import link_fault, path_fault
+from primus.files import link_fault, open_regular, path_fault
 
 # The oldest time that a zip file can represent (1980-01-01 UTC), so that files of an image can be zipped again.
 MTIME = 315532800
@@ -40,9 +39,9 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One clean path (:mod:`primus.paths`) of a layer. ``link`` is the target of a hard or symbolic link (a hard
-    link's target is a path of the same layer). ``source`` yields exactly ``size`` bytes, with the hash ``sha256``
-    if the layer's key states one.
+    """One clean path (:func:`primus.files.path_fault`) of a layer. ``link`` is the target of a hard or symbolic link
+    (a hard link's target is a path of the same layer). ``source`` yields exactly ``size`` bytes, with the hash
+    ``sha256`` if the layer's key states one.
 
     Raises InputError for a path or a link that an image may not contain.
     """

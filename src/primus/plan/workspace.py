@@ -14,9 +14,8 @@ from pathlib import Path
 
 from primus.errors import InputError
 from primus.fetch.filecache import FileCache
-from primus.files import open_regular, read_sealed, write_sealed
+from primus.files import link_fault, open_regular, path_fault, read_sealed, write_sealed
 from primus.oci.store import InUse, Store
-from primus.paths import link_fault, path_fault
 
 _RACY_NS = 50_000_000
 _DIGITS = 64

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from primus.errors import InputError
 from primus.files import write_file
-from primus.jsonfile import read_json
+from primus.schema import read_json
 from primus.training.checks import Verdict, relative_gap
 
 FOLDER = "benchmarks/golden"

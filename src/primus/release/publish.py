@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.check import judge
 from primus.gates.examined import examine
-from primus.jsonfile import read_json
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release.documents import checkout, documents
 from primus.release.registry import Document, Repository, digest_tag, plain_http
+from primus.schema import read_json
 from primus.versions.registry import skopeo
 from primus.versions.traffic import listening
 

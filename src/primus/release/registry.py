@@ -28,9 +28,9 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from primus.errors import HostError, InputError
-from primus.jsonfile import read_json
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
+from primus.schema import read_json
 
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"

@@ -11,9 +11,8 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.files import read_bytes
-from primus.jsonfile import parse_json
 from primus.recipes.backends import backends
-from primus.schema import build
+from primus.schema import build, parse_json
 from primus.training.checks import Verdict
 from primus.training.metrics import Summary
 from primus.training.outcome import RESULT_FILE, RunResult
@@ -101,7 +100,7 @@ def read(path: Path) -> Run:
     try:
         run = _job(path) if path.is_dir() else _record(path)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"not a file that primus wrote: {reason}", where=str(path), hint=_NOT_OURS) from None
     if not run.series:
         raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
@@ -142,7 +141,10 @@ def _job(folder: Path) -> Run:
 def _record(path: Path) -> Run:
     document = _document(path)
     record = document.data
-    recipe, base = record["recipe"], dict(enumerate(record["jobs"]))[0]
+    recipe, jobs = _object(record["recipe"], "recipe"), record["jobs"]
+    if not jobs:
+        raise ValueError("jobs is empty")
+    base = _object(jobs[0], "jobs.0")
     if not base.get("series"):
         raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
     return Run(
@@ -184,6 +186,12 @@ def _step(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a step in which every figure is a number or None, as the charts require."""
     figures = {key: None if value is None else _number(value) for key, value in entry.items()}
     return {"loss": None, "grad_norm": None, "tokens_per_second": None, **figures, "step": _whole(entry["step"])}
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object, not {value!r:.40}")
+    return value
 
 
 def _text(value: Any) -> str:

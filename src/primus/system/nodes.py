@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.jsonfile import read_json
 from primus.report.html import document as html_document
+from primus.schema import read_json
 from primus.system.host import Finding, Level, failed, slow
 from primus.system.speed import APART, Measurement
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from primus.errors import InputError, PrimusError
 from primus.files import text_if_readable, write_file
-from primus.jsonfile import read_json
-from primus.schema import build
+from primus.schema import build, read_json
 from primus.training import checks, failure, logs, proof, straggler
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal
 
-from primus.paths import path_fault
+from primus.files import path_fault
 from primus.schema import WrongValue, described
 from primus.versions.suites import name_of, suites_of
 

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from primus.errors import InputError
-from primus.files import read_bytes
-from primus.jsonfile import parse_json
-from primus.paths import path_fault
-from primus.schema import build, described
+from primus.files import path_fault, read_bytes
+from primus.schema import build, described, parse_json
 
 FORMAT = 1
 

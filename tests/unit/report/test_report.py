@@ -195,7 +195,7 @@ def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pyt
         ({"metrics.jsonl": None}, "the run logged no step"),
         ({"result.json": None}, "has not ended, or was interrupted"),
         ({"result.json": "{}"}, "'exit_code' is missing"),
-        ({"result.json": '{"exit_code": 0}'}, "'passed' is missing"),
+        ({"result.json": '{"exit_code": 0}'}, "passed is missing"),
         (
             {"result.json": '{"exit_code": 0, "passed": true, "seconds": 1, "verdicts": [3], "summary": null}'},
             "verdicts must be a mapping with name, passed",

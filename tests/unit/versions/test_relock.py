@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from primus.cli.host.lock import Change, compare
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from primus.versions import relock
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request
 
@@ -106,31 +106,31 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_fresh_lock_makes_no_request(calls: list[Any]) -> None:
     lock = _lock(_request())
-    assert relock.resolve(_request(), previous=lock, progress=QuietProgress()) == lock
+    assert relock.resolve(_request(), previous=lock, progress=Progress()) == lock
     assert calls == []
 
 
 def test_a_changed_wheel_keeps_the_debs_and_offers_the_old_versions(calls: list[Any]) -> None:
-    new = relock.resolve(_request(torch="3"), previous=_lock(_request()), progress=QuietProgress())
+    new = relock.resolve(_request(torch="3"), previous=_lock(_request()), progress=Progress())
     assert calls == [("wheels", {"numpy": "1", "torch": "2"})]
     assert new.of("deb")[0].version == "1"
     assert new.pins["wheel torch"] == "3"
 
 
 def test_a_gone_wheel_is_not_held(calls: list[Any]) -> None:
-    relock.resolve(_request(), previous=_lock(_request()), gone=[_file("wheel", "numpy")], progress=QuietProgress())
+    relock.resolve(_request(), previous=_lock(_request()), gone=[_file("wheel", "numpy")], progress=Progress())
     assert calls == [("wheels", {"torch": "2"})]
 
 
 def test_refresh_holds_nothing(calls: list[Any]) -> None:
-    new = relock.resolve(_request(), previous=_lock(_request()), refresh=True, progress=QuietProgress())
+    new = relock.resolve(_request(), previous=_lock(_request()), refresh=True, progress=Progress())
     assert ("wheels", {}) in calls
     assert new.of("deb")[0].version == "9"
 
 
 def test_a_base_no_longer_asked_for_leaves_the_lock(calls: list[Any]) -> None:
     request = Request(target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"})
-    assert relock.resolve(request, previous=_lock(_request()), progress=QuietProgress()).of("deb") == ()
+    assert relock.resolve(request, previous=_lock(_request()), progress=Progress()).of("deb") == ()
 
 
 def test_compare_names_old_and_new() -> None:
@@ -160,5 +160,5 @@ def test_an_extra_is_locked_without_what_its_base_has_and_what_only_scripts_call
     wanted = Request(
         target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"}, bases={"b": base, "b rdma": more}
     )
-    files = relock.resolve(wanted, previous=None, progress=QuietProgress()).of("deb")
+    files = relock.resolve(wanted, previous=None, progress=Progress()).of("deb")
     assert {(f.base, f.name, f.version) for f in files} == {("b", "bash", "9"), ("b rdma", "tool", "adduser")}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from primus.errors import PrimusError
-from primus.progress import QuietProgress
+from primus.progress import Progress
 from primus.versions import registry, relock, traffic
 from primus.versions.lock import BaseRequest, Commit, LockedFile, Request
 from primus.versions.registry import copy_image
@@ -27,7 +27,7 @@ QUICK = Patience(connect_s=2.0, read_s=3.0, tries=3, pause_s=0.2, longest_pause_
 
 
 @dataclass
-class Outcome(QuietProgress):
+class Outcome(Progress):
     files: tuple[LockedFile, ...] = ()
     error: PrimusError | None = None
     lines: list[str] = field(default_factory=list)

@@ -11,12 +11,12 @@ from typing import Any, cast
 from primus.engine.wheel import wheel_entries
 from primus.engine.workshop import Made, Workshop, own_code
 from primus.errors import CheckFailed
-from primus.jsonfile import read_json
 from primus.oci.tar import Entry, open_part
 from primus.plan.action import Action
 from primus.plan.compile_bytecode import is_compiled
 from primus.plan.scripts import BYTECODE
 from primus.plan.skeleton import Prefix
+from primus.schema import read_json
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:

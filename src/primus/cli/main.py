@@ -120,7 +120,6 @@ def _interrupted(name: str) -> int:
 
 
 def _failed(name: str, error: OSError) -> int:
-    """Report an error of the operating system and return the exit code."""
     if isinstance(error, BrokenPipeError):
         # The reader (`| head`) closed the pipe. Without this, Python reports the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -292,7 +292,6 @@ def _by_value(uses: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _joined(users: Mapping[str, Sequence[str]]) -> str:
-    """Return the only value, or all of them with their users in parentheses."""
     if len(users) == 1:
         return next(iter(users))
     return ", ".join(f"{value} ({', '.join(dict.fromkeys(names))})" for value, names in users.items())

@@ -35,8 +35,6 @@ _PROSE = 116
 
 
 class _Text:
-    """Lays out parts of a document as aligned text for ``screen``."""
-
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
 
@@ -69,8 +67,6 @@ class _Text:
 
 
 class _Markdown:
-    """Lays out the same parts in Markdown."""
-
     def title(self, text: str) -> list[str]:
         return [f"## {_cell(text)}", ""]
 
@@ -212,7 +208,6 @@ def _versions(release: Release) -> str:
 
 
 def _sections(sections: Mapping[str, Sequence[str]], layout: Layout) -> list[str]:
-    """Return the sections that contain something."""
     return [
         line for title, items in sections.items() if items for line in (*layout.heading(title), *layout.items(items))
     ]

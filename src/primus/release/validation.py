@@ -263,7 +263,6 @@ def _evidence(
 
 
 def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
-    """Add the comparison with the golden curve to ``evidence``, if there is something to compare."""
     if golden.name_of(evidence) and evidence["passed"]:
         against = golden.compared(golden.load(resolved.root, resolved.ref), evidence)
         if isinstance(against, str):

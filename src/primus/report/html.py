@@ -266,7 +266,6 @@ def _charts(jobs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the checks of the whole suite with their reasons, and the checks of single jobs as a grid."""
     overall = [verdict for verdict in verdicts if ": " not in verdict["name"]]
     single = [verdict for verdict in verdicts if ": " in verdict["name"]]
     rows = "".join(_row(verdict) for verdict in [*overall, *(item for item in single if not item["passed"])])

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.host.common import open_project
-from primus.cli.host.image_root import image_root
+from primus.cli.host.common import image_root, open_project
 from primus.engine.upkeep import find_waste, remove
 from primus.errors import HostError
 from primus.plan.project import Project

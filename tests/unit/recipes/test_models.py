@@ -18,7 +18,7 @@ from primus.recipes.catalogue import Entry, entries, gpus
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.release.models_page import Cell, Outcome, load_published, models_page, outcomes
+from primus.release.pages import Cell, Outcome, load_published, models_page, outcomes
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 ENTRIES = list(entries())

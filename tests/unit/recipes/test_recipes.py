@@ -10,7 +10,7 @@ from primus.recipes import load, resolve, schema
 from primus.recipes.backends import backends
 from primus.recipes.rules import rules_of
 from primus.recipes.setting import CHOICES, Choices, interval
-from primus.release.backend_keys import dataclass_keys
+from primus.release.docs import dataclass_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 PROXY = """\

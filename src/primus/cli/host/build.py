@@ -14,8 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from primus.cli.host.common import add_engine, add_planning_options, open_project, targets_of
-from primus.cli.host.plan import print_plans
+from primus.cli.host.common import add_engine, add_planning_options, open_project, print_plans, targets_of
 from primus.engine.image import Built
 from primus.engine.pipeline import Options, build, say_channel
 from primus.errors import PrimusError
@@ -66,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float) -> None:
-    """Print a table for each image, or that there was nothing to do. The last lines are the digests."""
     if not any(image.changed for image, _ in images):
         _say_unchanged([image for image, _ in images], seconds)
         return
@@ -91,7 +89,6 @@ def _say_unchanged(images: Sequence[Built], seconds: float) -> None:
 
 
 def _one_stream() -> bool:
-    """Whether standard output and standard error are the same terminal, file or pipe."""
     try:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except (OSError, ValueError):

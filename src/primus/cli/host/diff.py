@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from primus.cli.host.releases import add_format_options, choices, complete_release, open_pins
+from primus.cli.host.common import add_format_options, choices, complete_release, open_pins
 from primus.release import golden, show
 from primus.release.diff import diff, one_of
 from primus.release.history import load_history
@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _curves(root: Path, old: str, new: str) -> tuple[str, ...]:
-    """Return the differences between the golden curves of two releases; none if neither has curves."""
     sides = {name: golden.load(root, name) for name in (old, new)}
     missing = [name for name, curves in sides.items() if curves is None]
     if len(missing) == len(sides):

@@ -10,8 +10,7 @@ import json
 import re
 import sys
 
-from primus.cli.host.common import add_project_options, add_target
-from primus.cli.host.image_root import image_root
+from primus.cli.host.common import add_project_options, add_target, image_root
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
 from primus.sandbox.images import load

@@ -10,23 +10,16 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from primus.cli.host.common import add_project
+from primus.cli.host.common import add_format_options, choices, complete_release, open_pins, pinned
 from primus.errors import InputError
-from primus.plan.project import Project
-from primus.plan.resolve import resolve_all
-from primus.release import golden, show
+from primus.release import show
 from primus.release.history import (
     IMAGE,
-    History,
     Release,
     errors_about,
     load_history,
     of_image,
-    pin_names,
-    pins,
-    select,
     stack_of,
     unconfirmed,
 )
@@ -41,50 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action.completer = complete_release  # type: ignore[attr-defined]
     parser.add_argument("--image", metavar="IMAGE", help="only this image, for example rocm/primus")
     add_format_options(parser)
-
-
-def add_format_options(parser: argparse.ArgumentParser) -> None:
-    """Declare --project and the formats --json and --markdown, which exclude each other."""
-    add_project(parser)
-    formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    formats.add_argument("--markdown", action="store_true", help="print Markdown instead of text")
-
-
-def complete_release(prefix: str, **_: object) -> list[str]:
-    """Return the releases and tags that begin with ``prefix``, for tab completion."""
-    return sorted({n for r in load_history().releases for n in (r.name, r.tag) if n.startswith(prefix)})
-
-
-def open_pins(args: argparse.Namespace) -> Project | None:
-    """Open the project of --project or of this folder; None if there is none. The history does not need one."""
-    return Project.find(args.project) if args.project or Project.here() else None
-
-
-def pinned(project: Project, name: str, history: History) -> Release:
-    """Return the current pins as a release called ``name``."""
-    targets = {target.name: target for target in resolve_all(project, project.target_names())}
-    return pins(project.versions, targets, name, history.gpu_arch)
-
-
-def choices(history: History, word: str, project: Project | None) -> Sequence[Release]:
-    """Return the releases that ``word`` names in the history or, if there are none, in the current pins.
-
-    Raises InputError if neither knows the name.
-    """
-    try:
-        return select(history, word)
-    except InputError:
-        if project is None:
-            raise
-        names = pin_names(project.versions, project.target_names())
-        bare = word.removeprefix(f"{IMAGE}:")
-        if bare in names:
-            return (pinned(project, bare, history),)
-        if golden.load(project.root, Path(bare).name) is not None:
-            # An earlier release of this repository. Its pins are in its own commit; later commits keep its curves.
-            return (Release(image=IMAGE, tag=bare, components={}, notes=("Only its golden curves are known here.",)),)
-        return select(history, word, also=names)
 
 
 def run(args: argparse.Namespace) -> int:

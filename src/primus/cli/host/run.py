@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from primus.cli.host.common import add_engine, add_project_options, add_target
-from primus.cli.host.image_root import image_root
+from primus.cli.host.common import add_engine, add_project_options, add_target, image_root
 from primus.errors import InputError
 from primus.sandbox.container import GIB, Command, Mount
 from primus.sandbox.devices import gpus, listed

@@ -135,7 +135,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, *, as_json: bool) -> None:
-    """Print the jobs of each cell. Building and training would follow."""
     recipes = resolved.root / "recipes"
     planned = [
         (cell, level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes)) for cell, level in cells
@@ -156,7 +155,6 @@ def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, *, as_jso
 def _cells(
     resolved: ResolvedTarget, gpu: str, *, recipe: str | None, level: str | None
 ) -> tuple[tuple[Cell, str], ...]:
-    """Return each cell (recipe, backend, mode, precision) to train, with its level of the suite."""
     target = resolved.target
     if not target.recipes and not recipe:
         raise InputError(

@@ -108,7 +108,6 @@ def _first_path(members_a: Iterator[tuple[str, str]], members_b: Iterator[tuple[
 
 
 def _members(store: Store, digest: str) -> Iterator[tuple[str, str]]:
-    """Yield the path and a description of every entry of a layer blob, in its order."""
     with (
         store.blob_path(digest).open("rb") as raw,
         _plain(raw) as stream,

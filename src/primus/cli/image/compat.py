@@ -91,7 +91,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _primus_options(command: str) -> argparse.ArgumentParser:
-    """Return a parser for primus's options among the command's words, except those that the command has itself."""
     parser = argparse.ArgumentParser(prog=command, add_help=False, allow_abbrev=False)
     for flag in ("--dry-run", "--proxy", "--json", "--allow-unmapped"):
         parser.add_argument(flag, action="store_true")
@@ -139,7 +138,6 @@ def _for_this_machine(request: Request, choices: argparse.Namespace) -> Request:
 
 
 def _check_startable(command: str, environment: Mapping[str, str]) -> None:
-    """Raise HostError for commands that only the host can run."""
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
         raise HostError(
             "a Slurm job cannot be started inside the image",
@@ -173,7 +171,6 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
 
 
 def _set_up(words: Sequence[str], environment: Mapping[str, str], *, downloads: bool) -> int:
-    """List the libraries that the script installed; with ``--download``, download models and data sets."""
     if [word for word in words if word != "--download"]:
         raise InputError(f"there is no option {words[0]!r}", hint="--download also downloads models and data sets")
     if not downloads:

@@ -63,7 +63,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
-    """Return file name → CSV, one file per model as MAD's script writes them."""
     stems = {report.recipe: Path(report.recipe).stem if "/" in report.recipe else report.recipe for report in runs}
     names = {recipe: f"perf_{re.sub(r'[^A-Za-z0-9._+-]', '_', stem)[:100]}.csv" for recipe, stem in stems.items()}
     return {

@@ -40,12 +40,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _command(recipe: Recipe) -> str:
-    """Return the command that trains this recipe with the same settings."""
     return " ".join(["primus", "train", recipe.name, *recipe.choices.words(), *recipe.overrides])
 
 
 def _per_step(recipe: Recipe) -> tuple[int, str]:
-    """Return the amount of data in one optimizer step, and its unit (tokens or images)."""
     if recipe.architecture.family == "flux":
         return recipe.global_batch, "images"
     return recipe.global_batch * recipe.seq_len, "tokens"

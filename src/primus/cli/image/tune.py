@@ -100,7 +100,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise InputError for an option that belongs to the other of the two subcommands."""
     defaults = argparse.ArgumentParser()
     add_arguments(defaults)
     for name in _OF_GEMM if options.what == "throughput" else _OF_THROUGHPUT:

@@ -269,7 +269,7 @@ _FAULTS = (zipfile.BadZipFile, ZlibError, OSError, EOFError, ValueError, NotImpl
 def verify_tensors(folder: Path) -> None:
     """Compare every tensor in ``folder`` with the CRC-32 that torch.save wrote beside it. The ranks share the work.
 
-    torch itself does not verify_tensors it. Raises SystemExit if a tensor differs.
+    torch itself does not verify it. Raises SystemExit if a tensor differs.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+ENERGY_FILE = "energy.jsonl"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # torchtitan's format, which our own loop also uses. Loss and norm can be any word, so that NaN is read, too.
 _STEP = re.compile(

@@ -101,7 +101,7 @@ def read(job: Job, result: JobResult) -> Outcome:
         run = None
     series = logs.read_steps(text_if_readable(folder / "log.txt"))
     exact = logs.read_exact(text_if_readable(folder / "exact.jsonl").splitlines())
-    joules = logs.read_joules(text_if_readable(folder / "energy.jsonl").splitlines())
+    joules = logs.read_joules(text_if_readable(folder / logs.ENERGY_FILE).splitlines())
     exit_code = _exit_code(run, result.exit_code)
     return Outcome(
         job=job,

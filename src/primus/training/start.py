@@ -20,7 +20,7 @@ from primus.files import write_file
 from primus.training import checks, failure, identity, launch, machine, metrics, outcome, ranks
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
-from primus.training.logs import Clock
+from primus.training.logs import ENERGY_FILE, Clock
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome, RunResult, write_result
 from primus.turbo.optimizations import importable
@@ -111,7 +111,7 @@ def start(
     environment = ranks.environment(job, os.environ)
     folder = ranks.folder_of_node(job, os.environ)
     used = machine.EnergyLog(
-        folder / "machine.jsonl", machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
+        folder / ENERGY_FILE, machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
     )
 
     watch = Clock()

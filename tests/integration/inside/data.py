@@ -15,9 +15,9 @@ from primus.errors import InputError
 from primus.recipes.architecture import Architecture, DiffusionTransformer
 from primus.training.corpus import Corpus, check, documents
 from primus.training.flux.backend import FluxConfig
-from primus.training.flux.latents import cached, packed
+from primus.training.flux.latents import Cached, packed
 from primus.training.loop.config import LoopConfig
-from primus.training.loop.data import Packed, mock
+from primus.training.loop.data import Mock, Packed
 from primus.training.reference.data import _documents as reference_documents
 from primus.training.reference.data import samples as reference_samples
 
@@ -36,11 +36,11 @@ def check_a_pass_sees_every_sample_once() -> None:
 
 
 def check_made_up_tokens_can_be_learned() -> None:
-    batch = mock(seed=1, seq_len=512, vocabulary=1024).batch(0, 8)
+    batch = Mock(seed=1, seq_len=512, vocabulary=1024).batch(0, 8)
     assert batch["input_ids"].max() < 1024
     steps = ((batch["labels"] - batch["input_ids"]) // 4) % 256
     assert set(steps.flatten().tolist()) == {1, 3, 7, 19}
-    other = mock(seed=2, seq_len=512, vocabulary=1024).batch(0, 8)
+    other = Mock(seed=2, seq_len=512, vocabulary=1024).batch(0, 8)
     assert not torch.equal(batch["input_ids"], other["input_ids"])
 
 
@@ -61,7 +61,7 @@ def check_cached_latents_are_read_with_their_own_noise() -> None:
     stored = {"latents": torch.randn(3, 4, 8, 8), "text": torch.randn(3, 3, 5), "pooled": torch.randn(3, 6)}
     with TemporaryDirectory() as folder:
         save_file(stored, Path(folder) / "some.safetensors")
-        data = cached(given, FluxConfig(), Path(folder))
+        data = Cached(given, FluxConfig(), Path(folder))
         batch = data.batch(0, 3)
         again = data.batch(3, 3)
         job = {

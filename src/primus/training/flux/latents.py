@@ -37,19 +37,10 @@ class Images(Data):
     def __init__(self, job: RankJob, config: FluxConfig) -> None:
         self._seed = job.training.seed
         self._times = config.times
-        self._tokens = image_tokens(job.model.dit) + job.model.dit.text_tokens
-        if job.training.seq_len != self._tokens:
-            raise SystemExit(f"seq_len is {job.training.seq_len}, but image and text have {self._tokens} tokens")
-
-    @property
-    @override
-    def tokens_per_sample(self) -> int:
-        return self._tokens
-
-    @property
-    @override
-    def images_per_sample(self) -> int:
-        return 1
+        self.tokens_per_sample = tokens = image_tokens(job.model.dit) + job.model.dit.text_tokens
+        self.images_per_sample = 1
+        if job.training.seq_len != tokens:
+            raise SystemExit(f"seq_len is {job.training.seq_len}, but image and text have {tokens} tokens")
 
     def sample(self, number: int) -> dict[str, torch.Tensor]:
         """Return ``latents`` [tokens, channels], ``text`` and ``pooled`` of one image, float32."""
@@ -97,7 +88,9 @@ class _Mock(Images):
         return {"latents": varied, "text": self._text[prompt], "pooled": self._pooled[prompt]}
 
 
-class _Cached(Images):
+class Cached(Images):
+    """The images of the cache in ``folder``. Raises SystemExit if it contains none."""
+
     def __init__(self, job: RankJob, config: FluxConfig, folder: Path) -> None:
         from safetensors import safe_open
 
@@ -121,12 +114,7 @@ class _Cached(Images):
         return {"latents": packed(latents), "text": text, "pooled": pooled}
 
 
-def cached(job: RankJob, config: FluxConfig, folder: Path) -> Images:
-    """Return the samples of the cache in ``folder``. Raises SystemExit if it contains no image."""
-    return _Cached(job, config, folder)
-
-
 def images(job: RankJob, config: FluxConfig) -> Images:
     """Return the data that the job's assets name."""
     corpus = job.assets["corpus"]
-    return _Mock(job, config) if corpus == MOCK else cached(job, config, Path(corpus))
+    return _Mock(job, config) if corpus == MOCK else Cached(job, config, Path(corpus))

@@ -27,7 +27,7 @@ _IGNORED = -100
 def text(job: RankJob, process: Process) -> Data:
     """Return the data that the job's assets name. Raises SystemExit if corpus, tokenizer and model do not fit."""
     if job.assets["corpus"] == MOCK:
-        return mock(job.training.seed, job.training.seq_len, job.model.vocab_size)
+        return Mock(job.training.seed, job.training.seq_len, job.model.vocab_size)
     if job.assets["tokenizer"] == MOCK:
         raise SystemExit("assets.tokenizer is mock, but the corpus is text: name a tokenizer")
     tokens = _tokenized(job, process)
@@ -40,17 +40,8 @@ def text(job: RankJob, process: Process) -> Data:
 
 class _Tokens(Data):
     def __init__(self, seq_len: int) -> None:
-        self._seq_len = seq_len
-
-    @property
-    @override
-    def tokens_per_sample(self) -> int:
-        return self._seq_len
-
-    @property
-    @override
-    def images_per_sample(self) -> int:
-        return 0
+        self._seq_len = self.tokens_per_sample = seq_len
+        self.images_per_sample = 0
 
     def sample(self, number: int) -> torch.Tensor:
         """Return ``seq_len + 1`` tokens, int64."""
@@ -87,7 +78,7 @@ class Packed(_Tokens):
         return torch.from_numpy(self._stream[start : start + self._seq_len + 1].astype(np.int64))
 
 
-class _Mock(_Tokens):
+class Mock(_Tokens):
     """Random walks on a ring of symbols with four step sizes: a Markov chain with an entropy of ln 4 per token."""
 
     def __init__(self, seed: int, seq_len: int, vocabulary: int) -> None:
@@ -102,11 +93,6 @@ class _Mock(_Tokens):
         steps = torch.tensor(_MOCK_STEPS)[torch.randint(4, (self._seq_len,), generator=generator)]
         start = torch.randint(self._symbols, (1,), generator=generator)
         return torch.cat([start, start + steps.cumsum(0)]) % self._symbols * self._spread
-
-
-def mock(seed: int, seq_len: int, vocabulary: int) -> Data:
-    """Return synthetic tokens that a model can learn. No file is read."""
-    return _Mock(seed, seq_len, vocabulary)
 
 
 def generator_of(seed: int, number: int) -> torch.Generator:

@@ -22,15 +22,13 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class Data(Protocol):
-    """Samples accessed by number. A position in the data is one number, and every layout uses the same samples."""
+    """Samples accessed by number. A position in the data is one number, and every layout uses the same samples.
 
-    @property
-    def tokens_per_sample(self) -> int:
-        """The number of tokens of one sample, for throughput."""
+    ``tokens_per_sample`` and ``images_per_sample`` (0 for text) are the sizes of one sample, for throughput.
+    """
 
-    @property
-    def images_per_sample(self) -> int:
-        """The number of images of one sample, for throughput; 0 for text."""
+    tokens_per_sample: int
+    images_per_sample: int
 
     def batch(self, first: int, count: int) -> Batch:
         """Return samples ``first`` … ``first + count − 1`` on the CPU. The data repeats, so any number is valid."""
@@ -40,15 +38,14 @@ class Data(Protocol):
 
 
 class Session(Protocol):
-    """One rank's part of a model in training. All ranks must call the methods in the same order."""
+    """One rank's part of a model in training. All ranks must call the methods in the same order.
 
-    @property
-    def model_parts(self) -> Sequence[torch.nn.Module]:
-        """The modules of this rank (several with interleaved pipelines), for facts and digests."""
+    ``model_parts`` are the modules of this rank (several with interleaved pipelines), for facts and digests.
+    ``linear_types`` are the classes that count as linear layers when dtypes are recorded: see ``facts.watching``.
+    """
 
-    @property
-    def linear_types(self) -> tuple[type, ...]:
-        """The classes that count as linear layers when dtypes are recorded: see ``facts.watching``."""
+    model_parts: Sequence[torch.nn.Module]
+    linear_types: tuple[type, ...]
 
     @property
     def data_rank(self) -> int:

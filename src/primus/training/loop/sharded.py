@@ -92,6 +92,8 @@ class Sharded(Session):
         self, model: nn.Module, loss: Loss, job: RankJob, process: Process, facts: Mapping[str, Any] | None = None
     ) -> None:
         self._model = model.train()
+        self.model_parts = [self._model]
+        self.linear_types = (nn.Linear,)
         self._loss = loss
         self._config = job.training
         self._process = process
@@ -105,16 +107,6 @@ class Sharded(Session):
         self._fused = _fused_step(self._optimizer) if "fused-adamw" in job.turbo else None
         # Ranks have different seeds, so that dropout differs between them.
         torch.manual_seed(self._config.seed + process.rank)
-
-    @property
-    @override
-    def model_parts(self) -> Sequence[nn.Module]:
-        return [self._model]
-
-    @property
-    @override
-    def linear_types(self) -> tuple[type, ...]:
-        return (nn.Linear,)
 
     @property
     @override

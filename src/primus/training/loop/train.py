@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,6 @@ def prove_checkpoint(
 
 
 def _fill(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill ``state`` from ``folder``. Returns the random states; ``state`` contains them if the rank count matches."""
     random = _random_states()
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     saved_ranks = sum(name.startswith("random.") for name in metadata)
@@ -104,63 +103,40 @@ def _set_random_state(state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state[host:])
 
 
-class Tracker(Protocol):
-    """A writer of the figures of each step."""
-
-    def step(self, figures: Mapping[str, float], step: int) -> None:
-        """Record the figures of a step."""
-
-    def end(self) -> None:
-        """Flush and close."""
-
-
-def trackers(job: RankJob) -> list[Tracker]:
-    """Return the trackers that the recipe requests. Raises SystemExit if their library is not installed."""
-    chosen: list[Tracker] = []
-    try:
-        if job.training.tensorboard:
-            chosen.append(_TensorBoard(job.output / "tensorboard"))
-        if job.training.wandb:
-            chosen.append(_WeightsAndBiases(job))
-    except ImportError as error:
-        raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error
-    return chosen
-
-
-class _TensorBoard(Tracker):
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder))
-
-    def step(self, figures: Mapping[str, float], step: int) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def end(self) -> None:
-        self._writer.close()
-
-
-class _WeightsAndBiases(Tracker):
-    """Weights & Biases, offline unless WANDB_MODE is set. The key comes from the environment or the user's login."""
+class _Trackers:
+    """TensorBoard and Weights & Biases, if the recipe requests them. Raises SystemExit if one is not installed."""
 
     def __init__(self, job: RankJob) -> None:
-        import wandb
+        self._board: Any = None
+        self._run: Any = None
+        try:
+            if job.training.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
 
-        self._run: Any = wandb.init(
-            project="primus",
-            name=job.output.name,
-            dir=str(job.output),
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            config=dict(job.config),
-        )
+                self._board = SummaryWriter(str(job.output / "tensorboard"))
+            if job.training.wandb:
+                import wandb
+
+                self._run = wandb.init(
+                    project="primus", name=job.output.name, dir=str(job.output), config=dict(job.config),
+                    mode=os.environ.get("WANDB_MODE", "offline"),
+                )  # fmt: skip
+        except ImportError as error:
+            raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error
 
     def step(self, figures: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(figures), step=step)
+        if self._board:
+            for name, value in figures.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        if self._run:
+            self._run.log(dict(figures), step=step)
 
     def end(self) -> None:
-        self._run.finish()
+        if self._board:
+            self._board.close()
+        if self._run:
+            self._run.finish()
 
 
 class Report:
@@ -176,7 +152,7 @@ class Report:
         self._tokens = samples * data.tokens_per_sample
         self._images = samples * data.images_per_sample
         self._exact = job.output / "exact.jsonl"
-        self._trackers = trackers(job) if process.rank == 0 else []
+        self._trackers = _Trackers(job) if process.rank == 0 else None
         self._since = time.perf_counter()
         # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
         per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=adapters)
@@ -204,7 +180,7 @@ class Report:
         # A single write, because several ranks write to the same pipe.
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-        if self._process.rank != 0:
+        if self._trackers is None:
             return
         with self._exact.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
@@ -214,13 +190,12 @@ class Report:
         }  # fmt: skip
         if self._images:
             figures["images_per_second"] = self._images / seconds
-        for track in self._trackers:
-            track.step(figures, step)
+        self._trackers.step(figures, step)
 
     def end(self) -> None:
         """Close the trackers."""
-        for track in self._trackers:
-            track.end()
+        if self._trackers:
+            self._trackers.end()
 
     def say(self, text: str) -> None:
         """Print a line from rank 0."""
@@ -239,29 +214,30 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
     Facts about dtypes and kernels come from the first step: see :func:`primus.training.facts.watching`.
     """
     config = job.training
-    observed = {**facts.static(session.model_parts, process.device.type), **_kept(job), **session.facts()}
+    observed = {
+        **facts.static(session.model_parts, process.device.type), "seed": config.seed,
+        "vocab_size": job.model.vocab_size, **session.facts(),
+    }  # fmt: skip
     report = Report(job, process, data, observed["trainable_parameters"] if job.mode == "lora" else None)
     observed["flops_per_unit"] = report.flops_per_unit
     if job.resume_from is not None:
         load_checkpoint(job.resume_from, session)
         report.say(f"resumed from {job.resume_from}")
-    parts, examined = session.model_parts, job.examined if job.blocks else ()
-    witness = Witness(job.output, parts, session.data_rank, session, examined=examined) if job.witness else None
-    if witness:
-        witness.first_weights(job.first_step - 1)
+    witness = _witness(job, session) if job.witness else None
     gc.collect()
     gc.disable()
     pace = Pace(job.output, process.device.type)
     for step in range(job.first_step, job.last_step + 1):
         rate = learning_rate(config, step)
         batches = _batches(job, session, data, step)
+        trace = job.output / "profile.json" if process.rank == 0 and step == config.profile_step else None
         if witness:
             for batch in batches:
                 witness.batch(**{"inputs" if name == "input_ids" else name: part for name, part in batch.items()})
         if step == job.first_step:
             report.start()
             with facts.watching(
-                session.model_parts, session.linear_types, compiled=config.compile, trace=_trace(job, process, step)
+                session.model_parts, session.linear_types, compiled=config.compile, trace=trace
             ) as seen:
                 loss, norm = _step(process, session, data, batches, rate)
             observed |= seen | _fed(batches) | _switched_on(job)
@@ -269,7 +245,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
             facts.write(job.output / "facts.json", observed)
             report.start()
         else:
-            with _profiled(_trace(job, process, step)):
+            with _profiled(trace):
                 loss, norm = _step(process, session, data, batches, rate)
             report.step(step, loss, norm, rate)
             pace.step(step)
@@ -293,6 +269,13 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
     facts.write(job.output / "facts.json", observed)
 
 
+def _witness(job: RankJob, session: Session) -> Witness:
+    examined = job.examined if job.blocks else ()
+    witness = Witness(job.output, session.model_parts, session.data_rank, session, examined=examined)
+    witness.first_weights(job.first_step - 1)
+    return witness
+
+
 def _step(process: Process, session: Session, data: Data, batches: list[Batch], rate: float) -> tuple[float, float]:
     mine = torch.tensor(sum(data.terms(batch) for batch in batches), dtype=torch.float64, device=process.device)
     terms = round(session.total(mine).item())
@@ -303,17 +286,10 @@ def _step(process: Process, session: Session, data: Data, batches: list[Batch], 
 
 
 def _batches(job: RankJob, session: Session, data: Data, step: int) -> list[Batch]:
-    """Return this rank's micro-batches of ``step``. Each rank takes consecutive samples, in the order of the ranks.
-
-    The samples of a step are the same for any number of ranks and micro-batches.
-    """
+    # Each rank takes consecutive samples, so those of a step are the same for any number of ranks and micro-batches.
     size, count = job.training.micro_batch_size, job.accumulation
     first = (step - 1) * job.global_batch + session.data_rank * size * count
     return [data.batch(first + part * size, size) for part in range(count)]
-
-
-def _kept(job: RankJob) -> dict[str, object]:
-    return {"seed": job.training.seed, "vocab_size": job.model.vocab_size}
 
 
 def _switched_on(job: RankJob) -> dict[str, object]:
@@ -329,12 +305,8 @@ def _fed(batches: list[Batch]) -> dict[str, object]:
     }
 
 
-def _trace(job: RankJob, process: Process, step: int) -> Path | None:
-    return job.output / "profile.json" if process.rank == 0 and step == job.training.profile_step else None
-
-
 def _profiled(trace: Path | None) -> AbstractContextManager[object]:
-    def keep(profile: torch.profiler.profile) -> None:
+    def export(profile: torch.profiler.profile) -> None:
         profile.export_chrome_trace(str(trace))
 
-    return torch.profiler.profile(on_trace_ready=keep) if trace else nullcontext()
+    return torch.profiler.profile(on_trace_ready=export) if trace else nullcontext()

@@ -43,7 +43,9 @@ class MegatronSession:
         self._tied = job.model.tied_embeddings
         self._attention = choices.attention
         self._torch_fsdp2 = choices.torch_fsdp2
-        self.model_parts = build(job.model, job.training, config, choices, job.turbo, on_cpu=process.on_cpu)
+        self.model_parts: Sequence[torch.nn.Module] = build(
+            job.model, job.training, config, choices, job.turbo, on_cpu=process.on_cpu
+        )
         self._ddp = self.model_parts[0].ddp_config
         settings = _optimizer_config(job, self._ddp)
         self._optimizer = get_megatron_optimizer(
@@ -59,15 +61,11 @@ class MegatronSession:
             several = len(self.model_parts) > 1
             transformer.no_sync_func = [p.no_sync for p in self.model_parts] if several else self.model_parts[0].no_sync
         self._separate_weights = transformer.bf16
+        self.linear_types: tuple[type[torch.nn.Module], ...] = (ColumnParallelLinear, RowParallelLinear)
+        if self._layers != "local":
+            from megatron.core.extensions import transformer_engine as te
 
-    @property
-    def linear_types(self) -> tuple[type[torch.nn.Module], ...]:
-        """The classes that multiply by a weight, for the facts about precision."""
-        if self._layers == "local":
-            return (ColumnParallelLinear, RowParallelLinear)
-        from megatron.core.extensions import transformer_engine as te
-
-        return (te.TELinear, te.TELayerNormColumnParallelLinear)
+            self.linear_types = (te.TELinear, te.TELayerNormColumnParallelLinear)
 
     @property
     def data_rank(self) -> int:

@@ -32,9 +32,8 @@ from primus.engine.kinds.kernels import KernelFiles
 from primus.engine.wheel import wheel_entries
 from primus.errors import CheckFailed, PrimusError
 from primus.gpucode.elf import AMDGPU, read_elf
-from primus.oci.contents import walk
+from primus.oci.contents import reference, walk
 from primus.oci.layer import write_layer
-from primus.oci.roots import reference
 from primus.oci.store import Layer, Store
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image

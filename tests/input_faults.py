@@ -36,7 +36,7 @@ from primus.oci.layer import assembler
 from primus.plan.action import Action, Input
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
-from primus.plan.scripts import BYTECODE as SCRIPT
+from primus.plan.skeleton import BYTECODE as SCRIPT
 from primus.plan.workspace import Workspace
 from primus.progress import Progress
 from primus.versions.lock import Lock, LockedFile, dumps

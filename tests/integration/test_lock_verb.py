@@ -14,7 +14,7 @@ from loopback import Server, index_debs, make_deb, make_wheel, serve
 from primus.engine import pipeline
 from primus.engine.workshop import Workshop
 from primus.fetch.files import GoneError
-from primus.plan.locking import plan_images
+from primus.plan.layers import plan_images
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from primus.oci import canonical
-from primus.oci.left_out import NOTHING, LeftOut
-from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
+from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, NOTHING, Blob, Layer, LeftOut, Store
 from primus.plan.action import tree_record
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from primus.engine.workshop import Workshop, require_space_for
 from primus.errors import CheckFailed, PrimusError
 from primus.oci.layer import check_overlap, read_paths
 from primus.plan.action import Action, ImagePlan, tree_rows
-from primus.plan.layers import plan_image
-from primus.plan.locking import lock_target, plan_images
+from primus.plan.layers import plan_image, plan_images
+from primus.plan.resolve import lock_target
 from primus.progress import choose_progress
 from primus.recipes.catalogue import check_changed
 from primus.sandbox.processes import stop_all

@@ -15,8 +15,7 @@ from typing import Any, cast
 from primus.engine.image import actions_of
 from primus.engine.workshop import wheel_of
 from primus.errors import HostError
-from primus.oci.contents import walk
-from primus.oci.roots import reference
+from primus.oci.contents import reference, walk
 from primus.oci.store import Layer, Store
 from primus.plan.action import Action
 from primus.plan.workspace import Workspace

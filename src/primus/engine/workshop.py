@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from primus.engine.isolated import log_tail, run_isolated
 from primus.errors import CheckFailed, HostError, InputError
+from primus.oci.contents import root_of_layers
 from primus.oci.layer import compression_of, write_layer
-from primus.oci.roots import root_of_layers
 from primus.oci.store import Layer, Store
 from primus.oci.tar import BLOCK, Entry, Watch
 from primus.plan.action import Action
@@ -38,14 +38,6 @@ _NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't hav
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """A layer in the store, and the observer that examined it while it was written."""
-
-    layer: Layer
-    watch: Watch | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Wheel:
     """A wheel in the file cache; ``size`` is in bytes."""
 
@@ -54,20 +46,18 @@ class Wheel:
     size: int
 
 
-class Kind(Protocol):
-    """A kind of action."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of action: two functions.
 
-    def prepare(self, actions: Sequence[Action], shop: Workshop, /) -> None:
-        """Check that this machine can run these actions of the kind. Called once, before long work begins.
+    ``make`` runs an action; the folder that it gets is empty, and removed afterwards. It raises CheckFailed, HostError
+    or InputError; the store then has no result for the action. ``prepare`` checks that this machine can run the given
+    actions. It is called once, before long work begins, and raises HostError, in one sentence, for missing namespaces
+    or a missing tool.
+    """
 
-        Raises HostError, in one sentence, for missing namespaces or a missing tool.
-        """
-
-    def make(self, action: Action, shop: Workshop, scratch: Path, /) -> Made | Wheel:
-        """Run the action; ``scratch`` is an empty folder, removed afterwards.
-
-        Raises CheckFailed, HostError or InputError; the store then has no result for the action.
-        """
+    make: Callable[[Action, Workshop, Path], Layer | Wheel]
+    prepare: Callable[[Sequence[Action], Workshop], None] = lambda *_: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +101,11 @@ class Workshop:
                 store.save("actions", action.key, {**record, "wheel": asdict(result)})
                 self.progress.finish(action.key, result.file)
             else:
-                layer = result.layer
-                store.save_layer(action.key, layer, {**record, "tree": action.tree})
-                self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
-                self.look(layer, result.watch)
+                store.save_layer(action.key, result, {**record, "tree": action.tree})
+                self.progress.finish(action.key, f"{result.blob.size / 1e6:.1f} MB, {result.seconds:.1f} s")
         return True
 
-    def write(self, action: Action, entries: Sequence[Entry]) -> Made:
+    def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
         """Write the entries as the action's layer; see :func:`primus.oci.layer.write_layer` for what it raises."""
         self.progress.start(action.key, action.name, sum(BLOCK + entry.size for entry in entries))
         watch = self.watch()
@@ -132,7 +120,8 @@ class Workshop:
         finally:
             if watch:
                 watch.close()
-        return Made(layer=layer, watch=watch)
+        self.look(layer, watch)
+        return layer
 
     def done(self, action: Action) -> bool:
         """Whether the store has the action's result."""

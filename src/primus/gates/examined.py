@@ -12,9 +12,8 @@ from primus.engine.image import Composed, stored
 from primus.errors import InputError
 from primus.gates.codeobjects import Code
 from primus.gates.facts import LayerFacts, facts_of, has_facts
-from primus.oci.left_out import LeftOut
-from primus.oci.roots import reference
-from primus.oci.store import Layer
+from primus.oci.contents import reference
+from primus.oci.store import Layer, LeftOut
 from primus.plan.action import ImagePlan
 from primus.plan.workspace import Workspace
 from primus.progress import Progress

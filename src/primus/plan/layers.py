@@ -15,10 +15,14 @@ from primus.gpucode.bundles import FORMAT
 from primus.oci.canonical import key_of
 from primus.oci.layer import assembler
 from primus.plan.action import Action, ImagePlan, Input
-from primus.plan.resolve import ResolvedTarget
-from primus.plan.scripts import BYTECODE, ORDER, TRIM, VARIANT, WHEEL_SCRIPT
+from primus.plan.resolve import ResolvedTarget, with_lock
 from primus.plan.skeleton import (
+    BYTECODE,
     CONSTRAINTS,
+    ORDER,
+    TRIM,
+    VARIANT,
+    WHEEL_SCRIPT,
     Inline,
     Prefix,
     console_script,
@@ -46,6 +50,18 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
     Raises InputError if the lock lacks a file that the target needs.
     """
     return _Planner(resolved, stats).plan()
+
+
+def plan_images(
+    targets: Sequence[ResolvedTarget],
+    stats: StatIndex,
+    *,
+    locked: bool = False,
+    offline: bool = False,
+    quiet: bool = False,
+) -> list[ImagePlan]:
+    """Return the plans of the targets, based on up-to-date locks; see :func:`primus.plan.resolve.with_lock`."""
+    return [plan_image(with_lock(target, locked=locked, offline=offline, quiet=quiet), stats) for target in targets]
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from primus.errors import InputError
+from primus.errors import InputError, PrimusError
+from primus.files import write_file
 from primus.gpus.generation import Generation
 from primus.gpus.table import generation
 from primus.plan.project import Choice, Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
+from primus.progress import choose_progress
 from primus.versions.components import Pin, Versions
-from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, normalised
+from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, dumps, normalised
 from primus.versions.suites import name_of
 from primus.yamlfile import Document
+
+if TYPE_CHECKING:
+    from primus.progress import Progress
+    from primus.versions.relock import Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,3 +189,66 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
 def resolve_all(project: Project, names: Sequence[str]) -> list[ResolvedTarget]:
     """Resolve every target of ``names``."""
     return [resolve(project, name) for name in names]
+
+
+def lock_target(
+    resolved: ResolvedTarget,
+    progress: Progress,
+    *,
+    refresh: bool = False,
+    gone: Sequence[LockedFile] = (),
+    shared: Shared | None = None,
+) -> ResolvedTarget:
+    """Resolve the target's request to exact files and write its lock; see :func:`primus.versions.relock.resolve`.
+
+    An error about a package, an image or a repository gets the line of its pin.
+    """
+    # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock does not need.
+    from primus.programs import with_packages
+    from primus.versions import relock
+
+    previous, request = resolved.lock, resolved.request
+    call = partial(
+        relock.resolve, request, previous=previous, refresh=refresh, gone=gone, shared=shared, progress=progress
+    )
+    try:
+        lock = with_packages(call, say=progress.say)
+    except PrimusError as error:
+        if error.where is None and error.about:
+            error.where = resolved.pin_of(error.about)[1] or None
+        raise
+    if lock != previous:
+        write_file(resolved.lock_path, dumps(lock))
+    return replace(resolved, lock=lock)
+
+
+def with_lock(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: bool) -> ResolvedTarget:
+    """Return the target with a lock that matches its pins: a stale or missing one is created again, with a message,
+    unless ``locked`` (CI, releases) or ``offline`` forbids it.
+    """
+    stale = resolved.stale
+    if not resolved.request.asks:
+        return replace(resolved, lock=None)
+    if resolved.lock is not None and not stale:
+        return resolved
+    what = "; ".join(map(str, stale[:5])) + (f"; and {len(stale) - 5} more" if len(stale) > 5 else "")
+    name = resolved.name
+    sentence = f"the lock of {name} is stale: {what}" if resolved.lock else f"{name} has no lock yet"
+    if locked or offline:
+        raise InputError(sentence, where=_place(resolved), hint=f"{resolved.lock_command}, and commit the result")
+    print(f"! {sentence}; {'locking it again' if resolved.lock else 'creating one'}", file=sys.stderr)
+    with choose_progress(quiet) as progress:
+        return lock_target(resolved, progress)
+
+
+def _place(resolved: ResolvedTarget) -> str | None:
+    """Return the line of versions.yaml of the first changed pin that still exists."""
+    for item in resolved.stale:
+        kind, _, rest = item.pin.partition(" ")
+        if kind == "base" and rest.split(" ")[0] in resolved.versions.bases:
+            return resolved.base_place(rest.split(" ")[0])
+        for component, entry in resolved.versions.components.items():
+            for pin in entry.pins:
+                if pin.named(kind) == rest and pin.version == (item.wanted or "").partition(" ")[0]:
+                    return resolved.pin_place(component, pin)
+    return None

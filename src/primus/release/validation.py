@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from primus.errors import HostError, InputError
 from primus.gates.check import check_image
 from primus.oci.canonical import digest_of
-from primus.oci.roots import root_of_image
+from primus.oci.contents import root_of_image
 from primus.progress import choose_progress
 from primus.release import golden
 from primus.release.cells import NO_GPU, ran_on

@@ -19,7 +19,7 @@ from primus.engine.kinds.wheels import bytecode_entries
 from primus.engine.wheel import Member, wheel_entries
 from primus.errors import CheckFailed, InputError
 from primus.oci.tar import Entry
-from primus.plan.scripts import BYTECODE as SCRIPT
+from primus.plan.skeleton import BYTECODE as SCRIPT
 from primus.plan.skeleton import Prefix
 
 PREFIX = Prefix(python=f"{sys.version_info.major}.{sys.version_info.minor}")

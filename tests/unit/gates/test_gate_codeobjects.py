@@ -28,7 +28,7 @@ from primus.gates.codeobjects import Code, bundle_targets, code_in, library_of
 from primus.gates.rules.coverage import coverage, gpu_libraries
 from primus.gates.rules.pruning import pruning
 from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
-from primus.oci.left_out import LeftOut
+from primus.oci.store import LeftOut
 
 SOURCE = Path(facts.__file__).parents[1]
 GFX942, GFX950 = 0x4C, 0x4F

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from primus.errors import InputError
-from primus.plan.locking import plan_images
+from primus.plan.layers import plan_images
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.versions import relock

@@ -18,11 +18,11 @@ from primus.engine.kinds.kernels import KernelFiles, is_for, unlisted
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.codeobjects import code_in
 from primus.gpucode.bundles import FORMAT
-from primus.oci.left_out import LeftOut
+from primus.oci.store import LeftOut
 from primus.oci.tar import Entry
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
-from primus.plan.scripts import LEFT_OUT
+from primus.plan.skeleton import LEFT_OUT
 from primus.versions.lock import Lock, LockedFile
 from project_kit import plan_over
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.plan.sharing import SharedLayer, sharing, sharing_text
+from primus.plan.explain import SharedLayer, sharing, sharing_text
 from project_kit import Kit, make_project
 
 Layers = dict[str, SharedLayer]

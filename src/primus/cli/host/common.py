@@ -10,13 +10,12 @@ from pathlib import Path
 
 from primus.cli.arguments import folder, path
 from primus.errors import InputError
-from primus.oci.roots import root_of_image
+from primus.oci.contents import root_of_image
 from primus.oci.store import Store
 from primus.plan.action import ImagePlan
-from primus.plan.explain import changes, outline, outline_text
+from primus.plan.explain import changes, images_of, outline, outline_text, sharing, sharing_text
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve, resolve_all
-from primus.plan.sharing import images_of, sharing, sharing_text
 from primus.plan.workspace import Workspace
 from primus.release import golden
 from primus.release.history import IMAGE, History, Release, load_history, pin_names, pins, select

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from primus.cli.host.common import add_planning_options, resolved_targets
 from primus.plan.explain import changes, explain_text
-from primus.plan.locking import plan_images
+from primus.plan.layers import plan_images
 from primus.terminal import Screen
 
 EXAMPLE = "primus explain cpu"

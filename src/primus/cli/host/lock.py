@@ -22,8 +22,7 @@ from primus import __version__
 from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
 from primus.errors import InputError, PrimusError
 from primus.files import write_file
-from primus.plan.locking import lock_target
-from primus.plan.resolve import ResolvedTarget, resolve_all
+from primus.plan.resolve import ResolvedTarget, lock_target, resolve_all
 from primus.progress import choose_progress
 from primus.terminal import counted
 from primus.versions import traffic

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from primus.cli.host.common import add_planning_options, print_plans, resolved_targets
-from primus.plan.locking import plan_images
+from primus.plan.layers import plan_images
 
 EXAMPLE = "primus plan cpu"
 

@@ -1,24 +1,17 @@
-"""The kinds of action, one module each.
-
-To add a kind, add its name to :data:`primus.plan.action.Kind`, and a module here with the two functions of
-:class:`primus.engine.workshop.Kind`.
-"""
+"""The kinds of action. To add one, add its name to :data:`primus.plan.action.Kind`, and its functions here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from primus.engine.kinds import build, debs, files, image, kernels, wheels
-
-if TYPE_CHECKING:
-    from primus.engine.workshop import Kind
+from primus.engine.kinds import debs, files, kernels, wheels
+from primus.engine.workshop import Kind
 
 KINDS: Mapping[str, Kind] = {
-    "image": image,
-    "debs": debs,
-    "kernels": kernels,
-    "wheels": wheels,
-    "files": files,
-    "build": build,
+    "image": Kind(files.adopt),
+    "debs": Kind(debs.make, debs.prepare),
+    "kernels": Kind(kernels.make, kernels.prepare),
+    "wheels": Kind(wheels.make, wheels.prepare),
+    "files": Kind(files.make),
+    "build": Kind(wheels.build, wheels.prepare),
 }

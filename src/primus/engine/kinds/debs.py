@@ -27,13 +27,13 @@ from typing import cast
 
 from primus.engine.isolated import log_tail
 from primus.engine.kinds.kernels import unlisted
-from primus.engine.workshop import Made, Workshop, disk_is_full
+from primus.engine.workshop import Workshop, disk_is_full
 from primus.errors import CheckFailed, HostError
 from primus.oci.contents import KINDS, members
-from primus.oci.store import storage_error
+from primus.oci.store import Layer, storage_error
 from primus.oci.tar import MTIME, Entry, open_part
 from primus.plan.action import Action
-from primus.plan.scripts import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
+from primus.plan.skeleton import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
 from primus.programs import lacks_ids, need
 from primus.sandbox.processes import tracked
 from primus.versions.lock import LockedFile
@@ -51,7 +51,7 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     need("mmdebstrap", "mmdebstrap", say=shop.progress.say)
 
 
-def make(action: Action, shop: Workshop, scratch: Path) -> Made:
+def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
     """Install the packages with mmdebstrap, or unpack them if they go on top of an image."""
     if "over" in action.spec:
         return shop.write(action, _over_entries(action.files, scratch, find=shop.file))

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, cast
 
-from primus.engine.workshop import Made, Workshop
+from primus.engine.workshop import Workshop
 from primus.errors import CheckFailed, HostError
 from primus.gpucode.bundles import keep_only
 from primus.oci.contents import members
-from primus.oci.left_out import LeftOut
+from primus.oci.store import Layer, LeftOut
 from primus.oci.tar import Entry
 from primus.plan.action import Action
 from primus.programs import need
@@ -36,14 +36,13 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     need("dpkg-deb", "dpkg", say=shop.progress.say)
 
 
-def make(action: Action, shop: Workshop, scratch: Path) -> Made:
+def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
     """Write the files of the action's packages that are for its architecture."""
     kernels = KernelFiles(arch=str(action.spec["arch"]))
     patterns = cast("Mapping[str, Sequence[str]]", action.spec["kernels"])
     for deb in action.files:
         kernels.take(shop.file(deb), patterns[deb.name], scratch / deb.name)
-    written = shop.write(action, kernels.entries)
-    return replace(written, layer=replace(written.layer, left_out=kernels.left_out))
+    return replace(shop.write(action, kernels.entries), left_out=kernels.left_out)
 
 
 def is_for(path: str, arch: str) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from primus.gates.codeobjects import Code
 from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.gpucode.archs import in_path, runs_on
-from primus.oci.left_out import NOTHING, LeftOut
+from primus.oci.store import NOTHING, LeftOut
 
 # Such a folder counts as one library: each file is for one architecture, or for all.
 _PARTS = ("code object", "bundle", "kernel file", "Triton cache")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from primus.gates.codeobjects import Code, is_kernel_file
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.gpucode.archs import in_path, runs_on
-from primus.oci.left_out import NOTHING, LeftOut
+from primus.oci.store import NOTHING, LeftOut
 from primus.terminal import bytes_text
 
 _FORMS = ("code object", "bundle", "kernel pack")

@@ -20,8 +20,8 @@ def _forward(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     CALLS["fa4_forward"] += 1
-    found = _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **_mask(window))
-    return found[0], found[1]
+    results = _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **_mask(window))
+    return results[0], results[1]
 
 
 @_forward.register_fake
@@ -40,8 +40,8 @@ def _backward(
     from flash_attn.cute.interface import _flash_attn_bwd
 
     CALLS["fa4_backward"] += 1
-    found = _flash_attn_bwd(q, k, v, out, grad, lse, softmax_scale=scale, **_mask(window))
-    return found[0], found[1], found[2]
+    results = _flash_attn_bwd(q, k, v, out, grad, lse, softmax_scale=scale, **_mask(window))
+    return results[0], results[1], results[2]
 
 
 @_backward.register_fake
@@ -117,12 +117,12 @@ def windowed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     """
     parts = tuple(part.transpose(1, 2) for part in (q, k, v))
     if isinstance(mask, torch.Tensor):
-        found = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+        results = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
     else:
         from torch.nn.attention.flex_attention import flex_attention
 
-        found = flex_attention(*parts, block_mask=mask, enable_gqa=True)
-    return found.transpose(1, 2)
+        results = flex_attention(*parts, block_mask=mask, enable_gqa=True)
+    return results.transpose(1, 2)
 
 
 def attend_in_diffusers() -> None:

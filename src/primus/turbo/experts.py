@@ -63,10 +63,10 @@ def _spread(
     values = tl.load(x + token * width + offsets, mask=used, other=0.0)
     if WEIGHTED:
         wide = values.to(tl.float32)
-        found = tl.load(experts + row * width + offsets, mask=used, other=0.0).to(tl.float32)
+        of_expert = tl.load(experts + row * width + offsets, mask=used, other=0.0).to(tl.float32)
         weight = tl.load(weights + tl.maximum(choice, 0))
         if choice >= 0:
-            tl.store(gradient + choice, tl.sum(wide * found, axis=0))
+            tl.store(gradient + choice, tl.sum(wide * of_expert, axis=0))
         values = (wide * weight).to(out.dtype.element_ty)
     tl.store(out + row * width + offsets, values, mask=offsets < width)
 
@@ -173,16 +173,16 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         experts, weights, *routing = ctx.saved_tensors
-        given = grads[0].contiguous()
-        made, dots = _weighted_back(given, experts, weights, Routes(*routing))
-        return made, dots, given if ctx.based else None, None, None, None
+        grad = grads[0].contiguous()
+        out, dots = _weighted_back(grad, experts, weights, Routes(*routing))
+        return out, dots, grad if ctx.based else None, None, None, None
 
 
 def dispatch(x: torch.Tensor, routing: Routes) -> torch.Tensor:
     """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``routing``. Padding is zero."""
     CALLS["moe_dispatch"] += 1
-    made: torch.Tensor = _Dispatch.apply(x, *routing)
-    return made
+    out: torch.Tensor = _Dispatch.apply(x, *routing)
+    return out
 
 
 def combine(experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base: torch.Tensor | None) -> torch.Tensor:
@@ -192,5 +192,5 @@ def combine(experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base:
     once.
     """
     CALLS["moe_combine"] += 1
-    made: torch.Tensor = _Combine.apply(experts, weights, base, *routing)
-    return made
+    out: torch.Tensor = _Combine.apply(experts, weights, base, *routing)
+    return out

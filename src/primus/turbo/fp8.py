@@ -42,10 +42,10 @@ def _product(
     """Return ``a @ b.T`` of scaled FP8 factors, both with the summed dimension contiguous."""
     if not a.is_cuda:
         return ((a.float() @ b.float().t()) / (a_scale * b_scale)).to(out)
-    found: torch.Tensor = torch._scaled_mm(
+    results: torch.Tensor = torch._scaled_mm(
         a, b.t(), scale_a=a_scale.reciprocal(), scale_b=b_scale.reciprocal(), out_dtype=out, use_fast_accum=fast
     )
-    return found
+    return results
 
 
 class _Formats:
@@ -69,8 +69,8 @@ class _Linear(torch.autograd.Function):
         data, weight_scale = _weight(weight, formats.weight)
         ctx.save_for_backward(flipped, scale, weight)
         ctx.formats = formats
-        made = _product(values, scale, data, weight_scale, x.dtype, formats.fast_output)
-        return made.view(*x.shape[:-1], made.shape[-1])
+        out = _product(values, scale, data, weight_scale, x.dtype, formats.fast_output)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -94,11 +94,11 @@ class _Projections(torch.autograd.Function):
         data, scales = _stacked(weights, formats.weight)
         ctx.save_for_backward(flipped, scale, *weights)
         ctx.formats = formats
-        made = _product(values, scale, data, scales[0], x.dtype, formats.fast_output)
-        parts = made.split([weight.shape[0] for weight in weights], dim=1)
+        out = _product(values, scale, data, scales[0], x.dtype, formats.fast_output)
+        parts = out.split([weight.shape[0] for weight in weights], dim=1)
         return tuple(
-            _times(part, None if part is parts[0] else scales[0] / own).view(*x.shape[:-1], part.shape[1])
-            for part, own in zip(parts, scales, strict=True)
+            _times(part, None if part is parts[0] else scales[0] / factor).view(*x.shape[:-1], part.shape[1])
+            for part, factor in zip(parts, scales, strict=True)
         )
 
     @staticmethod
@@ -110,18 +110,20 @@ class _Projections(torch.autograd.Function):
         # for all. Use the smallest product for which a gradient fills its range. The others lose no precision, only
         # range.
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        limits = [_scale(fp8_kernels.largest(grad), formats.grad) * own for grad, own in zip(flat, scales, strict=True)]
+        limits = [
+            _scale(fp8_kernels.largest(grad), formats.grad) * factor for grad, factor in zip(flat, scales, strict=True)
+        ]
         common = torch.stack(limits).amin()
-        grad_scales = [common / own for own in scales]
+        grad_scales = [common / factor for factor in scales]
         values, turned = fp8_kernels.cast_both(flat, grad_scales, formats.grad)
         of_x = _product(values, common, fp8_kernels.flip(data), torch.ones_like(common), kind, formats.fast_input)
         of_weights = _product(turned, grad_scales[0], flipped, scale, kind, formats.fast_weight)
         parts = of_weights.split([weight.shape[0] for weight in weights])
-        found = (
-            _times(part, None if part is parts[0] else grad_scales[0] / own)
-            for part, own in zip(parts, grad_scales, strict=True)
+        results = (
+            _times(part, None if part is parts[0] else grad_scales[0] / factor)
+            for part, factor in zip(parts, grad_scales, strict=True)
         )
-        return of_x.view(*like, of_x.shape[-1]), None, *found
+        return of_x.view(*like, of_x.shape[-1]), None, *results
 
 
 def _stacked(weights: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -148,8 +150,8 @@ class _FeedForward(torch.autograd.Function):
             for weight in (gate_weight, up_weight)
         )
         made_scale = _scale(fp8_kernels.swiglu_largest(gate, up), formats.input)
-        made = fp8_kernels.swiglu_cast(gate, up, made_scale, formats.input)
-        out = _product(made, made_scale, *_weight(down_weight, formats.weight), x.dtype, formats.fast_output)
+        hidden = fp8_kernels.swiglu_cast(gate, up, made_scale, formats.input)
+        out = _product(hidden, made_scale, *_weight(down_weight, formats.weight), x.dtype, formats.fast_output)
         ctx.save_for_backward(flipped, scale, gate, up, made_scale, gate_weight, up_weight, down_weight)
         ctx.formats = formats
         return out.view(*x.shape[:-1], out.shape[-1])
@@ -189,19 +191,19 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
     """Return ``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one scale per tensor."""
-    made: torch.Tensor = _Linear.apply(_computed(x), weight, config)
-    return made
+    out: torch.Tensor = _Linear.apply(_computed(x), weight, config)
+    return out
 
 
 def projections(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any) -> tuple[torch.Tensor, ...]:
     """Return ``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is torchao's."""
-    made: tuple[torch.Tensor, ...] = _Projections.apply(_computed(x), config, *weights)
-    return made
+    out: tuple[torch.Tensor, ...] = _Projections.apply(_computed(x), config, *weights)
+    return out
 
 
 def feed_forward(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, config: Any
 ) -> torch.Tensor:
     """Return ``(silu(x @ gate.T) · (x @ up.T)) @ down.T``, computed in FP8 as in :func:`linear`."""
-    made: torch.Tensor = _FeedForward.apply(_computed(x), gate, up, down, config)
-    return made
+    out: torch.Tensor = _FeedForward.apply(_computed(x), gate, up, down, config)
+    return out

@@ -77,13 +77,13 @@ def _flip(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _largest(x, found, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _largest(x, highest, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     top = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     for block in tl.static_range(BLOCKS):
         at = first + block * BLOCK + tl.arange(0, BLOCK)
         top = _larger(top, tl.abs(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)))
-    tl.atomic_max(found, tl.reduce(top, 0, _larger), sem="relaxed")
+    tl.atomic_max(highest, tl.reduce(top, 0, _larger), sem="relaxed")
 
 
 @triton.jit
@@ -150,10 +150,10 @@ def _swiglu_backward(
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    of_gate, of_up, made = _swiglu_gradients(a, b, d)
+    of_gate, of_up, product = _swiglu_gradients(a, b, d)
     _store_both(_cut(of_gate * tl.load(gate_scale), LARGEST), gate_rows, gate_columns, at, to, inside, flipped, ALONE)
     _store_both(_cut(of_up * tl.load(up_scale), LARGEST), up_rows, up_columns, at, to, inside, flipped, ALONE)
-    value = _cut(made * tl.load(made_scale), LARGEST_MADE)
+    value = _cut(product * tl.load(made_scale), LARGEST_MADE)
     tl.store(made_columns + to, tl.trans(_bytes(value, MADE, False)), mask=flipped)
 
 
@@ -213,12 +213,12 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     CALLS["fp8_largest"] += 1
     if not x.is_cuda:
         return x.abs().max().float()
-    found = torch.zeros((), dtype=torch.float32, device=x.device)
+    highest = torch.zeros((), dtype=torch.float32, device=x.device)
     count = x.numel()
     _largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
-        x.contiguous(), found, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
+        x.contiguous(), highest, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
     )
-    return found
+    return highest
 
 
 @largest.register_fake
@@ -253,12 +253,12 @@ def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     CALLS["fp8_swiglu_largest"] += 1
     if not gate.is_cuda:
         return (torch.nn.functional.silu(gate.float()) * up.float()).abs().max()
-    found = torch.zeros((), dtype=torch.float32, device=gate.device)
+    highest = torch.zeros((), dtype=torch.float32, device=gate.device)
     count = gate.numel()
     _swiglu_largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
-        gate.contiguous(), up.contiguous(), found, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
+        gate.contiguous(), up.contiguous(), highest, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
     )
-    return found
+    return highest
 
 
 @swiglu_largest.register_fake
@@ -303,13 +303,13 @@ def swiglu_backward_largest(gate: torch.Tensor, up: torch.Tensor, grad: torch.Te
     if not gate.is_cuda:
         of_gate, of_up, _ = _gradients(gate, up, grad)
         return torch.stack((of_gate.abs().max(), of_up.abs().max()))
-    found = torch.zeros(2, dtype=torch.float32, device=gate.device)
+    highest = torch.zeros(2, dtype=torch.float32, device=gate.device)
     count = gate.numel()
     _swiglu_backward_largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
-        gate.contiguous(), up.contiguous(), grad.contiguous(), found, count,
+        gate.contiguous(), up.contiguous(), grad.contiguous(), highest, count,
         BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8,
     )  # fmt: skip
-    return found
+    return highest
 
 
 @swiglu_backward_largest.register_fake
@@ -328,10 +328,10 @@ def swiglu_backward(
     """
     CALLS["fp8_swiglu_backward"] += 1
     if not gate.is_cuda:
-        of_gate, of_up, made = _gradients(gate, up, grad)
-        one, two = eight(of_gate, gate_scale, dtype), eight(of_up, up_scale, dtype)
-        made = eight(made, made_scale, made_dtype)
-        return one, _turned(one), two, _turned(two), _turned(made)
+        of_gate, of_up, product = _gradients(gate, up, grad)
+        gate_eight, up_eight = eight(of_gate, gate_scale, dtype), eight(of_up, up_scale, dtype)
+        product = eight(product, made_scale, made_dtype)
+        return gate_eight, _turned(gate_eight), up_eight, _turned(up_eight), _turned(product)
     rows, columns = gate.shape
     straight = [gate.new_empty((rows, columns), dtype=dtype) for _ in range(2)]
     flipped = [gate.new_empty((columns, rows), dtype=kind) for kind in (dtype, dtype, made_dtype)]

@@ -33,13 +33,15 @@ _FP8_MULTIPLE = 128
 def check(names: Iterable[str] = SIGNATURES) -> None:
     """Raise SystemExit if the installed package lacks one of ``names``, or one of the used parameters."""
     for name in names:
-        found: Any = _package()
+        function: Any = _package()
         try:
             for part in name.split("."):
-                found = getattr(found, part)
+                function = getattr(function, part)
         except AttributeError:
             raise SystemExit(f"the installed Primus Turbo has no {name}: it is not the pinned version") from None
-        lacking = [parameter for parameter in SIGNATURES[name] if parameter not in inspect.signature(found).parameters]
+        lacking = [
+            parameter for parameter in SIGNATURES[name] if parameter not in inspect.signature(function).parameters
+        ]
         if lacking:
             raise SystemExit(
                 f"{name} of the installed Primus Turbo takes no {', '.join(lacking)}: it is not the pinned version"
@@ -65,7 +67,7 @@ def attention(
     """
     turbo = _package()
     CALLS["turbo_attention_fp8" if eight else "turbo_attention"] += 1
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "softmax_scale": scale,
         "causal": True,
         "window_size": (window - 1, 0) if window else (-1, -1),
@@ -75,9 +77,9 @@ def attention(
         low = turbo.core.low_precision
         granularity = low.ScalingGranularity.BLOCKWISE
         config = low.Float8QuantConfig(granularity=granularity, block_size=_ATTENTION_BLOCK)
-        out: torch.Tensor = turbo.ops.flash_attn_fp8_func(q, k, v, fp8_config=config, **given)
+        out: torch.Tensor = turbo.ops.flash_attn_fp8_func(q, k, v, fp8_config=config, **options)
     else:
-        out = turbo.ops.flash_attn_func(q, k, v, **given)
+        out = turbo.ops.flash_attn_func(q, k, v, **options)
     return out
 
 

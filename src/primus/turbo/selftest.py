@@ -206,7 +206,7 @@ def fp8_projections(shapes: Shapes, make: _Maker) -> Rows:
 def _swiglu(tokens: int, width: int, config: Any, make: _Maker) -> Rows:
     """Compare the kernels of the block alone, forward and backward, before any product."""
     gate, up, grad = (make.normal(tokens, width, dtype=torch.bfloat16) for _ in range(3))
-    made, narrow = config.cast_config_input.target_dtype, config.cast_config_grad_output.target_dtype
+    wide, narrow = config.cast_config_input.target_dtype, config.cast_config_grad_output.target_dtype
     results = []
     for dtype in (torch.float32, torch.float64):
         a, b = _leaves(gate, up, dtype=dtype)
@@ -215,11 +215,11 @@ def _swiglu(tokens: int, width: int, config: Any, make: _Maker) -> Rows:
         del product
     tops = [exact.abs().max() for exact in results[1]]
     scales = [
-        (torch.finfo(dtype).max / top / 2).float() for top, dtype in zip(tops, (made, narrow, narrow), strict=True)
+        (torch.finfo(dtype).max / top / 2).float() for top, dtype in zip(tops, (wide, narrow, narrow), strict=True)
     ]
-    forward = fp8_kernels.swiglu_cast(gate, up, scales[0], made)
+    forward = fp8_kernels.swiglu_cast(gate, up, scales[0], wide)
     of_gate, gate_flipped, of_up, up_flipped, made_flipped = fp8_kernels.swiglu_backward(
-        gate, up, grad, scales[1], scales[2], scales[0], narrow, made
+        gate, up, grad, scales[1], scales[2], scales[0], narrow, wide
     )
     pairs = (("product", forward, made_flipped), ("gradient of the gate", of_gate, gate_flipped),
              ("gradient of the input", of_up, up_flipped))  # fmt: skip
@@ -403,13 +403,13 @@ def _exact_attention(
     for sample in range(len(q)):
         for head in range(q.shape[2]):
             here, shared = (sample, slice(None), head), (sample, slice(None), head // group)
-            queries, keys, values, given = (t.double() for t in (q[here], k[shared], v[shared], grad[here]))
+            queries, keys, values, of_out = (t.double() for t in (q[here], k[shared], v[shared], grad[here]))
             scores = (queries @ keys.t()).mul_(q.shape[-1] ** -0.5).masked_fill_(~seen, float("-inf"))
             weights = torch.softmax(scores, dim=-1)
             out = weights @ values
             results[0][here] = out
-            results[3][shared] += weights.t() @ given
-            change = (given @ values.t()).sub_((given * out).sum(-1, keepdim=True)).mul_(weights)
+            results[3][shared] += weights.t() @ of_out
+            change = (of_out @ values.t()).sub_((of_out * out).sum(-1, keepdim=True)).mul_(weights)
             change.mul_(q.shape[-1] ** -0.5)
             results[1][here] = change @ keys
             results[2][shared] += change.t() @ queries

@@ -51,17 +51,17 @@ class Step:
 
     def __call__(self, *_args: Any, **_options: Any) -> None:
         """Update all parameters. Arguments of torch's ``step`` are ignored."""
-        own = self._optimizer
-        before = [*_global_optimizer_pre_hooks.values(), *own._optimizer_step_pre_hooks.values()]
+        optimizer = self._optimizer
+        before = [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
         with torch.no_grad():
             if before:
                 # Only hooks read gradients before the kernel scales them. This pass is needed only for them.
                 self._clip_now()
                 for hook in before:
-                    hook(own, (), {})
+                    hook(optimizer, (), {})
             self._update(clipped=bool(before))
-        for done in chain(own._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
-            done(own, (), {})
+        for done in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+            done(optimizer, (), {})
 
     def _clip_now(self) -> None:
         if _clip:

@@ -78,7 +78,7 @@ def calls(arch: str) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
             {"PER_TOKEN": 6, "WEIGHTED": True, "BASED": True, "BLOCK": 2048},
         ),
         "_flip": ({"x": "*u8", "out": "*u8", **sizes}, tile),
-        "_largest": ({"x": "*bf16", "found": "*fp32", "count": "i32"}, flat),
+        "_largest": ({"x": "*bf16", "highest": "*fp32", "count": "i32"}, flat),
         "_swiglu_largest": ({**swiglu, "largest": "*fp32", "count": "i32"}, flat),
         "_swiglu_cast": (
             {**swiglu, "scale": "*fp32", "out": f"*{fp8}", "count": "i32"},

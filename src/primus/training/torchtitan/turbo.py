@@ -88,7 +88,7 @@ def _route_directly() -> None:
     from torchtitan.models.moe import moe
 
     def experts_forward(self: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        weights = (getattr(one, "_local_tensor", one) for one in (self.w1, self.w2, self.w3))
+        weights = (getattr(layer, "_local_tensor", layer) for layer in (self.w1, self.w2, self.w3))
         # Looked up now, because torchtitan compiles the function after this change.
         run = moe._run_experts_grouped_mm if self.use_grouped_mm else moe._run_experts_for_loop
         return run(*weights, x, num_tokens_per_expert)
@@ -101,9 +101,9 @@ def _route_directly() -> None:
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
         ways = routes(selected, counts)
-        found = self.experts(dispatch(tokens, ways), ways.counts)
+        rows = self.experts(dispatch(tokens, ways), ways.counts)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
-        return combine(found, scores.float(), ways, shared).view(x.shape)
+        return combine(rows, scores.float(), ways, shared).view(x.shape)
 
     replace(moe.GroupedExperts, "forward", experts_forward, takes="self, x, num_tokens_per_expert")
     replace(moe.MoE, "forward", forward, takes="self, x")
@@ -157,8 +157,8 @@ def _replace_linears() -> None:
     from primus.turbo.fp8 import linear
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch.nn.Linear
-        made = linear(input, self.weight, self.config)
-        return made if self.bias is None else made + self.bias.to(made.dtype)
+        out = linear(input, self.weight, self.config)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     replace(Float8Linear, "forward", forward, takes="self, input")
 
@@ -170,10 +170,10 @@ def _replace_projections() -> None:
 
     def forward(self: Any, x: torch.Tensor, freqs_cis: Any, attention_masks: Any, positions: Any = None) -> Any:
         layers = (self.wq, self.wk, self.wv)
-        if self.attn_type != "sdpa" or attention_masks is not None or any(one.bias is not None for one in layers):
+        if self.attn_type != "sdpa" or attention_masks is not None or any(layer.bias is not None for layer in layers):
             return original(self, x, freqs_cis, attention_masks, positions)
-        made = projections(x, [one.weight for one in layers], self.wq.config)
-        q, k, v = (each.view(*x.shape[:2], -1, self.head_dim) for each in made)
+        out = projections(x, [layer.weight for layer in layers], self.wq.config)
+        q, k, v = (each.view(*x.shape[:2], -1, self.head_dim) for each in out)
         q, k = model.apply_rotary_emb(q, k, freqs_cis=freqs_cis, positions=positions)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         mixed = self.inner_attention(q, k, v, enable_gqa=self.enable_gqa).transpose(1, 2).contiguous()
@@ -271,9 +271,9 @@ def changed_trainer(trainer: type, names: Sequence[str]) -> type:
                     optimizer._opt_called = True
 
         def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
-            made = super().post_dataloading_process(input_dict, labels)
+            out = super().post_dataloading_process(input_dict, labels)
             if "linear-cross-entropy" in names:
-                self.model_parts[0].output.labels = made[1]
-            return made
+                self.model_parts[0].output.labels = out[1]
+            return out
 
     return TurboTrainer

@@ -31,9 +31,7 @@ _READERS = max(2, os.cpu_count() or 2)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The verdict of the gates on one image. ``libraries`` are its GPU libraries, each with the targets it has code
-    for.
-    """
+    """The verdict of the gates on one image. ``libraries`` are its GPU libraries, with the targets of their code."""
 
     target: str
     ref: str

@@ -30,7 +30,7 @@ Form = Literal[
     "fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "Triton cache", "CUDA"
 ]
 
-_PACK = b"KPAK"
+PACK = b"KPAK"
 _CUDA_FATBIN = struct.pack("<I", 0xBA55ED50)
 _KERNEL_ENDINGS = (
     ".co", ".hsaco", ".dat", ".dat.gz", ".kpack", ".kdb", ".kdb.bz2", ".db", "db.txt", ".tn.model", ".model",
@@ -89,7 +89,7 @@ def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
     if head.startswith((PLAIN, COMPRESSED)):
         targets = bundle_targets(stream, 0, size)
         return Code(path=path, form="bundle", targets=targets, size=size)
-    if head.startswith(_PACK):
+    if head.startswith(PACK):
         return _of_pack(path, stream, size)
     if path.endswith(".json"):
         stream.seek(0)
@@ -247,8 +247,8 @@ def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
     elf = read_elf(stream)
     if elf.kind != DYN or elf.machine == AMDGPU:
         return None
-    linked = linked_in(elf, stream)
-    return Library(path=path, soname=linked.soname, needed=linked.needed, machine=elf.machine, size=size)
+    soname, needed = linked_in(elf, stream)
+    return Library(path=path, soname=soname, needed=needed, machine=elf.machine, size=size)
 
 
 def owner_of(layer: str, path: str) -> str:

@@ -18,7 +18,7 @@ Kind = Literal["wheel", "deb", "header", "library"]
 Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
 
 # A package vendored in another one (setuptools/_vendor) does not count; one from a deb is judged as a deb.
-_METADATA = r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA"
+_METADATA = re.compile(r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA")
 # Nine of ten requirements are for an extra, and parsing them is slow. Markers with `or` are left to the parser.
 _OF_EXTRA = r"^(?!.*\sor\s).*;.*\bextra\s*==\s*[\"']"
 _STATUS = "var/lib/dpkg/status"
@@ -57,7 +57,7 @@ class Stated:
 
 def states_versions(path: str) -> bool:
     """Whether :func:`stated_in` reads files with this name."""
-    return _is_status(path) or _is_metadata(path) or path.rpartition("/")[2] in _HEADERS
+    return _is_status(path) or bool(_METADATA.fullmatch(path)) or path.rpartition("/")[2] in _HEADERS
 
 
 def stated_in(path: str, text: str) -> list[Stated]:
@@ -69,7 +69,7 @@ def stated_in(path: str, text: str) -> list[Stated]:
             for package in packages
             if package.get("Status", "").endswith(" installed")
         ]
-    if _is_metadata(path):
+    if _METADATA.fullmatch(path):
         rows = re.findall(r"^(Name|Version|Requires-Dist): (.+?)\s*$", text.partition("\n\n")[0], re.M)
         head = dict(rows)
         if not {"Name", "Version"} <= set(head):
@@ -108,10 +108,6 @@ def stated_in_library(path: str, file: IO[bytes]) -> list[Stated]:
 
 def _is_status(path: str) -> bool:
     return path == _STATUS or path.startswith(_STATUS_OF_PACKAGE)
-
-
-def _is_metadata(path: str) -> bool:
-    return path.endswith(".dist-info/METADATA") and re.fullmatch(_METADATA, path) is not None
 
 
 # Each pattern begins with plain text, which `re` searches for at more than a gigabyte per second: what must not stand
@@ -169,10 +165,7 @@ class Trace:
 
 
 class Scanner:
-    """Searches a file, streamed in chunks, for secrets and build paths.
-
-    ``machine_paths`` are absolute paths of the build machine, which no file may contain.
-    """
+    """Searches a file, streamed in chunks, for secrets and build paths; see :class:`primus.gates.facts.Examiner`."""
 
     def __init__(self, path: str, machine_paths: Sequence[bytes] = ()) -> None:
         self._path = path
@@ -226,7 +219,7 @@ def secrets_in(data: bytes) -> list[str]:
 
 
 def _is_real(body: bytes) -> bool:
-    """Whether a body is a real secret: placeholders repeat themselves or call themselves examples."""
+    # Placeholders repeat themselves or call themselves examples.
     return b"EXAMPLE" not in body.upper() and len(set(body)) >= 8
 
 

@@ -81,17 +81,13 @@ class Examined:
 
 
 def machine_paths(workspace: Workspace) -> Sequence[bytes]:
-    """Return the paths of this machine that no image may contain. Short paths are left out: folders in an image may
-    have the same names.
-    """
+    """Return the paths of this machine that no image may contain, but not those that folders of an image may have."""
     paths = {workspace.folder.parent, workspace.store.root.absolute(), Path.home() / ".cache"}
     return sorted(str(path).encode() for path in paths if len(path.parts) > 3)
 
 
 def examine_layer(workspace: Workspace, layer: Layer, stop: Event | None = None) -> LayerFacts:
-    """Return the facts about a layer, which is read once; see :func:`primus.gates.facts.facts_of` for the
-    exceptions.
-    """
+    """Return the facts about a layer, which is read once. Raises as :func:`primus.gates.facts.facts_of`."""
     blob = workspace.store.blob_path(layer.blob.digest)
     return facts_of(reference(layer), blob, workspace.facts, machine_paths(workspace), stop)
 

@@ -17,10 +17,11 @@ from functools import cache
 from pathlib import Path
 from queue import Queue
 from threading import Event
-from typing import IO, Any, cast
+from typing import IO, cast
 
+from primus.errors import InputError
 from primus.files import read_sealed, write_sealed
-from primus.gates.codeobjects import Code, Library, code_in, is_kernel_file, is_triton_metadata, library_of
+from primus.gates.codeobjects import PACK, Code, Library, code_in, is_kernel_file, is_triton_metadata, library_of
 from primus.gates.contents import (
     Scanner,
     Stated,
@@ -33,14 +34,19 @@ from primus.gates.contents import (
     text_traces,
 )
 from primus.gpucode.archs import in_path
+from primus.gpucode.bundles import COMPRESSED, PLAIN
 from primus.oci.contents import Member, walk
 from primus.oci.tar import Entry
 from primus.sandbox.container import LayerRef
+from primus.schema import build
+from primus.yamlfile import Document
 
 _CHUNK = 1 << 20
 # Files that a gate reads as a whole are short; even the dpkg status of a large image is well below this limit.
 _TEXT_SIZE = 32 << 20
 _SPOOLED_IN_MEMORY = 16 << 20
+# How files that a gate reads as a whole begin: libraries, bundles and kernel packs.
+_COPIED = (b"\x7fELF", PLAIN, COMPRESSED, PACK)
 _BATCH_BYTES, _MOST_BATCHES = 1 << 20, 4
 
 
@@ -81,7 +87,10 @@ class Examiner:
         self._stated: list[Stated] = []
         self._traces: list[Trace] = []
         self._unreadable: dict[str, str] = {}
-        self._file: _File | None = None
+        # About the current file. The copy holds its bytes if a gate needs random access.
+        self._path, self._size, self._is_first, self._is_copied = "", 0, False, False
+        self._scanner: Scanner | None = None
+        self._copy: IO[bytes] | None = None
 
     def begin(self, path: str, kind: str, size: int) -> None:
         """Begin the next entry and finish the previous one."""
@@ -91,19 +100,29 @@ class Examiner:
             folder = path.rpartition("/")[0]
             total, count = self._folders.get(folder, (0, 0))
             self._folders[folder] = (total + size, count + 1)
-            self._file = _File(path, size, Scanner(path, self._machine_paths))
+            self._path, self._size, self._is_first = path, size, True
+            self._scanner = Scanner(path, self._machine_paths)
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes of the file. The first chunk should have a megabyte, if the file is that large."""
-        if self._file is not None:
-            self._file.feed(chunk)
+        if self._scanner is None:
+            return
+        if self._is_first:
+            self._is_first = False
+            self._is_copied = chunk.startswith(_COPIED) or is_triton_metadata(self._path, chunk) or self._reads_text
+            # The name of a kernel file is enough, and these files may be large.
+            if self._is_copied or (is_kernel_file(self._path) and in_path(self._path)):
+                copy = tempfile.SpooledTemporaryFile(max_size=_SPOOLED_IN_MEMORY)  # noqa: SIM115 - close() closes it
+                self._copy = cast("IO[bytes]", copy)
+        self._scanner.feed(chunk)
+        if self._copy is not None and self._is_copied:
+            self._copy.write(chunk)
 
     def close(self) -> None:
         """Discard the current file; no more bytes of it will follow."""
-        if self._file is not None:
-            if self._file.copy is not None:
-                self._file.copy.close()
-            self._file = None
+        if self._copy is not None:
+            self._copy.close()
+        self._scanner = self._copy = None
 
     def facts(self) -> LayerFacts:
         """Return the facts collected so far."""
@@ -117,78 +136,61 @@ class Examiner:
             unreadable=self._unreadable,
         )
 
+    @property
+    def _reads_text(self) -> bool:
+        return self._size <= _TEXT_SIZE and (states_versions(self._path) or reads_text(self._path))
+
     def _end(self) -> None:
-        if self._file is not None:
-            if self._file.is_first:
-                self._file.feed(b"")
-            self._traces += self._file.scanner.traces()
-            if self._file.copy is not None:
-                self._examine(self._file, self._file.copy)
+        if self._scanner is not None:
+            if self._is_first:
+                self.feed(b"")
+            self._traces += self._scanner.traces()
+            if self._copy is not None:
+                self._examine(self._copy, self._scanner.elf)
         self.close()
 
-    def _examine(self, file: _File, copy: IO[bytes]) -> None:
-        is_elf = file.scanner.elf
+    def _examine(self, copy: IO[bytes], is_elf: bool) -> None:
+        path, size = self._path, self._size
         try:
-            if (code := code_in(file.path, copy, file.size)) is not None:
+            if (code := code_in(path, copy, size)) is not None:
                 self._code.append(code)
-            if is_elf and (library := library_of(file.path, copy, file.size)) is not None:
+            if is_elf and (library := library_of(path, copy, size)) is not None:
                 self._libraries.append(library)
             if is_elf:
-                self._stated += stated_in_library(file.path, copy)
+                self._stated += stated_in_library(path, copy)
         except ValueError as error:
-            self._unreadable[file.path] = str(error)
-        if not is_elf and file.reads_text:
+            self._unreadable[path] = str(error)
+        if not is_elf and self._reads_text:
             copy.seek(0)
             text = copy.read().decode("utf-8", "replace")
-            self._stated += stated_in(file.path, text)
-            self._traces += text_traces(file.path, text)
+            self._stated += stated_in(path, text)
+            self._traces += text_traces(path, text)
 
 
-class _File:
-    """The file that is being streamed. ``copy`` holds its bytes if a gate needs random access."""
-
-    copy: IO[bytes] | None = None
-
-    def __init__(self, path: str, size: int, scanner: Scanner) -> None:
-        self.path, self.size, self.scanner = path, size, scanner
-        self.reads_text = size <= _TEXT_SIZE and (states_versions(path) or reads_text(path))
-        self.is_first, self._copies_all = True, False
-
-    def feed(self, chunk: bytes) -> None:
-        if self.is_first:
-            self._open_copy(chunk)
-        self.scanner.feed(chunk)
-        if self.copy is not None and self._copies_all:
-            self.copy.write(chunk)
-
-    def _open_copy(self, head: bytes) -> None:
-        self.is_first = False
-        self._copies_all = (
-            head.startswith((b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__", b"CCOB", b"KPAK"))
-            or is_triton_metadata(self.path, head)
-            or self.reads_text
-        )
-        if self._copies_all or (is_kernel_file(self.path) and in_path(self.path)):
-            copy = tempfile.SpooledTemporaryFile(max_size=_SPOOLED_IN_MEMORY)  # noqa: SIM115 - close() closes it
-            self.copy = cast("IO[bytes]", copy)
-        if self.copy is not None and not self._copies_all:
-            # The name is enough, and these files may be large.
-            self.copy.write(head[:64])
+def _examined(items: Iterable[Member | Entry | bytes], machine_paths: Sequence[bytes]) -> LayerFacts:
+    with contextlib.closing(Examiner(machine_paths)) as examiner:
+        for item in items:
+            if isinstance(item, bytes):
+                examiner.feed(item)
+            else:
+                examiner.begin(item.path, item.kind, item.size)
+        return examiner.facts()
 
 
-def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = ()) -> LayerFacts:
-    """Examine every member once; see :class:`Examiner`."""
-    examiner = Examiner(machine_paths)
-    try:
+def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), stop: Event | None = None) -> LayerFacts:
+    """Examine every member once; see :class:`Examiner`. Raises InterruptedError once ``stop`` is set."""
+
+    def items() -> Iterator[Member | bytes]:
         for member in members:
-            examiner.begin(member.path, member.kind, member.size)
+            if stop is not None and stop.is_set():
+                raise InterruptedError
+            yield member
             if member.kind == "file":
                 with member.open() as stream:
                     while chunk := stream.read(_CHUNK):
-                        examiner.feed(chunk)
-        return examiner.facts()
-    finally:
-        examiner.close()
+                        yield chunk
+
+    return _examined(items(), machine_paths)
 
 
 def facts_of(
@@ -198,9 +200,10 @@ def facts_of(
 
     Raises HostError if the blob cannot be read or is damaged, InterruptedError once ``stop`` is set.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return _from_json(read_sealed(_cache_path(layer.digest, folder, machine_paths)))
-    facts = observe(_until(stop, walk(layer, blob)), machine_paths)
+    cached = read_sealed(_cache_path(layer.digest, folder, machine_paths))
+    with contextlib.suppress(InputError):
+        return build(LayerFacts, Document(name=layer.digest, data=cached, places={}, typed=True))
+    facts = observe(walk(layer, blob), machine_paths, stop)
     save_facts(facts, layer.digest, folder, machine_paths)
     return facts
 
@@ -224,30 +227,6 @@ def _cache_path(digest: str, folder: Path, machine_paths: Sequence[bytes]) -> Pa
     return folder / f"{digest.removeprefix('sha256:')}-{key}.json"
 
 
-def _until(stop: Event | None, members: Iterable[Member]) -> Iterator[Member]:
-    for member in members:
-        if stop is not None and stop.is_set():
-            raise InterruptedError
-        yield member
-
-
-def _from_json(data: dict[str, Any]) -> LayerFacts:
-    def kernels(row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-        return {name: tuple(targets) for name, targets in row["kernels"].items()}
-
-    return LayerFacts(
-        folders={path: (size, count) for path, (size, count) in data["folders"].items()},
-        code=tuple(
-            Code(**row | {"targets": tuple(row["targets"]), "packs": tuple(row["packs"]), "kernels": kernels(row)})
-            for row in data["code"]
-        ),
-        libraries=tuple(Library(**row | {"needed": tuple(row["needed"])}) for row in data["libraries"]),
-        stated=tuple(Stated(**row | {"requires": tuple(row["requires"])}) for row in data["stated"]),
-        traces=tuple(Trace(**row) for row in data["traces"]),
-        unreadable=data["unreadable"],
-    )
-
-
 class Watch:
     """Passes a layer's entries from the builder that writes them to the gates, which examine them in another thread.
 
@@ -261,7 +240,7 @@ class Watch:
     def __init__(self) -> None:
         self._queue: Queue[list[Entry | bytes] | None] = Queue(_MOST_BATCHES)
         self._batch: list[Entry | bytes] = []
-        self._size = 0
+        self._size, self._has_ended = 0, False
 
     def begin(self, entry: Entry) -> None:
         """Begin the next entry."""
@@ -289,20 +268,16 @@ class Watch:
 
     def observe(self, machine_paths: Sequence[bytes]) -> LayerFacts:
         """Examine everything until the builder closes the layer; see :class:`Examiner`."""
-        examiner, has_ended = Examiner(machine_paths), False
         try:
-            for batch in iter(self._queue.get, None):
-                for item in batch:
-                    if isinstance(item, bytes):
-                        examiner.feed(item)
-                    else:
-                        examiner.begin(item.path, item.kind, item.size)
-            has_ended = True
-            return examiner.facts()
+            return _examined(self._items(), machine_paths)
         except BaseException:
             # The builder must not wait for a reader that has ended.
-            while not has_ended and self._queue.get() is not None:
+            for _ in self._items():
                 pass
             raise
-        finally:
-            examiner.close()
+
+    def _items(self) -> Iterator[Entry | bytes]:
+        while not self._has_ended:
+            batch = self._queue.get()
+            self._has_ended = batch is None
+            yield from batch or ()

@@ -36,9 +36,7 @@ def in_path(path: str) -> tuple[str, ...]:
 
 
 def in_entry_id(entry: str) -> str | None:
-    """Return the target of a bundle entry (``hip-amdgcn-amd-amdhsa--gfx942:xnack-`` → ``gfx942:xnack-``), None for
-    the host's.
-    """
+    """Return the target of a bundle's entry (``hip-amdgcn-amd-amdhsa--gfx942:xnack-`` → ``gfx942:xnack-``) or None."""
     if entry.startswith("host"):
         return None
     match = re.search(_ENTRY, entry)
@@ -46,11 +44,8 @@ def in_entry_id(entry: str) -> str | None:
 
 
 def of_flags(flags: int, abi: int) -> str:
-    """Return the target of an AMDGPU ELF with these ``e_flags`` and this ABI version, including the features it
-    requires.
-    """
-    mach = flags & 0xFF
-    name = MACH.get(mach, f"unknown mach {mach:#x}")
+    """Return the target of an AMDGPU ELF with these ``e_flags`` and this ABI version, with required features."""
+    name = MACH.get(flags & 0xFF, f"unknown mach {flags & 0xFF:#x}")
     if abi >= 2:  # Two bits each since code object V4: 0 unsupported, 1 any, 2 off, 3 on.
         for feature, bits in (("sramecc", flags >> 10 & 3), ("xnack", flags >> 8 & 3)):
             if bits >= 2:

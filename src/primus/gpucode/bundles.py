@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import IO, Protocol, cast
+from typing import IO, Any
 
 import zstandard
 
@@ -31,15 +31,15 @@ _HEADS = {1: "<4sHHI8s", 2: "<4sHHII8s", 3: "<4sHHQQ8s"}
 # Part of the keys. Increase it whenever the same input would give other bytes.
 FORMAT = 1
 _CHUNK = 1 << 20
+# A few compressed bytes may stand for many.
+_COMPRESSED_CHUNK = 1 << 12
 _ZSTD_LEVEL = 3
 _ZLIB_LEVEL = 6
-
-
-class Reader(Protocol):
-    """A source of bytes."""
-
-    def read(self, amount: int, /) -> bytes:
-        """Return at most ``amount`` bytes; none at the end."""
+# Method → decoder. Compilers may look back any distance: RCCL's bundle needs a window of 128 MiB.
+_DECODERS: dict[int, Callable[[], Any]] = {
+    0: zlib.decompressobj,
+    1: lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,9 @@ def next_magic(stream: IO[bytes], at: int, end: int, magics: Sequence[bytes]) ->
 
 
 def parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
-    """Return the entries of the uncompressed bundle that begins with ``data``, and its length. Raises ValueError if
-    it is truncated.
-    """
-    at = len(PLAIN)
-    parts, length = [], at + 8
+    """Return the entries of the plain bundle that begins with ``data``, and its length. ValueError if it is cut."""
+    at, parts = len(PLAIN), []
+    length = at + 8
     try:
         (count,) = struct.unpack_from("<Q", data, at)
         at += 8
@@ -130,7 +128,6 @@ def parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
 
 
 def _compressed(stream: IO[bytes], at: int, begin: int, end: int) -> Bundle | None:
-    """Return the compressed bundle at ``at``, or None if there is none."""
     stream.seek(at)
     head = stream.read(struct.calcsize(_HEADS[3]))
     try:
@@ -142,7 +139,10 @@ def _compressed(stream: IO[bytes], at: int, begin: int, end: int) -> Bundle | No
     if length <= struct.calcsize(_HEADS[version]):
         return None
     bundle = Bundle(offset=at, length=length, parts=(), version=version, method=method, unpacked=fields[-2])
-    data = _read(inflated(stream, bundle), _LIST_SIZE)
+    contents = Inflated(stream, bundle)
+    data = b""
+    while len(data) < _LIST_SIZE and (chunk := contents.read(_LIST_SIZE)):
+        data += chunk
     if not data.startswith(PLAIN):
         raise ValueError("a compressed offload bundle holds something else")
     return replace(bundle, parts=parts_of(data)[0])
@@ -156,66 +156,31 @@ def _to_next(stream: IO[bytes], at: int, begin: int, end: int) -> int:
     return (after if after >= 0 else end) - at
 
 
-def _read(source: Reader, amount: int) -> bytes:
-    parts: list[bytes] = []
-    while amount and (data := source.read(amount)):
-        parts.append(data)
-        amount -= len(data)
-    return b"".join(parts)
+class Inflated:
+    """Reads the uncompressed contents of a bundle. Raises ValueError if the bundle is damaged."""
 
-
-def inflated(stream: IO[bytes], bundle: Bundle) -> Reader:
-    """Return a reader of the uncompressed contents. Raises ValueError, now or while reading, if the bundle is
-    damaged.
-    """
-    head = struct.calcsize(_HEADS[bundle.version])
-    stream.seek(bundle.offset + head)
-    # After the last byte there may be padding, which is not compressed data.
-    if bundle.method == 0:
-        return _Limited(_Zlib(_Limited(stream, bundle.length - head)), bundle.unpacked)
-    if bundle.method == 1:
-        return _Limited(_Zstd(_Limited(stream, bundle.length - head)), bundle.unpacked)
-    raise ValueError(f"an offload bundle is compressed by an unknown method {bundle.method}")
-
-
-class _Limited:
-    """Reads at most a given number of bytes."""
-
-    def __init__(self, source: Reader, limit: int) -> None:
-        self._source, self._remaining = source, limit
+    def __init__(self, stream: IO[bytes], bundle: Bundle) -> None:
+        if bundle.method not in _DECODERS:
+            raise ValueError(f"an offload bundle is compressed by an unknown method {bundle.method}")
+        self._stream, self._decoder = stream, _DECODERS[bundle.method]()
+        head = struct.calcsize(_HEADS[bundle.version])
+        self._at, self._end = bundle.offset + head, bundle.offset + bundle.length
+        self._remaining, self._data = bundle.unpacked, memoryview(b"")
 
     def read(self, amount: int, /) -> bytes:
-        data = self._source.read(min(amount, self._remaining)) if self._remaining else b""
+        """Return at most ``amount`` bytes; none at the end. Padding after the last byte is not read."""
+        amount = min(amount, self._remaining)
+        while amount and not self._data and self._at < self._end and not self._decoder.eof:
+            self._stream.seek(self._at)
+            compressed = self._stream.read(min(_COMPRESSED_CHUNK, self._end - self._at))
+            self._at = self._at + len(compressed) if compressed else self._end
+            try:
+                self._data = memoryview(self._decoder.decompress(compressed))
+            except (zlib.error, zstandard.ZstdError) as error:
+                raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
+        data, self._data = bytes(self._data[:amount]), self._data[amount:]
         self._remaining -= len(data)
         return data
-
-
-class _Zlib:
-    def __init__(self, source: Reader) -> None:
-        self._source, self._decoder = source, zlib.decompressobj()
-
-    def read(self, amount: int, /) -> bytes:
-        try:
-            while not self._decoder.eof:
-                data = self._decoder.unconsumed_tail or self._source.read(1 << 16)
-                if (plain := self._decoder.decompress(data, amount)) or not data:
-                    return plain
-        except zlib.error as error:
-            raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
-        return b""
-
-
-class _Zstd:
-    def __init__(self, source: Reader) -> None:
-        # Compilers may look back any distance: RCCL's bundle needs a window of 128 MiB.
-        decoder = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._reader = decoder.stream_reader(cast("IO[bytes]", source), closefd=False)
-
-    def read(self, amount: int, /) -> bytes:
-        try:
-            return self._reader.read(amount)
-        except zstandard.ZstdError as error:
-            raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
 
 
 @dataclass(kw_only=True)
@@ -273,14 +238,13 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Remove
 
 
 def _copy(source: IO[bytes], at: int, amount: int, out: IO[bytes]) -> None:
-    """Copy bytes to the same offset; skipped parts of ``out`` read as zeros."""
     source.seek(at)
     out.seek(at)
     for chunk in _exactly(source, amount):
         out.write(chunk)
 
 
-def _exactly(source: Reader, amount: int) -> Iterator[bytes]:
+def _exactly(source: IO[bytes] | Inflated, amount: int) -> Iterator[bytes]:
     while amount:
         data = source.read(min(_CHUNK, amount))
         if not data:
@@ -295,19 +259,12 @@ def _list_of(parts: Sequence[Part]) -> bytes:
 
 
 def _write_plain(source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], out: IO[bytes]) -> int:
-    """Write the bundle with the remaining entries at their old offsets, and return its length."""
     head = _list_of(remaining)
     out.seek(bundle.offset)
     out.write(head)
     for part in remaining:
         _copy(source, bundle.offset + part.offset, part.size, out)
     return max(len(head), *(p.offset + p.size for p in remaining)) if remaining else len(head)
-
-
-class _Compressor(Protocol):
-    def compress(self, data: bytes, /) -> bytes: ...
-
-    def flush(self) -> bytes: ...
 
 
 def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], out: IO[bytes]) -> int | None:
@@ -320,9 +277,13 @@ def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Par
         moved.append(Part(id=part.id, offset=start, size=part.size))
         end = start + part.size
     form = _HEADS[bundle.version]
-    compressor, digest = _compressor(bundle.method, end), hashlib.md5(usedforsecurity=False)
+    zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=end)
+    compressor, digest = (
+        zlib.compressobj(_ZLIB_LEVEL) if bundle.method == 0 else zstd,
+        hashlib.md5(usedforsecurity=False),
+    )
     length = struct.calcsize(form)
-    for data in chain(_laid_out(inflated(source, bundle), remaining, moved), (None,)):
+    for data in chain(_laid_out(Inflated(source, bundle), remaining, moved), (None,)):
         if data is not None:
             digest.update(data)
         small = compressor.flush() if data is None else compressor.compress(data)
@@ -337,11 +298,11 @@ def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Par
     return length
 
 
-def _laid_out(plain: Reader, remaining: Sequence[Part], moved: Sequence[Part]) -> Iterator[bytes]:
+def _laid_out(plain: Inflated, remaining: Sequence[Part], moved: Sequence[Part]) -> Iterator[bytes]:
     """Yield the bytes of the new bundle. ``plain`` is read once from its start, because it may be larger than the
     memory.
     """
-    head, done, at = _list_of(moved), 0, 0
+    head, done = _list_of(moved), 0
     yield head
     at = len(head)
     for part, new in zip(remaining, moved, strict=True):
@@ -354,9 +315,3 @@ def _laid_out(plain: Reader, remaining: Sequence[Part], moved: Sequence[Part]) -
             yield from _exactly(plain, part.size)
             done = part.offset + part.size
         at = new.offset + new.size
-
-
-def _compressor(method: int, size: int) -> _Compressor:
-    if method == 0:
-        return zlib.compressobj(_ZLIB_LEVEL)
-    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=size)

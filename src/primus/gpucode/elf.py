@@ -78,15 +78,8 @@ def _read(stream: IO[bytes]) -> Elf:
     return Elf(kind=kind, machine=machine, flags=flags, abi=ident[8], form=entry, sections=sections)
 
 
-class Linked(NamedTuple):
-    """What the dynamic loader reads in a library: its own soname (empty without one), and the names it needs."""
-
-    soname: str = ""
-    needed: tuple[str, ...] = ()
-
-
-def linked_in(elf: Elf, stream: IO[bytes]) -> Linked:
-    """Return the names in the file's dynamic section. Raises ValueError if the file is damaged."""
+def linked_in(elf: Elf, stream: IO[bytes]) -> tuple[str, tuple[str, ...]]:
+    """Return a library's own soname (empty without one) and the names that it needs. ValueError if it is damaged."""
     soname, needed = "", []
     try:
         for section in elf.sections:
@@ -102,7 +95,7 @@ def linked_in(elf: Elf, stream: IO[bytes]) -> Linked:
                         needed.append(_text(names, value))
     except (struct.error, IndexError, OverflowError) as error:
         raise ValueError(f"a damaged ELF file: {error}") from None
-    return Linked(soname=soname, needed=tuple(needed))
+    return soname, tuple(needed)
 
 
 def _bytes(stream: IO[bytes], at: int, size: int) -> bytes:

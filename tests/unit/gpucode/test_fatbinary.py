@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gpu_files import HOST, bundle, code_object, compressed, elf, entry, pages
 from primus.gates.codeobjects import code_in
 from primus.gpucode.archs import runs_on
-from primus.gpucode.bundles import Removed, bundles_in, inflated, keep_only
+from primus.gpucode.bundles import Inflated, Removed, bundles_in, keep_only
 from primus.gpucode.elf import read_elf
 
 GFX942, GFX950 = 0x4C, 0x4F
@@ -200,7 +200,7 @@ def test_a_bundle_that_would_be_longer_stays_as_it_is() -> None:
 def test_reading_little_of_a_bundle_reads_little() -> None:
     data = packed(bundle(["gfx942"], payload=b"\0" * (8 << 20)), "zstd 3")
     (one,) = bundles_in(io.BytesIO(data), 0, len(data))
-    assert len(inflated(io.BytesIO(data), one).read(100)) <= 100
+    assert len(Inflated(io.BytesIO(data), one).read(100)) <= 100
 
 
 _TARGETS = ["gfx803", "gfx90a", "gfx90a:xnack+", "gfx942", "gfx942:xnack+", "gfx950", "gfx9-4-generic", "amdgcnspirv"]

@@ -102,7 +102,14 @@ def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
     """Return one error per package that differs from the others, with the line that sets its version."""
     packages = list(packages)
     train = [(p, v) for p in packages if (v := p.rocm) is not None]
-    findings = [*_versions(train), *(f for p in packages if p.kind == "wheel" for f in _device(p, arch))]
+    findings = [
+        *_versions(train),
+        *(
+            Finding(severity="error", path=package.where, message=f"{package.name} {package.version} {message}")
+            for package in packages
+            if package.kind == "wheel" and (message := _other_device(package, arch))
+        ),
+    ]
     if train:
         newest = max(v for _, v in train)
         summary = f"{len(train)} packages of the ROCm train, newest {newest}"
@@ -171,11 +178,7 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
         if not v.agrees(meant)
     ]
     return findings + [
-        Finding(
-            severity="error",
-            path=p.where,
-            message=f"{p.name} is made for ROCm {major[1]}, the image has {meant}",
-        )
+        Finding(severity="error", path=p.where, message=f"{p.name} is made for ROCm {major[1]}, the image has {meant}")
         for p, v in train
         if (major := _MAJOR.search(p.name)) and int(major[1]) != meant.numbers[0] and v.agrees(meant)
     ]
@@ -196,19 +199,14 @@ def _beside(
     )
 
 
-def _device(package: Package, arch: str | None) -> list[Finding]:
-    def wrong(message: str) -> list[Finding]:
-        return [Finding(severity="error", path=package.where, message=message)]
-
-    label = f"{package.name} {package.version}"
+def _other_device(package: Package, arch: str | None) -> str:
+    """Return how the package is for another device than the image; empty if it is not."""
     if device := _DEVICE.search(package.name):
         if arch is None:
-            return wrong(f"{label} is for {device[1]}, the target names no GPU architecture")
-        return wrong(f"{label} is for {device[1]}, the target for {arch}") if device[1] != arch else []
-    flavour = _FLAVOUR.match(package.version.partition("+")[2])
-    kind = {"cpu": None, "cu": "sm_", "rocm": "gfx"}[flavour[1].rstrip("0123456789")] if flavour else None
-    if flavour and (arch is None) != (kind is None):
-        return wrong(f"{label} is built for {flavour[1]}, the target for {arch or 'no GPU'}")
-    if flavour and arch and kind and not arch.startswith(kind):
-        return wrong(f"{label} is built for {flavour[1]}, the target for {arch}")
-    return []
+            return f"is for {device[1]}, the target names no GPU architecture"
+        return f"is for {device[1]}, the target for {arch}" if device[1] != arch else ""
+    if (flavour := _FLAVOUR.match(package.version.partition("+")[2])) is None:
+        return ""
+    prefix = {"cpu": "", "cu": "sm_", "rocm": "gfx"}[flavour[1].rstrip("0123456789")]
+    fits = arch is None if not prefix else arch is not None and arch.startswith(prefix)
+    return "" if fits else f"is built for {flavour[1]}, the target for {arch or 'no GPU'}"

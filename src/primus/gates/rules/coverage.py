@@ -20,9 +20,7 @@ _PARTS = ("code object", "bundle", "kernel file", "Triton cache")
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLibrary:
-    """A file with GPU code, or a folder of kernel files. ``problem`` is the reason why its code cannot be found, if
-    any.
-    """
+    """A file with GPU code, or a folder of kernel files. ``problem`` is why its code cannot be found, if it cannot."""
 
     layer: str
     path: str
@@ -32,9 +30,7 @@ class GpuLibrary:
 
 
 def gpu_libraries(layers: Sequence[tuple[str, Iterable[Code]]], arch: str | None = None) -> tuple[GpuLibrary, ...]:
-    """Return the image's GPU libraries. With ``arch``, the code of host libraries is looked up in that
-    architecture's pack.
-    """
+    """Return the image's GPU libraries. With ``arch``, the code of host libraries is looked up in its pack."""
     packs = {code.path: code for _, codes in layers for code in codes if code.form == "kernel pack"}
     libraries: list[GpuLibrary] = []
     folders: dict[str, list[tuple[str, Code]]] = {}

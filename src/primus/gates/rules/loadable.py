@@ -32,37 +32,32 @@ def judge(examined: Examined) -> GateReport:
 
 
 def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
-    """Return an error for each library that is not loaded because of another one, a warning if it can never be
-    loaded.
-
-    Error: a variant for another major version of the image's own toolkit, next to the right variant. Warning: a
-    library for another processor. Note: a library that needs a library which the image does not have.
+    """Return an error for a variant for another major version of the image's own toolkit, next to the right variant;
+    a warning for a library for another processor; a note for a library that needs one which the image does not have.
     """
     rows = [(layer, library) for layer, libraries in layers for library in libraries]
     names = {name for _, library in rows for name in (library.soname, library.path.rpartition("/")[2])}
     toolkits = _toolkits(names)
     paths = {library.path for _, library in rows}
-    errors: dict[tuple[str, str, str], list[tuple[str, Library]]] = {}
-    foreign: dict[tuple[str, str], list[tuple[str, Library]]] = {}
-    lacking: dict[tuple[str, str], list[tuple[str, Library]]] = {}
+    groups: dict[Severity, dict[tuple[str, str], list[tuple[str, Library]]]] = {"error": {}, "warning": {}, "note": {}}
     for layer, library in rows:
-        owner = owner_of(layer, library.path)
+        severity: Severity
         if library.machine not in (_IMAGE, 0):
-            foreign.setdefault((owner, _MACHINES.get(library.machine, str(library.machine))), []).append(
-                (layer, library)
-            )
+            severity = "warning"
+            message = f"is for {_MACHINES.get(library.machine, str(library.machine))} processors"
         elif variant := _other_variant(library.path, toolkits, paths):
-            errors.setdefault((owner, *variant), []).append((layer, library))
+            severity = "error"
+            message = f"is for {variant[0]}, this image has {variant[1]} and loads the library for it"
         elif missing := [n for n in library.needed if n not in names and not _OF_THE_HOST.fullmatch(n)]:
-            lacking.setdefault((owner, ", ".join(sorted(missing))), []).append((layer, library))
+            severity = "note"
+            message = f"needs {', '.join(sorted(missing))}, which the image does not have"
+        else:
+            continue
+        groups[severity].setdefault((owner_of(layer, library.path), message), []).append((layer, library))
     findings = [
-        _finding("error", group, f"is for {theirs}, this image has {ours} and loads the library for it")
-        for (_, theirs, ours), group in errors.items()
-    ]
-    findings += [_finding("warning", group, f"is for {machine} processors") for (_, machine), group in foreign.items()]
-    findings += [
-        _finding("note", group, f"needs {missing}, which the image does not have")
-        for (_, missing), group in lacking.items()
+        _finding(severity, libraries, message)
+        for severity, of_severity in groups.items()
+        for (_, message), libraries in of_severity.items()
     ]
     summary = f"{len(rows)} libraries, modules and programs" + "".join(f"; {k} {v}" for k, v in toolkits.items())
     return GateReport(summary=summary, findings=tuple(findings))
@@ -88,22 +83,16 @@ def _toolkits(names: Iterable[str]) -> dict[str, int]:
 
 
 def _other_variant(path: str, toolkits: Mapping[str, int], paths: set[str]) -> tuple[str, str] | None:
-    """Return for example ("CUDA 12", "CUDA 13") if the path names another version than ``toolkits`` and its sibling has
-    the right one.
-    """
-    named = toolkit_of(path)
+    """Return for example ("CUDA 12", "CUDA 13") if the path names the first and a sibling the image's version."""
     for toolkit, ours in toolkits.items():
-        theirs = named.get(toolkit, set())
+        theirs = toolkit_of(path).get(toolkit, set())
         if not theirs or ours in theirs:
             continue
-        generic = _generic(path, toolkit)
-        if any(ours in toolkit_of(p).get(toolkit, ()) and _generic(p, toolkit) == generic for p in paths):
+        pattern = _TOOLKITS[toolkit][1]
+        generic = pattern.sub(r"\1*", path)
+        if any(ours in toolkit_of(p).get(toolkit, ()) and pattern.sub(r"\1*", p) == generic for p in paths):
             return f"{toolkit} {min(theirs)}", f"{toolkit} {ours}"
     return None
-
-
-def _generic(path: str, toolkit: str) -> str:
-    return _TOOLKITS[toolkit][1].sub(r"\1*", path)
 
 
 def _major(toolkit: str, digits: str) -> int:

@@ -35,8 +35,6 @@ class Waste:
 
 @dataclass
 class _Needed:
-    """What the images and last builds of a store need."""
-
     blobs: set[str] = field(default_factory=set)
     actions: set[str] = field(default_factory=set)
     targets: set[str] = field(default_factory=set)
@@ -155,7 +153,6 @@ def _hex(digest: str) -> str:
 
 
 def _size(path: Path, seen: set[tuple[int, int]]) -> int:
-    """Return the bytes that the tree uses on disk; each inode counts once."""
     try:
         status = path.lstat()
         inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
@@ -214,7 +211,6 @@ def _blobs(store: Store, manifest: str, faults: dict[str, str | None]) -> list[s
 
 
 def _differs(store: Store, action: Action, layer: Layer) -> str | None:
-    """Return the first file of a local folder's layer whose hash is not the one in the action's key."""
     expected = {name: value for name, kind, value in action.tree if kind != "link"}
     if not expected or action.kind != "files":
         return None

@@ -93,8 +93,6 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
 
 
 class _BlobReader:
-    """The tar inside a layer blob."""
-
     def __init__(self, layer: LayerRef, path: Path, file: IO[bytes]) -> None:
         self._layer, self._path = layer, path
         self._packed = _Tee(file)
@@ -107,14 +105,12 @@ class _BlobReader:
         self._plain = _Tee(stream)
 
     def read(self, size: int) -> bytes:
-        """Return up to ``size`` bytes of the tar. Raises HostError if the blob does not decompress."""
         try:
             return self._plain.read(size)
         except (zlib.error, gzip.BadGzipFile, EOFError, zstandard.ZstdError) as error:
             raise self.damaged(f"it does not decompress ({error})") from None
 
     def finish(self) -> None:
-        """Read the rest and compare both digests. Raises HostError if one differs."""
         while self.read(_CHUNK) or self._packed.read(_CHUNK):
             pass
         digest, diff_id = self._packed.digest, self._plain.digest
@@ -124,7 +120,6 @@ class _BlobReader:
             raise self.damaged(f"its content hashes to {diff_id}, the config says {self._layer.diff_id}")
 
     def damaged(self, reason: str) -> HostError:
-        """Return the error for a blob whose bytes do not match its name."""
         return HostError(
             f"blob {self._layer.digest} is damaged: {reason} ({self._path})",
             hint="delete that file and build the image again; nothing of it was kept",
@@ -147,8 +142,6 @@ def require_sane(unpacked: int, packed: int) -> None:
 
 
 class _Tee:
-    """Reads a stream, and hashes, counts and passes on what was read."""
-
     def __init__(self, stream: IO[bytes], passed_on: Callable[[bytes], object] = lambda _: None) -> None:
         self._stream, self._passed_on = stream, passed_on
         self._hash, self.size = hashlib.sha256(), 0
@@ -162,7 +155,6 @@ class _Tee:
 
     @property
     def digest(self) -> str:
-        """The digest of what was read."""
         return f"sha256:{self._hash.hexdigest()}"
 
 

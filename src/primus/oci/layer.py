@@ -43,8 +43,6 @@ class _Compressor(Protocol):
 
 
 class _Pipe:
-    """A sink that hashes its input, compresses it, and hashes its output."""
-
     def __init__(self, out: IO[bytes], compressor: _Compressor, advance: Callable[[int], None]) -> None:
         self._out = out
         self._compressor = compressor
@@ -204,7 +202,6 @@ def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
 
 
 def _link_at(folder: str, links: set[str]) -> str:
-    """Return the nearest of ``links`` at the folder or above it; empty if there is none."""
     while folder and folder not in links:
         folder = folder.rpartition("/")[0]
     return folder

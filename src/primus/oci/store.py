@@ -400,7 +400,6 @@ class Store:
             raise storage_error(error, path) from None
 
     def _sweep(self) -> None:
-        """Remove files of killed builders from ``tmp/``: those that no process has locked."""
         with self.lock("tmp"):
             abandoned = [path for path in (self.root / "tmp").iterdir() if self._is_abandoned(path)]
         for path in abandoned:

@@ -42,7 +42,6 @@ class Change:
 
 
 def _short(value: str) -> str:
-    """Return the value with hashes shortened to 12 digits."""
     words = []
     for word in value.split(" "):
         head, colon, digits = word.rpartition(":")
@@ -185,7 +184,6 @@ def outline_text(
 
 
 def _origin(row: Mapping[str, Any], changed: Sequence[Change] | None) -> str:
-    """Return a layer's digest, or what it is made from and why."""
     if row["digest"]:
         return str(row["digest"])[7:19]
     words = [f"from {row['inputs']} file{'s' if row['inputs'] > 1 else ''}"] if row["inputs"] else []

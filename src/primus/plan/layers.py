@@ -71,7 +71,6 @@ class _Planner:
 
     @cached_property
     def tool(self) -> Input:
-        """What turns entries into the bytes of a layer."""
         return Input(name="assembler", value=assembler(self.resolved.target.compression))
 
     @cached_property
@@ -104,7 +103,6 @@ class _Planner:
         )
 
     def layers(self, constraint_text: str) -> list[Action]:
-        """Return the layers, lowest first."""
         resolved, layers = self.resolved, list[Action]()
         if self.prefix and self.base_name:
             layers += self.root(self.base_name)
@@ -146,9 +144,6 @@ class _Planner:
     # The root file system
 
     def root(self, base: str, root: str = "") -> tuple[Action, ...]:
-        """Return the layers of ``base``, or of the build's ``root``: those of its image unchanged, with its packages
-        on top.
-        """
         where = self.resolved.base_place(base)
         layers = tuple(
             Action(
@@ -167,7 +162,6 @@ class _Planner:
         return (*layers, self.packages(base, root))
 
     def packages(self, base: str, root: str) -> Action:
-        """Return the packages of ``base``, or of the build's ``root``, which contains more packages."""
         debs, where, about = self.lock.of("deb", root or base), self.resolved.base_place(base), self.base
         if not debs:
             sentence = f"the lock of {self.resolved.name} has no packages for {root or base}"
@@ -189,7 +183,6 @@ class _Planner:
         )
 
     def extra(self, base: str, extra: str) -> Action:
-        """Return the packages of an extra, unpacked on top of the base."""
         debs = self.lock.of("deb", extra_root(base, extra))
         if not debs:
             raise InputError(
@@ -206,9 +199,6 @@ class _Planner:
         )
 
     def kernels(self, base: str) -> Action:
-        """Return the layer with the base's GPU code for the target's architecture: separate files, and libraries
-        reduced to it.
-        """
         resolved = self.resolved
         if resolved.arch is None:
             raise InputError(
@@ -268,7 +258,6 @@ class _Planner:
     def closure(
         self, name: str, wheels: Iterable[LockedFile], root: tuple[Action, ...], prefix: Prefix
     ) -> list[Action]:
-        """Return layers for wheels that no pin names: one for each large wheel, one for all small ones."""
         wheels, where = tuple(wheels), self.resolved.lock_name
         small = tuple(file for file in wheels if file.size < _OWN_LAYER)
         large = (file for file in wheels if file.size >= _OWN_LAYER)
@@ -276,7 +265,6 @@ class _Planner:
         return [*layers, self.wheels(name, small, where, root, prefix)] if small else layers
 
     def check_deb(self, pin: Pin, where: str) -> None:
-        """Raise InputError unless the base contains the package in the pinned version."""
         base = self.base_name
         version = next((file.version for file in self.lock.of("deb", base) if file.name == pin.deb), None)
         if version is None:
@@ -287,7 +275,6 @@ class _Planner:
             raise InputError(sentence, where=where, hint=f"pin {upstream(version)}")
 
     def folder(self, component: str, pin: Pin, where: str) -> Action:
-        """Return the layer of a local folder."""
         project = self.resolved.root
         root = project / (pin.path or "")
         # Links above a file are followed; one within a folder is copied as a link.
@@ -333,7 +320,6 @@ class _Planner:
         built: Action | None = None,
         without: Sequence[str] = (),
     ) -> Action:
-        """Return the layer of locked wheels and of the one that ``built`` creates."""
         # The image's own interpreter compiles the bytecode, so its packages, not the whole base, are an input.
         python = [i for action in root for i in action.inputs if "python3" in i.name]
         return Action(
@@ -359,7 +345,6 @@ class _Planner:
     def build(
         self, pin: Pin, where: str, base: tuple[Action, ...], prefix: Prefix, components: Mapping[str, Action]
     ) -> Action:
-        """Return the action that builds a wheel from source; ``components`` are those so far."""
         resolved, package, build = self.resolved, normalised(pin.source or ""), pin.build or Build()
         sources = self.lock.of("git" if pin.git else "sdist")
         source = next((file for file in sources if file.name == package), None)
@@ -415,7 +400,6 @@ class _Planner:
 
 
 def _facts(resolved: ResolvedTarget) -> dict[str, object]:
-    """Return what the image says of itself in ``/etc/primus/image.json``."""
     components = resolved.versions.components
     pins = {**resolved.pins, **resolved.inside}
     return {
@@ -429,7 +413,6 @@ def _facts(resolved: ResolvedTarget) -> dict[str, object]:
 
 
 def _locked(files: Iterable[LockedFile], where: str) -> Iterator[Input]:
-    """Return one input per locked file. Its value is the version and the digest."""
     return (Input(name=file.name, value=f"{file.version} sha256:{file.sha256}", where=where) for file in files)
 
 

@@ -161,7 +161,6 @@ def _workplace(scratch: Path) -> Iterator[Path]:
 
 
 def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
-    """Add one package to the repository folder and return its paragraph of the Packages file."""
     name = f"{deb.sha256[:16]}.deb"
     try:
         (archive / name).hardlink_to(path)
@@ -175,7 +174,6 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
 
 
 def _control(deb: LockedFile, path: Path) -> bytes:
-    """What the package says of itself. HostError when it is none."""
     control = subprocess.run(["dpkg-deb", "-f", str(path)], capture_output=True, check=False)
     if control.returncode != 0:
         raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
@@ -256,6 +254,5 @@ def _merged(path: str) -> str:
 
 
 def _unpacked(path: str) -> bool:
-    """Whether a file is unpacked under the dpkg options that a base is built with."""
     left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in NOT_UNPACKED)
     return not left_out or any(fnmatch.fnmatchcase(path, pattern) for pattern in UNPACKED_STILL)

@@ -92,7 +92,6 @@ class KernelFiles:
         self.entries += [replace(entry, source=self._pruned(entry.path, cast("Path", entry.source))) for entry in whole]
 
     def _pruned(self, path: str, whole: Path) -> Path:
-        """Return the file without code for other architectures, to replace ``whole``."""
         copy, size = whole.with_suffix(".pruned"), whole.stat().st_size
         try:
             with whole.open("rb") as source, copy.open("wb") as out:

@@ -16,6 +16,7 @@ from primus.system.host import Finding, Host, failed, ok, skipped, slow
 from primus.yamlfile import read_values
 
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+_IPV4 = "0000:0000:0000:0000:0000:ffff"
 _VIRTUAL = re.compile(r"lo$|docker|br-|veth|virbr|cni|flannel|cali|cilium|tailscale|tun|tap|dummy|podman|lxc")
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # connecting a datagram socket only selects a route
@@ -27,54 +28,52 @@ def devices(host: Host) -> list[Path]:
     return host.glob("sys/class/infiniband/*")
 
 
-def _read(host: Host, path: Path) -> str:
-    return host.text(str(path.relative_to(host.root)))
-
-
 def rdma(host: Host) -> Iterator[Finding]:
     """Check that each RDMA port is up, has a usable GID and may be opened, and that like devices have one firmware."""
     cards = devices(host)
     if not cards:
         yield skipped("RDMA", "no RDMA device; several nodes use TCP")
         return
+    ports = [port for card in cards for port in sorted((card / "ports").glob("*"))]
+    problems = [*_unknown_names(host, cards), *_bad_ports(host, ports), *_firmware(host, cards), *_rights(host)]
+    yield from problems or [ok("RDMA", f"{len(ports)} ports are active{_advice(host, ports)}")]
+
+
+def _unknown_names(host: Host, cards: list[Path]) -> Iterator[Finding]:
     chosen = host.environment.get("NCCL_IB_HCA", "")
-    bad, active = False, 0
     if chosen.lstrip("=") and not chosen.startswith("^"):
         for name in (word.partition(":")[0] for word in chosen.lstrip("=").split(",")):
             if not any(card.name.startswith(name) for card in cards):
-                bad = True
                 yield failed("RDMA", f"NCCL_IB_HCA names {name}, which does not exist", "unset NCCL_IB_HCA")
+
+
+def _bad_ports(host: Host, ports: list[Path]) -> Iterator[Finding]:
+    for port in ports:
+        if isinstance(problem := _port(host, port), Finding):
+            message = f"{port.parents[1].name} port {port.name}: {problem.message}"
+            yield replace(problem, check="RDMA", message=message)
+
+
+def _firmware(host: Host, cards: list[Path]) -> Iterator[Finding]:
     firmware: dict[str, set[str]] = {}
-    for device in cards:
-        firmware.setdefault(_read(host, device / "board_id") or _read(host, device / "hca_type"), set()).add(
-            _read(host, device / "fw_ver")
-        )
-        for port in sorted((device / "ports").glob("*")):
-            name, problem = f"{device.name} port {port.name}", _port(host, port)
-            if isinstance(problem, str):
-                active += 1
-                continue
-            bad = True
-            yield replace(problem, check="RDMA", message=f"{name}: {problem.message}")
+    for card in cards:
+        board = host.text(card / "board_id") or host.text(card / "hca_type")
+        firmware.setdefault(board, set()).add(host.text(card / "fw_ver"))
     for board, versions in firmware.items():
         if len(versions) > 1:
-            bad = True
             message = f"devices of board {board or 'unknown'} have firmware {', '.join(sorted(versions))}"
             yield slow("RDMA firmware", message, "update all to one version")
-    closed = [path for path in host.glob("dev/infiniband/uverbs*") if path.exists() and not host.openable(path)]
-    if not host.glob("dev/infiniband/uverbs*"):
-        bad = True
-        yield failed(
-            "RDMA rights", "/dev/infiniband/uverbs* is missing", "start the container with --device /dev/infiniband"
-        )
+
+
+def _rights(host: Host) -> Iterator[Finding]:
+    files = host.glob("dev/infiniband/uverbs*")
+    closed = [path for path in files if path.exists() and not host.openable(path)]
+    if not files:
+        remedy = "start the container with --device /dev/infiniband"
+        yield failed("RDMA rights", "/dev/infiniband/uverbs* is missing", remedy)
     elif closed:
-        bad = True
-        yield failed(
-            "RDMA rights", f"/{closed[0].relative_to(host.root)} cannot be opened by user {host.uid}",
-            f"add the user to group {closed[0].stat().st_gid}",
-        )  # fmt: skip
-    if not bad:
-        yield ok("RDMA", f"{active} ports are active{_advice(host, cards)}")
+        message = f"{host.shown(closed[0])} cannot be opened by user {host.uid}"
+        yield failed("RDMA rights", message, f"add the user to group {closed[0].stat().st_gid}")
 
 
 def libraries(host: Host) -> Iterator[Finding]:
@@ -105,7 +104,7 @@ def libraries(host: Host) -> Iterator[Finding]:
 def _provider(host: Host, device: Path, table: dict[str, Any]) -> str | None:
     """Return the provider that ``device`` needs; None for a device that is not in the table, such as a virtual one."""
     driver = (device / "device/driver").resolve().name
-    vendor = _read(host, device / "device/vendor")
+    vendor = host.text(device / "device/vendor")
     by_driver = (name for name, row in table.items() if driver in row["driver"])
     by_vendor = (name for name, row in table.items() if vendor and vendor == row.get("vendor"))
     return next(by_driver, None) or next(by_vendor, None)
@@ -117,43 +116,40 @@ def _library(host: Host, name: str) -> bool:
 
 def _port(host: Host, port: Path) -> Finding | str:
     """Return the GID index to use as text ("" for InfiniBand), or a finding if the port cannot be used."""
-    state = _read(host, port / "state")
+    state = host.text(port / "state")
     if "ACTIVE" not in state:
-        physical = _read(host, port / "phys_state").partition(": ")[2] or "unknown"
+        physical = host.text(port / "phys_state").partition(": ")[2] or "unknown"
         return failed(
             "", f"the link is {state.partition(': ')[2] or 'unknown'} (physically {physical})",
             "check cable and switch, or leave it out with NCCL_IB_HCA",
         )  # fmt: skip
-    if _read(host, port / "link_layer") != "Ethernet":
+    if host.text(port / "link_layer") != "Ethernet":
         return ""
     best = gid_index(host, port)
     chosen = host.environment.get("NCCL_IB_GID_INDEX")
     if best is None:
         return failed("", "no GID is of RoCE v2 with an address", "give the interface an IP address")
     if chosen is not None and chosen.isdecimal() and not _usable(host, port, int(chosen)):
-        return failed(
-            "", f"GID {chosen}, which NCCL_IB_GID_INDEX names, is not of RoCE v2", f"NCCL_IB_GID_INDEX={best}"
-        )
+        message = f"GID {chosen}, which NCCL_IB_GID_INDEX names, is not of RoCE v2"
+        return failed("", message, f"NCCL_IB_GID_INDEX={best}")
     return str(best)
 
 
 def _usable(host: Host, port: Path, index: int) -> bool:
-    gid = _read(host, port / "gids" / str(index))
-    return bool(gid) and gid != _EMPTY_GID and "v2" in _read(host, port / "gid_attrs/types" / str(index))
+    gid = host.text(port / "gids" / str(index))
+    return bool(gid) and gid != _EMPTY_GID and "v2" in host.text(port / "gid_attrs/types" / str(index))
 
 
 def gid_index(host: Host, port: Path) -> int | None:
     """Return the index of the RoCE v2 GID to use, preferring one of an IPv4 address; None if there is none."""
     indices = sorted(int(path.name) for path in (port / "gids").glob("*") if path.name.isdigit())
     usable = [index for index in indices if _usable(host, port, index)]
-    routed = [
-        index for index in usable if _read(host, port / "gids" / str(index)).startswith("0000:0000:0000:0000:0000:ffff")
-    ]
-    return next(iter([*routed, *usable]), None)
+    routed = (index for index in usable if host.text(port / "gids" / str(index)).startswith(_IPV4))
+    return next(routed, usable[0] if usable else None)
 
 
-def _advice(host: Host, cards: list[Path]) -> str:
-    indices = {_port(host, port) for device in cards for port in (device / "ports").glob("*")} - {""}
+def _advice(host: Host, ports: list[Path]) -> str:
+    indices = {_port(host, port) for port in ports} - {""}
     if len(indices) == 1 and isinstance(index := indices.pop(), str):
         return f"; NCCL_IB_GID_INDEX={index}" + ("" if int(index) == _DEFAULT_GID else " (older scripts set 3)")
     return ""
@@ -161,11 +157,8 @@ def _advice(host: Host, cards: list[Path]) -> str:
 
 def choose_interface(host: Host) -> str:
     """Return the interface that NCCL and gloo should use: that of the default route, else the fastest that is up."""
-    candidates = [
-        path.name
-        for path in host.glob("sys/class/net/*")
-        if not _VIRTUAL.match(path.name) and host.text(f"sys/class/net/{path.name}/operstate") in ("up", "unknown")
-    ]
+    real = (path for path in host.glob("sys/class/net/*") if not _VIRTUAL.match(path.name))
+    candidates = [path.name for path in real if host.text(path / "operstate") in ("up", "unknown")]
     for line in host.text("proc/net/route").splitlines()[1:]:
         fields = line.split()
         if len(fields) > 7 and fields[1] == fields[7] == "00000000" and fields[0] in candidates:
@@ -175,28 +168,25 @@ def choose_interface(host: Host) -> str:
 
 def interface(host: Host) -> Iterator[Finding]:
     """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or recommend one."""
-    names = [path.name for path in host.glob("sys/class/net/*")]
-    best, bad = choose_interface(host), False
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        text = host.environment.get(variable, "")
-        if not text or text.startswith("^"):
-            continue
-        for word in text.lstrip("=").split(","):
-            matching = [name for name in names if name.startswith(word.strip())]
-            if not matching:
-                bad = True
-                yield failed(
-                    "network", f"{variable} names {word}, which does not exist", f"{variable}={best or 'NAME'}"
-                )
-            elif all(host.text(f"sys/class/net/{name}/operstate") == "down" for name in matching):
-                bad = True
-                yield failed("network", f"{variable} names {word}, which is down", f"{variable}={best or 'NAME'}")
-    if bad:
-        return
-    if not best:
+    best = choose_interface(host)
+    problems = [*_bad_interfaces(host, best)]
+    if problems:
+        yield from problems
+    elif not best:
         yield skipped("network", "no interface is up; several nodes cannot meet")
     else:
         yield ok("network", f"several nodes: NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
+
+
+def _bad_interfaces(host: Host, best: str) -> Iterator[Finding]:
+    folders = host.glob("sys/class/net/*")
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        text = host.environment.get(variable, "")
+        for word in text.lstrip("=").split(",") if text and not text.startswith("^") else ():
+            states = [host.text(folder / "operstate") for folder in folders if folder.name.startswith(word.strip())]
+            if all(state == "down" for state in states):
+                what = "is down" if states else "does not exist"
+                yield failed("network", f"{variable} names {word}, which {what}", f"{variable}={best or 'NAME'}")
 
 
 def own_address(host: str) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -98,9 +97,13 @@ class Host:
     def __post_init__(self) -> None:
         object.__setattr__(self, "gpus", detect(self.root))
 
-    def text(self, path: str) -> str:
-        """Return the content of a file; empty if it cannot be read."""
+    def text(self, path: str | Path) -> str:
+        """Return the content of a file below ``root``; empty if it cannot be read."""
         return text_if_readable(self.root / path).strip()
+
+    def shown(self, path: Path) -> str:
+        """Return the path as users of the machine know it."""
+        return f"/{path.relative_to(self.root)}"
 
     def component(self, name: str) -> str:
         """Return the version of a component of the image, ignoring case; empty outside an image."""
@@ -113,9 +116,8 @@ class Host:
 
     def number(self, path: str) -> int | None:
         """Return the whole number in a file; None if there is none."""
-        text = self.text(path)
         try:
-            return int(text, 0)
+            return int(self.text(path), 0)
         except ValueError:
             return None
 
@@ -129,15 +131,9 @@ class Host:
             mode = path.stat()
         except OSError:
             return False
-        if self.uid == 0:
-            return True
-        if mode.st_uid == self.uid:
-            rights = stat.S_IRUSR | stat.S_IWUSR
-        elif mode.st_gid in self.gids:
-            rights = stat.S_IRGRP | stat.S_IWGRP
-        else:
-            rights = stat.S_IROTH | stat.S_IWOTH
-        return mode.st_mode & rights == rights
+        owner, group = mode.st_uid == self.uid, mode.st_gid in self.gids
+        rights = (mode.st_mode >> (6 if owner else 3 if group else 0)) & 0o6
+        return self.uid == 0 or rights == 0o6
 
     def bytes_of(self, folder: Path) -> tuple[int, int] | None:
         """Return total and free bytes of the file system of ``folder``, which may not exist yet; None if unknown."""
@@ -154,8 +150,7 @@ class Host:
 
 
 def mount_of(folder: Path, mountinfo: str) -> tuple[Path, str]:
-    """Return the mount point of ``folder`` and the type of its file system. ``mountinfo`` is the text of proc(5)'s
-    file.
+    """Return the mount point of ``folder`` and the type of its file system, from the text of proc(5)'s mountinfo.
 
     If the text names no mount point, the result is ``/`` with an empty type.
     """

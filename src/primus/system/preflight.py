@@ -7,10 +7,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
-from primus.files import text_if_readable
 from primus.system import fabric
 from primus.system.host import IMAGE_FILE, Finding, Host, failed, ok, skipped, slow
 from primus.yamlfile import read_values
@@ -21,32 +21,34 @@ _AMD, _NVIDIA = "0x1002", "0x10de"
 _COMPUTE = ("0x1200", "0x0302", "0x0380")
 _XGMI = "11"
 _NO_GPU = "no GPU on this machine"
-_DRIVER = "the driver names no such file"
 
 
-def _or_ok(findings: Iterable[Finding], check: str, message: str) -> list[Finding]:
-    return [*findings] or [ok(check, message)]
+def _check(
+    name: str, *, gpus: bool = False, sound: str = ""
+) -> Callable[[Callable[[Host], Iterable[Finding]]], Callable[[Host], list[Finding]]]:
+    """Decorate a check: with ``gpus``, it is skipped without GPUs; ``sound`` is its result if it finds nothing."""
 
+    def decorate(findings: Callable[[Host], Iterable[Finding]]) -> Callable[[Host], list[Finding]]:
+        @wraps(findings)
+        def check(host: Host) -> list[Finding]:
+            if gpus and not host.gpus.names:
+                return [skipped(name, _NO_GPU)]
+            return [*findings(host)] or ([ok(name, sound)] if sound else [])
 
-def _cards(host: Host) -> list[Path]:
-    paths = host.glob("sys/class/drm/renderD*/device")
-    return [path for path in paths if host.text(f"{path.relative_to(host.root)}/vendor") in ("", _AMD)]
+        return check
 
-
-def _file(host: Host, card: Path, name: str) -> str:
-    return host.text(f"{card.relative_to(host.root)}/{name}")
+    return decorate
 
 
 def present(host: Host) -> Iterator[Finding]:
     """Check that GPUs are present, that all have a driver, and that they are of one known generation."""
     unbound: Counter[str] = Counter()
     bus = 0
-    for path in host.glob("sys/bus/pci/devices/*"):
-        device = path.relative_to(host.root)
-        if host.text(f"{device}/class")[:6] in _COMPUTE and (maker := host.text(f"{device}/vendor")) in (_AMD, _NVIDIA):
+    for device in host.glob("sys/bus/pci/devices/*"):
+        if host.text(device / "class")[:6] in _COMPUTE and (maker := host.text(device / "vendor")) in (_AMD, _NVIDIA):
             bus += 1
             # The driver is also bound for GPUs of the host that this container does not see.
-            unbound[maker] += not (path / "driver").exists()
+            unbound[maker] += not (device / "driver").exists()
     names = host.gpus.names
     if missing := unbound.total():
         module = "amdgpu" if unbound[_AMD] else "nvidia"
@@ -55,10 +57,11 @@ def present(host: Host) -> Iterator[Finding]:
             f"sudo modprobe {module}; sudo dmesg | grep -i -e amdgpu -e NVRM tells why it failed",
         )  # fmt: skip
     elif not names and bus:
-        yield failed(
-            "gpus", f"{bus} GPUs have a driver, and none can be used for computing", "sudo dmesg | grep -i kfd"
-        )
-    elif bus > len(names) and not _in_container(host):
+        message = f"{bus} GPUs have a driver, and none can be used for computing"
+        yield failed("gpus", message, "sudo dmesg | grep -i kfd")
+    elif bus > len(names) and not any(
+        (host.root / name).exists() for name in (".dockerenv", "run/.containerenv", IMAGE_FILE.relative_to("/"))
+    ):
         yield failed(
             "gpus", f"{bus} GPUs are on the PCI bus, and {len(names)} can be used",
             "sudo dmesg | grep -i kfd tells why; reboot, or reset the GPU",
@@ -68,9 +71,8 @@ def present(host: Host) -> Iterator[Finding]:
             yield skipped("gpus", _NO_GPU)
         return
     if len(set(names)) > 1:
-        yield failed(
-            "one generation", f"the GPUs differ: {host.gpus.sentence()}", "choose equal ones with HIP_VISIBLE_DEVICES"
-        )
+        message = f"the GPUs differ: {host.gpus.sentence()}"
+        yield failed("one generation", message, "choose equal ones with HIP_VISIBLE_DEVICES")
     elif any(name.startswith("part of") for name in names):
         yield slow("one generation", names[0], "sudo amd-smi set --compute-partition SPX makes each GPU whole")
     elif not host.gpus.generation:
@@ -79,41 +81,31 @@ def present(host: Host) -> Iterator[Finding]:
         yield ok("one generation", host.gpus.sentence())
 
 
-def _in_container(host: Host) -> bool:
-    names = (".dockerenv", "run/.containerenv", IMAGE_FILE.relative_to("/"))
-    return any((host.root / name).exists() for name in names)
-
-
+@_check("device rights", gpus=True)
 def rights(host: Host) -> Iterator[Finding]:
     """Check that the user may open the GPUs' devices."""
-    gpus = host.gpus
-    if not gpus.names:
-        yield skipped("device rights", _NO_GPU)
-        return
+    gpus, option = host.gpus, "--gpus all"
     if gpus.vendor == "amd":
+        option = "--device /dev/kfd --device /dev/dri"
         needed = [host.root / "dev/kfd", *host.glob("dev/dri/renderD*")]
         if len(needed) - 1 < len(gpus.names):
             yield failed(
                 "device rights", f"{len(needed) - 1} of {len(gpus.names)} GPUs have a /dev/dri/renderD device",
-                "start the container with --device /dev/kfd --device /dev/dri",
+                f"start the container with {option}",
             )  # fmt: skip
     else:
         needed = [host.root / name for name in ("dev/nvidiactl", "dev/nvidia-uvm")]
-    closed = [path for path in needed if not host.openable(path)]
-    if closed:
-        path = closed[0]
-        shown = f"/{path.relative_to(host.root)}"
-        if not path.exists():
-            option = "--device /dev/kfd --device /dev/dri" if gpus.vendor == "amd" else "--gpus all"
-            yield failed("device rights", f"{shown} is missing", f"start the container with {option}")
-        else:
-            group = path.stat().st_gid
-            yield failed(
-                "device rights", f"{shown} cannot be opened by user {host.uid}",
-                f"add the user to group {group}: sudo usermod -aG render,video USER, or --group-add {group}",
-            )  # fmt: skip
-    else:
+    path = next((path for path in needed if not host.openable(path)), None)
+    if path is None:
         yield ok("device rights", f"{len(needed)} devices can be opened")
+    elif not path.exists():
+        yield failed("device rights", f"{host.shown(path)} is missing", f"start the container with {option}")
+    else:
+        group = path.stat().st_gid
+        yield failed(
+            "device rights", f"{host.shown(path)} cannot be opened by user {host.uid}",
+            f"add the user to group {group}: sudo usermod -aG render,video USER, or --group-add {group}",
+        )  # fmt: skip
 
 
 def visible(host: Host) -> Iterator[Finding]:
@@ -134,12 +126,10 @@ def visible(host: Host) -> Iterator[Finding]:
         yield slow("visible GPUs", f"several variables choose GPUs, each among those of the other: {pairs}", "keep one")
 
 
+@_check("driver", gpus=True)
 def driver(host: Host) -> Iterator[Finding]:
     """Check that the kernel's driver supports the ROCm or CUDA in use."""
     gpus = host.gpus
-    if not gpus.names:
-        yield skipped("driver", _NO_GPU)
-        return
     table = cast(dict[str, Any], read_values(Path(__file__).with_name("drivers.yaml")).data)
     version = host.text(f"sys/module/{'amdgpu' if gpus.vendor == 'amd' else 'nvidia'}/version")
     if gpus.vendor == "nvidia":
@@ -173,53 +163,42 @@ def driver(host: Host) -> Iterator[Finding]:
         yield ok("driver", f"amdgpu {version} supports ROCm {rocm} ({table['source']})")
 
 
+@_check("NUMA balancing", gpus=True, sound="off")
 def numa(host: Host) -> Iterator[Finding]:
     """Check that NUMA auto-balancing is off, as AMD's documents recommend."""
     state = host.number("proc/sys/kernel/numa_balancing")
-    if not host.gpus.names or state is None:
-        yield skipped("NUMA balancing", _NO_GPU if not host.gpus.names else "the kernel has none")
+    if state is None:
+        yield skipped("NUMA balancing", "the kernel has none")
     elif state:
         yield slow(
             "NUMA balancing", "the kernel moves pages between NUMA nodes while GPUs use them",
             "sudo sh -c 'echo 0 > /proc/sys/kernel/numa_balancing'",
         )  # fmt: skip
-    else:
-        yield ok("NUMA balancing", "off")
 
 
+@_check("IOMMU", gpus=True, sound="off, or passes through")
 def iommu(host: Host) -> Iterator[Finding]:
     """Check that an IOMMU is in passthrough mode."""
-    if not host.gpus.names:
-        yield skipped("IOMMU", _NO_GPU)
-    elif host.glob("sys/class/iommu/*") and not re.search(r"\biommu=pt\b", host.text("proc/cmdline")):
-        yield slow(
-            "IOMMU", "it translates each transfer of a GPU", "add iommu=pt to the kernel's command line and reboot"
-        )
-    else:
-        yield ok("IOMMU", "off, or passes through")
+    if host.glob("sys/class/iommu/*") and not re.search(r"\biommu=pt\b", host.text("proc/cmdline")):
+        remedy = "add iommu=pt to the kernel's command line and reboot"
+        yield slow("IOMMU", "it translates each transfer of a GPU", remedy)
 
 
-def cpu(host: Host) -> Iterator[Finding]:
-    """Check transparent huge pages and the CPU frequency governor."""
-    if not host.gpus.names:
-        yield skipped("huge pages", _NO_GPU)
-        return
+@_check("huge pages", gpus=True, sound="on")
+def huge_pages(host: Host) -> Iterator[Finding]:
+    """Check transparent huge pages."""
     if "[never]" in host.text("sys/kernel/mm/transparent_hugepage/enabled"):
-        yield slow(
-            "huge pages", "transparent huge pages are off",
-            "sudo sh -c 'echo madvise > /sys/kernel/mm/transparent_hugepage/enabled'",
-        )  # fmt: skip
-    else:
-        yield ok("huge pages", "on")
-    governors = {
-        text_if_readable(path).strip()
-        for path in host.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
-    }
-    governors.discard("")
+        remedy = "sudo sh -c 'echo madvise > /sys/kernel/mm/transparent_hugepage/enabled'"
+        yield slow("huge pages", "transparent huge pages are off", remedy)
+
+
+def cpu_clock(host: Host) -> Iterator[Finding]:
+    """Check the CPU frequency governor of a machine with GPUs."""
+    files = host.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor") if host.gpus.names else []
+    governors = {host.text(file) for file in files} - {""}
     if governors and governors != {"performance"}:
-        yield slow(
-            "CPU clock", f"the governor is {', '.join(sorted(governors))}", "sudo cpupower frequency-set -g performance"
-        )
+        shown = ", ".join(sorted(governors))
+        yield slow("CPU clock", f"the governor is {shown}", "sudo cpupower frequency-set -g performance")
 
 
 def limits(host: Host) -> Iterator[Finding]:
@@ -228,17 +207,16 @@ def limits(host: Host) -> Iterator[Finding]:
     for line in host.text("proc/self/limits").splitlines():
         if match := re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line):
             soft[match[1]] = float("inf") if match[2] == "unlimited" else float(match[2])
-    if soft:
-        yield from _or_ok(_limits(host, soft), "ulimits", "open files, locked memory and processes suffice")
+    if not soft:
+        return
+    problems = [*_limits(host, soft)]
+    yield from problems or [ok("ulimits", "open files, locked memory and processes suffice")]
 
 
 def _limits(host: Host, soft: dict[str, float]) -> Iterator[Finding]:
     if soft.get("open files", 65536) < (65536 if host.gpus.names else 1024):
-        yield slow(
-            "ulimits",
-            f"only {soft['open files']:.0f} open files are allowed",
-            "ulimit -n 65536, or --ulimit nofile=65536",
-        )
+        allowed = f"only {soft['open files']:.0f} open files are allowed"
+        yield slow("ulimits", allowed, "ulimit -n 65536, or --ulimit nofile=65536")
     if soft.get("locked memory", float("inf")) < 64 * _GIB and fabric.devices(host):
         yield failed(
             "locked memory", f"only {soft['locked memory'] / 2**20:,.0f} MiB can be locked, and RDMA locks its buffers",
@@ -259,13 +237,11 @@ def shared_memory(host: Host) -> Iterator[Finding]:
     if space is None:
         yield failed("/dev/shm", "it is missing", "mount a tmpfs on it, or --shm-size 16g")
     elif space[0] < least:
-        yield failed(
-            "/dev/shm", f"it has {space[0] / _GIB:.2f} GiB, and {gpus or 1} ranks need {least / _GIB:.2g}", remedy
-        )
+        message = f"it has {space[0] / _GIB:.2f} GiB, and {gpus or 1} ranks need {least / _GIB:.2g}"
+        yield failed("/dev/shm", message, remedy)
     elif space[1] < least:
-        yield failed(
-            "/dev/shm", f"only {space[1] / _GIB:.2f} of {space[0] / _GIB:.2f} GiB are free", "delete old files in it"
-        )
+        message = f"only {space[1] / _GIB:.2f} of {space[0] / _GIB:.2f} GiB are free"
+        yield failed("/dev/shm", message, "delete old files in it")
     elif space[0] < good:
         yield slow("/dev/shm", f"it has {space[0] / _GIB:.2f} GiB, and 8 are advised", remedy)
     else:
@@ -278,25 +254,18 @@ def disk(host: Host) -> Iterator[Finding]:
     if space is None:
         yield skipped("disk", "the file system does not tell")
     elif space[1] < _GIB:
-        yield failed(
-            "disk", f"{host.output} has {space[1] / _GIB:.2f} GiB free", "free some space, or choose another folder"
-        )
+        message = f"{host.output} has {space[1] / _GIB:.2f} GiB free"
+        yield failed("disk", message, "free some space, or choose another folder")
     elif space[1] < 20 * _GIB and host.gpus.names:
-        yield slow(
-            "disk",
-            f"{host.output} has {space[1] / _GIB:.1f} GiB free, less than a checkpoint may take",
-            "free some space",
-        )
+        message = f"{host.output} has {space[1] / _GIB:.1f} GiB free, less than a checkpoint may take"
+        yield slow("disk", message, "free some space")
     else:
         yield ok("disk", f"{space[1] / _GIB:,.0f} GiB free in {host.output}")
 
 
+@_check("container limits", sound="none that matters")
 def container(host: Host) -> Iterator[Finding]:
     """Check the memory, CPU and process limits of the control group."""
-    yield from _or_ok(_container(host), "container limits", "none that matters")
-
-
-def _container(host: Host) -> Iterator[Finding]:
     gpus = len(host.gpus.names)
     memory = host.number("sys/fs/cgroup/memory.max") or host.number("sys/fs/cgroup/memory/memory.limit_in_bytes")
     ranks = max(1, gpus)
@@ -306,28 +275,31 @@ def _container(host: Host) -> Iterator[Finding]:
         yield report("container limits", limit, f"raise --memory to {32 * ranks}g")
     quota = host.text("sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit() and int(quota[0]) / int(quota[1]) < max(1, 2 * gpus):
-        yield slow(
-            "container limits", f"CPU time is limited to {int(quota[0]) / int(quota[1]):.1f} CPUs", "raise --cpus"
-        )
+        time_limit = f"CPU time is limited to {int(quota[0]) / int(quota[1]):.1f} CPUs"
+        yield slow("container limits", time_limit, "raise --cpus")
     pids = host.number("sys/fs/cgroup/pids.max")
     if pids is not None and pids < 4096:
         yield failed("container limits", f"only {pids} processes are allowed", "raise --pids-limit")
 
 
+@_check("GPU health", gpus=True)
 def health(host: Host) -> Iterator[Finding]:
     """Check AMD's GPUs for ECC errors, retired pages, PCIe links, clocks, memory in use and XGMI links."""
-    cards = _cards(host)
-    if host.gpus.vendor != "amd" or not cards:
-        yield skipped("GPU health", _NO_GPU if not host.gpus.names else f"{host.gpus.vendor}: {_DRIVER}")
+    devices = [path for path in host.glob("sys/class/drm/renderD*/device") if host.text(path / "vendor") in ("", _AMD)]
+    if host.gpus.vendor != "amd" or not devices:
+        yield skipped("GPU health", f"{host.gpus.vendor}: the driver names no such file")
         return
-    sound = f"{len(cards)} GPUs: no uncorrected errors, links and clocks are full"
-    yield from _or_ok(_health(host, cards), "GPU health", sound)
+    problems = [finding for number, card in enumerate(devices) for finding in _card(host, card, f"GPU {number}")]
+    problems += _links(host)
+    yield from problems or [ok("GPU health", f"{len(devices)} GPUs: no uncorrected errors, links and clocks are full")]
 
 
-def _health(host: Host, cards: list[Path]) -> Iterator[Finding]:
-    for number, card in enumerate(cards):
-        yield from _card(host, card, f"GPU {number}")
-    counts = [_xgmi(host, node) for node in host.glob("sys/class/kfd/kfd/topology/nodes/*") if _is_gpu(host, node)]
+def _links(host: Host) -> Iterator[Finding]:
+    counts = []
+    for node in host.glob("sys/class/kfd/kfd/topology/nodes/*"):
+        if int(_properties(host, node).get("simd_count", "0")) > 0:
+            links = [_properties(host, link) for link in node.glob("io_links/*")]
+            counts.append(sum(link.get("type") == _XGMI and link.get("weight") != "0" for link in links))
     if any(counts) and min(counts) < len(counts) - 1:
         worst = counts.index(min(counts))
         yield failed(
@@ -336,37 +308,37 @@ def _health(host: Host, cards: list[Path]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _properties(host: Host, folder: Path) -> dict[str, str]:
+    lines = (line.split(maxsplit=1) for line in host.text(folder / "properties").splitlines())
+    return {words[0]: words[1] for words in lines if len(words) == 2}
+
+
 def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
-    for block in sorted(path.name for path in (card / "ras").glob("*_err_count")):
-        errors = dict(re.findall(r"(ue|ce):\s*(\d+)", _file(host, card, f"ras/{block}")))
+    for block in sorted((card / "ras").glob("*_err_count")):
+        errors = dict(re.findall(r"(ue|ce):\s*(\d+)", host.text(block)))
         if int(errors.get("ue", 0)):
-            yield failed(
-                "ECC", f"{name}: {errors['ue']} uncorrected errors ({block})", "take the GPU out of use and reset it"
-            )
+            message = f"{name}: {errors['ue']} uncorrected errors ({block.name})"
+            yield failed("ECC", message, "take the GPU out of use and reset it")
         elif int(errors.get("ce", 0)) > 1000:
-            yield slow(
-                "ECC", f"{name}: {errors['ce']} corrected errors ({block})", "watch it; many point to failing memory"
-            )
-    if pages := _file(host, card, "ras/gpu_vram_bad_pages").splitlines():
-        yield failed(
-            "ECC", f"{name}: {len(pages)} memory pages are retired", "reboot the machine; if they grow, replace the GPU"
-        )
+            message = f"{name}: {errors['ce']} corrected errors ({block.name})"
+            yield slow("ECC", message, "watch it; many point to failing memory")
+    if pages := host.text(card / "ras/gpu_vram_bad_pages").splitlines():
+        message = f"{name}: {len(pages)} memory pages are retired"
+        yield failed("ECC", message, "reboot the machine; if they grow, replace the GPU")
     for what in ("speed", "width"):
-        now, most = _file(host, card, f"current_link_{what}"), _file(host, card, f"max_link_{what}")
+        now, most = host.text(card / f"current_link_{what}"), host.text(card / f"max_link_{what}")
         if now and most and _leading(now) < _leading(most):
             yield slow("PCIe link", f"{name}: {what} {now}, of {most}", "reseat the board, or check the BIOS")
-    level = _file(host, card, "power_dpm_force_performance_level")
+    level = host.text(card / "power_dpm_force_performance_level")
     if level in ("low", "manual", "profile_min_sclk", "profile_min_mclk"):
         yield slow("clocks", f"{name}: the performance level is {level}", "sudo amd-smi set --perf-level auto")
-    if (partition := _file(host, card, "current_compute_partition")) not in ("", "SPX"):
+    if (partition := host.text(card / "current_compute_partition")) not in ("", "SPX"):
         yield slow("partition", f"{name}: compute partition {partition}", "sudo amd-smi set --compute-partition SPX")
-    used, total = _file(host, card, "mem_info_vram_used"), _file(host, card, "mem_info_vram_total")
+    used, total = host.text(card / "mem_info_vram_used"), host.text(card / "mem_info_vram_total")
     if used.isdigit() and total.isdigit() and int(used) > 0.05 * int(total):
-        say = failed if int(used) > 0.5 * int(total) else slow
-        yield say(
-            "GPU memory", f"{name}: {int(used) / _GIB:.1f} of {int(total) / _GIB:.1f} GiB are in use already",
-            "amd-smi process shows by what; end it",
-        )  # fmt: skip
+        report = failed if int(used) > 0.5 * int(total) else slow
+        message = f"{name}: {int(used) / _GIB:.1f} of {int(total) / _GIB:.1f} GiB are in use already"
+        yield report("GPU memory", message, "amd-smi process shows by what; end it")
 
 
 def _leading(text: str) -> float:
@@ -374,26 +346,12 @@ def _leading(text: str) -> float:
     return float(match[0]) if match else 0.0
 
 
-def _properties(host: Host, path: Path) -> dict[str, str]:
-    lines = host.text(str(path.relative_to(host.root))).splitlines()
-    return dict(line.split(maxsplit=1) for line in lines if len(line.split(maxsplit=1)) == 2)
-
-
-def _is_gpu(host: Host, node: Path) -> bool:
-    return int(_properties(host, node / "properties").get("simd_count", "0")) > 0
-
-
-def _xgmi(host: Host, node: Path) -> int:
-    links = [_properties(host, link / "properties") for link in node.glob("io_links/*")]
-    return sum(1 for link in links if link.get("type") == _XGMI and link.get("weight") != "0")
-
-
 # Checks that do not apply to a job on one machine.
 OF_SEVERAL_NODES = ("RDMA", "RDMA rights", "RDMA firmware", "RDMA libraries", "network", "locked memory")
 # In the order of the report: problems that stop a job come first.
-CHECKS: tuple[Callable[[Host], Iterator[Finding]], ...] = (
-    present, rights, visible, driver, shared_memory, disk, limits, container, health, numa, iommu, cpu,
-    fabric.rdma, fabric.libraries, fabric.interface,
+CHECKS: tuple[Callable[[Host], Iterable[Finding]], ...] = (
+    present, rights, visible, driver, shared_memory, disk, limits, container, health, numa, iommu, huge_pages,
+    cpu_clock, fabric.rdma, fabric.libraries, fabric.interface,
 )  # fmt: skip
 
 

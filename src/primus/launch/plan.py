@@ -11,8 +11,8 @@ from typing import Any
 from primus.errors import InputError
 from primus.gpus.table import generation, load_table
 from primus.recipes.choose import CPU
-from primus.recipes.fit import gpu_bytes, predict
 from primus.recipes.recipe import Recipe
+from primus.recipes.rules import gpu_bytes, predict
 from primus.recipes.setting import CHOICES
 
 # Patterns of secrets, which must not be written to a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer tokens.

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, cast
+from operator import attrgetter
+from typing import Any, Literal, TypeVar
 
 from primus.recipes.setting import Value, bounded
+from primus.yamlfile import flat
 
 Kind = TypeVar("Kind")
 
@@ -110,8 +112,8 @@ class Architecture:
         return next(self._objections(), None)
 
     def _objections(self) -> Iterator[tuple[str, str, str | None]]:
-        for key, size, switch in self._needed():
-            if size < 1:
+        for key, switch in self._needed():
+            if (size := attrgetter(key)(self)) < 1:
                 yield key, f"must be at least 1, not {size}{f', where {switch}' if switch else ''}", None
         if not self.head_dim and self.hidden_size % self.heads:
             size = max(1, self.hidden_size // self.heads) * self.heads
@@ -132,24 +134,20 @@ class Architecture:
             why = f"{self.moe.groups} groups do not divide model.moe.experts = {self.moe.experts}"
             yield "moe.groups", why, f"model.moe.groups={math.gcd(self.moe.groups, self.moe.experts)}"
 
-    def _needed(self) -> Iterator[tuple[str, int, str]]:
-        """Yield the sizes that this kind of model requires: key, value, and the setting that requires it."""
-        yield "heads", self.heads, ""
+    def _needed(self) -> Iterator[tuple[str, str]]:
+        """Yield the keys of sizes that this kind of model requires, and the setting that requires each."""
         if self.family == "flux":
-            for part in ("double_layers", "single_layers", "in_channels", "text_dim", "pooled_dim", "image_size"):
-                yield f"dit.{part}", getattr(self.dit, part), "model.family is flux"
+            sizes = ("double_layers", "single_layers", "in_channels", "text_dim", "pooled_dim", "image_size")
+            yield from [("heads", ""), *((f"dit.{size}", "model.family is flux") for size in sizes)]
         else:
-            for part in ("layers", "hidden_size", "kv_heads", "ffn_size", "vocab_size"):
-                yield part, getattr(self, part), ""
+            yield from ((size, "") for size in ("heads", "layers", "hidden_size", "kv_heads", "ffn_size", "vocab_size"))
         if self.moe.experts:
-            yield "moe.top_k", self.moe.top_k, f"model.moe.experts is {self.moe.experts}"
-            yield "moe.ffn_size", self.moe.ffn_size, f"model.moe.experts is {self.moe.experts}"
-        if self.mla.kv_lora_rank:
-            for part in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                yield f"mla.{part}", getattr(self.mla, part), f"model.mla.kv_lora_rank is {self.mla.kv_lora_rank}"
+            yield from ((f"moe.{size}", f"model.moe.experts is {self.moe.experts}") for size in ("top_k", "ffn_size"))
+        if rank := self.mla.kv_lora_rank:
+            for size in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+                yield f"mla.{size}", f"model.mla.kv_lora_rank is {rank}"
         if (kind := self.rope_scaling.kind) != "none":
-            position = self.rope_scaling.original_max_position
-            yield "rope_scaling.original_max_position", position, f"model.rope_scaling.kind is {kind}"
+            yield "rope_scaling.original_max_position", f"model.rope_scaling.kind is {kind}"
 
     @property
     def head_size(self) -> int:
@@ -164,12 +162,7 @@ def architecture(section: Mapping[str, Value]) -> Architecture:
 
 def rebuilt(tree: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a job file's ``model``, which :func:`dataclasses.asdict` wrote."""
-    return cast(Architecture, _nested(Architecture, tree))
-
-
-def _nested(cls: type[Any], tree: Mapping[str, Any]) -> object:
-    inner = {e.name: type(e.default_factory()) for e in fields(cls) if callable(e.default_factory)}
-    return cls(**{key: _nested(inner[key], value) if key in inner else value for key, value in tree.items()})
+    return built(Architecture, dict(flat(tree)))
 
 
 def built(cls: type[Kind], section: Mapping[str, Value]) -> Kind:
@@ -242,30 +235,16 @@ def _attention(model: Architecture) -> int:
 
 def _diffusion(model: Architecture) -> int:
     """FLUX's transformer, layer by layer as in the published model."""
-    width, dit = model.hidden_size, model.dit
+    width, dit, norms = model.hidden_size, model.dit, 2 * model.head_size
     hidden = model.ffn_size or 4 * width
 
-    def linear(into: int, out: int) -> int:
-        return into * out + out
+    def linears(*sizes: tuple[int, int]) -> int:
+        return sum(into * out + out for into, out in sizes)
 
-    vector = linear(256, width) + linear(width, width)
-    ends = (
-        linear(dit.in_channels, width)
-        + linear(dit.text_dim, width)
-        + vector * (2 if dit.guidance else 1)
-        + linear(dit.pooled_dim, width)
-        + linear(width, width)
-        + linear(width, 2 * width)
-        + linear(width, dit.in_channels)
-    )
-    norms = 2 * model.head_size
-    stream = (
-        linear(width, 6 * width)
-        + linear(width, 3 * width)
-        + norms
-        + linear(width, width)
-        + linear(width, hidden)
-        + linear(hidden, width)
-    )
-    single = linear(width, 3 * width) + linear(width, 3 * width + hidden) + norms + linear(width + hidden, width)
+    square, vectors = (width, width), 2 if dit.guidance else 1
+    inputs = linears((dit.in_channels, width), (dit.text_dim, width), (dit.pooled_dim, width), square)
+    ends = inputs + vectors * linears((256, width), square) + linears((width, 2 * width), (width, dit.in_channels))
+    feed_forward = ((width, hidden), (hidden, width))
+    stream = norms + linears((width, 6 * width), (width, 3 * width), square, *feed_forward)
+    single = norms + linears((width, 3 * width), (width, 3 * width + hidden), (width + hidden, width))
     return ends + dit.double_layers * 2 * stream + dit.single_layers * single

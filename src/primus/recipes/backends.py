@@ -64,15 +64,14 @@ class Backend:
 def backends() -> Mapping[str, Backend]:
     """Return all backends by name."""
     content = cast(Mapping[str, Mapping[str, object]], read_values(_FILE).data)
-    return {name: _backend(name, entry) for name, entry in content.items()}
+    table = {}
+    for name, entry in content.items():
+        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        fields["models"] = tuple(Model(**row) for row in entry["models"])  # type: ignore[attr-defined]
+        table[name] = Backend(name=name, **fields)  # type: ignore[arg-type]
+    return table
 
 
 def backend(name: str) -> Backend:
     """Return one backend. Raises KeyError if there is none; callers check names before."""
     return backends()[name]
-
-
-def _backend(name: str, entry: Mapping[str, object]) -> Backend:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    values["models"] = tuple(Model(**row) for row in entry["models"])  # type: ignore[attr-defined]
-    return Backend(name=name, **values)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from primus.errors import InputError
@@ -46,11 +45,6 @@ def gpus() -> tuple[str, ...]:
     return tuple(generation.name for generation in load_table().generations)
 
 
-@cache
-def _computing(precision: str, backend: str) -> tuple[str, ...]:
-    return tuple(gpu for gpu in gpus() if computes(gpu, precision, backend))
-
-
 def entries() -> Iterator[Entry]:
     """Yield all entries, sorted by recipe. Raises InputError for a recipe file that cannot be read."""
     for name in load.names():
@@ -66,7 +60,7 @@ def entries() -> Iterator[Entry]:
                 size=size(sizes),
                 backend=backend,
                 mode=mode,
-                precisions={p: _computing(p, backend) for p in precisions},
+                precisions={p: tuple(gpu for gpu in gpus() if computes(gpu, p, backend)) for p in precisions},
                 only_proxy="default.proxy" in settings and settings["default.proxy"].value is True,
                 proxy=tuple(p for p in backends()[backend].cpu if p == "fp32" or p in precisions),
             )
@@ -84,13 +78,9 @@ def check_changed(folder: Path | str, now: Mapping[str, str], before: Mapping[st
     ``now`` and ``before`` map the folder's files, and those of the last build, to something that differs if they do.
     Recipes that did not change are not read.
     """
-    for name in _changed(now, before):
-        supported(load.read(Path(folder, name)).settings)
-
-
-def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> Iterator[str]:
-    """Yield the recipes that differ, or all if a file changed that several of them may use."""
     differ = {name for name in (*now, *before) if now.get(name) != before.get(name) and name.endswith(".yaml")}
+    # A file that several recipes may use.
     several = any("/" in name or name not in now for name in differ)
-    recipes = (name for name in now if name.endswith(".yaml") and not name.startswith(".") and "/" not in name)
-    yield from (name for name in recipes if several or name in differ)
+    for name in now:
+        if name.endswith(".yaml") and not name.startswith(".") and "/" not in name and (several or name in differ):
+            supported(load.read(Path(folder, name)).settings)

@@ -13,7 +13,6 @@ from primus.errors import InputError, nearest
 from primus.gpus.table import arch_of, generation, load_table, mx_supported
 from primus.recipes.backends import backends
 from primus.recipes.setting import CHOICES, Choices, Setting
-from primus.yamlfile import Scalar
 
 # A proxy tests code. The small rounding errors of fp32 allow tight checks.
 PROXY_PRECISION = "fp32"
@@ -35,7 +34,7 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dic
             hint="add a section such as supports: {torchtitan: {pretrain: [bf16]}}",
         )
     _check_defaults(settings, cells)
-    proxy = settings.get("default.proxy") or _default(False)
+    proxy = settings.get("default.proxy") or Setting(value=False, origin="default")
     if choices.proxy is not None:
         proxy = Setting(value=choices.proxy, origin="--proxy" if choices.proxy else "command line: proxy=false")
     backend = _pick("backend", choices.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
@@ -54,14 +53,14 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dic
             f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
             hint="--proxy trains a small model; `primus show`, `primus fit` and --dry-run need only --gpu NAME",
         )  # fmt: skip
-    offered = list(cells[str(backend.value), str(mode.value)])
-    fallback = settings
+    offered, defaults = list(cells[str(backend.value), str(mode.value)]), settings
     if proxy.value is True:
-        offered = list(dict.fromkeys([PROXY_PRECISION, *offered]))
-        fallback = {}
-    precision = _pick("precision", choices.precision, fallback, offered, {"backend": backend, "mode": mode})
+        offered, defaults = list(dict.fromkeys([PROXY_PRECISION, *offered])), {}
+    precision = _pick("precision", choices.precision, defaults, offered, {"backend": backend, "mode": mode})
     _computable(str(precision.value), str(gpu.value), str(backend.value), precision.origin)
-    nodes = settings.get("default.nodes", _default(1)) if proxy.value is not True else _default(1)
+    nodes = Setting(value=1, origin="default")
+    if proxy.value is not True:
+        nodes = settings.get("default.nodes", nodes)
     if choices.nodes is not None:
         nodes = Setting(value=choices.nodes, origin=f"--nodes {choices.nodes}")
     if not isinstance(nodes.value, int) or nodes.value < 1:
@@ -85,17 +84,13 @@ def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, s
             )
 
 
-def _default(value: bool | int) -> Setting:
-    return Setting(value=value, origin="default")
-
-
 def _pick(
     what: str, value: str | None, settings: Mapping[str, Setting], offered: list[str], decided: Mapping[str, Setting]
 ) -> Setting:
     """Return the requested value, otherwise the recipe's default if it is offered, otherwise the first offered."""
     if value is not None:
-        context = " with " + ", ".join(f"{name} {s.value}" for name, s in decided.items()) if decided else ""
         if value not in offered:
+            context = " with " + ", ".join(f"{name} {s.value}" for name, s in decided.items()) if decided else ""
             raise InputError(
                 f"{what} {value!r} is not supported by this recipe{context}" + nearest(value, offered),
                 where=f"--{what} {value}", hint=f"there are: {', '.join(offered)}",
@@ -109,7 +104,7 @@ def _pick(
 
 def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
     if choices.gpu is not None:
-        among("GPU", choices.gpu, [CPU, *(g.name for g in load_table().generations)], f"--gpu {choices.gpu}")
+        among("GPU", choices.gpu, values_of("gpu"), f"--gpu {choices.gpu}")
         return Setting(value=choices.gpu, origin=f"--gpu {choices.gpu}")
     if "default.gpu" in settings:
         return settings["default.gpu"]
@@ -146,13 +141,10 @@ def _computable(precision: str, gpu: str, backend: str, where: str) -> None:
         return
     arch = arch_of(generation(gpu))
     if precision.startswith("mx") and not arch.mx:
-        with_mx = [gpu_row.name for gpu_row in load_table().generations if mx_supported(gpu_row)]
-        raise InputError(
-            f"{gpu} ({arch.arch}) does not compute MX formats", where=where, hint=f"those that do: {', '.join(with_mx)}"
-        )
-    if precision == "fp32":
-        return
-    if precision not in arch.dtypes:
+        with_mx = ", ".join(row.name for row in load_table().generations if mx_supported(row))
+        message = f"{gpu} ({arch.arch}) does not compute MX formats"
+        raise InputError(message, where=where, hint=f"those that do: {with_mx}")
+    if precision not in ("fp32", *arch.dtypes):
         raise InputError(f"{gpu} ({arch.arch}) does not compute {precision}", where=where)
 
 
@@ -199,19 +191,15 @@ def check_word(choice: str, setting: Setting, *, several: bool) -> None:
     if isinstance(setting.value, list) and not several:
         raise InputError(f"{choice} must be one word", where=setting.origin)
     for word in setting.value if isinstance(setting.value, list) else [setting.value]:
-        _check(choice, word, setting.origin, several=several)
-
-
-def _check(choice: str, word: Scalar, where: str, *, several: bool) -> None:
-    if choice == "proxy":
-        if not isinstance(word, bool):
-            raise InputError(f"proxy must be true or false, not {word!r}", where=where)
-    elif choice == "nodes":
-        if (not isinstance(word, int) or isinstance(word, bool) or word < 1) and not (several and word == MULTI):
-            words = f"a whole number of at least 1{f' or {MULTI}' if several else ''}"
-            raise InputError(f"nodes must be {words}, not {word!r}", where=where)
-    else:
-        among(choice, str(word), values_of(choice), where)
+        if choice == "proxy":
+            if not isinstance(word, bool):
+                raise InputError(f"proxy must be true or false, not {word!r}", where=setting.origin)
+        elif choice == "nodes":
+            if (not isinstance(word, int) or isinstance(word, bool) or word < 1) and not (several and word == MULTI):
+                kind = f"a whole number of at least 1{f' or {MULTI}' if several else ''}"
+                raise InputError(f"nodes must be {kind}, not {word!r}", where=setting.origin)
+        else:
+            among(choice, str(word), values_of(choice), setting.origin)
 
 
 @cache

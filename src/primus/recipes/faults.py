@@ -81,11 +81,8 @@ def _sizes(recipe: Recipe) -> Iterator[Fault]:
             yield _asked(recipe, _degree(recipe, "tp"), f"model.{what}"), why, f"tp={math.gcd(size, tensor)}"
     if expert > 1 and (not model.moe.experts or model.moe.experts % expert):
         why = f"model.moe.experts = {model.moe.experts} is not divisible by EP = {expert}"
-        yield (
-            _asked(recipe, _degree(recipe, "ep"), "model.moe.experts"),
-            why,
-            f"ep={math.gcd(model.moe.experts, expert) if model.moe.experts else 1}",
-        )
+        remedy = f"ep={math.gcd(model.moe.experts, expert) if model.moe.experts else 1}"
+        yield _asked(recipe, _degree(recipe, "ep"), "model.moe.experts"), why, remedy
     if stages > max(1, model.layers):
         wrong = _asked(recipe, _degree(recipe, "pp"), "model.layers")
         yield wrong, f"model.layers = {model.layers} is fewer than PP stages = {stages}", f"pp={model.layers}"
@@ -172,9 +169,8 @@ def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> It
         if part == "rope_scaling" and kind in _STRETCH and name not in read:
             yield f"model.{key}", f"has no effect while model.rope_scaling.kind is {kind}", f"remove model.{key}"
         switch = _SWITCHES.get(part, key)
-        off_in_file = f"model.{switch}" in recipe.settings and not recipe.settings[f"model.{key}"].origin.startswith(
-            "command"
-        )
+        typed = recipe.settings[f"model.{key}"].origin.startswith("command")
+        off_in_file = f"model.{switch}" in recipe.settings and not typed
         if switch != key and values[switch] in _OFF and not off_in_file:
             yield f"model.{key}", f"has no effect while model.{switch} is {values[switch]}", f"set model.{switch}, too"
 
@@ -186,15 +182,13 @@ def _dropped(recipe: Recipe, row: Model, values: Mapping[str, Value], active: li
             continue
         if key == "head_dim" and model.head_dim * model.heads == model.hidden_size:
             continue  # the value that every backend uses by default
-        others = _others(recipe, values, key)
-        hint = f"model.{key}={spell(model_rules()[key].default)}" + (
-            f", or --backend {' or '.join(others)}" if others else ""
-        )
-        yield (
-            f"model.{key}",
-            f"{recipe.backend}'s model of the family {model.family} cannot express {spell(values[key])}",
-            hint,
-        )
+        why = f"{recipe.backend}'s model of the family {model.family} cannot express {spell(values[key])}"
+        yield f"model.{key}", why, _remedy(recipe, values, key, model_rules()[key].default)
+
+
+def _remedy(recipe: Recipe, values: Mapping[str, Value], key: str, value: Value) -> str:
+    others = _others(recipe, values, key)
+    return f"model.{key}={spell(value)}" + (f", or --backend {' or '.join(others)}" if others else "")
 
 
 def _limited(recipe: Recipe, row: Model, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
@@ -204,12 +198,7 @@ def _limited(recipe: Recipe, row: Model, values: Mapping[str, Value], active: li
             named = " or ".join(spell(value) for value in allowed)
             why = f"{recipe.backend} computes the family {values['family']} with {named} only, not {spell(values[key])}"
             why += f", where model.{switch} is {values[switch]}" if switch != key else ""
-            others = _others(recipe, values, key)
-            yield (
-                f"model.{key}",
-                why,
-                f"model.{key}={spell(allowed[0])}" + (f", or --backend {' or '.join(others)}" if others else ""),
-            )
+            yield f"model.{key}", why, _remedy(recipe, values, key, allowed[0])
     for key, other in row.equal.items():
         if key in active and values[key] != values[other]:
             both = f"{spell(values[key])} and {spell(values[other])}"

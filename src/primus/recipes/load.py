@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -119,7 +119,14 @@ def _collect(
     path: Path, settings: dict[str, Setting], cases: list[Case], seen: dict[Path, Path], above: tuple[Path, ...]
 ) -> None:
     """Add what the file at ``path`` and the files in its ``uses`` say. ``seen``: real path → path of each file."""
-    source, uses = _parsed(path)
+    try:
+        refuse_special(path, str(path))
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    source, uses = parse(text, str(path))
     here = path.resolve()
     seen[here] = path
     for name in uses:
@@ -135,17 +142,6 @@ def _collect(
     cases += source.cases
 
 
-def _parsed(path: Path) -> tuple[Source, list[Setting]]:
-    try:
-        refuse_special(path, str(path))
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    return parse(text, str(path))
-
-
 @lru_cache(maxsize=256)  # listing all recipes reads the same shared files many times
 def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
     """Parse recipe text. Returns settings under dotted keys, and the files it uses. ``file`` names it in origins.
@@ -155,10 +151,7 @@ def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
     document = parse_values(text, file)
     if not isinstance(document.data, dict):
         raise InputError("a recipe must be a mapping of keys to values", where=document.origin())
-    settings: dict[str, Setting] = {}
-    for key, value in document.data.items():
-        if key not in ("cases", "uses"):
-            _flatten(document, (key,), key, value, settings)
+    settings = _settings(document, (), document.data, ("cases", "uses"))
     uses: dict[str, Setting] = {}
     for index, item in enumerate(_items(document, "uses")):
         _flatten(document, ("uses", index), str(index), item, uses)
@@ -191,16 +184,11 @@ def _case(document: Values, index: int, data: Tree) -> Case:
     because = data.get("because", "")
     if not isinstance(because, str):
         raise InputError(f"because must be text, not {because!r}", where=document.origin((*place, "because")))
-    when: dict[str, Setting] = {}
-    for choice, words in conditions.items():
-        _flatten(document, (*place, "when", choice), choice, words, when)
+    when = _settings(document, (*place, "when"), conditions)
     for choice, setting in when.items():
         check_choice(choice, setting.origin)
         check_word(choice, setting, several=True)
-    settings: dict[str, Setting] = {}
-    for key, value in data.items():
-        if key not in ("when", "because"):
-            _flatten(document, (*place, key), key, value, settings)
+    settings = _settings(document, place, data, ("when", "because"))
     return Case(
         when={choice: _words(setting.value) for choice, setting in when.items()},
         settings={key: replace(setting, because=because) for key, setting in settings.items()},
@@ -212,6 +200,14 @@ def _words(value: Value) -> tuple[str, ...]:
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
 
 
+def _settings(document: Values, place: Key, data: Mapping[str, Tree], other: Sequence[str] = ()) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for key, value in data.items():
+        if key not in other:
+            _flatten(document, (*place, key), key, value, settings)
+    return settings
+
+
 def _flatten(document: Values, place: Key, key: str, value: Tree, into: dict[str, Setting]) -> None:
     """Add ``value`` to ``into`` under its dotted name; ``a.b: 1`` and ``a: {b: 1}`` are the same key."""
     if isinstance(value, dict):
@@ -219,9 +215,8 @@ def _flatten(document: Values, place: Key, key: str, value: Tree, into: dict[str
             _flatten(document, (*place, word), f"{key}.{word}", inner, into)
         return
     if key in into:
-        raise InputError(
-            f"duplicate key {key!r}", where=document.where(place), hint=f"it is also set at {into[key].origin}"
-        )
+        hint = f"it is also set at {into[key].origin}"
+        raise InputError(f"duplicate key {key!r}", where=document.where(place), hint=hint)
     plain: list[Scalar] = []
     for index, item in enumerate(value if isinstance(value, list) else ()):
         if isinstance(item, list | dict):

@@ -118,12 +118,13 @@ def copies_in_eight(model: Architecture) -> float:
     return float(size(model).active - model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2))
 
 
-def gathered_experts(recipe: Recipe, model: Architecture) -> float:
+def gathered_experts(recipe: Recipe) -> float:
     """Return the parameters of a layer's experts that a rank gathers in addition to those that one token uses.
 
     Expert parallelism distributes the experts first. The rest is sharded over the other ranks, if there are any.
     """
-    moe, parts = model.moe, recipe.degree("ep")
+    model, parts = recipe.architecture, recipe.degree("ep")
+    moe = model.moe
     if not moe.experts or recipe.world_size // recipe.degree("replicas") <= parts:
         return 0.0
     here = moe.experts / parts - moe.top_k
@@ -131,23 +132,15 @@ def gathered_experts(recipe: Recipe, model: Architecture) -> float:
 
 
 def unsharded(
-    model: Architecture,
-    compute: int,
-    tensor: int,
-    *,
-    alone: bool = False,
-    ends: int = 1,
-    world: int = 1,
-    cast: bool = False,
-    experts: float = 0.0,
+    recipe: Recipe, compute: int, *, alone: bool = False, ends: int = 1, cast: bool = False, experts: float = 0.0
 ) -> float:
     """Return the bytes that are gathered at once: the output layer and two blocks, and gradients of one of each.
 
     They are in the computing precision. ``ends`` is 2 if the embedding is gathered together with the output layer.
-    ``alone``: nothing is reduced, because there is one rank or no gradient. ``cast``: each of ``world`` ranks
-    converts its shard before it is gathered. ``experts`` are parameters of experts that a block gathers in
-    addition.
+    ``alone``: nothing is reduced, because there is one rank or no gradient. ``cast``: each rank converts its shard
+    before it is gathered. ``experts`` are parameters of experts that a block gathers in addition.
     """
+    model, tensor, world = recipe.architecture, recipe.degree("tp"), recipe.world_size // recipe.degree("replicas")
     count = size(model)
     if model.family == "flux":
         head, block = 0.0, 1.5 * count.total / (model.dit.double_layers + model.dit.single_layers)

@@ -55,36 +55,30 @@ def resolve(
         if case.holds(facts):
             settings.update(case.settings)
     knows = backend(facts["backend"])
-    settings = {key: s for key, s in settings.items() if not _elsewhere(key, knows)}
+    others = backends().keys() - {knows.name}
+    settings = {key: s for key, s in settings.items() if key.partition(".")[0] not in others}
     _scale_batch(settings, source, facts, knows)
     spelled: dict[str, str] = {}
     overriding: dict[str, Setting] = {}
-    for word in words:
+    for number, word in enumerate([*words, *replacing]):
         full = _spelled_out(word, knows)
         key, setting = _override(full, word, knows)
-        if key in overriding:
+        if key in overriding and number < len(words):
             raise _twice(key, spelled[key], full)
-        spelled[key], overriding[key] = full, setting
-    for word in replacing:
-        full = _spelled_out(word, knows)
-        key, setting = _override(full, word, knows)
         spelled[key], overriding[key] = full, setting
     settings.update(overriding)
     _shorten_warmup(settings, overriding, knows)
     _check_keys(settings, path, knows)
+    if not chosen["gpu"].origin.startswith("--gpu"):
+        # With these choices, the recipe is the same on any machine.
+        choices = replace(choices, gpu=facts["gpu"])
     recipe = Recipe(
-        name=name, path=path, settings=settings, overrides=tuple(spelled.values()), choices=_as_chosen(choices, chosen),
+        name=name, path=path, settings=settings, overrides=tuple(spelled.values()), choices=choices,
         precisions=supported(source.settings)[facts["backend"], facts["mode"]], by_path=load.is_path(name),
         files=source.files,
     )  # fmt: skip
     _check_sense(recipe, here=here)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
-
-
-def _as_chosen(choices: Choices, chosen: Mapping[str, Setting]) -> Choices:
-    """Return the options that give the same recipe on any machine: a detected GPU is named explicitly."""
-    gpu = chosen["gpu"]
-    return choices if gpu.origin.startswith("--gpu") else replace(choices, gpu=str(gpu.value))
 
 
 def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, list[str]]:
@@ -111,12 +105,6 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
 
 def _twice(key: str, first: str, second: str) -> InputError:
     return InputError(f"{key} is set twice: {first} and {second}", where="command line", hint="keep one of the two")
-
-
-def _elsewhere(key: str, knows: Backend) -> bool:
-    """Whether ``key`` belongs to a backend other than the chosen one."""
-    section = key.partition(".")[0]
-    return section != knows.name and section in backends()
 
 
 def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mapping[str, str], knows: Backend) -> None:
@@ -199,9 +187,8 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
     native = key.removeprefix(f"{knows.name}.")
     other = native.partition(".")[0]
     if other != knows.name and other in backends():
-        return InputError(
-            f"{native} is not a key of the backend {knows.name}", where=setting.origin, hint=f"--backend {other} has it"
-        )
+        message = f"{native} is not a key of the backend {knows.name}"
+        return InputError(message, where=setting.origin, hint=f"--backend {other} has it")
     if key.startswith("model."):
         fields = [name.removeprefix("model.") for name in rules if name.startswith("model.")]
         # Compared without the prefix, which makes any two keys of a model similar.
@@ -213,19 +200,11 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
         full = {rule.removeprefix(f"{knows.name}."): rule for rule in rules}
         near = nearest(native, [*full, *knows.keys, *knows.degrees])
         near = next((near.replace(repr(name), repr(rule)) for name, rule in full.items() if repr(name) in near), near)
-        having = [
-            row.name
-            for row in backends().values()
-            if native in row.keys or native in row.degrees or native in schema.backend_rules(row.name)
-        ]
-        if having:
+        hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
+        rows = backends().values()
+        if having := [r.name for r in rows if native in {*r.keys, *r.degrees, *schema.backend_rules(r.name)}]:
             near, hint = "", f"{native} is a setting of --backend {' or '.join(having)}"
-        else:
-            hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
     return InputError(f"there is no key {key!r}{near}", where=setting.origin, hint=None if near else hint)
-
-
-_NEEDED = ("steps", "seq_len", "local_batch")
 
 
 def _check_sense(recipe: Recipe, *, here: bool) -> None:
@@ -241,7 +220,7 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
         origin = recipe.settings[named].origin if named else f"{recipe.path}:1:1"
         raise InputError(f"{key}: {why}", where=origin, hint=hint)
 
-    for key in ("ranks", *(knows.key(what) for what in _NEEDED)):
+    for key in ("ranks", *(knows.key(what) for what in ("steps", "seq_len", "local_batch"))):
         if key not in recipe.settings:
             why = f"{key} is missing; a recipe must not depend on a default of {knows.name}"
             raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")

@@ -123,16 +123,14 @@ def _fields(cls: type[Any], prefix: str) -> Iterator[tuple[str, Rule]]:
         if is_dataclass(hint) and isinstance(hint, type):
             yield from _fields(hint, f"{prefix}{entry.name}.")
         else:
-            literal = get_origin(hint) is Literal
-            yield (
-                prefix + entry.name,
-                Rule(
-                    types=frozenset({"str" if literal else hint.__name__}),
-                    choices=get_args(hint) if literal else (),
-                    bounds=entry.metadata.get("bounds"),
-                    default=entry.default if isinstance(entry.default, str | int | float) else None,
-                ),
+            literal, default = get_origin(hint) is Literal, entry.default
+            rule = Rule(
+                types=frozenset({"str" if literal else hint.__name__}),
+                choices=get_args(hint) if literal else (),
+                bounds=entry.metadata.get("bounds"),
+                default=default if isinstance(default, str | int | float) else None,
             )
+            yield prefix + entry.name, rule
 
 
 @cache

@@ -18,14 +18,9 @@ from primus.yamlfile import Scalar
 
 # Names of types in messages.
 WORDS = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "list": "a list",
-    "tuple": "a list",
-    "None": "null",
-}
+    "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list",
+    "tuple": "a list", "None": "null",
+}  # fmt: skip
 # The choices that determine which cases of a recipe apply. Each is also a command-line option.
 CHOICES = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
 

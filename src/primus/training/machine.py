@@ -17,9 +17,8 @@ from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation, load_table
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU
-from primus.recipes.fit import gpu_bytes, largest_batch, predict
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import rules_of
+from primus.recipes.rules import gpu_bytes, largest_batch, predict, rules_of
 from primus.training import logs
 
 _SHOW = "--dry-run shows the job"

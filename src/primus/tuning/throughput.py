@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.recipes.fit import predict
 from primus.recipes.load import beside, is_path
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.rules import predict
 from primus.recipes.setting import CHOICES
 from primus.turbo.optimizations import AUTO, OFF, chosen, compatible, excluded, optimizations, requested, usable
 

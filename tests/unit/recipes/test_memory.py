@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.recipes.fit import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.resolve import resolve
+from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import Choices
 
 RESULT = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200-memory.json").read_text())

@@ -16,9 +16,9 @@ from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU
-from primus.recipes.fit import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
+from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
 from primus.terminal import Screen
 
 EXAMPLE = "primus fit llama3.1-70b --gpu mi325x --precision fp8"

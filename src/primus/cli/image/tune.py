@@ -32,9 +32,9 @@ from primus.files import write_file
 from primus.gpus.detect import detect, visible
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
-from primus.recipes.fit import USABLE, gpu_bytes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.rules import USABLE, gpu_bytes
 from primus.terminal import Screen, counted
 from primus.training import machine, start
 from primus.training.job import Job

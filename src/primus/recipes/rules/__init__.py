@@ -1,5 +1,7 @@
 """What a backend computes from a recipe, where ``backends.yaml`` is not enough: one module per backend that differs.
 
+It also predicts whether a recipe fits the memory of its GPU, from the recipe alone.
+
 Rules need no torch. What starts a run of a backend is in ``primus.training``, which imports this; never the reverse.
 """
 
@@ -7,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from primus.gpus.table import generation
+from primus.recipes.choose import CPU
+from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules.loop import Rules
 from primus.recipes.rules.megatron import Megatron
@@ -19,8 +24,38 @@ RULES: Mapping[str, Rules] = {
     "flux": Rules(),
     "fsdp": Rules(),
 }
+# The share of a GPU's memory that training can use. The rest is for the context, NCCL and fragmentation.
+USABLE = 0.95
+_MOST = 4096
 
 
 def rules_of(recipe: Recipe) -> Rules:
     """Return the rules of the recipe's backend."""
     return RULES[recipe.backend]
+
+
+def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
+    """Predict the peak of one rank of ``recipe``. ``micro_batch`` replaces the recipe's.
+
+    With pipeline stages, this is the first stage, which keeps the activations of as many micro-batches as there are
+    stages.
+    """
+    return rules_of(recipe).memory(recipe, recipe.local_batch if micro_batch is None else micro_batch)
+
+
+def largest_batch(recipe: Recipe, available: float) -> int:
+    """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one fits."""
+    if predict(recipe, 1).peak > available:
+        return 0
+    low, high = 1, 2
+    while high <= _MOST and predict(recipe, high).peak <= available:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if predict(recipe, middle).peak <= available else (low, middle)
+    return low
+
+
+def gpu_bytes(name: str) -> float | None:
+    """Memory of one GPU of a generation as software sees it, or None for a CPU."""
+    return None if name == CPU else generation(name).memory.gb * 2**30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from primus.recipes.architecture import size
@@ -47,82 +47,86 @@ class Megatron(Rules):
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         """Return what the recipe asks for and Megatron does not compute."""
-        return _faults(recipe)
+        model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
+        if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
+            why = "Megatron always normalizes the chosen sigmoid scores"
+            yield "model.moe.score", why, "model.moe.normalize_top_k=true"
+        if recipe.degree("cp") > 1:
+            yield (
+                "megatron.model.context_parallel_size",
+                "Megatron splits sequences in Transformer Engine alone",
+                "use TP",
+            )
+        if recipe.find("megatron.attention", "torch") == "torch" and recipe.section("megatron").get(_BY_LAYER):
+            yield f"megatron.{_BY_LAYER}", "attention by torch has no scaling by layer", "attention=unfused"
+        if recipe.find("megatron.training.fp8", "none") != "none":
+            yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
+        if recipe.find("megatron.training.compile", False):
+            yield "megatron.training.compile", "Megatron compiles its own small functions and nothing else", None
+        if recipe.find("megatron.training.master_dtype", "float32") != "float32":
+            yield "megatron.training.master_dtype", "Megatron's optimizer keeps float32 weights", None
+        if recipe.find("megatron.torch_fsdp2", False):
+            for kind in ("tp", "pp", "cp", "ep"):
+                if recipe.degree(kind) > 1:
+                    key = f"megatron.{recipe.knows.degrees[kind]}"
+                    yield key, "torch_fsdp2 shares out the whole model over all ranks", f"{kind}=1"
+            for key, value in recipe.section("megatron.ddp").items():
+                if value and key != "grad_reduce_in_fp32":
+                    why = "is about Megatron's own buffers, and torch_fsdp2 has none"
+                    yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
+        if latent and recipe.degree("tp") > 1 and not recipe.knows.latent_tp:
+            # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are off by 1 to 3 %.
+            key = f"megatron.{recipe.knows.degrees['tp']}"
+            yield key, "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa", "tp=1"
+        if recipe.gpu == CPU and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:
+            key = f"megatron.{recipe.knows.degrees['ep']}"
+            yield (
+                key,
+                "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP",
+                "tp=1 or ep=1",
+            )
+        if latent and recipe.find("megatron.attention", "torch") == "unfused":
+            yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"
 
     def memory(self, recipe: Recipe, batch: int) -> Memory:
         """Predict the peak of one rank. Only the optimizer's float32 copies are sharded."""
-        return _peak(recipe, batch)
+        model = recipe.architecture
+        tokens, total = batch * recipe.seq_len / recipe.degree("cp"), float(size(model).total)
+        width = width_of(recipe.find("megatron.training.dtype", "bfloat16"))
+        reduced = FLOAT32 if recipe.find("megatron.ddp.grad_reduce_in_fp32", True) else width
+        tensor, stages = recipe.degree("tp"), recipe.degree("pp")
+        parts = tensor * stages * recipe.degree("ep")
+        states = 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
+        sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
+        fully = recipe.find("megatron.torch_fsdp2", False)
+        layers = model.layers / stages
+        again, group = _recomputed(recipe, layers)
+        layer = layer_elements(model, eight=False) * _EAGER
+        saved = (
+            (layers - again) * layer + again / group * model.hidden_size + (group * layer * RECOMPUTED if again else 0)
+        )
+        in_flight = min(stages, max(1, recipe.accumulation))
+        return Memory(
+            weights=width * total / (recipe.world_size if fully else parts),
+            gradients=reduced * total / (recipe.world_size if fully else parts),
+            optimizer=states * total / (recipe.world_size if sharded or fully else parts),
+            unsharded=unsharded(recipe, width) if fully else 0,
+            activations=saved * in_flight * tokens * width / tensor,
+            loss=tokens * model.vocab_size * _LOSS / tensor,
+        )
 
     def states(self, recipe: Recipe, *, offload: bool) -> float:
         """Return the bytes. States that the optimizer may move to the host do not count."""
-        return _states(recipe)
-
-
-def _faults(recipe: Recipe) -> Iterator[Fault]:
-    model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
-    if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
-        yield (
-            "model.moe.score",
-            "Megatron always normalizes the chosen sigmoid scores",
-            "model.moe.normalize_top_k=true",
-        )
-    if recipe.degree("cp") > 1:
-        yield "megatron.model.context_parallel_size", "Megatron splits sequences in Transformer Engine alone", "use TP"
-    if recipe.find("megatron.attention", "torch") == "torch" and recipe.section("megatron").get(_BY_LAYER):
-        yield f"megatron.{_BY_LAYER}", "attention by torch has no scaling by layer", "attention=unfused"
-    if recipe.find("megatron.training.fp8", "none") != "none":
-        yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
-    if recipe.find("megatron.training.compile", False):
-        yield "megatron.training.compile", "Megatron compiles its own small functions and nothing else", None
-    if recipe.find("megatron.training.master_dtype", "float32") != "float32":
-        yield "megatron.training.master_dtype", "Megatron's optimizer keeps float32 weights", None
-    if recipe.find("megatron.torch_fsdp2", False):
-        for kind in ("tp", "pp", "cp", "ep"):
-            if recipe.degree(kind) > 1:
-                key = f"megatron.{recipe.knows.degrees[kind]}"
-                yield key, "torch_fsdp2 shares out the whole model over all ranks", f"{kind}=1"
-        for key, value in recipe.section("megatron.ddp").items():
-            if value and key != "grad_reduce_in_fp32":
-                why = "is about Megatron's own buffers, and torch_fsdp2 has none"
-                yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
-    if latent and recipe.degree("tp") > 1 and not recipe.knows.latent_tp:
-        # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are off by 1 to 3 %.
-        key = f"megatron.{recipe.knows.degrees['tp']}"
-        yield key, "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa", "tp=1"
-    if recipe.gpu == CPU and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:
-        key = f"megatron.{recipe.knows.degrees['ep']}"
-        yield key, "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP", "tp=1 or ep=1"
-    if latent and recipe.find("megatron.attention", "torch") == "unfused":
-        yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"
-
-
-def _peak(recipe: Recipe, batch: int) -> Memory:
-    """Predict the peak of one rank with micro-batches of ``batch``.
-
-    Every data-parallel rank has all weights and gradients. The optimizer's float32 copies are sharded.
-    """
-    model = recipe.architecture
-    tokens, total = batch * recipe.seq_len / recipe.degree("cp"), float(size(model).total)
-    width = width_of(recipe.find("megatron.training.dtype", "bfloat16"))
-    reduced = FLOAT32 if recipe.find("megatron.ddp.grad_reduce_in_fp32", True) else width
-    tensor, stages = recipe.degree("tp"), recipe.degree("pp")
-    parts = tensor * stages * recipe.degree("ep")
-    states = 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
-    sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
-    fully = recipe.find("megatron.torch_fsdp2", False)
-    layers = model.layers / stages
-    again, group = _recomputed(recipe, layers)
-    layer = layer_elements(model, eight=False) * _EAGER
-    saved = (layers - again) * layer + again / group * model.hidden_size + (group * layer * RECOMPUTED if again else 0)
-    in_flight = min(stages, max(1, recipe.accumulation))
-    return Memory(
-        weights=width * total / (recipe.world_size if fully else parts),
-        gradients=reduced * total / (recipe.world_size if fully else parts),
-        optimizer=states * total / (recipe.world_size if sharded or fully else parts),
-        unsharded=unsharded(model, width, tensor, world=recipe.world_size) if fully else 0,
-        activations=saved * in_flight * tokens * width / tensor,
-        loss=tokens * model.vocab_size * _LOSS / tensor,
-    )
+        total = size(recipe.architecture).total
+        width = width_of(recipe.find("megatron.training.dtype", "bfloat16"))
+        options = recipe.section("megatron.optimizer").items()
+        offloaded = any(value for key, value in options if "offload" in key or "aware" in key)
+        states = 0 if offloaded else 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
+        parts = recipe.degree("tp") * recipe.degree("pp") * recipe.degree("ep")
+        if recipe.find("megatron.torch_fsdp2", False):
+            return total * (2 * width + states) / recipe.world_size
+        sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
+        return total * (2 * width / parts + states / (recipe.world_size if sharded else parts))
 
 
 def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
@@ -135,18 +139,3 @@ def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
     # "block" recomputes that many layers one by one; "uniform" recomputes all layers in groups of that many.
     block = recipe.find("megatron.model.recompute_method", "") == "block"
     return (min(layers, named), 1) if block else (layers, max(1, named))
-
-
-def _states(recipe: Recipe) -> float:
-    """Return the bytes of weights, gradients and optimizer states. Only FSDP2 shards weights and gradients."""
-    total = size(recipe.architecture).total
-    width = width_of(recipe.find("megatron.training.dtype", "bfloat16"))
-    if any(value for key, value in recipe.section("megatron.optimizer").items() if "offload" in key or "aware" in key):
-        states = 0
-    else:
-        states = 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
-    parts = recipe.degree("tp") * recipe.degree("pp") * recipe.degree("ep")
-    if recipe.find("megatron.torch_fsdp2", False):
-        return total * (2 * width + states) / recipe.world_size
-    sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
-    return total * (2 * width / parts + states / (recipe.world_size if sharded else parts))

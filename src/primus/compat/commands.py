@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,6 +26,11 @@ _FSDP: Mapping[str, type] = {
     "batch_size": int, "num_iteration": int, "grad_accumlate_pre_steps": int, "reduce_pre_steps": int, "seed": int,
     "enable_fp8": bool, "enable_compile": bool,
 }  # fmt: skip
+
+# The options of run_k8s_pretrain.sh itself. It passes all others on.
+_CLIENT = (
+    "replica", "cpu", "gpu", "backend", "exp", "data_path", "image", "hf_token", "workspace", "nodelist", "url",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +97,8 @@ def requested(
         request = _tag(words)
     else:
         scripts = table("commands")["scripts"]
-        raise InputError(
-            f"there is no command {name!r}" + nearest(name, scripts), hint=f"commands: {', '.join(scripts)}"
-        )
+        hint = f"commands: {', '.join(scripts)}"
+        raise InputError(f"there is no command {name!r}" + nearest(name, scripts), hint=hint)
     return replace(request, choices=replace(request.choices, precision=precision)) if precision else request
 
 
@@ -129,15 +133,11 @@ def documented(name: str) -> Documented:
         )  # fmt: skip
     backend = paths["frameworks"][parts[start]]
     folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
-    for what, word, listed in (
-        ("folder", "/".join(folders), paths["gpus"]),
-        ("model", match[1], paths["stems"][backend]),
-    ):
+    rows = paths["stems"][backend]
+    for what, word, listed in (("folder", "/".join(folders), paths["gpus"]), ("model", match[1], rows)):
         if word and word not in listed:
-            raise InputError(
-                f"no document has a {what} {word!r}" + nearest(word, listed), where=name,
-                hint=f"there are: {', '.join(listed)}",
-            )  # fmt: skip
+            message = f"no document has a {what} {word!r}" + nearest(word, listed)
+            raise InputError(message, where=name, hint=f"there are: {', '.join(listed)}")
     row = paths["stems"][backend][match[1]]
     recipe, settings = (row, {}) if isinstance(row, str) else (row["recipe"], row["settings"])
     return Documented(
@@ -207,69 +207,50 @@ def _pretrain(
 def _tuning(environment: Mapping[str, str], recipe: str) -> dict[str, str]:
     """Return the ranks' variables for ``PRIMUS_HIPBLASLT_TUNING_STAGE``."""
     stage, place = environment.get(TUNING) or "0", Place.of(recipe, Path("output/tune_gemm"))
-    variables: dict[str, dict[str, str]] = {
-        "0": {}, "1": dumping(place, environment.get("NODE_RANK", "0")), "2": {}, "3": using(place),
-    }  # fmt: skip
-    if stage not in variables:
-        raise InputError(
-            f"there is no tuning stage {stage!r}", where=f"{TUNING}={stage}",
-            hint="0 none, 1 record the shapes, 2 tune them, 3 train with the result",
-        )  # fmt: skip
-    return variables[stage]
+    if stage not in ("0", "1", "2", "3"):
+        hint = "0 none, 1 record the shapes, 2 tune them, 3 train with the result"
+        raise InputError(f"there is no tuning stage {stage!r}", where=f"{TUNING}={stage}", hint=hint)
+    if stage == "1":
+        return dumping(place, environment.get("NODE_RANK", "0"))
+    return using(place) if stage == "3" else {}
 
 
 def _kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_unmapped: bool) -> Request:
     """Translate ``run_k8s_pretrain.sh --url … create …``. Its other commands train nothing."""
-    rest = list(words)
-    command = next((word for word in rest if word in ("create", "get", "delete", "list", "nodes")), None)
+    command = next((word for word in words if word in ("create", "get", "delete", "list", "nodes")), None)
     if command is None:
         raise InputError("no command is given", where="run_k8s_pretrain.sh", hint="create, get, delete, list or nodes")
     if command != "create":
-        raise HostError(
-            f"{command} is for the workload service and trains nothing", hint="kubectl shows jobs and nodes"
-        )
+        message = f"{command} is for the workload service and trains nothing"
+        raise HostError(message, hint="kubectl shows jobs and nodes")
+    rest = list(words)
     rest.remove(command)
-    client = (
-        "replica",
-        "cpu",
-        "gpu",
-        "backend",
-        "exp",
-        "data_path",
-        "image",
-        "hf_token",
-        "workspace",
-        "nodelist",
-        "url",
-    )
-    arguments = {option.key: option for option in options(rest)}
-    client_options = {key: str(arguments[key].value) for key in client if key in arguments}
-    if "exp" not in client_options:
+    arguments = {option.key: option.value for option in options(rest)}
+    client = {key: str(arguments.pop(key)) for key in _CLIENT if key in arguments}
+    if "exp" not in client:
         raise InputError("--exp is missing", where="run_k8s_pretrain.sh create")
-    variables = {**environment, "EXP": client_options["exp"], "NNODES": client_options.get("replica", "1")}
-    variables["GPUS_PER_NODE"] = client_options.get("gpu", "8")
-    if "backend" in client_options:
-        variables["BACKEND"] = client_options["backend"]
-    more = [f"--{key}={option.value}" for key, option in arguments.items() if key not in client]
+    variables = {**environment, "EXP": client["exp"], "NNODES": client.get("replica", "1")}
+    variables["GPUS_PER_NODE"] = client.get("gpu", "8")
+    if "backend" in client:
+        variables["BACKEND"] = client["backend"]
+    more = [f"--{key}={value}" for key, value in arguments.items()]
     request = _pretrain(more, variables, allow_unmapped=allow_unmapped)
-    data = (f"assets.corpus={client_options['data_path']}",) if "data_path" in client_options else ()
-    token = ("every user of the machine can see a token on a command line: export HF_TOKEN instead",)
-    return replace(
-        request, words=(*request.words, *data), says=(*request.says, *(token if "hf_token" in client_options else ()))
-    )
+    if "data_path" in client:
+        request = replace(request, words=(*request.words, f"assets.corpus={client['data_path']}"))
+    if "hf_token" in client:
+        token = "every user of the machine can see a token on a command line: export HF_TOKEN instead"
+        request = replace(request, says=(*request.says, token))
+    return request
 
 
 def _report(words: Sequence[str]) -> Request:
     """Translate ``pytorch_benchmark_report.sh -t MODE -m MODEL -p PRECISION -s SEQ``."""
     letters, where = ("-t", "-m", "-p", "-s"), "pytorch_benchmark_report.sh"
-    arguments: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        letter = rest.pop(0)
-        if letter not in letters or not rest:
+    arguments = dict(zip_longest(words[::2], words[1::2], fillvalue=""))
+    for letter, value in arguments.items():
+        if letter not in letters or not value:
             what = f"{letter} needs a value" if letter in letters else f"there is no option {letter!r}"
             raise InputError(what, where=where, hint="-t MODE -m MODEL -p BF16|FP8 -s LENGTH")
-        arguments[letter] = rest.pop(0)
     if missing := next((letter for letter in ("-t", "-m") if letter not in arguments), None):
         raise InputError(f"{missing} is missing", where=where)
     rows = table("commands")["report"]
@@ -280,10 +261,8 @@ def _report(words: Sequence[str]) -> Request:
     if length is not None and not length.isdecimal():
         raise InputError(f"the sequence length must be a whole number, not {length!r}", where=f"-s {length}")
     if mode not in backends:
-        offered = ", ".join(word for word, kind in rows["modes"].items() if kind in backends)
-        raise InputError(
-            f"{model} has no {arguments['-t']}", where=f"-t {arguments['-t']}", hint=f"there are: {offered}"
-        )
+        hint = f"there are: {', '.join(word for word, kind in rows['modes'].items() if kind in backends)}"
+        raise InputError(f"{model} has no {arguments['-t']}", where=f"-t {arguments['-t']}", hint=hint)
     # For FLUX, the page's "pretrain" fine-tunes all weights.
     flux = backends[mode] == "flux"
     says = rows["says"].get(f"{model} {arguments['-t']} {precision}")

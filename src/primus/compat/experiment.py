@@ -112,7 +112,8 @@ def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
             settings[key] = batch // nodes
     if settings:
         lines += ["cases:", f"{case}}}", *(f"    {name}: {spell(setting)}" for name, setting in settings.items())]
-    lines += [] if settings or not exact else ["cases:"]
+    elif exact:
+        lines.append("cases:")
     lines += [*exact, *(f"# {sentence}" for sentence in done.left_out)]
     lines += [f"# not expressible: {option.key}: {spell(option.value)}" for option, _ in done.unmapped]
     return "\n".join(lines) + "\n"
@@ -166,11 +167,11 @@ def _check_keys(document: Values, key: tuple[str, ...], allowed: Sequence[str]) 
         raise InputError(f"{what} must be a mapping of keys to values", where=document.where(key))
     for name in tree:
         if name not in allowed:
-            where = document.where((*key, name))
-            raise InputError(
-                f"there is no key {name!r} here" + nearest(name, allowed), where=where,
-                hint=f"there are: {', '.join(allowed)}",
-            )  # fmt: skip
+            message, hint = (
+                f"there is no key {name!r} here" + nearest(name, allowed),
+                f"there are: {', '.join(allowed)}",
+            )
+            raise InputError(message, where=document.where((*key, name)), hint=hint)
     return tree
 
 

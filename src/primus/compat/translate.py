@@ -88,10 +88,8 @@ def options(words: Sequence[str]) -> list[Option]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise InputError(
-                f"{word!r} belongs to no option", where="command line",
-                hint="write --key value or --key=value, as in --training.local_batch_size 6",
-            )  # fmt: skip
+            hint = "write --key value or --key=value, as in --training.local_batch_size 6"
+            raise InputError(f"{word!r} belongs to no option", where="command line", hint=hint)
         key, separator, text = word[2:].partition("=")
         if not re.fullmatch(r"[A-Za-z][\w.-]*", key):
             raise InputError(f"{word!r} is not an option", where="command line")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from primus.files import text_if_readable
 from primus.gpus.table import by_device_id, by_gfx, by_product_name
 
 _SIMDS_PER_UNIT = 4
@@ -56,8 +57,7 @@ def detect(root: Path = Path("/")) -> Found:
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the devices that a process may use, out of ``count`` on the machine, as HIP_VISIBLE_DEVICES names
-    them.
+    """Return the devices, out of ``count`` on the machine, that a process may use, as HIP_VISIBLE_DEVICES names them.
 
     ROCR_VISIBLE_DEVICES applies first, and the other variables count among the devices that it leaves.
     """
@@ -77,31 +77,23 @@ def _amd(root: Path) -> Found | None:
     names, generations = [], []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for node in sorted(nodes.glob("*"), key=lambda path: path.name.zfill(6)):
-        properties = dict(
-            line.split(maxsplit=1) for line in _lines(node / "properties") if len(line.split(maxsplit=1)) == 2
-        )
+        lines = (line.split(maxsplit=1) for line in _lines(node / "properties"))
+        properties = {words[0]: words[1] for words in lines if len(words) == 2}
         # CPUs are also nodes of the topology, but only GPUs have SIMDs.
         if (simds := int(properties.get("simd_count", "0"))) > 0:
             version = int(properties.get("gfx_target_version", "0"))
             name, generation = _product(version, int(properties.get("device_id", "0")), simds)
             names.append(name)
             generations.append(generation)
-    device = root / "dev/kfd"
     if not names:
         return None
     obstacle = (
-        ""
-        if _openable(device)
-        else f"/{device.relative_to(root)} cannot be opened: pass --device /dev/kfd --device /dev/dri"
+        "" if _openable(root / "dev/kfd") else "/dev/kfd cannot be opened: pass --device /dev/kfd --device /dev/dri"
     )
     return Found(
-        vendor="amd",
-        names=tuple(names),
-        generations=tuple(generations),
-        usable=not obstacle,
-        obstacle=obstacle,
+        vendor="amd", names=tuple(names), generations=tuple(generations), usable=not obstacle, obstacle=obstacle,
         driver=_driver(root, "amdgpu"),
-    )
+    )  # fmt: skip
 
 
 def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
@@ -122,11 +114,8 @@ def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
 def _nvidia(root: Path) -> Found | None:
     names = []
     for gpu in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
-        model = next(
-            (line.partition(":")[2].strip() for line in _lines(gpu / "information") if line.startswith("Model")),
-            "",
-        )
-        names.append(model or "unknown NVIDIA GPU")
+        models = [line.partition(":")[2].strip() for line in _lines(gpu / "information") if line.startswith("Model")]
+        names.append("".join(models[:1]) or "unknown NVIDIA GPU")
     nodes = [node for node in (root / "dev").glob("nvidia[0-9]*") if node.name[6:].isdigit()]
     if not names:
         names = ["unknown NVIDIA GPU"] * len(nodes)
@@ -137,21 +126,16 @@ def _nvidia(root: Path) -> Found | None:
     split = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
     products = [None if split else by_product_name(name) for name in names]
     return Found(
-        vendor="nvidia",
-        names=tuple(names),
-        generations=tuple(g.name if g else "" for g in products),
-        usable=not obstacle,
-        obstacle=obstacle,
-        driver=_driver(root, "nvidia"),
-    )
+        vendor="nvidia", names=tuple(names), generations=tuple(g.name if g else "" for g in products),
+        usable=not obstacle, obstacle=obstacle, driver=_driver(root, "nvidia"),
+    )  # fmt: skip
 
 
 def _driver(root: Path, module: str) -> str:
-    version = _lines(root / "sys/module" / module / "version")
-    if version and version[0].strip():
-        return f"{module} {version[0].strip()}"
-    kernel = _lines(root / "proc/sys/kernel/osrelease")
-    return f"{module} of Linux {kernel[0].strip()}" if kernel else ""
+    if version := text_if_readable(root / "sys/module" / module / "version").strip():
+        return f"{module} {version}"
+    kernel = text_if_readable(root / "proc/sys/kernel/osrelease").strip()
+    return f"{module} of Linux {kernel}" if kernel else ""
 
 
 def name_of_gfx(version: int) -> str:
@@ -168,10 +152,7 @@ def _arch(version: int) -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+    return text_if_readable(path).splitlines()
 
 
 def _openable(path: Path) -> bool:

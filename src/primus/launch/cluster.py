@@ -13,27 +13,20 @@ from typing import Any
 from primus.errors import HostError, InputError, PrimusError
 from primus.launch.kubernetes import LABEL, Manifest
 
-_TIMEOUT = "20s"
-
 
 def _kubectl(*words: str, stdin: str | None = None) -> str:
     program = shutil.which("kubectl")
     if program is None:
-        raise HostError(
-            "kubectl is not installed",
-            hint="install it, or run: primus launch k8s … --dry-run, which prints the manifests",
-        )
-    command = [program, f"--request-timeout={_TIMEOUT}", *words]
-    ended = subprocess.run(
-        command, input=stdin, stdin=None if stdin else subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+        hint = "install it, or run: primus launch k8s … --dry-run, which prints the manifests"
+        raise HostError("kubectl is not installed", hint=hint)
+    command = [program, "--request-timeout=20s", *words]
+    ended = subprocess.run(command, input=stdin or "", capture_output=True, text=True, check=False)
     if ended.returncode:
         raise _refused(ended.stderr)
     return ended.stdout
 
 
 def _refused(errors: str) -> PrimusError:
-    """Return the error for what kubectl printed."""
     text = " ".join(errors.split())[:400]
     match = re.search(r"Error from server \((\w+)\): (.*)", text)
     reason, sentence = match.groups() if match else ("", text)
@@ -45,9 +38,8 @@ def _refused(errors: str) -> PrimusError:
         return InputError(f"the cluster refuses the manifest: {sentence}")
     if reason:
         return HostError(f"the cluster refused the request: {sentence} ({reason})")
-    return HostError(
-        f"kubectl cannot use the cluster: {sentence}", hint="check KUBECONFIG; `kubectl cluster-info` shows more"
-    )
+    hint = "check KUBECONFIG; `kubectl cluster-info` shows more"
+    return HostError(f"kubectl cannot use the cluster: {sentence}", hint=hint)
 
 
 def _get(*words: str) -> dict[str, Any]:
@@ -86,7 +78,6 @@ def status(name: str, namespace: str) -> dict[str, Any]:
 
 
 def _reason(status: dict[str, Any]) -> str:
-    """Return why a pod waits, or how its container ended."""
     for container in status.get("containerStatuses", ()):
         state = container.get("state", {})
         if "waiting" in state:
@@ -129,12 +120,7 @@ def nodes() -> list[dict[str, Any]]:
         conditions = node["status"].get("conditions", ())
         # Kubernetes writes 4000 as 4k.
         count = str(amounts.get("amd.com/gpu") or amounts.get("nvidia.com/gpu") or 0).replace("k", "000")
-        rows.append(
-            {
-                "name": node["metadata"]["name"],
-                "ready": any(c["type"] == "Ready" and c["status"] == "True" for c in conditions),
-                "gpus": int(count),
-                "product": labels.get("amd.com/gpu.product-name") or labels.get("nvidia.com/gpu.product") or "",
-            }
-        )
+        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+        product = labels.get("amd.com/gpu.product-name") or labels.get("nvidia.com/gpu.product") or ""
+        rows.append({"name": node["metadata"]["name"], "ready": ready, "gpus": int(count), "product": product})
     return rows

@@ -204,19 +204,12 @@ def _refuse_unseen(recipe: Recipe) -> None:
 
 
 def _environment(cluster: Cluster, *, first: str) -> list[Manifest]:
-    def field(path: str) -> Manifest:
-        return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
-
+    of_pod = {"NODE_ADDR": "status.podIP", "NODE_NAME": "spec.nodeName", "RUN_ID": f"metadata.labels['{_JOB_ID}']"}
     variables: list[Manifest] = [
-        {"name": "NODE_ADDR", **field("status.podIP")},
-        {"name": "NODE_NAME", **field("spec.nodeName")},
-        {"name": "RUN_ID", **field(f"metadata.labels['{_JOB_ID}']")},
-        {"name": "MASTER_ADDR", "value": first},
-        {"name": "MASTER_PORT", "value": str(_PORT)},
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in of_pod.items()
     ]
-    for word in cluster.environment:
-        key, _, value = word.partition("=")
-        variables.append({"name": key, "value": value})
+    values = {"MASTER_ADDR": first, "MASTER_PORT": str(_PORT), **dict(w.split("=", 1) for w in cluster.environment)}
+    variables += [{"name": name, "value": value} for name, value in values.items()]
     if cluster.token_secret:
         secret, _, key = cluster.token_secret.partition(":")
         reference = {"secretKeyRef": {"name": secret, "key": key or "token"}}
@@ -242,7 +235,7 @@ def _resources(plan: Plan, cluster: Cluster) -> Manifest:
 
 
 def _affinity(plan: Plan, name: str) -> Manifest:
-    """Return the affinity: one pod per node, on nodes with the GPU generation by AMD's or NVIDIA's node labels."""
+    """One pod per node, on nodes with the GPU generation by AMD's or NVIDIA's node labels."""
     apart = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
     affinity: Manifest = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
     maker = vendor(plan.recipe.gpu)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from primus.errors import InputError
-from primus.gpus.table import generation, load_table
+from primus.gpus.table import arch_of, generation
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import gpu_bytes, predict
@@ -110,10 +110,7 @@ class Plan:
 
 def vendor(gpu: str) -> str:
     """Return ``amd`` or ``nvidia``; empty for ``cpu``."""
-    if gpu == CPU:
-        return ""
-    arch = generation(gpu).arch
-    return next(row.vendor for row in load_table().archs if row.arch == arch)
+    return "" if gpu == CPU else arch_of(generation(gpu)).vendor
 
 
 # An image's name as container engines read it: [HOST[:PORT]/]PATH[:TAG][@DIGEST].

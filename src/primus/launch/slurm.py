@@ -99,40 +99,21 @@ def script(plan: Plan, site: Site) -> str:
         "exclude": site.exclude, "requeue": True, "open-mode": "append", "signal": f"B:USR1@{site.grace}",
         "output": f"{site.output / 'slurm-%j.txt'}",
     }  # fmt: skip
-    head = [
-        f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}")
-        for key, value in options.items()
-        if value
-    ]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *head,
-            *(f"#SBATCH {option}" for option in site.extra),
-            "#",
-            *(f"# {line}" for line in plan.lines()),
-            "",
-            *_exports(site),
-            _BODY.format(
-                steps=plan.recipe.steps,
-                restarts=site.restarts,
-                root=shlex.quote(str(site.output)),
-                resume=shlex.quote(site.resume_from) if site.resume_from else "",
-                port=site.port or "$(free_port)",
-                task=_task(plan, site),
-                srun=_srun(plan, site),
-            ),
-        ]
+    flags = (
+        f"--{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items() if value
     )
-
-
-def _exports(site: Site) -> list[str]:
     pairs = (word.partition("=") for word in site.environment)
-    lines = [f"export {name}={shlex.quote(value)}" for name, equals, value in pairs if equals]
+    exports = [f"export {name}={shlex.quote(value)}" for name, equals, value in pairs if equals]
     if site.interface:
-        name = shlex.quote(site.interface)
-        lines += [f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"]
-    return lines
+        interface = shlex.quote(site.interface)
+        exports.append(f"export NCCL_SOCKET_IFNAME={interface} GLOO_SOCKET_IFNAME={interface}")
+    head = [*(f"#SBATCH {option}" for option in (*flags, *site.extra)), "#", *(f"# {line}" for line in plan.lines())]
+    body = _BODY.format(
+        steps=plan.recipe.steps, restarts=site.restarts, root=shlex.quote(str(site.output)),
+        resume=shlex.quote(site.resume_from) if site.resume_from else "", port=site.port or "$(free_port)",
+        task=_task(plan, site), srun=_srun(plan, site),
+    )  # fmt: skip
+    return "\n".join(["#!/bin/bash", *head, "", *exports, body])
 
 
 _BODY = """\
@@ -218,11 +199,8 @@ def _task(plan: Plan, site: Site) -> str:
     words = shlex.join(plan.command)
     train = f'{words} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
     address = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
-    if site.container in ("none", "pyxis"):
-        text = f"{address}; exec {site.command} {train}"
-    else:
-        text = f"{address}; exec {_engine(plan, site)} {site.command} {train}"
-    return f"task={shlex.quote(text)}"
+    engine = "" if site.container in ("none", "pyxis") else f"{_engine(plan, site)} "
+    return f"task={shlex.quote(f'{address}; exec {engine}{site.command} {train}')}"
 
 
 def _names(site: Site) -> list[str]:

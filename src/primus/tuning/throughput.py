@@ -118,12 +118,9 @@ def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _resolved(
-    source: str,
-    start: Recipe,
-    point: Point,
-    available: float | None,
+    source: str, start: Recipe, point: Point, available: float | None,
     missing: Callable[[tuple[str, ...]], Sequence[str]],
-) -> Point:
+) -> Point:  # fmt: skip
     peak, out, recipe = None, "", None
     try:
         recipe = resolve(source, start.overrides, start.choices, point.words)

@@ -121,22 +121,15 @@ class Search:
     """
 
     def __init__(
-        self,
-        points: Sequence[Point],
-        trials: Trials,
-        *,
-        pairs: int,
-        total_limit: float | None,
+        self, points: Sequence[Point], trials: Trials, *, pairs: int, total_limit: float | None,
         say: Callable[[str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rows: list[tuple[Point, Result]] = []
         self.finals: tuple[list[float], list[float]] = [], []
         self._start, self._trials, self._pairs, self._total_limit = points[0], trials, pairs, total_limit
         self._say = say
         self._most = sum(not point.out for point in points) + 2 * pairs
-        self._runs = 0
-        self._spent = 0.0
-        self._longest = 0.0
+        self._runs, self._spent, self._longest = 0, 0.0, 0.0
         self._began = time.monotonic()
 
     def measure(self, point: Point) -> float | None:
@@ -194,10 +187,9 @@ class Search:
         return result
 
     def _left(self) -> str:
-        if not self._runs:
-            return ""
-        seconds = self._spent / self._runs * max(1, self._most - self._runs)
-        return f", {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
+        seconds = self._spent / max(1, self._runs) * max(1, self._most - self._runs)
+        duration = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        return f", {duration} left" if self._runs else ""
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -213,8 +205,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM and SIGHUP while the context is open, so that no run outlives the
-    command.
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP while the context is open, so that no run outlives the command.
 
     A signal that is ignored, such as SIGHUP under nohup, stays ignored.
     """

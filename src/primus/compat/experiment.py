@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,11 +167,7 @@ def _check_keys(document: Values, key: tuple[str, ...], allowed: Sequence[str]) 
         raise InputError(f"{what} must be a mapping of keys to values", where=document.where(key))
     for name in tree:
         if name not in allowed:
-            message, hint = (
-                f"there is no key {name!r} here" + nearest(name, allowed),
-                f"there are: {', '.join(allowed)}",
-            )
-            raise InputError(message, where=document.where((*key, name)), hint=hint)
+            raise _no("key", name, allowed, document.where((*key, name)))
     return tree
 
 
@@ -182,9 +178,7 @@ def _text(document: Values, key: tuple[str, ...], environment: Mapping[str, str]
     return str(_filled(tree, document.where(key), environment))
 
 
-def _no(what: str, name: str, table: Mapping[str, object], where: str) -> InputError:
-    recipe = "recipe for the " if what == "model" else ""
-    return InputError(
-        f"there is no {recipe}{what} {name!r}" + nearest(name, table), where=where,
-        hint=f"there are: {', '.join(table)}",
-    )  # fmt: skip
+def _no(what: str, name: str, choices: Iterable[str], where: str) -> InputError:
+    recipe, here = "recipe for the " if what == "model" else "", " here" if what == "key" else ""
+    message = f"there is no {recipe}{what} {name!r}{here}" + nearest(name, choices)
+    return InputError(message, where=where, hint=f"there are: {', '.join(choices)}")

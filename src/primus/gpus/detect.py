@@ -87,9 +87,8 @@ def _amd(root: Path) -> Found | None:
             generations.append(generation)
     if not names:
         return None
-    obstacle = (
-        "" if _openable(root / "dev/kfd") else "/dev/kfd cannot be opened: pass --device /dev/kfd --device /dev/dri"
-    )
+    advice = "/dev/kfd cannot be opened: pass --device /dev/kfd --device /dev/dri"
+    obstacle = "" if _openable(root / "dev/kfd") else advice
     return Found(
         vendor="amd", names=tuple(names), generations=tuple(generations), usable=not obstacle, obstacle=obstacle,
         driver=_driver(root, "amdgpu"),

@@ -99,9 +99,8 @@ def script(plan: Plan, site: Site) -> str:
         "exclude": site.exclude, "requeue": True, "open-mode": "append", "signal": f"B:USR1@{site.grace}",
         "output": f"{site.output / 'slurm-%j.txt'}",
     }  # fmt: skip
-    flags = (
-        f"--{key}" + ("" if value is True else f"={shlex.quote(str(value))}") for key, value in options.items() if value
-    )
+    chosen = {key: value for key, value in options.items() if value}
+    flags = (f"--{key}" if value is True else f"--{key}={shlex.quote(str(value))}" for key, value in chosen.items())
     pairs = (word.partition("=") for word in site.environment)
     exports = [f"export {name}={shlex.quote(value)}" for name, equals, value in pairs if equals]
     if site.interface:

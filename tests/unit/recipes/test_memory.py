@@ -39,11 +39,8 @@ def test_most_published_batches_are_met_within_one():
     cells = RESULT["published"]["cells"]
     near = 0
     for cell in cells:
-        recipe = resolve(
-            cell["recipe"],
-            ["turbo=off"],
-            Choices(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"]),
-        )
+        choices = Choices(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"])
+        recipe = resolve(cell["recipe"], ["turbo=off"], choices)
         near += abs(largest_batch(recipe, USABLE * gpu_bytes(cell["gpu"])) - cell["micro_batch"]) <= 1
     assert near >= 0.8 * len(cells)
 

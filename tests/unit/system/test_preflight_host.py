@@ -88,9 +88,8 @@ class Machine:
         path.rmdir() if path.is_dir() else path.unlink()
 
     def findings(self) -> list[tuple[str, str, str, str]]:
-        host = Host(
-            root=self.root, environment=self.environment, space=self.space, output=Path("/runs"), **self.options
-        )
+        options = {"environment": self.environment, "space": self.space, "output": Path("/runs"), **self.options}
+        host = Host(root=self.root, **options)
         return [(one.check, one.level, one.message, one.remedy) for one in preflight(host)]
 
 
@@ -189,24 +188,14 @@ def test_every_fault_is_named_with_its_remedy(name: str, tmp_path: Path) -> None
 
 def test_every_skip_says_why_on_a_host_without_gpus(tmp_path: Path) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
-    host = Host(
-        root=tmp_path,
-        environment={},
-        space={str(tmp_path / "dev/shm"): (GIB, GIB), "/runs": (900 * GIB, 900 * GIB)},
-        output=Path("/runs"),
-    )
+    space = {str(tmp_path / "dev/shm"): (GIB, GIB), "/runs": (900 * GIB, 900 * GIB)}
+    host = Host(root=tmp_path, environment={}, space=space, output=Path("/runs"))
     found = preflight(host)
     assert not [one for one in found if one.level in ("failed", "slow")]
     skipped = [one for one in found if one.level == "skipped"]
     assert len(skipped) >= 6
     assert all(one.message for one in skipped)
     assert len(CHECKS) >= 14
-
-
-def test_an_unknown_driver_is_not_judged(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.write("sys/module/amdgpu/version", "9.9.9")
-    assert ("driver", "skipped", "the table has no row for amdgpu 9.9.9", "") in machine.findings()
 
 
 @pytest.mark.parametrize(
@@ -221,6 +210,8 @@ def test_an_unknown_driver_is_not_judged(tmp_path: Path) -> None:
         ("6.16.13", "6.3.4", "ok"),
         ("6.16.13", "6.2.0", "failed"),
         ("6.19.14", "10.0.0", "ok"),
+        ("6.16.6", "10.0.0", "failed"),
+        ("9.9.9", "7.1.0", "skipped"),
     ],
 )
 def test_every_driver_of_the_table_is_judged(driver: str, rocm: str, level: str, tmp_path: Path) -> None:
@@ -229,7 +220,7 @@ def test_every_driver_of_the_table_is_judged(driver: str, rocm: str, level: str,
     machine.write("opt/rocm/.info/version", rocm)
     (found,) = [one for one in machine.findings() if one[0] == "driver"]
     assert found[1] == level, found
-    assert rocm in found[2]
+    assert rocm in found[2] or found[2] == "the table has no row for amdgpu 9.9.9"
 
 
 def test_a_container_that_sees_some_of_the_gpus_is_sound(tmp_path: Path) -> None:
@@ -312,15 +303,6 @@ def test_the_entry_says_that_there_is_no_device(tmp_path: Path) -> None:
         "  ! gpus: none found; the image is for AMD Instinct MI355X → on the host: sudo modprobe amdgpu"
     )
     assert "--gpus all" in lacking({"target": "h200"}, host)
-
-
-def test_an_old_driver_is_named_for_the_release_channels_rocm(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.write("opt/rocm/.info/version", "10.0.0")
-    found = next(one for one in machine.findings() if one[0] == "driver")
-    assert found[1] == "failed"
-    assert "amdgpu 6.16.6 is of ROCm 7.1" in found[2]
-    assert "does not support ROCm 10.0.0" in found[2]
 
 
 SPOILED = ("", "\0\x1b[2J\n::", "9" * 5000, "ue: N/A\nce: x", "x" * 100_000)

@@ -117,14 +117,11 @@ def test_no_rank_outlives_a_benchmark_that_hangs(
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
-        ({}, ("0", "1", "2", "3")),
-        ({"HIP_VISIBLE_DEVICES": "2,3"}, ("2", "3")),
-        ({"ROCR_VISIBLE_DEVICES": "4,5"}, ("0", "1")),
-        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, ("1",)),
-        ({"CUDA_VISIBLE_DEVICES": ""}, ()),
-        ({"HIP_VISIBLE_DEVICES": "-1"}, ()),
+        ({}, ("0", "1", "2", "3")), ({"HIP_VISIBLE_DEVICES": "2,3"}, ("2", "3")),
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, ("0", "1")), ({"CUDA_VISIBLE_DEVICES": ""}, ()),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, ("1",)), ({"HIP_VISIBLE_DEVICES": "-1"}, ()),
     ],
-)
+)  # fmt: skip
 def test_only_devices_that_the_environment_shows_are_used(environment: dict[str, str], found: tuple[str, ...]) -> None:
     assert visible(4, environment) == found
 
@@ -187,14 +184,10 @@ def test_the_node_with_the_problem_is_named(
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "[" * 100_000,
-        "[]",
-        "{}",
-        '{"node": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}',
+        "", "[" * 100_000, "[]", "{}", '{"node": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}',
         '{"node": 1',
     ],
-)
+)  # fmt: skip
 def test_what_is_no_document_is_a_sentence(text: str, tmp_path: Path) -> None:
     file = tmp_path / "n.json"
     file.write_text(text)

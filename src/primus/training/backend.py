@@ -19,7 +19,6 @@ from primus.training.torchtitan import render as torchtitan
 
 
 def _check_text(recipe: Recipe) -> None:
-    """Read a sample of the corpus. Raises InputError, with file and line, if the ranks could not read it."""
     path, tokenizer = recipe.asset("corpus"), recipe.asset("tokenizer")
     where = recipe.settings["assets.tokenizer"].origin
     if recipe.get("assets.tokenizer", str) == MOCK and recipe.get("assets.corpus", str) != MOCK:

@@ -155,7 +155,6 @@ _OTHERWISE = 0.01
 # For grouped products of experts, the profiler does not record every dtype.
 _UNTOLD = 0.05
 _PROFILED = {"fp32": ("float",), "bf16": ("BFloat16",)}
-_PLAIN_LINEARS = {"Linear", "FSDPLinear", "ColumnParallelLinear", "RowParallelLinear"}
 # Layers that are not converted if linear layers compute in 8 bits: the head, and the router of a mixture of experts.
 _KEPT = ("output", "lm_head", "output_layer", "gate", "router", "proj_out")
 
@@ -190,9 +189,9 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], precis
         for dtype, count in linears[f"{side}_dtypes"].items()
         if dtype != expected
     ]
-    complaints += [f"{count} {kind}" for kind, count in _converted(linears).items()]
+    complaints += [f"{count} {kind}" for kind, count in linears["converted"].items()]
     evidence = f"{calls} linear calls, weights, inputs and outputs"
-    if not linears.get("listened", True):
+    if not linears["listened"]:
         products: Mapping[str, int] = facts.get("matmul_dtypes", {})
         other = {name: count for name, count in products.items() if not name.endswith(_PROFILED[precision])}
         calls = sum(products.values()) - sum(other.values())
@@ -212,23 +211,15 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], precis
 
 
 def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[str, int]) -> float:
-    """Return the share of ``some`` in the FLOPs of all products; 1 if too many products have no dtype or shape."""
     untold = sum(count for name, count in products.items() if name not in flops)
     if untold > _UNTOLD * sum(products.values()):
         return 1.0
     return sum(flops.get(name, 0) for name in some) / sum(flops.values())
 
 
-def _converted(linears: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the number of layers that compute in 8 bits, by class. Facts of old runs contain only the classes."""
-    plain = {kind: count for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS}
-    converted: Mapping[str, int] = linears.get("converted", plain)
-    return converted
-
-
 def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) -> tuple[list[str], str]:
-    converted = sum(_converted(linears).values())
-    unconverted = [name for name in linears.get("plain", ()) if not name.rpartition(".")[2].startswith(_KEPT)]
+    converted = sum(linears["converted"].values())
+    unconverted = [name for name in linears["plain"] if not name.rpartition(".")[2].startswith(_KEPT)]
     complaints = (
         [f"{len(unconverted)} linear layers were left as they are: {', '.join(unconverted[:3])} …"]
         if unconverted

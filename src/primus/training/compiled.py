@@ -60,7 +60,6 @@ def _decide(name: str) -> Any:
 
 
 def _name(value: Any) -> str:
-    """Return a text for ``value`` that is the same in every process: for a function, its name and its closure."""
     if isinstance(value, FunctionType):
         return f"{value.__qualname__}({', '.join(_name(cell.cell_contents) for cell in value.__closure__ or ())})"
     if isinstance(value, set | frozenset):

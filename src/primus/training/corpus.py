@@ -27,6 +27,10 @@ from primus.terminal import counted
 
 COLUMN = "text"
 HUB = "hf:"
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
+    "*.tiktoken", "*.model",
+)  # fmt: skip
 _CHAT = "messages"
 _HINT = (
     "readable: .txt (blank lines between documents), JSON Lines (one object per line) and Parquet; "
@@ -222,7 +226,6 @@ def _json_rows(file: Path, lines: Iterator[_Line]) -> Iterator[tuple[str, Any]]:
 
 
 def _converted(file: Path, line: str) -> str:
-    """Return how to convert a table or a JSON array, judging by the file's name and one line; else the usual hint."""
     if file.suffix.lower() == ".csv":
         reader = "read_csv"
     elif line.lstrip().startswith("["):
@@ -259,7 +262,6 @@ def _of_rows(corpus: Corpus, rows: Iterator[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _whole(text: str, where: str) -> str:
-    """Return ``text``. Raises InputError for half a surrogate pair, which JSON can escape and no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -310,11 +312,7 @@ def _is_chat(value: object) -> bool:
 
 
 def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], str]:
-    """Return a function that formats messages like transformers' ``apply_chat_template``.
-
-    It leaves out the tokens that begin and end a document, which are added during tokenization.
-    """
-    config = _json(tokenizer / "tokenizer_config.json") if tokenizer else {}
+    config = tokenizer_config(tokenizer) if tokenizer else {}
     file = tokenizer / "chat_template.jinja" if tokenizer else None
     template = file.read_text(encoding="utf-8") if file and file.is_file() else config.get("chat_template")
     if isinstance(template, list):
@@ -341,7 +339,7 @@ def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], s
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = refuse
     # No strftime_now: with the current date in the text, the tokens would change every day.
-    marks = {name: _mark(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    marks = {name: mark(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     try:
         compiled = environment.from_string(template)
     except TemplateError as error:
@@ -357,14 +355,23 @@ def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], s
     return render
 
 
-def _mark(value: object) -> str:
+def mark(value: object) -> str:
+    """Return the text of a special token, which some tokenizers store with its stripping rules; "" if there is none."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else ""
 
 
-def _json(file: Path) -> dict[str, Any]:
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of ``tokenizer_config.json`` in ``folder``; empty if it cannot be read."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def hub_tokenizer(repository: str) -> Path:
+    """Return the folder of the tokenizer of ``hf:OWNER/NAME``, downloaded once. The token is in HF_TOKEN."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(repository.removeprefix(HUB), allow_patterns=list(TOKENIZER_FILES)))

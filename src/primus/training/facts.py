@@ -73,9 +73,9 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
 
 
 def _gpu(device: str) -> dict[str, Any]:
-    """Return torch's name of rank 0's GPU, and its compute units or SMs: a partition has the name of the whole GPU."""
     if device != "cuda":
         return {}
+    # A partition of a GPU has the name of the whole one, but fewer units.
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {"gpu": properties.name, "gpu_units": properties.multi_processor_count}
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from primus.errors import PrimusError
@@ -74,15 +74,13 @@ def noting(output: Path) -> Iterator[None]:
 
     On a fatal signal, the Python stack of every thread is written to :func:`stack_file`.
     """
-    with _kept_stack(stack_file(output, int(os.environ.get("RANK", "0")))):
+    rank = int(os.environ.get("RANK", "0"))
+    with _stack_written(stack_file(output, rank)):
         try:
             yield
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                _note(output, error)
-            raise
         except BaseException as error:
-            _note(output, error)
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                note(output, rank, text_of(error))
             raise
 
 
@@ -92,7 +90,7 @@ def stack_file(output: Path, rank: int) -> Path:
 
 
 @contextmanager
-def _kept_stack(path: Path) -> Iterator[None]:
+def _stack_written(path: Path) -> Iterator[None]:
     """Write stacks to a file per rank, because on the standard error that all ranks share they would mix."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,10 +104,6 @@ def _kept_stack(path: Path) -> Iterator[None]:
             yield
         finally:
             faulthandler.disable()
-
-
-def _note(output: Path, error: BaseException) -> None:
-    note(output, int(os.environ.get("RANK", "0")), text_of(error))
 
 
 def note(output: Path, rank: int, text: str) -> None:
@@ -160,7 +154,6 @@ def text_of(error: BaseException) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Return the line that names the error: the first one, or the last if the message contains a whole traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if any(_TRACEBACK in line for line in lines[1:]) or any(line.startswith("Original Traceback") for line in lines):
         exceptions = [line for line in lines if _EXCEPTION.match(line)]
@@ -190,19 +183,18 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     if chosen is None:
         chosen = _by_code(exit_code, lines)
     if _OUT_OF_MEMORY.search(chosen.text):
-        return Failure(text=_AFTER_FREE_MEMORY.sub("", chosen.text), rank=chosen.rank, hint=_OUT_OF_MEMORY_HINT)
+        return replace(chosen, text=_AFTER_FREE_MEMORY.sub("", chosen.text), hint=_OUT_OF_MEMORY_HINT)
     if _DISK_FULL.search(chosen.text):
-        return Failure(text=chosen.text, rank=chosen.rank, hint=_DISK_FULL_HINT)
-    if not chosen.hint and (match := _ENDED.match(chosen.text)):
-        return Failure(text=chosen.text, rank=chosen.rank, hint=_HINTS.get(match["name"], ""))
+        return replace(chosen, hint=_DISK_FULL_HINT)
+    if match := _ENDED.match(chosen.text):
+        return replace(chosen, hint=_HINTS.get(match["name"], ""))
     return chosen
 
 
 def _by_code(exit_code: int, lines: list[str]) -> Failure:
     number = -exit_code if exit_code < 0 else exit_code - 128
     with suppress(ValueError):
-        name = signal.Signals(number).name
-        return Failure(text=f"ended by signal {number} ({name})", hint=_HINTS.get(name, ""))
+        return Failure(text=f"ended by signal {number} ({signal.Signals(number).name})")
     last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
     text = f"exit code {exit_code}" + (f"; the log ends with: {last_line}" if last_line else "")
     return Failure(text=text[:_LONGEST])
@@ -224,10 +216,7 @@ def _signalled(lines: list[str]) -> Iterator[Failure]:
         if match := _RANK.match(line):
             rank = int(match["rank"])
         elif (match := _SIGNALLED.search(line)) and match["name"] != "SIGTERM":
-            yield Failure(
-                text=f"ended by signal {match['number']} ({match['name']})", rank=rank,
-                hint=_HINTS.get(match["name"], ""),
-            )  # fmt: skip
+            yield Failure(text=f"ended by signal {match['number']} ({match['name']})", rank=rank)
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -274,7 +263,6 @@ def name_hung(output: Path, seconds: float) -> list[int]:
 
 
 def _ranks(launcher: int) -> dict[int, int]:
-    """Return process → rank for the launcher's children: only the ranks, not the processes that they start."""
     ranks = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -77,8 +77,6 @@ def leave() -> NoReturn:
 
 
 def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., Any]:
-    """Return the operation on float32 copies. When it ends, its results are copied back to the caller's tensors."""
-
     def run(*arguments: Any) -> Any:
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -154,7 +154,6 @@ class _Log:
         return self
 
     def write(self, line: str) -> None:
-        """Write a line. A full disk or a failing one is not an error here."""
         with self._lock:
             if self._closed:
                 return
@@ -184,11 +183,6 @@ class _Log:
 
 
 class _signals:
-    """While this context is open, the signals that end a command set ``stop`` instead of ending this process.
-
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored.
-    """
-
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
         self._before: dict[int, Any] = {}

@@ -45,7 +45,6 @@ def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> Non
 
 
 def _check_compiler(recipe: Recipe, *, gpu: bool) -> None:
-    """Raise HostError without a compiler: a recipe with torch.compile would fail in its first step."""
     backend = recipe.knows.name
     keys = [key for key in ("compile.enable", "training.compile") if recipe.find(f"{backend}.{key}", False)]
     if keys and (why := lacks_compiler(os.environ, gpu=gpu)):
@@ -102,7 +101,6 @@ def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
 
 
 def _check_activations(recipe: Recipe) -> None:
-    """Raise HostError if the predicted memory exceeds the GPU's by more than the error of the prediction."""
     there, needed = gpu_bytes(recipe.gpu) or math.inf, predict(recipe).least
     if needed * (1 - recipe.knows.memory_error) <= there:
         return
@@ -145,20 +143,14 @@ def lacks_compiler(environment: Mapping[str, str], *, gpu: bool) -> str:
 
     Programs are found as Triton (for a ``gpu``) and PyTorch's inductor (for a CPU) find them.
     """
-    if not compiler(environment, gpu=gpu):
-        names, variable = ("neither gcc nor clang", "CC") if gpu else ("no g++", "CXX")
-        return f"there is {names} on this machine, and {variable} names no other compiler"
+    variable, names = ("CC", ("gcc", "clang")) if gpu else ("CXX", ("g++",))
+    programs = [environment[variable]] if environment.get(variable) else names
+    if not any(shutil.which(program, path=environment.get("PATH", os.defpath)) for program in programs):
+        missing = "neither gcc nor clang" if gpu else "no g++"
+        return f"there is {missing} on this machine, and {variable} names no other compiler"
     if not (header := headers() / "Python.h").is_file():
         return f"Python's headers are not on this machine: {header}"
     return ""
-
-
-def compiler(environment: Mapping[str, str], *, gpu: bool) -> str | None:
-    """Return the compiler that Triton (for a ``gpu``) or inductor (for a CPU) calls; None if there is none."""
-    chosen = environment.get("CC" if gpu else "CXX")
-    names = (chosen,) if chosen else ("gcc", "clang") if gpu else ("g++",)
-    programs = (shutil.which(name, path=environment.get("PATH", os.defpath)) for name in names)
-    return next(filter(None, programs), None)
 
 
 def headers() -> Path:

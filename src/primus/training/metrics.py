@@ -49,7 +49,6 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
 
 
 def _attention_width(model: Architecture) -> int:
-    """Return 12 · heads · head_dim; in latent attention, query·key and weight·value differ in width."""
     mla = model.mla
     if mla.kv_lora_rank:
         return 6 * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
@@ -57,7 +56,6 @@ def _attention_width(model: Architecture) -> int:
 
 
 def _diffusion(model: Architecture) -> Flops:
-    """Return the FLOPs of FLUX. Its attention is not causal, so both conventions agree. One token is 16 × 16 pixels."""
     dit, hidden = model.dit, model.hidden_size
     layers, tokens = dit.double_layers + dit.single_layers, (dit.image_size // 16) ** 2 + dit.text_tokens
     flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
@@ -107,8 +105,7 @@ def work(recipe: Recipe, facts: Mapping[str, Any]) -> Work:
     )
 
 
-def mfu_of(done: Work, tflops: Flops) -> Mfu:
-    """Return the utilization of ``tflops`` TFLOP/s. Raises UnknownPeak, with a sentence to print, if there is none."""
+def _mfu(done: Work, tflops: Flops) -> Mfu:
     if done.device == "cpu":
         raise UnknownPeak("no MFU: the run was on a CPU")
     if done.gpu is None:
@@ -185,7 +182,13 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None, slow_
     joules = [step.joules for step in measured if step.joules is not None]
     rates = [rate for step in measured if (rate := _rate(step, done)) is not None]
     tflops = _tflops(done, statistics.median(rates) if rates else None)
-    utilization, why = _mfu(done, tflops)
+    utilization, why = None, None
+    try:
+        if done is None or tflops is None:
+            raise UnknownPeak("no MFU: the run's FLOP/s are not known")
+        utilization = _mfu(done, tflops)
+    except UnknownPeak as error:
+        why = error.message
     return Summary(
         first_loss=plain(steps[0].loss) if steps else None,
         last_loss=plain(steps[-1].loss) if steps else None,
@@ -237,7 +240,6 @@ def _spread(values: Sequence[float]) -> float | None:
 
 
 def _rate(step: Step, done: Work | None) -> float | None:
-    """Return units of work per second: images if the FLOPs are those of an image, else tokens."""
     return step.images_per_second if done and done.per_image else step.tokens_per_second
 
 
@@ -245,12 +247,3 @@ def _tflops(done: Work | None, rate: float | None) -> Flops | None:
     if done is None or done.flops is None or rate is None:
         return None
     return Flops(causal=done.flops.causal * rate / 1e12, non_causal=done.flops.non_causal * rate / 1e12)
-
-
-def _mfu(done: Work | None, tflops: Flops | None) -> tuple[Mfu | None, str | None]:
-    if done is None or tflops is None:
-        return None, "no MFU: the run's FLOP/s are not known"
-    try:
-        return mfu_of(done, tflops), None
-    except UnknownPeak as error:
-        return None, error.message

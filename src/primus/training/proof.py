@@ -176,7 +176,6 @@ def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series, se
 
 
 def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
-    """Judge gradients. Each kind of tensor has its own limit, from its noise at the steps with known noise."""
     rows = [step for step in evidence["steps"] if step["own_gradient"]]
     wrong = [f"step {row['step']}: {name} has no gradient" for row in rows for name in row["missing"]]
     wrong += [f"step {row['step']}: ranks that share {name} disagree" for row in rows for name in row["apart"]]
@@ -269,7 +268,6 @@ def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) 
 
 
 def _constants(evidence: Mapping[str, Any]) -> Verdict:
-    """Judge constants of the model whose error is below the noise of one gradient. FP32 runs do not need this check."""
     constants: Mapping[str, Mapping[str, Any]] = evidence.get("constants", {})
     limits, shares = {}, {}
     for name, row in constants.items():
@@ -301,11 +299,6 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
 
 
 def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return kind of tensor → mean gap and its limit, over the steps with known noise, because rounding averages
-    out.
-
-    Only gaps and noise of the same steps can be compared so closely, and only if no token was sent elsewhere.
-    """
     regular = [step for step in steps if step["regular"] and step["own_gradient"]]
     rows = [step for step in regular if not _sent_elsewhere(step)]
     means = {}
@@ -318,7 +311,6 @@ def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]
 
 
 def _mean_noise(noises: Sequence[float]) -> float:
-    """Return the limit of a mean gap, ``_MEAN_NOISE`` to ``_NOISE`` times its noise."""
     total = sum(noises)
     if not total:
         return 0.0
@@ -368,7 +360,6 @@ def _updates(evidence: Mapping[str, Any]) -> Verdict:
 
 
 def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
-    """Return the largest allowed relative gap at a step, if the precision alone moves the reference by ``noise``."""
     least = _TIED[key] if step.get("closest", 1.0) < _TIE else _LEAST[key]
     return least + _NOISE[key] * noise
 

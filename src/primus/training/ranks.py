@@ -190,7 +190,6 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def _has_temporary_folder(variables: Mapping[str, str]) -> bool:
-    """Return whether Python finds a folder for temporary files, without which torchrun does not start."""
     # The same search as in Python's tempfile, which keeps its answer for the whole process.
     places = (*(variables.get(name) for name in ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp", "/usr/tmp", Path.cwd())
     return any(place and os.access(place, os.W_OK | os.X_OK) for place in places)
@@ -209,10 +208,7 @@ def compiled_before(job: Job) -> Path | None:
 
 @cache
 def _packages() -> str:
-    """Return a hash of all installed packages and of our own operators.
-
-    PyTorch's key of a graph covers neither the gradients nor the code of the operators in it.
-    """
+    # PyTorch's key of a graph covers neither the gradients nor the code of the operators in it.
     digest = hashlib.sha256(
         repr(sorted((package.name, package.version) for package in metadata.distributions())).encode()
     )

@@ -172,7 +172,6 @@ def _append(log: Path, stacks: Mapping[int, str], on_line: Callable[[str], None]
 
 
 def _judge(job: Job) -> None:
-    """Let the reference repeat the run, in a process that is isolated from the run's environment."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     # The folder of this package, without anything else that the caller has on Python's path.
     environment["PYTHONPATH"] = str(Path(primus.__file__).parents[1])

@@ -173,7 +173,6 @@ class _Waits:
 
 
 def _waits() -> _Waits:
-    """Start measuring waits in this process. Whatever a library calls, a rank waits in one of these functions."""
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
 
@@ -184,14 +183,12 @@ def _waits() -> _Waits:
 
 
 def _delayed() -> float:
-    """Return the seconds in which this thread could have run but had no core; 0 if the kernel does not count them."""
     file = _schedule(threading.get_ident())
     return int(os.pread(file, 64, 0).split()[1]) / 1e9 if file >= 0 else 0.0
 
 
 @cache
 def _schedule(_thread: int) -> int:
-    """Return the open file in which the kernel counts a thread's delays; -1 if there is none."""
     try:
         file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         int(os.pread(file, 64, 0).split()[1])

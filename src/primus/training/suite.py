@@ -147,7 +147,6 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
 
 
 def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str, Outcome]) -> Verdict:
-    """Return ``verdict``, as skipped if it did not pass and one of the jobs ``names`` failed or was not run."""
     for name in names:
         ended = outcomes.get(name)
         if ended is None or ended.exit_code != 0:

@@ -65,7 +65,6 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def _group_of_rows(tensor: DTensor) -> dist.ProcessGroup | None:
-    """Return the group over which the rows of ``tensor`` are sharded, or None if it is sharded in another way."""
     sharded = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     # A strided shard, in some versions of PyTorch a subclass of Shard, has another order of rows.
     if len(sharded) != 1 or type(placement := tensor.placements[sharded[0]]) is not Shard or placement.dim != 0:
@@ -74,7 +73,6 @@ def _group_of_rows(tensor: DTensor) -> dist.ProcessGroup | None:
 
 
 def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Return the whole tensors. Each rank of ``group`` holds the rows that ``torch.chunk`` assigns to it."""
     ranks = group.size()
     # The last ranks may have fewer rows than the others, or none.
     rows = [-(-tensor.shape[0] // ranks) for tensor in tensors.values()]

@@ -28,11 +28,11 @@ def series(*losses: float, norms: tuple[float, ...] | None = None, first: int = 
 
 FALLING = tuple(7.0 - 0.2 * n for n in range(20))
 FP32 = {f"{side}_dtypes": {"torch.float32": 22} for side in ("weight", "input", "output")}
+PLAIN = {"types": {"Linear": 21, "FSDPLinear": 1}, "converted": {}, "plain": [], "listened": True}
 
 
 def facts(**changed: Any) -> dict[str, Any]:
-    linears = {"types": {"Linear": 21, "FSDPLinear": 1}, **FP32}
-    return {"linears": linears, "float32_matmul_precision": "highest", "world_size": 2} | changed
+    return {"linears": PLAIN | FP32, "float32_matmul_precision": "highest", "world_size": 2} | changed
 
 
 def test_exit_code() -> None:
@@ -130,7 +130,7 @@ def test_precision_needs_evidence() -> None:
 
 def test_converted_layers_and_hidden_bf16_products_fail() -> None:
     converted = facts()
-    converted["linears"] = converted["linears"] | {"types": {"Float8Linear": 22}}
+    converted["linears"] = converted["linears"] | {"converted": {"Float8Linear": 22}}
     assert "22 Float8Linear" in checks.precision(converted, "fp32").reason
     assert not checks.precision(facts(float32_matmul_precision="medium"), "fp32").passed
 
@@ -138,7 +138,7 @@ def test_converted_layers_and_hidden_bf16_products_fail() -> None:
 def engine(converted: dict[str, int], plain: list[str]) -> dict[str, object]:
     """Facts of a run with Transformer Engine's layers, which are of one class in any precision."""
     dtypes = {f"{side}_dtypes": {"torch.bfloat16": 4} for side in ("weight", "input", "output")}
-    linears = {"types": {"TELinear": 4}, "converted": converted, "plain": plain, **dtypes}
+    linears = PLAIN | {"types": {"TELinear": 4}, "converted": converted, "plain": plain} | dtypes
     return facts(linears=linears, device="cuda", gpu_kernels=["nvjet_qqtst_e4m3"] if converted else [])
 
 
@@ -155,7 +155,7 @@ def test_layers_of_transformer_engine_count_by_what_they_computed_in() -> None:
 
 def compiled(flops: dict[str, int] | None, **counts: int) -> dict[str, Any]:
     """What a compiled model leaves: no layer was listened to, the profiler's products tell."""
-    linears = {"types": {"Linear": 22}, "listened": False, **{f"{s}_dtypes": {} for s in ("weight", "input", "output")}}
+    linears = PLAIN | {"listened": False} | {f"{side}_dtypes": {} for side in ("weight", "input", "output")}
     told = {f"aten::{name.replace('_', ' ')}": count for name, count in counts.items()}
     more = {} if flops is None else {"matmul_flops": {f"aten::{k.replace('_', ' ')}": v for k, v in flops.items()}}
     return facts(linears=linears, matmul_dtypes=told, **more)

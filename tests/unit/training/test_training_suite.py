@@ -23,6 +23,9 @@ from proof_kit import FLOPS, evidence
 
 LINEARS: dict[str, Any] = {
     "types": {"Linear": 21, "FSDPLinear": 1},
+    "converted": {},
+    "plain": [],
+    "listened": True,
     **{f"{side}_dtypes": {"torch.float32": 22} for side in ("weight", "input", "output")},
 }
 

@@ -15,6 +15,7 @@ from primus.recipes.architecture import Architecture
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
 from primus.training import identity
+from primus.training.corpus import TOKENIZER_FILES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
 }  # fmt: skip
-_TOKENIZER = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
-    "*.tiktoken", "*.model",
-)  # fmt: skip
 
 
 def check(folder: Path, model: Architecture, seq_len: int, where: str | None = None) -> None:
@@ -191,7 +188,7 @@ def _rotary(model: Architecture, settings: Mapping[str, Any]) -> Iterator[tuple[
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the files of a tokenizer unchanged to the folder of exported weights."""
-    for pattern in _TOKENIZER:
+    for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from primus.recipes.recipe import MOCK
-from primus.training.corpus import HUB
+from primus.training.corpus import HUB, hub_tokenizer
 from primus.training.finetune import backend, models
 from primus.training.finetune.backend import FinetuneConfig
 from primus.training.loop import data, process, session, train, weights
@@ -42,7 +42,6 @@ def main(job: RankJob, here: Process) -> None:
 
 
 def _source(name: str, job: RankJob, here: Process) -> Path | None:
-    """Return the folder of the initial weights, or None. Weights of the hub are downloaded once per machine."""
     if name == "random":
         return None
     if not name.startswith(HUB):
@@ -74,7 +73,6 @@ def _facts(job: RankJob, config: FinetuneConfig, model: models.FineTuned) -> dic
 
 
 def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
-    """Export all weights, or only the adapters, with the files that Hugging Face's libraries need. Rank 0 writes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -98,15 +96,9 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
 
 
 def _tokenizer(name: str, source: Path | None) -> Path | None:
-    """Return the folder of the tokenizer used in training or, for mock data, that of the weights."""
     if name == MOCK:
         return source
-    if not name.startswith(HUB):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    patterns = ["tokenizer*", "special_tokens_map.json", "chat_template*", "*.model", "vocab.*", "merges.txt"]
-    return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=patterns))
+    return hub_tokenizer(name) if name.startswith(HUB) else Path(name)
 
 
 if __name__ == "__main__":

@@ -77,27 +77,23 @@ def check_transformer(folder: Path, model: Architecture, where: str | None = Non
         identity.header(part)
     try:
         config = json.loads(read_bytes(file))
-        theirs = {
-            "dit.double_layers": config["num_layers"],
-            "dit.single_layers": config["num_single_layers"],
-            "heads": config["num_attention_heads"],
-            "head_dim": config["attention_head_dim"],
-            "dit.in_channels": config["in_channels"],
-            "dit.text_dim": config["joint_attention_dim"],
-            "dit.pooled_dim": config["pooled_projection_dim"],
-            "dit.guidance": bool(config.get("guidance_embeds", False)),
+        # The recipe's size, and that of the weights.
+        sizes = {
+            "dit.double_layers": (dit.double_layers, config["num_layers"]),
+            "dit.single_layers": (dit.single_layers, config["num_single_layers"]),
+            "heads": (model.heads, config["num_attention_heads"]),
+            "head_dim": (model.head_size, config["attention_head_dim"]),
+            "dit.in_channels": (dit.in_channels, config["in_channels"]),
+            "dit.text_dim": (dit.text_dim, config["joint_attention_dim"]),
+            "dit.pooled_dim": (dit.pooled_dim, config["pooled_projection_dim"]),
+            "dit.guidance": (dit.guidance, bool(config.get("guidance_embeds", False))),
         }
     except FileNotFoundError:
         raise InputError(f"the weights in {folder} have no config.json", where=where) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError("config.json is not that of diffusers' FLUX transformer", where=str(file)) from error
-    mine = {
-        "dit.double_layers": dit.double_layers, "dit.single_layers": dit.single_layers, "heads": model.heads,
-        "head_dim": model.head_size, "dit.in_channels": dit.in_channels, "dit.text_dim": dit.text_dim,
-        "dit.pooled_dim": dit.pooled_dim, "dit.guidance": dit.guidance,
-    }  # fmt: skip
-    if wrong := [key for key in mine if mine[key] != theirs[key]]:
-        listed = "; ".join(f"model.{key} is {mine[key]}, the weights have {theirs[key]}" for key in wrong)
+    if wrong := {key: pair for key, pair in sizes.items() if pair[0] != pair[1]}:
+        listed = "; ".join(f"model.{key} is {mine}, the weights have {theirs}" for key, (mine, theirs) in wrong.items())
         raise InputError(f"the recipe does not match these weights: {listed}", where=str(file))
 
 

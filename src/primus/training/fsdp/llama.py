@@ -128,7 +128,6 @@ class _Attention(nn.Module):
         return out
 
     def _sparse(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
-        """Compute attention with the layout [samples, tokens, heads, size] of Flash Attention, without transposing."""
         length = states.shape[1]
         query, key, value = (
             project(states).unflatten(-1, (-1, self.size)) for project in (self.query, self.key, self.value)
@@ -148,7 +147,6 @@ def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
 
 
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair (element i, element i + size/2) by the angle of its position, in float32."""
     wide = states.float()
     first, second = wide.chunk(2, dim=-1)
     turned = wide * cosine + torch.cat((-second, first), dim=-1) * sine
@@ -176,6 +174,5 @@ def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _window(seq_len: int, window: int) -> torch.Tensor:
-    """Return a mask in which each position sees itself and the ``window`` − 1 positions before it."""
     everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
     return everything.tril() & everything.triu(1 - window)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
@@ -131,22 +131,15 @@ class RankJob:
 def read_job(folder: Path) -> RankJob:
     """Read the job of an output folder."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    config = job["config"]
-    resume_from = job["resume_from"]
-    return RankJob(
-        output=Path(job["output"]),
-        model=rebuilt(job["model"]),
-        training=built(LoopConfig, {key.removeprefix("training."): config[key] for key in config}),
-        resume_from=Path(resume_from) if resume_from else None,
-        turbo=tuple(job.get("turbo", ())),
-        **{
-            key: job[key]
-            for key in (
-                "backend", "mode", "precision", "assets", "column", "identity", "config", "first_step", "last_step",
-                "world_size", "data_parallel", "accumulation", "threads", "witness", "examined", "blocks",
-            )
-        },
-    )  # fmt: skip
+    values = {field.name: job[field.name] for field in fields(RankJob) if field.name in job}
+    values |= {
+        "output": Path(job["output"]),
+        "model": rebuilt(job["model"]),
+        "training": built(LoopConfig, {key.removeprefix("training."): value for key, value in job["config"].items()}),
+        "resume_from": Path(job["resume_from"]) if job["resume_from"] else None,
+        "turbo": tuple(job["turbo"]),
+    }
+    return RankJob(**values)
 
 
 def optimized() -> SimpleNamespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from primus.recipes.recipe import MOCK
-from primus.training.corpus import HUB, Corpus, documents, row_reader
+from primus.training.corpus import HUB, Corpus, documents, mark, row_reader, tokenizer_config
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Data
@@ -106,7 +105,6 @@ def shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
 
 
 def _tokenized(job: RankJob, process: Process) -> np.ndarray:
-    """Return the corpus as one stream of tokens. One rank per machine tokenizes it; all ranks map the same file."""
     path = job.output / "cache" / "tokens.npy"
     if process.local_rank == 0:
         waiting = path.with_suffix(f".{process.rank}.npy")
@@ -125,14 +123,14 @@ def tokens_of(corpus: str, tokenizer: str, column: str | None = None) -> np.ndar
     """
     from tokenizers import Tokenizer
 
-    if tokenizer.startswith(HUB):
-        encoder = Tokenizer.from_pretrained(tokenizer.removeprefix(HUB))
-        begin = end = None
-    else:
-        encoder = Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
-        begin, end = (encoder.token_to_id(mark) if mark else None for mark in _marks(Path(tokenizer)))
-    pieces = []
     folder = None if tokenizer.startswith(HUB) else Path(tokenizer)
+    begin = end = None
+    if folder is None:
+        encoder = Tokenizer.from_pretrained(tokenizer.removeprefix(HUB))
+    else:
+        encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        begin, end = (encoder.token_to_id(text) if text else None for text in _marks(folder))
+    pieces = []
     for document in _documents(Corpus(path=Path(corpus), column=column, tokenizer=folder), corpus):
         ids = encoder.encode(document, add_special_tokens=False).ids
         marked = ([] if begin is None else [begin]) + ids + ([] if end is None else [end])
@@ -148,22 +146,15 @@ def marks_of(folder: Path) -> dict[str, int]:
     if not file.is_file():
         return {}
     encoder = Tokenizer.from_file(str(file))
-    numbers = (encoder.token_to_id(mark) if mark else None for mark in _marks(folder))
+    numbers = (encoder.token_to_id(text) if text else None for text in _marks(folder))
     return {
         key: number for key, number in zip(("bos_token_id", "eos_token_id"), numbers, strict=True) if number is not None
     }
 
 
-def _marks(folder: Path) -> tuple[str | None, str | None]:
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-    def mark(name: str) -> str | None:
-        value = config.get(name)
-        # Some files have the token in a mapping, together with its stripping rules.
-        return value.get("content") if isinstance(value, dict) else value
-
-    return mark("bos_token"), mark("eos_token")
+def _marks(folder: Path) -> tuple[str, str]:
+    config = tokenizer_config(folder)
+    return mark(config.get("bos_token")), mark(config.get("eos_token"))
 
 
 def _documents(corpus: Corpus, name: str) -> Iterator[str]:

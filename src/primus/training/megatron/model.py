@@ -69,14 +69,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
         self,
         config: Any,
         layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        **_other: Any,
     ) -> None:
         super().__init__(config=config)
         if attention_dropout or config.attention_dropout or config.apply_query_key_layer_scaling:

@@ -31,7 +31,8 @@ class MegatronSession:
     def __init__(self, job: RankJob, process: Process) -> None:
         config = dict(job.config)
         choices = MegatronConfig(**render.own(config))
-        _initialize_parallelism(render.section(config, "model"))
+        degrees = {key: value for key, value in render.section(config, "model").items() if key in _DEGREES}
+        parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
         _initialize_random_states(job.training.seed, on_cpu=process.on_cpu)
         if job.training.deterministic:
             # Transformer Engine's attention refuses to run beside Megatron's deterministic mode without this variable.
@@ -208,16 +209,10 @@ class MegatronSession:
         return [each.optimizer for each in chained if each.optimizer is not None]
 
 
-def _initialize_parallelism(model: dict[str, Any]) -> None:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=model.get("tensor_model_parallel_size", 1),
-        pipeline_model_parallel_size=model.get("pipeline_model_parallel_size", 1),
-        virtual_pipeline_model_parallel_size=model.get("virtual_pipeline_model_parallel_size"),
-        context_parallel_size=model.get("context_parallel_size", 1),
-        expert_model_parallel_size=model.get("expert_model_parallel_size", 1),
-        expert_tensor_parallel_size=model.get("expert_tensor_parallel_size"),
-        create_gloo_process_groups=False,
-    )
+_DEGREES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
 
 
 def _initialize_random_states(seed: int, *, on_cpu: bool) -> None:
@@ -243,15 +238,14 @@ def _optimizer_config(job: RankJob, ddp: Any) -> OptimizerConfig:
 
 
 def _fuse(optimizers: list[torch.optim.Optimizer], process: Process) -> None:
-    """Use torch's fused AdamW. The default implementation needs memory for another copy of all states."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.AdamW) and not process.on_cpu:
+            # The default implementation needs memory for another copy of all states.
             for group in optimizer.param_groups:
                 group |= {"fused": True, "foreach": False}
 
 
 def _states(optimizer: torch.optim.Optimizer, *, weights: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield moments and step count of every parameter, creating them before the first step, and its float32 weights."""
     for position, group in enumerate(optimizer.param_groups):
         if not isinstance(optimizer, torch.optim.AdamW):
             # Transformer Engine's optimizer has one step count per group, starting with its first step.

@@ -162,7 +162,6 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Return a hash of the tensor's values. NaNs are equal to each other, and -0 to 0."""
     plain = (tensor.nan_to_num() + 0.0).contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(plain.numpy(), digest_size=16).digest()
 
@@ -195,7 +194,6 @@ def _tensor_group(name: str) -> Any:
 
 
 def _share(whole: torch.Tensor, split: int, group: Any, halves: int) -> torch.Tensor:
-    """Return this rank's part. A gated layer's first matrix contains two, and a rank has a part of each."""
     parts = [half.chunk(group.size(), dim=split)[group.rank()] for half in whole.chunk(halves, dim=split)]
     return torch.cat(parts, dim=split)
 

@@ -126,7 +126,6 @@ def compare(
 
 
 def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
-    """Return data-parallel rank → name of a module → its calls on each rank that shares the data."""
     calls: dict[int, dict[str, list[list[Call]]]] = {}
     files = sorted(folder.glob(f"blocks-{step}-*.pt"), key=lambda file: int(file.stem.rpartition("-")[2]))
     for file in files:
@@ -139,8 +138,6 @@ def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the modules of one data-parallel rank did for micro-batch ``number`` of ``count``."""
-
     calls: Mapping[str, Sequence[Sequence[Call]]]
     number: int
     count: int
@@ -197,11 +194,6 @@ def _arranged(parts: Sequence[torch.Tensor], shape: Sequence[int], name: str) ->
 
 
 def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float, per_call: float) -> Iterator[Result]:
-    """Yield what entered the first block, what each block and the output layer returned, and their gradients.
-
-    The run's backward pass begins with each loss times ``per_term``, and each block's balancing loss times
-    ``per_call``.
-    """
     tokens, sizes = batch["inputs"], model.sizes
     shape = (*tokens.shape, sizes.hidden_size)
     inside, outside = {"in.hidden_states": shape}, {"out.0": shape}
@@ -265,7 +257,6 @@ def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: 
 
 
 def _check_entered(run: _Run, name: str, keys: Mapping[str, Sequence[int]], states: torch.Tensor) -> None:
-    """Raise Unlike if something else than ``states``, which the block before it returned, entered a block."""
     if not torch.equal(run.needed(name, keys), states):
         raise Unlike(f"{name} did not get what the block before it returned")
 
@@ -275,7 +266,6 @@ def _of_block(
     entered: torch.Tensor, returned: torch.Tensor, per_call: float,
     compute: Callable[[Any, Tensors, torch.Tensor], Computed],
 ) -> Iterator[Result]:  # fmt: skip
-    """Yield a block's outputs and the gradients of its inputs. ``compute`` returns the outputs and a balancing loss."""
     back = run.read(name, inside, "grad.")
     back_out = run.read(name, outside, "grad.") if back is not None else None
 
@@ -324,7 +314,6 @@ def _of_output(
     certain: torch.Tensor, compute: Callable[[Any, Tensors, torch.Tensor], torch.Tensor],
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> Iterator[Result]:  # fmt: skip
-    """Yield what the output layer returned, if it did, and the gradients of ``loss`` that enter the last block."""
     moved: dict[str, torch.Tensor] = {}
 
     def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:

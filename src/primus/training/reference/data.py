@@ -46,13 +46,7 @@ class _Tokens:
 
 
 class _Stream(_Tokens):
-    """torchtitan's order: a rank's share of the documents is an endless stream of tokens, cut after every length +
-    1.
-
-    Each document is between the tokenizer's begin and end tokens. The token at a cut is the label of the sample
-    before it, and is not used again as an input. Rank r of n has the documents from r · (count ÷ n) on, in the
-    corpus's order.
-    """
+    """torchtitan's order: a rank's share of the documents is one endless stream, cut after every length + 1 tokens."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = job["config"]
@@ -115,7 +109,6 @@ class _Numbered(_Tokens):
         return self._stream[start : start + self._length + 1]
 
     def _walk(self, number: int) -> torch.Tensor:
-        """Return mock tokens: a walk over at most 256 symbols in steps of 1, 3, 7 or 19."""
         symbols = min(256, self._vocabulary)
         generator = _generator(self._seed, number)
         steps = torch.tensor([1, 3, 7, 19])[torch.randint(4, (self._length,), generator=generator)]
@@ -227,7 +220,6 @@ def _lines(file: Path) -> list[str]:
 
 
 def _conversation(messages: Any, folder: Path) -> str:
-    """Format chat messages with the tokenizer's template, as transformers does, without begin and end tokens."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     file, config = folder / "chat_template.jinja", _configuration(folder)
@@ -262,7 +254,6 @@ def _content(mark: Any) -> str | None:
 
 
 def _encoder(folder: str, *, special: bool = True) -> Any:
-    """Return a function from a document to its tokens, between the tokenizer's begin and end tokens."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))

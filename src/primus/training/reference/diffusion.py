@@ -154,7 +154,6 @@ class Diffusion:
         return self.between(states + self.between(gate * self._linear(weights, f"{block}proj_out", both)))
 
     def _heads(self, weights: Weights, names: list[str], norm: str, states: torch.Tensor) -> list[torch.Tensor]:
-        """Return queries, keys and values [images, heads, tokens, size]; the first two are normalized."""
         heads = []
         for name, kind in zip(names, "qkv", strict=True):
             projected = self._linear(weights, name, states).unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)

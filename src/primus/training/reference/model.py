@@ -219,10 +219,6 @@ class Model:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim), magnitude(scaling.mscale_all_dim) ** 2
 
     def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return causal attention's output [samples, length, heads · size].
-
-        Each head of keys and values serves several consecutive heads of queries.
-        """
         length = query.shape[-2]
         place = torch.arange(length, device=query.device)
         hidden = place[None, :] > place[:, None]
@@ -318,12 +314,7 @@ class Model:
         return near
 
     def _balance(self, raw: torch.Tensor, scores: torch.Tensor, samples: int, length: int) -> torch.Tensor:
-        """Return coefficient × experts × Σ (share of tokens sent to the expert × its mean score), per sequence
-        or batch.
-
-        A token counts for its highest scores, regardless of bias and groups (DeepSeek-V3, arXiv:2412.19437, eq.
-        18).
-        """
+        """Return the balancing loss of a sequence or batch (DeepSeek-V3, arXiv:2412.19437, eq. 18)."""
         moe, kind = self.sizes.moe, self.dialect.balance
         if not moe.auxiliary_loss or kind == "none":
             return raw.new_zeros(())

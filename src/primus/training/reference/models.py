@@ -73,7 +73,6 @@ class Models:
         return computed
 
     def _kept(self, name: str) -> bool:
-        """Return whether the run computes with the weight ``name`` as it is stored, not rounded to bfloat16."""
         # torchtitan can gather weights in FP8, which it then rounds from float32.
         gathered = self._job["config"].get("quantize.linear.float8.enable_fsdp_float8_all_gather")
         eight = self._job["precision"] == "fp8" and gathered and is_narrow(name)
@@ -117,7 +116,6 @@ Gradients = Mapping[str, torch.Tensor]
 
 
 def _fp8(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor rounded to float8_e4m3fn; its gradient passes unchanged."""
     return tensor + (tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype) - tensor.detach())
 
 

@@ -179,7 +179,6 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
 def _by_name(
     job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the random weights of Megatron and of our own loop: each from a generator seeded with its name."""
     for name, tensor in stored.items():
         plain, mark = name, "/"
         if job["backend"] != "megatron":
@@ -200,7 +199,6 @@ def _by_name(
 def _of_torchtitan(
     job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return torchtitan's random weights: all from one generator, in order."""
     if any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
         return
     plain = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in stored}

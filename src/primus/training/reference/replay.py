@@ -93,7 +93,6 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
 
 
 def _use_one_core() -> None:
-    """Configure PyTorch in the current thread. It keeps both settings per thread."""
     # On a busy machine, threads that wait for each other cost more than a second thread gains on so small a model.
     torch.set_num_threads(1)
     # A mask's exponentials underflow, and denormal numbers are a hundred times as slow.
@@ -227,9 +226,6 @@ class _Replay:
         return replace(computed, blocks=rows, of_blocks=None if self._exact else products)
 
     def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
-        """Compute the reference's figures of ``step`` and the gaps of the run's gradients; with ``noisy``, also the
-        noise, and with ``trials``, the effect of changed constants.
-        """
         before = _weights(self._job, self._sizes, self._folder, step - 1)
         seen = _load(self._folder / f"update-{step}.pt")
         raw = seen.pop("gradients") if seen else {}
@@ -274,11 +270,7 @@ class _Replay:
         )
 
     def _in_doubt(self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
-        """Return kind of tensor → how far its gradient moves if every token in doubt goes to the other expert.
-
-        Rounding occasionally sends a few of these tokens there. No repetition with rounding can show which
-        ones.
-        """
+        """Return kind of tensor → how far its gradient moves if every token in doubt goes to the other expert."""
         model = self._models.model()
         if not isinstance(model, Model) or not self._sizes.moe.experts:
             return {}
@@ -347,7 +339,6 @@ class _Replay:
         return different
 
     def _gradients(self, step: int, weights: Tensors, model: AnyModel) -> tuple[float, torch.Tensor, Tensors]:
-        """Return the mean loss of ``step``, the loss of each label, and the gradients before clipping."""
         trained = {name for name in weights if is_trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
         ranks, every_loss = self._job["data_parallel"], []
@@ -372,11 +363,7 @@ class _Replay:
         self, step: int, before: Tensors, exact: tuple[float, torch.Tensor, Tensors], limited: Tensors,
         scales: Mapping[str, float], grid: float = 1.0,
     ) -> tuple[dict[str, Any], Tensors]:  # fmt: skip
-        """Return how far the run's precision alone moves its results: the reference once more, with that
-        rounding.
-
-        ``grid`` is as in :meth:`.Models.rounding`. Also returns the clipped gradients.
-        """
+        """Return how far the run's precision alone moves the results, and the clipped gradients of that repetition."""
         loss, losses, gradients = exact
         norm = update.norm_of(gradients)
         model = self._models.rounding(grid)

@@ -104,7 +104,6 @@ def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
 
 
 def _adapter_defaults() -> dict[str, Any]:
-    """Return PEFT's defaults of all settings that change what loaded adapters compute."""
     from peft import LoraConfig
 
     defaults: dict[str, Any] = json.loads(json.dumps(LoraConfig().to_dict(), default=sorted))
@@ -112,9 +111,6 @@ def _adapter_defaults() -> dict[str, Any]:
 
 
 def _other_tokens(folder: Path, tokenizer: Path) -> list[str]:
-    """Return which files of the exported tokenizer are not those that were trained with, and which special tokens of
-    the configuration are not the tokenizer's.
-    """
     if not tokenizer.is_dir():
         return []
     findings = [
@@ -136,7 +132,6 @@ def _other_tokens(folder: Path, tokenizer: Path) -> list[str]:
 def _other_logits(
     folder: Path, job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Load the exported model with transformers, and compare its logits with the reference's for the same weights."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -149,7 +144,6 @@ def _other_logits(
 
 
 def _experts(name: str) -> str:
-    """Return the name of an expert's weight in Mixtral's files, which differs from the model's."""
     parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     name = name.replace(".block_sparse_moe.", ".mlp.")
     return re.sub(r"(?<=\.experts\.)(\d+)\.(w[123])\.", lambda match: f"{match[1]}.{parts[match[2]]}.", name)

@@ -18,7 +18,7 @@ from primus.recipes.architecture import rebuilt
 from primus.recipes.recipe import MOCK
 from primus.training import facts, gloo, identity
 from primus.training.compiled import keep_graphs, name_policies
-from primus.training.corpus import HUB, Corpus, documents, row_reader
+from primus.training.corpus import HUB, Corpus, documents, hub_tokenizer, row_reader
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
 from primus.training.job import steps
@@ -88,7 +88,7 @@ def observed_trainer(
             self._seal()
 
         def _seal(self) -> None:
-            """Seal every complete checkpoint. Those saved in the background are complete some steps later."""
+            # Checkpoints saved in the background are complete some steps later.
             if dist.get_rank() == 0:
                 for folder in steps(facts_file.parent / "checkpoint"):
                     if (folder / ".metadata").is_file() and not (folder / identity.FILE).exists():
@@ -224,7 +224,7 @@ def main(argv: list[str]) -> None:
     from torchtitan.train import main as train
 
     if (tokenizer := str(job["assets"]["tokenizer"])).startswith(HUB):
-        sys.argv += ["--model.hf_assets_path", _tokenizer_of(tokenizer.removeprefix(HUB))]
+        sys.argv += ["--model.hf_assets_path", str(hub_tokenizer(tokenizer))]
     examined = job["examined"] if job["blocks"] else ()
     facts_file = Path(job["output"]) / "facts.json"
     trainer = observed_trainer(facts_file, job["identity"], faster, judged=job["witness"], examined=examined)
@@ -238,14 +238,6 @@ def _job_file(argv: list[str]) -> Path:
         if word == "--job.config_file":
             return Path(argv[position + 1]).parent / "job.json"
     raise SystemExit("entry: --job.config_file FILE is missing")
-
-
-def _tokenizer_of(repository: str) -> str:
-    """Download the tokenizer of a Hugging Face repository once. Returns its folder; the token is in HF_TOKEN."""
-    from huggingface_hub import snapshot_download
-
-    folder: str = snapshot_download(repository, allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model"])
-    return folder
 
 
 def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
@@ -278,9 +270,8 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
+    # torchtitan's log rounds loss and gradient norm.
     class ExactMetrics(MetricsProcessor):  # type: ignore[misc,unused-ignore]
-        """torchtitan's metrics, and also unrounded loss and gradient norm, because its log rounds them."""
-
         def log(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float,
                 extra_metrics: dict[str, Any] | None = None) -> None:  # fmt: skip
             super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
@@ -310,7 +301,6 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
 
 
 def _arguments(cls: type[Any], values: Mapping[str, Any]) -> Any:
-    """Return torchtitan's arguments from plain values. A mapping becomes the dataclass that torchtitan expects."""
     nested = {entry.name: entry.default_factory for entry in fields(cls)}
     arguments = {
         key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator]

@@ -16,16 +16,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     with pytest.raises(UnicodeEncodeError):
         files.write_file(path, "half \ud800")
     assert path.read_text() == "old"
-    assert [left.name for left in path.parent.iterdir()] == ["file"]
-
-
-def test_the_file_is_replaced_not_written_into(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    files.write_file(path, "old")
     with path.open() as reader:
         files.write_file(path, "new")
-        assert reader.read() == "old"
+        assert reader.read() == "old", "a file is replaced, and not written into"
     assert path.read_text() == "new"
+    assert [file.name for file in path.parent.iterdir()] == ["file"]
 
 
 def test_the_umask_decides_who_may_read_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,6 +34,13 @@ def test_the_committed_result_holds_the_bars() -> None:
     for name, bar in BARS.items():
         assert rows[name]["bar"] == bar
         assert rows[name]["value"] <= bar
+
+
+def test_import_contracts_hold() -> None:
+    tool = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
 
 
 def test_unit_tests_lie_in_folders_of_the_packages() -> None:

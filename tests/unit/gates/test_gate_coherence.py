@@ -55,15 +55,15 @@ def messages(change: dict[str, str] | None = None, arch: str | None = "gfx942") 
     ],
 )
 def test_rocm_version_of_a_package(name: str, version: str, rocm: str | None) -> None:
-    found = rocm_version(name, version)
-    assert (str(found) if found else None) == rocm
+    parsed = rocm_version(name, version)
+    assert (str(parsed) if parsed else None) == rocm
 
 
 def test_versions_compare_by_numbers_and_not_as_text() -> None:
     def v(text: str) -> RocmVersion:
-        found = rocm_version("rocm", text)
-        assert found
-        return found
+        version = rocm_version("rocm", text)
+        assert version
+        return version
 
     ordered = ["7.2", "7.15.0a20260720", "7.15.0", "10.0.0", "10.1"]
     assert sorted(map(v, reversed(ordered))) == list(map(v, ordered))
@@ -73,28 +73,18 @@ def test_versions_compare_by_numbers_and_not_as_text() -> None:
     assert not v("7.15.0a20260720").agrees(v("7.15.0"))
 
 
-def test_a_whole_train_passes() -> None:
-    assert messages() == []
-
-
 def test_the_odd_one_out_is_named_with_its_line() -> None:
-    (found,) = messages({"triton": "3.8.0+git669b31ac.rocm7.15.0"})
-    assert found.startswith("versions.yaml:18:9 triton 3.8.0+git669b31ac.rocm7.15.0 is of ROCm 7.15.0, rocm, ")
-    assert found.endswith(" of 10.1.0")
-    (found,) = messages({"rocm-sdk-core": "10.1.1"})
-    assert found.startswith("versions.yaml:11:9 rocm-sdk-core 10.1.1 is of ROCm 10.1.1")
+    assert messages() == []
+    (message,) = messages({"triton": "3.8.0+git669b31ac.rocm7.15.0"})
+    assert message.startswith("versions.yaml:18:9 triton 3.8.0+git669b31ac.rocm7.15.0 is of ROCm 7.15.0, rocm, ")
+    assert message.endswith(" of 10.1.0")
+    (message,) = messages({"rocm-sdk-core": "10.1.1"})
+    assert message.startswith("versions.yaml:11:9 rocm-sdk-core 10.1.1 is of ROCm 10.1.1")
 
 
 def test_with_two_against_two_rocm_itself_is_right() -> None:
-    report = coherence(
-        [
-            Package(name="torch", version="2.14.0+rocm7.15.0"),
-            Package(name="rocm", version="10.1.0"),
-            Package(name="apex", version="1.14.0+rocm7.15.0"),
-            Package(name="rocm-sdk-core", version="10.1.0"),
-        ],
-        "gfx942",
-    )
+    rows = {"torch": "2.14.0+rocm7.15.0", "rocm": "10.1.0", "apex": "1.14.0+rocm7.15.0", "rocm-sdk-core": "10.1.0"}
+    report = coherence([Package(name=name, version=version) for name, version in rows.items()], "gfx942")
     assert sorted(f.message.split()[0] for f in report.findings) == ["apex", "torch"]
 
 
@@ -106,8 +96,9 @@ def test_a_package_for_another_major_version() -> None:
 
 
 def test_device_packages_of_another_gpu() -> None:
-    found = messages({"rocm-sdk-device-gfx950": "10.1.0"})
-    assert found == ["versions.yaml:21:9 rocm-sdk-device-gfx950 10.1.0 is for gfx950, the target for gfx942"]
+    assert messages({"rocm-sdk-device-gfx950": "10.1.0"}) == [
+        "versions.yaml:21:9 rocm-sdk-device-gfx950 10.1.0 is for gfx950, the target for gfx942"
+    ]
     assert len(messages(arch="gfx950")) == 2
     assert any("the target names no GPU architecture" in m for m in messages(arch=None))
 

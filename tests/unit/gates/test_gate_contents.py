@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from primus.gates.facts import Examiner, LayerFacts, Watch, facts_of, observe
 from primus.gates.rules.litter import judge, litter
 from primus.gates.rules.overlap import shared_names
 from primus.gates.rules.versions import versions_inside
-from primus.oci.contents import walk
+from primus.oci.contents import reference, walk
 from primus.oci.layer import write_layer
 from primus.oci.store import Store
 from primus.oci.tar import Entry
@@ -81,21 +82,16 @@ def test_versions_that_equal_the_lock_pass() -> None:
 
 
 def test_a_difference_names_both_versions() -> None:
-    layer = (
-        "l",
-        [
-            stated("wheel", "a", "1.1"),
-            stated("wheel", "extra", "3"),
-            stated("deb", "libc6", "2.36-8"),
-            stated("header", "rccl", "2.29.1"),
-            stated("header", "hipblaslt", "1.2.2"),
-        ],
-    )
-    report = versions_inside(
-        [layer], wheels={"a": "1.0", "b": "2.0"}, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4"}
-    )
+    versions = [
+        stated("wheel", "a", "1.1"), stated("wheel", "twice", "3"), stated("wheel", "twice", "3"),
+        stated("wheel", "extra", "3"), stated("deb", "libc6", "2.36-8"), stated("header", "rccl", "2.29.1"),
+        stated("header", "hipblaslt", "1.2.2"),
+    ]  # fmt: skip
+    wheels = {"a": "1.0", "b": "2.0", "twice": "3"}
+    report = versions_inside([("l", versions)], wheels=wheels, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4"})
     assert [(f.severity, f.message) for f in report.findings] == [
         ("error", "a is 1.1 in the image, 1.0 in the lock"),
+        ("error", "twice is in the image twice, as 3 and 3"),
         ("error", "extra 3 is in the image, the lock has no such wheel"),
         ("error", "libc6 is 2.36-8 in the image, 2.36-9 in the lock"),
         ("error", "rccl is 2.29.1 in the image, 2.30.4 in versions.yaml"),
@@ -119,8 +115,8 @@ def test_a_difference_names_both_versions() -> None:
     ],
 )
 def test_a_library_states_its_version(path: str, text: bytes, name: str, version: str) -> None:
-    found = [(one.name, one.version) for one in stated_in_library(path, io.BytesIO(text))]
-    assert found == ([(name, version)] if name else [])
+    versions = [(item.name, item.version) for item in stated_in_library(path, io.BytesIO(text))]
+    assert versions == ([(name, version)] if name else [])
 
 
 def test_a_component_inside_anothers_files_is_compared_with_what_the_library_states() -> None:
@@ -136,13 +132,6 @@ def test_a_component_inside_anothers_files_is_compared_with_what_the_library_sta
         ("error", "rccl is 2.29.1 in the image, 2.30.4 in versions.yaml"),
         ("note", "miopen is pinned inside rocm-sdk-libraries, and no file of it states a version"),
     ]
-
-
-def test_one_wheel_in_two_places() -> None:
-    report = versions_inside(
-        [("l", [stated("wheel", "a", "1.0")]), ("m", [stated("wheel", "a", "1.0")])], wheels={"a": "1.0"}, debs={}
-    )
-    assert [f.message for f in report.findings] == ["a is in the image twice, as 1.0 and 1.0"]
 
 
 # Library names
@@ -172,9 +161,7 @@ def test_two_owners_of_one_library_name() -> None:
 def test_two_owners_of_one_soname_under_other_file_names() -> None:
     found = names(("a", "opt/a/_C.so", elf(soname="libx.so.1")), ("b", "opt/b/libx.so.1.2", elf(soname="libx.so.1")))
     assert found == ["a /opt/a/_C.so: libx.so.1 is also in b as /opt/b/libx.so.1.2"]
-
-
-def test_two_packages_of_one_layer_are_two_owners() -> None:
+    # Two packages of one layer are two owners, too.
     assert names(("python", f"{SITE}/a/libx.so", elf()), ("python", f"{SITE}/b/libx.so", elf()))
 
 
@@ -255,14 +242,11 @@ def test_a_secret_across_two_chunks_is_found_and_not_shown(before: int) -> None:
     assert TOKEN[3:7] not in seen
 
 
-def test_a_key_with_long_headers_across_two_chunks_is_found() -> None:
+def test_a_key_with_long_headers_and_a_secret_in_small_chunks_are_found() -> None:
     begin, newline, rest = KEY.partition("\n")
     text = begin + newline + "Comment: " + "c" * 2000 + "\n" + rest
     data = b"\n" * ((1 << 20) - 100) + text.encode()
     assert [rule for rule, _ in traces("opt/key.pem", data)] == ["secret"]
-
-
-def test_a_secret_across_many_small_chunks_is_found() -> None:
     scanner = Scanner("x")
     for byte in b"\n" * 600 + TOKEN.encode() + b"\n":
         scanner.feed(bytes([byte]))
@@ -324,15 +308,16 @@ def test_size_tree_is_ordered_and_joins_lone_folders() -> None:
 # One pass, kept
 
 
-def layer_of(tmp_path: Path, files: dict[str, bytes], compression: str = "zstd") -> tuple[LayerRef, Path]:
+def written_layer(tmp_path: Path, entries: list[Entry], **options: Any) -> tuple[LayerRef, Path]:
     store = Store(tmp_path / "store")
     store.prepare()
+    layer = write_layer(store, entries, **options)
+    return reference(layer), store.blob_path(layer.blob.digest)
+
+
+def layer_of(tmp_path: Path, files: dict[str, bytes], compression: str = "zstd") -> tuple[LayerRef, Path]:
     entries = [Entry(path=p, size=len(d), source=d) for p, d in files.items()]
-    layer = write_layer(store, [*entries, Entry(path="l", kind="symlink", link="x")], compression=compression)
-    ref = LayerRef(
-        digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
-    )
-    return ref, store.blob_path(ref.digest)
+    return written_layer(tmp_path, [*entries, Entry(path="l", kind="symlink", link="x")], compression=compression)
 
 
 FILES = {
@@ -347,7 +332,7 @@ FILES = {
 @pytest.mark.parametrize("compression", ["zstd", "gzip"])
 def test_facts_of_a_blob_are_those_of_its_files(tmp_path: Path, compression: str) -> None:
     ref, blob = layer_of(tmp_path, FILES, compression)
-    facts = facts_of(ref, blob, tmp_path / "kept")
+    facts = facts_of(ref, blob, tmp_path / "cache")
     assert facts == observe([member(p, FILES[p]) for p in sorted(FILES)])
     assert {c.path: c.targets for c in facts.code} == {"lib/libx.so": ("gfx942",), "lib/y_gfx950.dat": ("gfx950",)}
     assert [lib.soname for lib in facts.libraries] == ["libx.so.1"]
@@ -355,30 +340,24 @@ def test_facts_of_a_blob_are_those_of_its_files(tmp_path: Path, compression: str
     assert facts.folders["lib"] == (sum(len(d) for p, d in FILES.items() if p.startswith("lib/")), 3)
 
 
-def test_a_second_look_reads_no_blob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_look_reads_no_blob_unless_the_rules_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ref, blob = layer_of(tmp_path, FILES)
-    first = facts_of(ref, blob, tmp_path / "kept")
+    first = facts_of(ref, blob, tmp_path / "cache")
+    (cached,) = (tmp_path / "cache").iterdir()
+    cached.write_text('{"folders": 1}')
+    assert facts_of(ref, blob, tmp_path / "cache") == first, "a damaged file is made again"
+    data = blob.read_bytes()
     blob.unlink()
-    assert facts_of(ref, blob, tmp_path / "kept") == first
+    assert facts_of(ref, blob, tmp_path / "cache") == first
     with pytest.raises(HostError):
-        facts_of(ref, blob, tmp_path / "kept", [b"/other/paths/to/look/for"])
+        facts_of(ref, blob, tmp_path / "cache", [b"/other/paths/to/look/for"])
     monkeypatch.setattr(facts_module, "rules_hash", lambda: "another rule")
     with pytest.raises(HostError):
-        facts_of(ref, blob, tmp_path / "kept")
-
-
-def test_what_is_kept_is_replaced_when_rules_change_and_when_it_is_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ref, blob = layer_of(tmp_path, FILES)
-    first = facts_of(ref, blob, tmp_path / "kept")
-    (kept,) = (tmp_path / "kept").iterdir()
-    kept.write_text('{"folders": 1}')
-    assert facts_of(ref, blob, tmp_path / "kept") == first
-    monkeypatch.setattr(facts_module, "rules_hash", lambda: "another rule")
-    facts_of(ref, blob, tmp_path / "kept")
-    (other,) = (tmp_path / "kept").iterdir()
-    assert other.name != kept.name
+        facts_of(ref, blob, tmp_path / "cache")
+    blob.write_bytes(data)
+    facts_of(ref, blob, tmp_path / "cache")
+    (other,) = (tmp_path / "cache").iterdir()
+    assert other.name != cached.name
 
 
 def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
@@ -387,8 +366,8 @@ def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
     with pytest.raises(HostError, match="damaged"):
-        facts_of(ref, blob, tmp_path / "kept")
-    assert not (tmp_path / "kept").exists()
+        facts_of(ref, blob, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
     blob.write_bytes(b"no tar" * 999)
     digest = "sha256:" + hashlib.sha256(blob.read_bytes()).hexdigest()
     plain = LayerRef(digest=digest, diff_id=digest, size=1, media_type="application/vnd.oci.image.layer.v1.tar")
@@ -396,18 +375,13 @@ def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
         list(walk(plain, blob))
 
 
-def test_an_empty_layer_has_empty_facts(tmp_path: Path) -> None:
-    ref, blob = layer_of(tmp_path, {})
-    assert facts_of(ref, blob, tmp_path / "kept") == LayerFacts()
-
-
 def test_a_look_that_is_called_off_leaves_nothing(tmp_path: Path) -> None:
     ref, blob = layer_of(tmp_path, FILES)
     stop = Event()
     stop.set()
     with pytest.raises(InterruptedError):
-        facts_of(ref, blob, tmp_path / "kept", stop=stop)
-    assert not (tmp_path / "kept").exists()
+        facts_of(ref, blob, tmp_path / "cache", stop=stop)
+    assert not (tmp_path / "cache").exists()
 
 
 # Watched while it is written
@@ -415,17 +389,13 @@ def test_a_look_that_is_called_off_leaves_nothing(tmp_path: Path) -> None:
 
 def written(tmp_path: Path, entries: list[Entry], watch: Watch) -> tuple[LayerRef, Path, Future[LayerFacts]]:
     """A layer whose writing ``watch`` saw, and what it saw."""
-    store = Store(tmp_path / "watched")
-    store.prepare()
     with ThreadPoolExecutor() as pool:
         seen = pool.submit(watch.observe, [])
         try:
-            layer = write_layer(store, entries, watch=watch)
+            ref, blob = written_layer(tmp_path, entries, watch=watch)
         finally:
             watch.close()
-    blob = layer.blob
-    ref = LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)
-    return ref, store.blob_path(blob.digest), seen
+    return ref, blob, seen
 
 
 def test_what_is_seen_while_a_layer_is_written_is_what_lies_in_its_blob(tmp_path: Path) -> None:
@@ -436,7 +406,7 @@ def test_what_is_seen_while_a_layer_is_written_is_what_lies_in_its_blob(tmp_path
         Entry(path="tmp/more", kind="hardlink", link="lib/large"),
     ]
     ref, blob, seen = written(tmp_path, [*entries, *links], Watch())
-    assert seen.result() == facts_of(ref, blob, tmp_path / "kept")
+    assert seen.result() == facts_of(ref, blob, tmp_path / "cache")
     assert "lib/empty_gfx90a.dat" in {code.path for code in seen.result().code}
     assert {trace.path for trace in seen.result().traces} >= {"root/.cache/x", "tmp/left", "tmp/more"}
 

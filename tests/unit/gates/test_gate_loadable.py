@@ -15,7 +15,7 @@ CUDA13 = (f"{SITE}/nvidia/cu13/lib/libcudart.so.13", elf(soname="libcudart.so.13
 LIBC = ("lib/libc.so.6", elf(soname="libc.so.6"))
 
 
-def found(*files: tuple[str, bytes]) -> Sequence[Finding]:
+def findings(*files: tuple[str, bytes]) -> Sequence[Finding]:
     libraries: list[Library] = []
     for path, data in files:
         library = library_of(path, io.BytesIO(data), len(data))
@@ -25,7 +25,7 @@ def found(*files: tuple[str, bytes]) -> Sequence[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("path", "wanted"),
+    ("path", "toolkits"),
     [
         ("a/nvidia_cutlass_dsl/cu12/lib/libx.so", {"CUDA": {12}}),
         ("a/_cutlass_ir.cu13.cpython-311-x86_64-linux-gnu.so", {"CUDA": {13}}),
@@ -39,37 +39,37 @@ def found(*files: tuple[str, bytes]) -> Sequence[Finding]:
         ("a/libacu12.so", {}),
     ],
 )
-def test_a_path_names_its_toolkit(path: str, wanted: dict[str, set[int]]) -> None:
-    assert toolkit_of(path) == wanted
+def test_a_path_names_its_toolkit(path: str, toolkits: dict[str, set[int]]) -> None:
+    assert toolkit_of(path) == toolkits
 
 
 @pytest.mark.parametrize("form", ["dsl/{}/lib/libruntime.so", "dsl/_ir.{}.cpython-311.so", "bits/libbits_{}.so"])
 @pytest.mark.parametrize(("other", "own"), [("cu12", "cu13"), ("cuda118", "cuda130"), ("cuda-12.9", "cuda-13.0")])
 def test_a_variant_for_another_cuda_beside_the_right_one_is_an_error(form: str, other: str, own: str) -> None:
     wrong, right = (f"{SITE}/{form.format(name)}" for name in (other, own))
-    (finding,) = found(CUDA13, (wrong, elf()), (right, elf()))
+    (finding,) = findings(CUDA13, (wrong, elf()), (right, elf()))
     assert (finding.severity, finding.path) == ("error", wrong)
     assert "this image has CUDA 13" in finding.message
     # The only variant there is may be one that works with several.
-    assert not found(CUDA13, (wrong, elf()))
+    assert not findings(CUDA13, (wrong, elf()))
     # Without CUDA in the image none is known to be the right one.
-    assert not found((wrong, elf()), (right, elf()))
+    assert not findings((wrong, elf()), (right, elf()))
 
 
 def test_several_files_of_one_owner_are_one_finding() -> None:
     files = [(f"{SITE}/dsl/{cuda}/lib{name}.so", elf()) for cuda in ("cu12", "cu13") for name in "abc"]
-    (finding,) = found(CUDA13, *files)
+    (finding,) = findings(CUDA13, *files)
     assert "(and 2 more beside it)" in finding.message
 
 
 def test_a_library_of_another_processor_is_a_warning() -> None:
-    (finding,) = found(LIBC, (f"{SITE}/dsl/stubs/libx.so", elf(machine=183)))
+    (finding,) = findings(LIBC, (f"{SITE}/dsl/stubs/libx.so", elf(machine=183)))
     assert (finding.severity, "AArch64" in finding.message) == ("warning", True)
 
 
 def test_a_library_that_needs_what_is_not_there_is_a_note() -> None:
     needs = elf(needed=["libc.so.6", "libfabric.so.1", "libcuda.so.1", "libnvidia-ml.so.1"])
-    (finding,) = found(LIBC, ("lib/libx.so", needs))
+    (finding,) = findings(LIBC, ("lib/libx.so", needs))
     assert (finding.severity, finding.path) == ("note", "lib/libx.so")
     assert finding.message.startswith("needs libfabric.so.1, which")
-    assert not found(LIBC, ("lib/libx.so", needs), ("lib/libfabric.so.1", elf()))
+    assert not findings(LIBC, ("lib/libx.so", needs), ("lib/libfabric.so.1", elf()))

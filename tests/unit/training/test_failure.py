@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ import pytest
 
 from primus.errors import InputError
 from primus.training import failure
-from primus.training.failure import _last_line, cause, known, note, share, text_of
+from primus.training.failure import _last_line, cause, share, text_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
@@ -119,20 +118,6 @@ def test_a_rank_that_a_signal_ends_on_another_node_is_the_cause_on_every_node(tm
         assert str(cause(folder, 1, tmp_path)).startswith("rank 1: ended by signal 9 (SIGKILL) (the kernel does this")
 
 
-def test_a_node_does_not_wait_long_for_a_reason_that_never_comes(tmp_path: Path) -> None:
-    left(tmp_path, PLAIN, (1.0, 0, PEER))
-    started = time.monotonic()
-    share(tmp_path, tmp_path / "log.txt", 0.5)
-    assert 0.4 < time.monotonic() - started < 5
-    assert PEER in str(cause(tmp_path, 1, tmp_path))
-
-
-def test_a_note_of_any_rank_is_known(tmp_path: Path) -> None:
-    assert not known(tmp_path)
-    note(tmp_path, 3, "ValueError: no")
-    assert known(tmp_path)
-
-
 def test_what_an_error_says_is_its_own_last_line() -> None:
     worker = RuntimeError(
         "Caught KeyError in worker 0.\nOriginal Traceback (most recent call last):\n  x\nKeyError: 'text'"
@@ -210,20 +195,3 @@ def test_the_rank_that_does_not_wait_is_named(tmp_path: Path) -> None:
 def test_nobody_is_named_where_all_wait(tmp_path: Path) -> None:
     stacks(tmp_path, rank0=WAITING, rank1=WAITING)
     assert failure.name_hung(tmp_path, 60) == []
-
-
-def test_a_rank_that_is_aborted_leaves_its_stack(tmp_path: Path) -> None:
-    code = (
-        "import time; from pathlib import Path; from primus.training.failure import noting\n"
-        "def stuck():\n    print('ready', flush=True); time.sleep(60)\n"
-        f"with noting(Path({str(tmp_path)!r})): stuck()"
-    )
-    rank = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"RANK": "5"}, stdout=subprocess.PIPE)
-    with rank:
-        assert rank.stdout is not None
-        rank.stdout.readline()
-        rank.send_signal(signal.SIGABRT)
-    assert "in stuck" in failure.stacks(tmp_path)[5]
-    assert failure.name_hung(tmp_path, 60) == [5]
-    (note,) = (tmp_path / "cache" / "failures").glob("*.json")
-    assert "it is in stuck" in json.loads(note.read_text())["text"]

@@ -147,12 +147,10 @@ def with_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (True, [], {}, "neither gcc nor clang"),
         (True, ["gcc"], {}, ""),
-        (True, ["clang"], {}, ""),
         (True, ["g++"], {}, "neither gcc nor clang"),
         (True, ["gcc"], {"CC": "icc"}, "CC names no other compiler"),
         (True, ["mycc"], {"CC": "mycc"}, ""),
         (False, ["gcc"], {}, "no g++"),
-        (False, ["g++"], {}, ""),
         (False, ["c"], {"CXX": "c"}, ""),
     ],
 )

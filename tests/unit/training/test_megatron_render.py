@@ -60,10 +60,6 @@ def test_gloo_does_not_gather_the_unequal_shares_of_experts() -> None:
     assert proxy(*words, name="mixtral-8x7b", gpu="mi355x").degree("ep") == 2
 
 
-def test_the_recipe_s_own_size_is_meant_where_megatron_has_a_key_of_that_name() -> None:
-    assert proxy("model.hidden_size=64").architecture.hidden_size == 64
-
-
 def test_fsdp2_keeps_gradients_in_float32_and_has_no_distributed_optimizer() -> None:
     recipe = proxy(*FSDP2)
     assert render.ddp({"torch_fsdp2": True}) == {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}

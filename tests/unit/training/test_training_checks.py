@@ -35,14 +35,6 @@ def facts(**changed: Any) -> dict[str, Any]:
     return {"linears": PLAIN | FP32, "float32_matmul_precision": "highest", "world_size": 2} | changed
 
 
-def test_exit_code() -> None:
-    assert checks.exit_code(0).passed
-    assert not checks.exit_code(1).passed
-    killed = checks.exit_code(-9)
-    assert not killed.passed
-    assert "signal 9" in killed.reason
-
-
 def test_an_early_stop_is_a_missing_step() -> None:
     assert checks.steps_logged(series(*FALLING), 1, 20).passed
     verdict = checks.steps_logged(series(*FALLING[:12]), 1, 20)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
@@ -15,7 +14,6 @@ import pytest
 
 from primus.cli.main import main
 from primus.training import launch
-from primus.tuning.trial import ending
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -40,10 +38,6 @@ def test_the_exit_code_is_the_processes_own_and_the_log_holds_both_streams(tmp_p
     assert ended.exit_code == 7
     assert sorted((tmp_path / "log.txt").read_text().split()) == ["err", "out"]
     assert sorted(lines) == ["err\n", "out\n"]
-
-
-def test_a_signal_is_a_negative_exit_code(tmp_path: Path) -> None:
-    assert run("import os; os.kill(os.getpid(), 9)", tmp_path).exit_code == -9
 
 
 def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +130,6 @@ def test_a_job_goes_on_when_its_log_cannot_be_written(tmp_path: Path, monkeypatc
     assert text.endswith("\n49999\n")
 
 
-def test_a_late_line_is_not_written_to_the_file_that_got_the_logs_descriptor(tmp_path: Path) -> None:
-    with launch._Log(tmp_path / "log.txt") as kept:
-        kept.write("in time\n")
-    with (tmp_path / "other").open("wb") as other:
-        assert other.fileno() == kept._file
-        kept.write("late\n")
-    assert (tmp_path / "other").read_bytes() == b""
-    assert (tmp_path / "log.txt").read_text() == "in time\n"
-
-
 def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = (
@@ -227,21 +211,13 @@ def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: si
     assert not alive(int(pid_file.read_text()))
 
 
-@pytest.mark.parametrize("by", ["launch", "search"])
-def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path, by: str) -> None:
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     """As under nohup: the terminal closes, and the training goes on."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ending() if by == "search" else contextlib.nullcontext():
-            assert run(f"import os, signal; os.kill({os.getpid()}, signal.SIGHUP)", tmp_path).exit_code == 0
+        assert run(f"import os, signal; os.kill({os.getpid()}, signal.SIGHUP)", tmp_path).exit_code == 0
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("with_hangup")
-def test_a_closed_terminal_ends_a_search() -> None:
-    with pytest.raises(KeyboardInterrupt), ending():
-        os.kill(os.getpid(), signal.SIGHUP)
 
 
 def test_train_dry_run_shows_values_with_their_origins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

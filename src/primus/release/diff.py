@@ -83,7 +83,7 @@ def one_of(releases: Sequence[Release], word: str) -> Release:
 
 def diff(old: Release, new: Release) -> Diff:
     """Compare ``old`` with ``new``."""
-    facts, same_facts, _ = _compare(_facts(old), _facts(new), list(_facts(old)), steps=False)
+    differing, same_facts, _ = _compare(release_facts(old), release_facts(new), list(release_facts(old)), steps=False)
     names = component_order([*old.components, *new.components])
     components, same, unknown = _compare(_with_locked(old, names), _with_locked(new, names), names, steps=True)
     sides = {side.reference: side for side in (old, new)}.values()
@@ -93,7 +93,7 @@ def diff(old: Release, new: Release) -> Diff:
         new=new.reference,
         old_pinned=old.pinned,
         new_pinned=new.pinned,
-        facts=facts,
+        facts=differing,
         gpus_added=_beyond(new.gpus, old.gpus),
         gpus_removed=_beyond(old.gpus, new.gpus),
         size_gb_change=size,
@@ -114,14 +114,14 @@ def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None
 def contradictions(release: Release) -> tuple[Contradiction, ...]:
     """Return every value for which another table of the same tag differs."""
     prefix = release.digest[7:15] if release.digest else None
-    size = bytes_words(release.content_size_bytes)
+    size = _exact(release.content_size_bytes)
     return tuple(
         Contradiction(tag=release.reference, source=other.source, what=what, table=best, other=value)
         for other in release.alternates
         for what, best, value in (
             ("digest", prefix, other.digest_prefix),
             ("image id", release.image_id, other.image_id),
-            ("compressed size", size, bytes_words(other.content_size_bytes)),
+            ("compressed size", size, _exact(other.content_size_bytes)),
             *((name, release.components.get(name), version) for name, version in other.components.items()),
             *((name, None, version) for name, version in other.other_packages.items()),
         )
@@ -150,27 +150,22 @@ def _natural(text: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 
 
-def date_words(release: Release) -> str | None:
-    """Return the date of a release and what it is the date of."""
-    return f"{release.date} ({release.date_kind})" if release.date_kind else release.date
-
-
-def bytes_words(size: int | None) -> str | None:
-    """Return an exact size."""
-    return None if size is None else f"{size:,} bytes"
-
-
-def _facts(release: Release) -> dict[str, str | None]:
+def release_facts(release: Release) -> dict[str, str | None]:
+    """Return what is known of a release apart from its components. None is not published."""
     return {
-        "date": date_words(release),
+        "date": f"{release.date} ({release.date_kind})" if release.date_kind else release.date,
         "size": None if release.size_gb is None else f"{release.size_gb:g} GB",
-        "compressed size": bytes_words(release.content_size_bytes),
+        "compressed size": _exact(release.content_size_bytes),
         "GPUs": _listed(release.gpus),
         "architectures": _listed(release.gfx),
         "digest": release.digest,
         "image id": release.image_id,
         "confidence": "pins" if release.pinned else release.confidence,
     }
+
+
+def _exact(size: int | None) -> str | None:
+    return None if size is None else f"{size:,} bytes"
 
 
 def _listed(names: tuple[str, ...] | None) -> str | None:

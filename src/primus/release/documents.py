@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -17,7 +17,8 @@ from primus import __version__
 from primus.errors import InputError
 from primus.oci import canonical
 from primus.release.registry import Document
-from primus.versions.lock import Lock, LockedFile
+from primus.terminal import PLAIN
+from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
     from primus.engine.image import Composed
@@ -38,27 +39,16 @@ def documents(image: Composed, outcome: Outcome, commit: str | None, edited: Seq
     ``edited`` are the files that differ from ``commit``.
     """
     resolved = image.plan.resolved
-    provenance = statement(
-        resolved.lock,
-        ref=resolved.ref,
-        digest=image.digest,
-        release=resolved.versions.release,
-        target=resolved.name,
-        channel=resolved.choice.channel,
-        commit=None if edited else commit,
-        layers={action.name: action.key for action in image.plan.layers},
-    )
-    always = (
+    provenance = statement(image, None if edited else commit)
+    files = [
         Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json())),
         Document(media_type=IN_TOTO, name="provenance.json", data=canonical.dumps(provenance)),
-    )
-    if not resolved.lock:
-        return always
-    return (
-        *always,
-        Document(media_type=LOCK, name="lock.json", data=resolved.lock_path.read_bytes()),
-        Document(media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(bill(image, commit, edited))),
-    )
+    ]
+    if resolved.lock:
+        spdx = canonical.dumps(bill(image, commit, edited))
+        files.append(Document(media_type=LOCK, name="lock.json", data=resolved.lock_path.read_bytes()))
+        files.append(Document(media_type=SPDX, name="sbom.spdx.json", data=spdx))
+    return tuple(files)
 
 
 def checkout(root: Path) -> tuple[str | None, list[str]]:
@@ -74,49 +64,26 @@ def checkout(root: Path) -> tuple[str | None, list[str]]:
         return None, []
 
 
-def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
-    """Return the image's SPDX document. Raises InputError if its target has no lock."""
-    resolved = image.plan.resolved
-    if resolved.lock is None:
-        raise InputError(f"{resolved.name} has no lock, so its contents are unknown", hint=resolved.lock_command)
-    version = (commit or "unknown") + ("+edited" if edited else "")
-    return spdx(
-        resolved.lock,
-        ref=resolved.ref,
-        digest=image.digest,
-        roots=resolved.roots,
-        local={component: version for component, pin in resolved.pins.items() if pin.path},
-        created=str(image.plan.config["created"]),
-    )
+def statement(image: Composed, commit: str | None) -> dict[str, Any]:
+    """Return the provenance of the image: an in-toto statement with SLSA's predicate.
 
-
-def statement(
-    lock: Lock | None,
-    *,
-    ref: str,
-    digest: str,
-    release: str,
-    target: str,
-    channel: str,
-    commit: str | None,
-    layers: Mapping[str, str],
-) -> dict[str, Any]:
-    """Return the provenance of the manifest ``digest``: an in-toto statement with SLSA's predicate.
-
-    ``commit`` is that of the repository, or None if unknown. ``layers`` maps each layer's name to the key of its
-    action, which is a hash of everything that can affect the layer's bytes. See https://slsa.dev/spec/v1.0/provenance.
+    ``commit`` is that of the repository, or None if unknown. The key of a layer's action is a hash of everything that
+    can affect the layer's bytes. See https://slsa.dev/spec/v1.0/provenance.
     """
+    resolved = image.plan.resolved
+    origin = {"release": resolved.versions.release, "target": resolved.name, "channel": resolved.choice.channel}
     source = [{"name": "source", "digest": {"gitCommit": commit}}] if commit else []
-    files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in (lock.files if lock else ())]
+    locked = resolved.lock.files if resolved.lock else ()
+    files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in locked]
     return {
         "_type": "https://in-toto.io/Statement/v1",
-        "subject": [{"name": ref, "digest": {"sha256": digest.removeprefix("sha256:")}}],
+        "subject": [{"name": resolved.ref, "digest": {"sha256": image.digest.removeprefix("sha256:")}}],
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
                 "buildType": "urn:primus-images:build:1",
-                "externalParameters": {"release": release, "target": target, "channel": channel},
-                "internalParameters": {"layers": dict(layers)},
+                "externalParameters": origin,
+                "internalParameters": {"layers": {action.name: action.key for action in image.plan.layers}},
                 "resolvedDependencies": [*source, *files],
             },
             "runDetails": {"builder": {"id": "urn:primus-images:builder", "version": {"primus-images": __version__}}},
@@ -124,22 +91,23 @@ def statement(
     }
 
 
-def spdx(
-    lock: Lock, *, ref: str, digest: str, roots: Collection[str], local: Mapping[str, str], created: str
-) -> dict[str, Any]:
-    """Return the bill of materials of the image called ``ref`` with manifest ``digest``, as SPDX 2.3.
+def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
+    """Return the bill of materials of the image, as SPDX 2.3. Raises InputError if its target has no lock.
 
-    ``roots`` are the base and the extras of the image, as the lock calls them. ``local`` maps components from the
-    repository to their commit. ``created`` is the time of the release in ISO 8601. A file that only a build needed is
-    ``BUILD_TOOL_OF`` the image. The image is ``GENERATED_FROM`` a source that was built into a wheel.
+    A file that only a build needed is ``BUILD_TOOL_OF`` the image. The image is ``GENERATED_FROM`` a source that was
+    built into a wheel. Components from the repository have its ``commit`` as their version.
     """
-    image = {
-        **_package(_IMAGE, "primus", ref),
+    resolved = image.plan.resolved
+    if resolved.lock is None:
+        raise InputError(f"{resolved.name} has no lock, so its contents are unknown", hint=resolved.lock_command)
+    checksum = image.digest.removeprefix("sha256:")
+    whole = {
+        **_package(_IMAGE, "primus", resolved.ref),
         "primaryPackagePurpose": "CONTAINER",
-        "checksums": [{"algorithm": "SHA256", "checksumValue": digest.removeprefix("sha256:")}],
+        "checksums": [{"algorithm": "SHA256", "checksumValue": checksum}],
     }
-    packages, relations = [image], []
-    for file in lock.files:
+    packages, relations = [whole], []
+    for file in resolved.lock.files:
         name = _identifier("-".join(filter(None, (file.kind, file.base, file.name, file.version))))
         packages.append(
             {
@@ -153,21 +121,25 @@ def spdx(
         )
         if file.kind in ("sdist", "git"):
             relations.append(_relation(_IMAGE, "GENERATED_FROM", name))
-        elif file.base in roots or (file.kind == "wheel" and file.base is None):
+        elif file.base in resolved.roots or (file.kind == "wheel" and file.base is None):
             relations.append(_relation(_IMAGE, "CONTAINS", name))
         else:
             relations.append(_relation(name, "BUILD_TOOL_OF", _IMAGE))
-    for component, commit in sorted(local.items()):
+    version = (commit or "unknown") + ("+edited" if edited else "")
+    for component in sorted(component for component, pin in resolved.pins.items() if pin.path):
         name = _identifier(f"local-{component}")
-        packages.append(_package(name, component, commit))
+        packages.append(_package(name, component, version))
         relations.append(_relation(_IMAGE, "CONTAINS", name))
     return {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
         "SPDXID": "SPDXRef-DOCUMENT",
-        "name": ref,
-        "documentNamespace": f"https://spdx.org/spdxdocs/primus-{ref}-{digest.removeprefix('sha256:')}",
-        "creationInfo": {"created": created, "creators": [f"Tool: primus-images-{__version__}"]},
+        "name": resolved.ref,
+        "documentNamespace": f"https://spdx.org/spdxdocs/primus-{resolved.ref}-{checksum}",
+        "creationInfo": {
+            "created": str(image.plan.config["created"]),
+            "creators": [f"Tool: primus-images-{__version__}"],
+        },
         "documentDescribes": [_IMAGE],
         "packages": packages,
         "relationships": relations,
@@ -175,15 +147,14 @@ def spdx(
 
 
 def listing(document: Mapping[str, Any]) -> str:
-    """Return the document of :func:`spdx` as lines: package, version, and its relation to the image."""
+    """Return the document of :func:`bill` as lines: package, version, and its relation to the image."""
     packages = {package["SPDXID"]: package for package in document["packages"]}
     rows = []
     for relation in document["relationships"]:
         (other,) = {relation["spdxElementId"], relation["relatedSpdxElement"]} - {_IMAGE}
         package = packages[other]
         rows.append((package["name"], package["versionInfo"], _WORDS[relation["relationshipType"]]))
-    names, versions = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-    return "\n".join(f"{name:<{names}}  {version:<{versions}}  {relation}" for name, version, relation in rows)
+    return "\n".join(PLAIN.table(rows))
 
 
 def purl(file: LockedFile) -> str:

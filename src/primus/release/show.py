@@ -1,4 +1,4 @@
-"""Releases and their differences as aligned text for a terminal, and as Markdown."""
+"""Releases and their differences as aligned text, and the page about published releases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from primus.release.diff import (
     Change,
     Contradiction,
     Diff,
-    bytes_words,
     component_order,
     contradictions,
-    date_words,
+    release_facts,
 )
 from primus.release.history import History, Release, UnconfirmedTag, errors_about, newest_first
 from primus.release.markdown import section, table
@@ -34,69 +33,29 @@ _MARK = {"added": Styled("+", "green"), "removed": Styled("-", "red"), "changed"
 _PROSE = 116
 
 
-class _Text:
-    def __init__(self, screen: Screen) -> None:
-        self.screen = screen
-
-    def title(self, text: str) -> list[str]:
-        return self.screen.wrap(Styled(text, "bold"))
-
-    def heading(self, text: str) -> list[str]:
-        return ["", *self.title(text)]
-
-    def facts(self, rows: Iterable[tuple[str, str]]) -> list[str]:
-        return self.screen.table(list(rows), indent="  ")
-
-    def changes(self, difference: Diff, *, facts: bool) -> list[str]:
-        changes, same = _compared(difference, facts=facts)
-        rows: list[tuple[str, str, str]] = []
-        for change in changes:
-            old, new = _sides(change, difference, facts=facts)
-            remark = _remark(change, difference)
-            rows.append((_MARK[change.kind], change.what, f"{old} → {new}" + (f"  ({remark})" if remark else "")))
-        rows += [("=", what, value) for what, value in same.items()]
-        return self.screen.table(rows, indent="  ")
-
-    def items(self, lines: Iterable[str]) -> list[str]:
-        narrow = replace(self.screen, width=min(self.screen.width or _PROSE, _PROSE))
-        return [part for line in lines for part in narrow.wrap(line, "  - ", "    ")]
-
-    def releases(self, releases: Sequence[Release]) -> list[str]:
-        rows = [_row(release) for release in newest_first(releases)]
-        return [*self.screen.table(rows, head=_HEAD), *(p for line in _legend(rows) for p in self.screen.wrap(line))]
+def _heading(text: str, screen: Screen) -> list[str]:
+    return ["", *screen.wrap(Styled(text, "bold"))]
 
 
-class _Markdown:
-    def title(self, text: str) -> list[str]:
-        return [f"## {_cell(text)}", ""]
-
-    def heading(self, text: str) -> list[str]:
-        return ["", f"### {text[0].upper()}{_cell(text[1:])}", ""]
-
-    def facts(self, rows: Iterable[tuple[str, str]]) -> list[str]:
-        return _table([("", ""), *rows])
-
-    def changes(self, difference: Diff, *, facts: bool) -> list[str]:
-        changes, same = _compared(difference, facts=facts)
-        rows = [(c.what, *_sides(c, difference, facts=facts), _remark(c, difference)) for c in changes]
-        rows += [(what, value, value, "the same") for what, value in same.items()]
-        return _table([("", difference.old, difference.new, ""), *rows])
-
-    def items(self, lines: Iterable[str]) -> list[str]:
-        return [f"- {_cell(line)}" for line in lines]
-
-    def releases(self, releases: Sequence[Release]) -> list[str]:
-        rows = [_row(release) for release in newest_first(releases)]
-        legend = " ".join(_cell(line) for line in _legend(rows))
-        return [*_table([_HEAD, *rows]), *(["", legend] if legend else [])]
+def _items(lines: Iterable[str], screen: Screen) -> list[str]:
+    narrow = replace(screen, width=min(screen.width or _PROSE, _PROSE))
+    return [part for line in lines for part in narrow.wrap(line, "  - ", "    ")]
 
 
-Layout = _Text | _Markdown
+def _changes(difference: Diff, screen: Screen, *, facts: bool) -> list[str]:
+    changes = difference.facts if facts else difference.components
+    same = difference.same_facts if facts else difference.same_components
 
+    def missing(pinned: bool) -> str:
+        return _unknown_fact(pinned) if facts else "not pinned" if pinned else "not published"
 
-def layout_of(*, markdown: bool, screen: Screen = PLAIN) -> Layout:
-    """Return the layout for the functions below: Markdown, or text for ``screen``."""
-    return _Markdown() if markdown else _Text(screen)
+    rows: list[tuple[str, str, str]] = []
+    for change in changes:
+        old, new = change.old or missing(difference.old_pinned), change.new or missing(difference.new_pinned)
+        remark = _remark(change, difference)
+        rows.append((_MARK[change.kind], change.what, f"{old} → {new}" + (f"  ({remark})" if remark else "")))
+    rows += [("=", what, value) for what, value in same.items()]
+    return screen.table(rows, indent="  ")
 
 
 def plain(release: Release) -> dict[str, Any]:
@@ -104,52 +63,69 @@ def plain(release: Release) -> dict[str, Any]:
     return {name: value for name, value in asdict(release).items() if name != "locked"}
 
 
-def release_list(releases: Sequence[Release], layout: Layout) -> str:
+def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
     """Return a table with one row per release, newest first."""
-    return "\n".join(layout.releases(releases))
+    rows = [_row(release) for release in newest_first(releases)]
+    legend = [part for line in _legend(rows) for part in screen.wrap(line)]
+    return "\n".join([*screen.table(rows, head=_HEAD), *legend])
 
 
-def release_page(history: History, release: Release, stack: Mapping[str, Any] | None, layout: Layout) -> str:
+def release_page(history: History, release: Release, stack: Mapping[str, Any] | None, screen: Screen = PLAIN) -> str:
     """Return everything that is known about one release. ``stack`` is what it was made from."""
-    names = component_order(list(release.components))
-    lines = [*layout.title(release.reference), *layout.facts(_facts(release)), *layout.heading("components")]
-    lines += layout.facts((name, release.components[name] or release.missing) for name in names)
-    errors = errors_about(history, release)
+    components = [
+        (name, release.components[name] or release.missing) for name in component_order([*release.components])
+    ]
     sections = {
         "other sources on this tag": [line for _, line in _by_source(contradictions(release))],
-        "known errors of published pages": [f"{e.where}: printed {e.printed}; right: {e.right}" for e in errors],
+        "known errors of published pages": [
+            f"{error.where}: printed {error.printed}; right: {error.right}" for error in errors_about(history, release)
+        ],
         "notes": release.notes,
         "made from": _stack(stack) if stack else [],
     }
-    return "\n".join(lines + _sections(sections, layout))
+    return "\n".join(
+        [
+            *_heading(release.reference, screen)[1:],
+            *screen.table(_facts(release), indent="  "),
+            *_heading("components", screen),
+            *screen.table(components, indent="  "),
+            *_sections(sections, screen),
+        ]
+    )
 
 
-def diff_page(difference: Diff, layout: Layout) -> str:
+def diff_page(difference: Diff, screen: Screen = PLAIN) -> str:
     """Return the differences."""
     sides = ((difference.old, difference.old_pinned), (difference.new, difference.new_pinned))
     title = " → ".join(name + (" (pins of versions.yaml)" if pinned else "") for name, pinned in sides)
-    lines = layout.title(title) + ([""] if isinstance(layout, _Text) else [])
-    lines += layout.changes(difference, facts=True)
-    lines += layout.heading(f"components: {_counts(difference)}")
-    lines += layout.changes(difference, facts=False)
     sections: dict[str, Sequence[str]] = {
         "on neither side": [", ".join(difference.unknown)] if difference.unknown else [],
         "training": difference.curves,
         "other sources on these tags": [f"{tag}, {line}" for tag, line in _by_source(difference.contradictions)],
         **{f"notes on {reference}": notes for reference, notes in difference.notes.items()},
     }
-    return "\n".join(lines + _sections(sections, layout))
+    return "\n".join(
+        [
+            *_heading(title, screen)[1:],
+            "",
+            *_changes(difference, screen, facts=True),
+            *_heading(f"components: {_counts(difference)}", screen),
+            *_changes(difference, screen, facts=False),
+            *_sections(sections, screen),
+        ]
+    )
 
 
-def doubts(tags: Sequence[UnconfirmedTag], layout: Layout) -> str:
+def doubts(tags: Sequence[UnconfirmedTag], screen: Screen = PLAIN) -> str:
     """Return the unconfirmed tags, one item each."""
-    items = layout.items(f"{tag.reference}: named by {tag.named_by}; {tag.status}" for tag in tags)
-    return "\n".join([*layout.heading("unconfirmed tags")[1:], *items])
+    items = (f"{tag.reference}: named by {tag.named_by}; {tag.status}" for tag in tags)
+    return "\n".join([*_heading("unconfirmed tags", screen)[1:], *_items(items, screen)])
 
 
 def page(history: History) -> str:
     """Return docs/releases.md."""
     every = newest_first(history.releases)
+    rows = [_row(release) for release in every]
     columns = [name for name in ROWS if name not in ("rocm", "pytorch")]
     lines = [
         "<!-- Generated from src/primus/release/history.yaml by `nox -s docs`; do not edit. -->",
@@ -162,7 +138,9 @@ def page(history: History) -> str:
         "",
         *history.deprecations,
         "",
-        release_list(history.releases, _Markdown()),
+        *table(_HEAD, [map(_escaped, row) for row in rows]),
+        "",
+        " ".join(map(_escaped, _legend(rows))),
         "",
         *_section(
             "Components",
@@ -207,9 +185,12 @@ def _versions(release: Release) -> str:
     return ", ".join(f"{name} {version}" for name, version in release.components.items() if version)
 
 
-def _sections(sections: Mapping[str, Sequence[str]], layout: Layout) -> list[str]:
+def _sections(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
     return [
-        line for title, items in sections.items() if items for line in (*layout.heading(title), *layout.items(items))
+        line
+        for title, items in sections.items()
+        if items
+        for line in (*_heading(title, screen), *_items(items, screen))
     ]
 
 
@@ -233,23 +214,17 @@ def _legend(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _facts(release: Release) -> list[tuple[str, str]]:
-    unknown = _unknown_fact(release.pinned)
-    facts = [
-        ("date", date_words(release) or unknown),
-        ("size", unknown if release.size_gb is None else f"{release.size_gb:g} GB unpacked"),
-        ("compressed size", bytes_words(release.content_size_bytes) or unknown),
-        ("GPUs", unknown if release.gpus is None else ", ".join(release.gpus) or "none"),
-        ("architectures", unknown if release.gfx is None else ", ".join(release.gfx) or "none"),
-        ("digest", release.digest or unknown),
-        ("image id", release.image_id or unknown),
-    ]
-    if not release.pinned:
-        facts.append(("confidence", _CONFIDENCE[release.confidence]))
+    values = release_facts(release)
+    size, confidence = values["size"], _CONFIDENCE[release.confidence]
+    values |= {"size": size and f"{size} unpacked", "confidence": confidence}
+    if release.pinned:
+        del values["confidence"]
+    rows = [(name, value or _unknown_fact(release.pinned)) for name, value in values.items()]
     if release.image_verified:
-        facts.append(("read from the image", ", ".join(release.image_verified)))
+        rows.append(("read from the image", ", ".join(release.image_verified)))
     if release.same_as:
-        facts.append(("same table as", release.same_as))
-    return facts
+        rows.append(("same table as", release.same_as))
+    return rows
 
 
 def _unknown_fact(pinned: bool) -> str:
@@ -289,34 +264,12 @@ def _counts(difference: Diff) -> str:
     return ", ".join(f"{count} {words}" for count, words in parts if count) or "none is named"
 
 
-def _compared(difference: Diff, *, facts: bool) -> tuple[Sequence[Change], Mapping[str, str]]:
-    if facts:
-        return difference.facts, difference.same_facts
-    return difference.components, difference.same_components
-
-
-def _sides(change: Change, difference: Diff, *, facts: bool) -> tuple[str, str]:
-    def missing(pinned: bool) -> str:
-        return _unknown_fact(pinned) if facts else "not pinned" if pinned else "not published"
-
-    return change.old or missing(difference.old_pinned), change.new or missing(difference.new_pinned)
-
-
 def _remark(change: Change, difference: Diff) -> str:
     if change.what == "size" and difference.size_gb_change is not None:
         return f"{difference.size_gb_change:+g} GB"
     if change.what == "GPUs":
         return ", ".join([*(f"+{gpu}" for gpu in difference.gpus_added), *(f"-{g}" for g in difference.gpus_removed)])
     return "goes back" if change.step == "back" else ""
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *body = ([_escaped(cell) for cell in row] for row in rows)
-    return table(head, body)
-
-
-def _cell(text: str) -> str:
-    return _escaped(text).replace("|", "\\|")
 
 
 def _escaped(text: str) -> str:

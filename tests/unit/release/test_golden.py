@@ -136,5 +136,4 @@ def test_diff_names_the_change_of_a_curve(tmp_path: Path) -> None:
     sentence = f"the loss of {NAME} changed at step 3, by 2.0e-02"
     assert json.loads(said("v0.1-cpu", "v0.2-cpu", "--json"))["curves"] == [sentence]
     assert sentence in " ".join(said("v0.1-cpu", "v0.2-cpu").split())
-    assert sentence in said("v0.1-cpu", "v0.2-cpu", "--markdown")
     assert "v25.10 has no golden curves" in " ".join(said("v25.10", "v0.2-cpu").split())

@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
@@ -14,7 +16,7 @@ from spdx_tools.spdx.validation.document_validator import validate_full_spdx_doc
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
 from primus.release import publish
-from primus.release.documents import listing, purl, spdx, statement
+from primus.release.documents import bill, listing, purl, statement
 from primus.release.registry import Document, artifact, listed, plain_http
 from primus.versions.lock import Lock, LockedFile, load
 
@@ -30,29 +32,35 @@ def read(path: Path) -> Lock:
     return lock
 
 
+def image(lock: Lock, **local: str) -> Any:
+    """An image with what the documents read of it. ``local`` are components and their paths."""
+    resolved = SimpleNamespace(
+        lock=lock, ref="v26.11-x", name="x", roots=[BASES[lock.channel]], versions=SimpleNamespace(release="v26.11"),
+        choice=SimpleNamespace(channel=lock.channel),
+        pins={name: SimpleNamespace(path=path) for name, path in local.items()},
+    )  # fmt: skip
+    layers = [SimpleNamespace(name="python", key="k1")]
+    plan = SimpleNamespace(resolved=resolved, config={"created": "2026-11-20T00:00:00Z"}, layers=layers)
+    return SimpleNamespace(plan=plan, digest=DIGEST)
+
+
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
 def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
     lock = read(path)
-    bill = spdx(
-        lock,
-        ref="v26.11-x",
-        digest=DIGEST,
-        roots=[BASES[lock.channel]],
-        local={"recipes": "c" * 40},
-        created="2026-11-20T00:00:00Z",
-    )
-    document = JsonLikeDictParser().parse(json.loads(json.dumps(bill)))
-    assert [m.validation_message for m in validate_full_spdx_document(document)] == []
-    assert len(bill["packages"]) == len(lock.files) + 2
-    assert len({package["SPDXID"] for package in bill["packages"]}) == len(bill["packages"])
+    document = bill(image(lock, recipes="recipes"), "c" * 40, ["README.md"])
+    parsed = JsonLikeDictParser().parse(json.loads(json.dumps(document)))
+    assert [m.validation_message for m in validate_full_spdx_document(parsed)] == []
+    assert len(document["packages"]) == len(lock.files) + 2
+    assert len({package["SPDXID"] for package in document["packages"]}) == len(document["packages"])
+    assert document["packages"][-1]["versionInfo"] == "c" * 40 + "+edited"
 
 
 def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     lock = read(ROOT / "images/locks/pypi/h200.json")
-    bill = spdx(lock, ref="v26.11-h200", digest=DIGEST, roots=["bookworm"], local={}, created="2026-11-20T00:00:00Z")
-    names = {package["SPDXID"]: package for package in bill["packages"]}
+    document = bill(image(lock), None, ())
+    names = {package["SPDXID"]: package for package in document["packages"]}
     kinds: dict[str, set[str]] = {}
-    for relation in bill["relationships"]:
+    for relation in document["relationships"]:
         tool = relation["relationshipType"] == "BUILD_TOOL_OF"
         package = names[relation["spdxElementId" if tool else "relatedSpdxElement"]]
         kinds.setdefault(relation["relationshipType"], set()).add(package["packageFileName"])
@@ -61,7 +69,7 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     }
     assert kinds["GENERATED_FROM"] == {"transformer_engine_torch-2.20.2.tar.gz"}
     assert any(name.startswith("g++") for name in kinds["BUILD_TOOL_OF"])
-    lines = listing(bill).splitlines()
+    lines = listing(document).splitlines()
     assert len(lines) == len(lock.files)
     assert [line.split()[1:] for line in lines if line.startswith("transformer-engine-torch ")] == [
         ["2.20.2", "built", "from"]
@@ -85,22 +93,13 @@ def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -
 
 def test_provenance_names_the_commit_every_file_and_every_key() -> None:
     lock = read(ROOT / "images/locks/pypi/cpu.json")
-    made = statement(
-        lock,
-        ref="v26.11-cpu",
-        digest=DIGEST,
-        release="v26.11",
-        target="cpu",
-        channel="pypi",
-        commit="c" * 40,
-        layers={"python": "k1"},
-    )
-    assert made["subject"] == [{"name": "v26.11-cpu", "digest": {"sha256": "a" * 64}}]
-    definition = made["predicate"]["buildDefinition"]
+    provenance = statement(image(lock), "c" * 40)
+    assert provenance["subject"] == [{"name": "v26.11-x", "digest": {"sha256": "a" * 64}}]
+    definition = provenance["predicate"]["buildDefinition"]
     assert definition["internalParameters"] == {"layers": {"python": "k1"}}
     source, *files = definition["resolvedDependencies"]
     assert source["digest"] == {"gitCommit": "c" * 40}
-    assert [one["digest"]["sha256"] for one in files] == [file.sha256 for file in lock.files]
+    assert [entry["digest"]["sha256"] for entry in files] == [file.sha256 for file in lock.files]
 
 
 def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:

@@ -253,11 +253,10 @@ def test_a_name_of_several_tags_shows_each_and_the_doubtful(nowhere: Path, capsy
     out = capsys.readouterr().out
     assert len(re.findall(r"^rocm/(?:primus|megatron-lm):v25\.9_gfx9(?:42|50)$", out, re.MULTILINE)) == 4
     assert "unconfirmed tags\n  - rocm/primus:v25.9: named by docker run line" in out
-    assert main(["releases", "v25.9", "--image", "primus", "--markdown"]) == 0
+    assert main(["releases", "v25.9", "--image", "primus"]) == 0
     out = capsys.readouterr().out
-    assert "## rocm/megatron" not in out
-    assert "### Unconfirmed tags\n\n- rocm/primus:v25.9:" in out
-    assert "only \\_gfx942 and \\_gfx950 exist" in out
+    assert "rocm/megatron" not in out.partition("unconfirmed tags")[0]
+    assert "only _gfx942 and _gfx950 exist" in " ".join(out.split())
 
 
 def test_a_name_that_the_image_lacks(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,12 +281,6 @@ def test_json_reads_back_as_the_same_release(nowhere: Path, capsys: pytest.Captu
     assert stack["release"] == "v26.8"
 
 
-def test_formats_exclude_each_other(nowhere: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["releases", "--json", "--markdown"])
-    assert caught.value.code == 2
-
-
 def test_page_holds_every_tag_error_and_contradiction() -> None:
     page = show.page(HISTORY)
     rows = [line for line in page.splitlines() if line.startswith("|")]
@@ -304,10 +297,3 @@ def test_page_holds_every_tag_error_and_contradiction() -> None:
     for before, line in pairwise(page.splitlines()):
         if before.startswith("|") and line.startswith("|"):
             assert len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"(?<!\\)\|", before)), line
-
-
-def test_markdown_cells_keep_the_table_whole(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    odd = Release(image="rocm/a", tag="v1.0_x", components={"a|b": "1|2", "c*": "<d>"})
-    text = show.release_page(HISTORY, odd, None, show.layout_of(markdown=True))
-    assert "| a\\|b | 1\\|2 |" in text
-    assert "| c\\* | &lt;d> |" in text

@@ -172,11 +172,9 @@ def print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, full
 
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:
-    """Declare --project and the formats --json and --markdown, which exclude each other."""
+    """Declare --project and --json."""
     add_project(parser)
-    formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    formats.add_argument("--markdown", action="store_true", help="print Markdown instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def complete_release(prefix: str, **_: object) -> list[str]:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(difference), ensure_ascii=False))
     else:
-        print(show.diff_page(difference, show.layout_of(markdown=args.markdown, screen=Screen.of())))
+        print(show.diff_page(difference, Screen.of()))
     return 0
 
 

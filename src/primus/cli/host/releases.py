@@ -60,13 +60,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document, ensure_ascii=False))
         return 0
     screen = Screen.of()
-    layout = show.layout_of(markdown=args.markdown, screen=screen)
     if args.name is not None:
-        parts = [show.release_page(history, release, stacks[release.reference], layout) for release in releases]
-        print("\n\n".join([*parts, *([show.doubts(doubtful, layout)] if doubtful else [])]))
+        parts = [show.release_page(history, release, stacks[release.reference], screen) for release in releases]
+        print("\n\n".join([*parts, *([show.doubts(doubtful, screen)] if doubtful else [])]))
         return 0
-    print(show.release_list(releases, layout))
-    if args.image is None and not args.markdown:
+    print(show.release_list(releases, screen))
+    if args.image is None:
         images = sorted({release.image for release in history.related_images})
         related = "Related images: " + ", ".join(f"primus releases --image {image}" for image in images)
         print("\n".join(screen.wrap(related)))

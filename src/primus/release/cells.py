@@ -39,12 +39,7 @@ class Cell:
 
 
 def cells_of(
-    recipes: Iterable[str],
-    *,
-    every: bool,
-    gpu: str = CPU,
-    precisions: Sequence[str] = (),
-    among: Path | None = None,
+    recipes: Iterable[str], *, every: bool, gpu: str = CPU, precisions: Sequence[str] = (), among: Path | None = None
 ) -> tuple[Cell, ...]:
     """Return the cells of ``recipes``, which train their proxies on ``gpu`` (a generation or ``cpu``).
 

@@ -136,10 +136,7 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str
         "SPDXID": "SPDXRef-DOCUMENT",
         "name": resolved.ref,
         "documentNamespace": f"https://spdx.org/spdxdocs/primus-{resolved.ref}-{checksum}",
-        "creationInfo": {
-            "created": str(image.plan.config["created"]),
-            "creators": [f"Tool: primus-images-{__version__}"],
-        },
+        "creationInfo": {"created": image.plan.config["created"], "creators": [f"Tool: primus-images-{__version__}"]},
         "documentDescribes": [_IMAGE],
         "packages": packages,
         "relationships": relations,

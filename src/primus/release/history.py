@@ -235,7 +235,7 @@ def pins(versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, g
     name = versions.release if name == PINS else name
     target = name.removeprefix(versions.release).removeprefix("-")
     shown = [targets[target]] if target else [*targets.values()]
-    pythons = _by_value((versions.bases[t.choice.base].python, t.name) for t in shown if t.choice.base is not None)
+    pythons = [(versions.bases[t.choice.base].python, t.name) for t in shown if t.choice.base is not None]
     components: dict[str, str | None] = {"python": _joined(pythons)} if pythons else {}
     if target:
         for component, pin in {**targets[target].pins, **targets[target].inside}.items():
@@ -256,7 +256,7 @@ def pins(versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, g
         gfx=tuple(dict.fromkeys(gpu_arch[gpu] for gpu in gpus if gpu in gpu_arch)),
         components=components,
         locked={
-            **{package: _joined(_by_value(uses)) for package, uses in locked.items()},
+            **{package: _joined(uses) for package, uses in locked.items()},
             # The published tables call ROCm's wheels ``rocm_sdk``.
             **({"rocm_sdk": core} if (core := components.get("rocm_sdk_core")) else {}),
         },
@@ -276,22 +276,17 @@ def _version(pin: Pin) -> str:
 def _versions(pins: Sequence[Pin]) -> str:
     several = len({pin.channel for pin in pins}) > 1
     return _joined(
-        _by_value(
-            (_version(pin), target)
-            for pin in pins
-            for target in pin.targets or (f"channel {pin.channel}" if several else "every other target",)
-        )
+        (_version(pin), target)
+        for pin in pins
+        for target in pin.targets or (f"channel {pin.channel}" if several else "every other target",)
     )
 
 
-def _by_value(uses: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    users: dict[str, list[str]] = {}
+def _joined(uses: Iterable[tuple[str, str]]) -> str:
+    """Return the only value of (value, user) pairs, or all values with their users in parentheses."""
+    users: dict[str, dict[str, None]] = {}
     for value, user in uses:
-        users.setdefault(value, []).append(user)
-    return users
-
-
-def _joined(users: Mapping[str, Sequence[str]]) -> str:
+        users.setdefault(value, {})[user] = None
     if len(users) == 1:
         return next(iter(users))
-    return ", ".join(f"{value} ({', '.join(dict.fromkeys(names))})" for value, names in users.items())
+    return ", ".join(f"{value} ({', '.join(names)})" for value, names in users.items())

@@ -130,11 +130,9 @@ def validate(
 
 
 def _each(
-    validate_cell: Callable[[int, Sequence[Job]], Validated],
-    planned: Sequence[Sequence[Job]],
-    together: int,
+    validate_cell: Callable[[int, Sequence[Job]], Validated], planned: Sequence[Sequence[Job]], together: int,
     stopped: Event,
-) -> list[Validated]:
+) -> list[Validated]:  # fmt: skip
     numbers = range(1, len(planned) + 1)
     if together == 1:
         return [validate_cell(number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
@@ -160,14 +158,7 @@ def _enough(recipe: Recipe, hardware: Hardware) -> None:
 
 
 def _runner(
-    runner: Engine,
-    root: RootFs,
-    folder: Path,
-    devices: Devices,
-    stopped: Event,
-    *,
-    quiet: bool,
-    alone: bool,
+    runner: Engine, root: RootFs, folder: Path, devices: Devices, stopped: Event, *, quiet: bool, alone: bool
 ) -> Callable[[Job], JobResult]:
     """Return a function that runs each job in its own container, with ``folder`` as ``/out``.
 
@@ -236,29 +227,29 @@ def _passed_before(
 
 
 def _evidence(
-    resolved: ResolvedTarget,
-    jobs: Sequence[Job],
-    outcomes: Mapping[str, Outcome],
-    gates: Checked,
-    image: Mapping[str, Any],
-    engine: str,
-    hardware: Hardware,
-) -> dict[str, Any]:
-    on_gpu = [ran_on(hardware.gpu, outcomes)] if hardware.gpu != NO_GPU else []
+    resolved: ResolvedTarget, jobs: Sequence[Job], outcomes: Mapping[str, Outcome], gates: Checked,
+    image: Mapping[str, Any], engine: str, hardware: Hardware,
+) -> dict[str, Any]:  # fmt: skip
+    verdicts = [*suite.judge(jobs, outcomes)]
+    not_run = []
+    if hardware.gpu != NO_GPU:
+        verdicts.append(ran_on(hardware.gpu, outcomes))
+    elif resolved.arch:
+        why = f" ({hardware.why})" if hardware.why else ""
+        not_run.append(
+            f"the GPU part ({resolved.arch}): the jobs ran on the CPU{why}, which does not count as a pass for the GPU"
+        )
+    if unjudged := proof.unjudged(suite.recipe_of(jobs)):
+        not_run.append(f"the comparison with the reference: {unjudged}")
     return suite.record(
         jobs,
         outcomes,
-        [*suite.judge(jobs, outcomes), *on_gpu, *map(_gate_verdict, gates.reports)],
+        [*verdicts, *map(_gate_verdict, gates.reports)],
         target=resolved.name,
         image=image,
         gpu=hardware.gpu,
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        extra={
-            "engine": engine,
-            "machine": hardware.as_json(),
-            "gates": gates.as_json(),
-            "not_run": _not_run(resolved.arch, hardware, jobs),
-        },
+        extra={"engine": engine, "machine": hardware.as_json(), "gates": gates.as_json(), "not_run": not_run},
     )
 
 
@@ -276,18 +267,6 @@ def _gate_verdict(report: GateReport) -> Verdict:
     errors = [f for f in report.findings if f.severity == "error"]
     more = f"; {errors[0].path}: {errors[0].message}" if errors else ""
     return Verdict(name=f"{_GATE}{report.gate}", passed=report.passed, reason=report.summary + more)
-
-
-def _not_run(arch: str | None, hardware: Hardware, jobs: Sequence[Job]) -> list[str]:
-    sentences = []
-    if arch and hardware.gpu == NO_GPU:
-        why = f" ({hardware.why})" if hardware.why else ""
-        sentences.append(
-            f"the GPU part ({arch}): the jobs ran on the CPU{why}, which does not count as a pass for the GPU"
-        )
-    if why_not := proof.unjudged(suite.recipe_of(jobs)):
-        sentences.append(f"the comparison with the reference: {why_not}")
-    return sentences
 
 
 def _say(text: str) -> None:

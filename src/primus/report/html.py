@@ -74,10 +74,7 @@ def page(record: Mapping[str, Any]) -> str:
             f"<h1>{escape(title)}</h1>",
             f'<p class="sub">{escape(str(recipe.get("description", "")))}</p>',
             _outcome(record),
-            *(
-                f'<div class="outcome note"><strong>Not run:</strong> {escape(t)}</div>'
-                for t in record.get("not_run", ())
-            ),
+            *(_box("note", f"<strong>Not run:</strong> {escape(text)}") for text in record.get("not_run", ())),
             _figures(record),
             f'<h2>Curves</h2>{CONTROLS}<div class="charts">{_charts(record["jobs"])}</div>',
             f"<h2>Checks</h2>{_verdicts(record['verdicts'])}",
@@ -144,7 +141,7 @@ def figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         ("Joules per step and GPU", lambda run: _shown(run, "joules_per_step", ",.0f")),
         ("First loss", lambda run: _shown(run, "first_loss", ".4f")),
         ("Last loss", lambda run: _shown(run, "last_loss", ".4f")),
-        ("Steps, of them warm-up", lambda run: f"{run.summary.steps}, {_warm(run)}"),
+        ("Steps, of them warm-up", lambda run: f"{run.summary.steps}, {_shown(run, 'warmup_steps', '.0f')}"),
         ("Whole job", lambda run: f"{run.seconds:.0f} s"),
     ]
     cells = [(name, *(of(run) for run in runs)) for name, of in rows]
@@ -154,10 +151,6 @@ def figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 def _shown(run: Run, name: str, form: str, unit: str = "") -> str:
     value = run.figure(name)
     return _NONE if value is None else format(value, form).replace("%", " %") + unit
-
-
-def _warm(run: Run) -> str:
-    return _shown(run, "warmup_steps", ".0f")
 
 
 def _against(run: Run, first: Run) -> str:
@@ -176,13 +169,19 @@ def _mfu(run: Run) -> str:
 
 
 def _run_outcome(run: Run) -> str:
-    failed = [verdict for verdict in run.verdicts if not verdict.passed]
     if run.passed:
-        return (
-            f'<div class="outcome pass"><strong>✓ {escape(run.label)}</strong> passed {len(run.verdicts)} checks.</div>'
-        )
-    items = "".join(f"<li>{escape(verdict.name)}: {escape(verdict.reason)}</li>" for verdict in failed)
-    return f'<div class="outcome fail"><strong>✗ {escape(run.label)}</strong> failed.<ul>{items}</ul></div>'
+        return _box("pass", f"<strong>✓ {escape(run.label)}</strong> passed {len(run.verdicts)} checks.")
+    failed = [asdict(verdict) for verdict in run.verdicts if not verdict.passed]
+    return _box("fail", f"<strong>✗ {escape(run.label)}</strong> failed.", failed)
+
+
+def _box(kind: str, text: str, failed: Sequence[Mapping[str, Any]] = ()) -> str:
+    items = "".join(f"<li>{escape(verdict['name'])}: {escape(verdict['reason'])}</li>" for verdict in failed)
+    return f'<div class="outcome {kind}">{text}{f"<ul>{items}</ul>" if items else ""}</div>'
+
+
+def _wide(rows: str) -> str:
+    return f'<div class="wide"><table>{rows}</table></div>'
 
 
 def _run_table(runs: Sequence[Run]) -> str:
@@ -191,14 +190,11 @@ def _run_table(runs: Sequence[Run]) -> str:
         f'<tr><td class="name">{escape(name)}</td>' + "".join(f"<td>{escape(value)}</td>" for value in values) + "</tr>"
         for name, *values in figures(runs)
     )
-    return f'<div class="wide"><table><tr><th></th>{head}</tr>{rows}</table></div>'
+    return _wide(f"<tr><th></th>{head}</tr>{rows}")
 
 
 def _run_chart(title: str, y_title: str, runs: Sequence[Run], key: str) -> str:
-    lines = [
-        Line(label=run.label, colour=number, points=[(step["step"], step[key]) for step in run.series])
-        for number, run in enumerate(runs)
-    ]
+    lines = [_line(run.label, colour, run.series, key) for colour, run in enumerate(runs)]
     return chart(title, "step", y_title, lines)
 
 
@@ -207,12 +203,10 @@ def _outcome(record: Mapping[str, Any]) -> str:
     failed = [verdict for verdict in verdicts if not verdict["passed"] and not verdict.get("skipped")]
     skipped = sum(bool(verdict.get("skipped")) for verdict in verdicts)
     if record["passed"]:
-        return f'<div class="outcome pass"><strong>✓ Passed.</strong> All {len(verdicts)} checks hold.</div>'
-    items = "".join(f"<li>{escape(item['name'])}: {escape(item['reason'])}</li>" for item in failed)
-    return (
-        f'<div class="outcome fail"><strong>✗ Failed.</strong> {len(failed)} of {len(verdicts)} checks '
-        f"do not hold{f', {skipped} were skipped' if skipped else ''}.<ul>{items}</ul></div>"
-    )
+        return _box("pass", f"<strong>✓ Passed.</strong> All {len(verdicts)} checks hold.")
+    more = f", {skipped} were skipped" if skipped else ""
+    text = f"<strong>✗ Failed.</strong> {len(failed)} of {len(verdicts)} checks do not hold{more}."
+    return _box("fail", text, failed)
 
 
 def _figures(record: Mapping[str, Any]) -> str:
@@ -246,23 +240,20 @@ _COLOURS = {"base": 0, "repeat": 1, "resume": 2}
 def _charts(jobs: Sequence[Mapping[str, Any]]) -> str:
     drawn = [job for job in jobs if job["name"] in _COLOURS and job.get("series")]
 
-    def lines(key: str, names: Sequence[str]) -> list[Line]:
-        return [
-            Line(
-                label=job["name"],
-                colour=_COLOURS[job["name"]],
-                points=[(step["step"], step[key]) for step in job["series"]],
-            )
-            for job in drawn
-            if job["name"] in names
-        ]
+    base = [job for job in drawn if job["name"] == "base"]
 
-    everyone = list(_COLOURS)
+    def lines(key: str, jobs: Sequence[Mapping[str, Any]]) -> list[Line]:
+        return [_line(job["name"], _COLOURS[job["name"]], job["series"], key) for job in jobs]
+
     return (
-        chart("Loss", "step", "cross entropy, nats", lines("loss", everyone))
-        + chart("Gradient norm", "step", "norm before clipping", lines("grad_norm", everyone))
-        + chart("Throughput", "step", "tokens/s per rank", lines("tokens_per_second", ["base"]))
+        chart("Loss", "step", "cross entropy, nats", lines("loss", drawn))
+        + chart("Gradient norm", "step", "norm before clipping", lines("grad_norm", drawn))
+        + chart("Throughput", "step", "tokens/s per rank", lines("tokens_per_second", base))
     )
+
+
+def _line(label: str, colour: int, series: Sequence[Mapping[str, Any]], key: str) -> Line:
+    return Line(label=label, colour=colour, points=[(step["step"], step[key]) for step in series])
 
 
 def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
@@ -271,7 +262,7 @@ def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
     rows = "".join(_row(verdict) for verdict in [*overall, *(item for item in single if not item["passed"])])
     head = "<tr><th></th><th>Check</th><th>Measured</th><th>Limit</th><th>Reason</th></tr>"
     cells = {(job, check): verdict for verdict in single for job, check in [verdict["name"].split(": ", 1)]}
-    return f'<div class="wide"><table>{head}{rows}</table></div>' + grid(cells, "Check of each job")
+    return _wide(head + rows) + grid(cells, "Check of each job")
 
 
 def _mark(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -307,7 +298,7 @@ def grid(cells: Mapping[tuple[str, str], Mapping[str, Any]], title: str) -> str:
             row.append(f'<td title="{escape(verdict["reason"])}">{shown}</td>')
         rows.append(f"<tr>{''.join(row)}</tr>")
     head = "".join(f"<th>{escape(job)}</th>" for job in jobs)
-    return f'<div class="wide"><table><tr><th>{escape(title)}</th>{head}</tr>{"".join(rows)}</table></div>'
+    return _wide(f"<tr><th>{escape(title)}</th>{head}</tr>{''.join(rows)}")
 
 
 def _what(record: Mapping[str, Any]) -> str:
@@ -332,7 +323,7 @@ def _what(record: Mapping[str, Any]) -> str:
         f'<tr><td class="name">{escape(name)}</td><td><code>{escape(str(value))}</code></td></tr>'
         for name, value in shown.items()
     )
-    return f'<div class="wide"><table>{rows}</table></div>'
+    return _wide(rows)
 
 
 def _counted(counts: Mapping[str, int]) -> str:

@@ -6,12 +6,11 @@ A file is identified by its sha256 alone, so a mirror, a local folder and the or
 from __future__ import annotations
 
 import errno
-import hashlib
 import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +25,11 @@ from primus.programs import with_packages
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.debs import download_debs
-from primus.versions.indexes import ABSENT, Indexes, local_path
+from primus.versions.indexes import ABSENT, Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
-from primus.versions.traffic import bare_url, listening, short
+from primus.versions.traffic import bare_url, cause, listening
 from primus.versions.wheels import locate
 
 # Smaller files only advance the total: a line each for a hundred small debs would hide what matters.
@@ -118,13 +117,8 @@ def fetch(
     began, size = time.monotonic(), sum(f.size for f in missing)
     with _spill_folder(cache.root) as spill, listening(progress.say):
         progress.start("fetch", "fetch", size)
-        work = _Fetch(cache, progress, spill, sources or Sources())
-        work.run(work.jobs(missing, suites, pythons))
+        _Fetch(cache, progress, spill, sources or Sources()).run(missing, suites, pythons)
     progress.finish("fetch", f"{counted(len(missing), 'file')}, {_speed(size, began)}")
-
-
-# A job may return more jobs.
-_Job = Callable[[], "Iterable[_Job] | None"]
 
 
 class _Fetch:
@@ -136,64 +130,17 @@ class _Fetch:
         self._gone: list[LockedFile] = []
         self._failures: list[BaseException] = []
 
-    def jobs(
-        self, files: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], pythons: Collection[str]
-    ) -> Iterator[_Job]:
-        """Yield a job per source. That of a Python index yields one per file."""
-        groups: dict[tuple[str, str], list[LockedFile]] = {}
-        for file in files:
-            kind: str = "wheel" if file.kind == "sdist" else file.kind
-            source = file.base or ""
-            if kind in ("layer", "git") or file.index:
-                source = self._sources.of(file)
-            elif kind == "wheel":
-                source = ""
-            groups.setdefault((kind, source), []).append(file)
-        for (kind, source), group in groups.items():
-            if kind == "wheel":
-                yield partial(self._python, group, source, pythons)
-            elif kind == "deb":
-                yield partial(self._debs, group, suites[source])
-            elif kind == "layer":
-                yield partial(self._layers, group, source)
-            else:
-                yield from (partial(self._commit, file, source) for file in group)
-
-    def run(self, jobs: Iterable[_Job]) -> None:
-        """Run all jobs. Raises the first failure, or GoneError."""
-        todo: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        pending = [0]
-        guard = threading.Lock()
-
-        def put(more: Iterable[_Job]) -> None:
-            for job in more:
-                with guard:
-                    pending[0] += 1
-                todo.put(job)
-
-        def worker() -> None:
-            while not self._stop.is_set():
-                try:
-                    job = todo.get(timeout=0.05)
-                except queue.Empty:
-                    continue
-                try:
-                    put(job() or ())
-                except _Stopped:
-                    return
-                except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
-                    self._failures.append(error)
-                    self._stop.set()
-                with guard:
-                    pending[0] -= 1
-
-        put(jobs)
-        threads = [threading.Thread(target=worker, daemon=True) for _ in range(_JOBS)]
+    def run(self, files: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], pythons: Collection[str]) -> None:
+        """Fetch all files. Raises the first failure, or GoneError."""
+        jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for job in self._jobs(files, suites, pythons):
+            jobs.put(job)
+        threads = [threading.Thread(target=self._work, args=[jobs], daemon=True) for _ in range(_JOBS)]
         for thread in threads:
             thread.start()
         try:
             # Do not use join(): Python 3.11 considers a thread finished if its join is interrupted.
-            while pending[0] and not self._failures:
+            while any(thread.is_alive() for thread in threads) and not self._failures:
                 time.sleep(0.02)
         finally:
             # On a failure or Ctrl-C, the other threads get a moment to leave their parts in order.
@@ -206,15 +153,46 @@ class _Fetch:
         if self._gone:
             raise GoneError(sorted(self._gone, key=lambda f: f.name))
 
-    def _python(self, files: Sequence[LockedFile], index: str, pythons: Collection[str]) -> Iterable[_Job]:
-        """Find the files on the indexes. Return a job for each, largest first: the last one alone would prolong it."""
+    def _work(self, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+        while not self._stop.is_set():
+            try:
+                jobs.get_nowait()()
+            except (queue.Empty, _Stopped):
+                return
+            except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
+                self._failures.append(error)
+                return
+
+    def _jobs(
+        self, files: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], pythons: Collection[str]
+    ) -> Iterator[Callable[[], None]]:
+        """Yield a job per archive, image and commit, and one per file of a Python index."""
+        groups: dict[tuple[str, str], list[LockedFile]] = {}
+        for file in files:
+            if file.kind == "deb":
+                source = file.base or ""
+            else:
+                source = self._sources.of(file) if file.index or file.kind in ("layer", "git") else ""
+            groups.setdefault(("wheel" if file.kind == "sdist" else file.kind, source), []).append(file)
+        for (kind, source), group in groups.items():
+            if kind == "deb":
+                yield partial(self._debs, group, suites[source])
+            elif kind == "layer":
+                yield partial(self._layers, group, source)
+            elif kind == "git":
+                yield from (partial(self._commit, file, source) for file in group)
+            else:
+                yield from self._python(group, source, pythons)
+
+    def _python(
+        self, files: Sequence[LockedFile], index: str, pythons: Collection[str]
+    ) -> Iterator[Callable[[], None]]:
+        """Find the files on the indexes. Yield a job for each, largest first: the last one alone would prolong it."""
         indexes = Indexes.of_host()
         if index:
             indexes = indexes.only(index)
-            indexes.require_access(files[0].name, files[0].index)
-        offers: dict[str, list[tuple[str, str | None]]] = {file.file: _in_folders(file, indexes) for file in files}
-        remote = [file for file in files if not offers[file.file]]
-        for candidate in locate(remote, indexes, pythons) if remote else ():
+        offers: dict[str, list[tuple[str, str | None]]] = {file.file: [] for file in files}
+        for candidate in locate(files, indexes, pythons, self._sources.indexes):
             offers[candidate.file].append((candidate.url, candidate.sha256))
         for file in sorted(files, key=lambda f: -f.size):
             yield partial(self._download, file, offers[file.file], indexes)
@@ -273,11 +251,11 @@ class _Fetch:
         self, part: Part, file: LockedFile, url: str, indexes: Indexes, report: Callable[[int], None]
     ) -> bool:
         """Append until the source ends. Interruptions are retried as long as bytes keep arriving."""
-        session, faults = indexes.session(), 0
+        faults = 0
         while part.size < file.size or not file.size:
             size = part.size
             try:
-                for offset, block in indexes.read(session, url, file.label, part.size):
+                for offset, block in indexes.read(url, file.label, part.size):
                     if self._stop.is_set():
                         raise _Stopped
                     if offset < part.size:
@@ -293,7 +271,7 @@ class _Fetch:
                 status = getattr(getattr(error, "response", None), "status_code", None)
                 if status in ABSENT:
                     return False
-                reason = short(error)
+                reason = cause(error)
                 if status == 416:
                     part.restart()
                 elif status is not None:
@@ -359,17 +337,6 @@ class _Fetch:
             ended.set()
             thread.join()
         self._progress.advance("fetch", total - done)
-
-
-def _in_folders(file: LockedFile, indexes: Indexes) -> list[tuple[str, str | None]]:
-    """Return the file's place if a find-links folder has it with the right bytes."""
-    for folder in filter(None, map(local_path, indexes.find_links)):
-        path = folder / file.file
-        if path.is_file() and path.stat().st_size == file.size:
-            with path.open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256:
-                    return [(path.resolve().as_uri(), file.sha256)]
-    return []
 
 
 @contextmanager

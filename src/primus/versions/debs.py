@@ -11,12 +11,9 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -25,15 +22,13 @@ from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.lock import BaseRequest, LockedFile
 from primus.versions.suites import GLIBC, ROLLING, UBUNTU, name_of, preferences, suites_of, upstream
-from primus.versions.traffic import bare_url, cause, requesting
+from primus.versions.traffic import bare_url, requesting
 
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 # Ubuntu's apt has no Debian mirror configured, but its package debootstrap contains one.
 _DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
-
-_AT_ONCE_S = 3.0
 
 Stanza = Mapping[str, str]
 
@@ -93,34 +88,17 @@ class Archive:
 
     def update(self) -> None:
         """Fetch the indexes. Raises HostError if a source does not answer or is not trusted."""
-        with requesting("apt", " ".join(self.mirrors), f"the {self.maker.title()} archive", "update") as request:
-            command = ("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
-            began = time.monotonic()
-            done = self.run(*command)
-            # A failure at once may pass. One after silence has had its time.
-            if done.returncode != 0 and time.monotonic() - began < _AT_ONCE_S:
-                done = self.run(*command)
+        with requesting("apt", " ".join(self.mirrors), f"the {self.maker.title()} archive", "update"):
+            done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
             if done.returncode == 0:
-                request.answer(None)
                 return
             text = done.stdout + done.stderr
-            request.verdict = f"failed: {reason(text)}"
-        failed = [uri for uri in self.mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)] or self.mirrors
-        raise HostError(
-            f"the {self.maker.title()} archive at {failed[0]} does not answer: {reason(text)}",
-            hint=f"check apt-get update on this host, or set PRIMUS_{self.maker.upper()}_MIRROR to a mirror it reaches",
-        )
-
-    def expired(self, now: datetime) -> tuple[tuple[str, str], ...]:
-        """Return suite and last valid day of each index that was used after that day."""
-        expired = []
-        for file in sorted((self.folder / "state/lists").glob("*Release")):
-            text = file.read_text(encoding="utf-8", errors="replace")
-            fields = dict(re.findall(r"^(Suite|Codename|Valid-Until): (.+)$", text, re.M))
-            suite = next((v for v in fields.values() if v in ROLLING), None)
-            if suite and "Valid-Until" in fields and (until := parsedate_to_datetime(fields["Valid-Until"])) < now:
-                expired.append((suite, f"{until.day} {until:%B %Y}"))
-        return tuple(expired)
+            failed = [uri for uri in self.mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)]
+            variable = f"PRIMUS_{self.maker.upper()}_MIRROR"
+            raise HostError(
+                f"the {self.maker.title()} archive at {(failed or self.mirrors)[0]} does not answer: {reason(text)}",
+                hint=f"check apt-get update on this host, or set {variable} to a mirror it reaches",
+            )
 
 
 @contextmanager
@@ -284,12 +262,10 @@ def _host_stanzas() -> tuple[Stanza, ...]:
 
 
 def reason(text: str) -> str:
-    """Return the first cause in apt's output, without its URL, which may contain credentials."""
-    if status := re.search(r" (5\d\d) +[A-Z]", text):
-        return f"HTTP status {status[1]}"
-    if words := cause("apt", text):
-        return words
-    errors = [re.sub(r"\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line.startswith("E: ")]
+    """Return the first error in apt's output, without its URL, which may contain credentials."""
+    errors = [
+        re.sub(r"(Failed to fetch )?\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line[:3] == "E: "
+    ]
     return errors[0].strip() if errors else "no reason given"
 
 
@@ -306,8 +282,6 @@ def resolve_debs(
     suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
     progress.start(key, f"resolve {' and '.join(suites)}", unit="files")
     with open_archive(suites, architecture, preferences(base.suite, base.packages), status) as archive:
-        for suite, day in archive.expired(datetime.now(UTC)):
-            progress.say(f"! the index of Debian {suite} was valid until {day}; using it anyway")
         # usrmerge converts a running system and depends on all of perl. A root file system that is merged from the
         # start fulfills the same dependency with a marker package, which mmdebstrap's hook for it installs.
         essential = ["?essential", *(() if "usrmerge" in names else ("usr-is-merged",))]
@@ -360,38 +334,28 @@ def download_debs(
 
 
 def _download(archive: Archive, *command: str, folder: Path) -> None:
-    with requesting("apt", " ".join(archive.mirrors), "packages", "download") as request:
+    with requesting("apt", " ".join(archive.mirrors), "packages", "download"):
         done = archive.run(*command, cwd=folder)
-        text = done.stdout + done.stderr
-        request.verdict = "answered" if done.returncode == 0 else f"failed: {reason(text)}"
-    # Whether a file that is not there any more matters is the caller's to judge.
-    faults = [
-        line for line in re.findall(r"^E: Failed to fetch .*", text, re.M) if not re.search(r" 40[34] |not found", line)
-    ]
-    if done.returncode != 0 and faults:
-        mirrors = " and ".join(archive.mirrors)
-        raise HostError(
-            f"the archive at {mirrors} does not send its packages: {reason(faults[0])}",
-            hint="check the network, and run it again",
-        )
+        # Whether a file that is not there any more matters is the caller's to judge.
+        faults = [
+            line
+            for line in re.findall(r"^E: Failed to fetch .*", done.stdout + done.stderr, re.M)
+            if not re.search(r" 40[34] |not found", line)
+        ]
+        if done.returncode != 0 and faults:
+            raise HostError(
+                f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {reason(faults[0])}",
+                hint="check the network, and run it again",
+            )
 
 
 def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -> None:
     """Raise InputError if the suite's Python differs from the base's stated version."""
-    minor = ".".join(base.python.split(".")[:2])
-    version = chosen.get(f"python{minor}-minimal")
-    if version is None:
-        others = [upstream(v) for p, v in chosen.items() if re.fullmatch(r"python3\.[0-9]+-minimal", p)]
-        if others:
-            raise InputError(
-                f"base {base_name} states Python {base.python}, but its packages provide {' and '.join(others)}",
-                hint=f"write python: {others[0]} in versions.yaml",
-            )
-        return
-    if upstream(version) != base.python:
+    provided = [upstream(v) for name, v in chosen.items() if re.fullmatch(r"python3\.[0-9]+-minimal", name)]
+    if provided and base.python not in provided:
         raise InputError(
-            f"base {base_name} states Python {base.python}, but {titled(base.suite)} has {upstream(version)}",
-            hint=f"write python: {upstream(version)} in versions.yaml",
+            f"base {base_name} states Python {base.python}, but {titled(base.suite)} has {' and '.join(provided)}",
+            hint=f"write python: {provided[0]} in versions.yaml",
         )
 
 

@@ -23,11 +23,13 @@ from urllib3.util import Retry
 from uv import find_uv_bin
 
 from primus.errors import HostError
-from primus.versions.traffic import PATIENCE, bare_url, requesting, short
+from primus.versions.traffic import bare_url, cause, requesting
 
 # "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
 ABSENT = (403, 404, 410)
 _BLOCK = 1 << 18
+# Seconds to connect, and seconds of silence.
+_TIMEOUT = (4.0, 20.0)
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -122,82 +124,39 @@ class Indexes:
             environment |= {word: self.proxy for name in names for word in (name, name.lower())}
         return environment
 
-    def require_access(self, package: str, name: str | None = None) -> None:
-        """Raise HostError if an index does not answer, refuses the login of this host or sends a login page.
-
-        uv takes the last two for an index that has no packages. ``name`` is that of the index in versions.yaml.
-        """
-        session = self.session()
-        for url in self.urls:
-            if local_path(url) is not None:
-                continue
-            place = f"the index {name} ({bare_url(url)})" if name else f"the Python index at {bare_url(url)}"
-            try:
-                with self.get(session, f"{url.rstrip('/')}/{package}/", package, headers={}, read_s=4.0) as page:
-                    status, form = page.status_code, _is_page(page) and "<form" in page.text and ".whl" not in page.text
-            except requests.RequestException as error:
-                hint = "run it on a machine that can reach it, or use another channel (--channel)"
-                if name is None:
-                    hint = "check the network, or point pip at a mirror (pip config set global.index-url URL)"
-                raise HostError(f"{place} does not answer: {short(error)}", hint=hint, about=package) from None
-            if status in (401, 407) or form:
-                refusal = "sends a web page with a form, such as a login" if form else f"refused the request ({status})"
-                raise HostError(
-                    f"{place} {refusal}",
-                    hint="give pip the credentials (netrc, or user and password in its index URL)",
-                    about=package,
-                )
-
-    def session(self) -> requests.Session:
-        """Return a session with pip's certificates and proxy. Two threads must not use it at the same time."""
+    def get(self, url: str, about: str, *, method: str = "GET", headers: Mapping[str, str]) -> requests.Response:
+        """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
         if self.trusted_hosts:
             # trusted-host was set on purpose, and pip does not warn either.
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+        host = urlsplit(url).netloc
+        trusted = host in self.trusted_hosts or (urlsplit(url).hostname or "") in self.trusted_hosts
         session = requests.Session()
         retries = Retry(
-            total=PATIENCE.tries - 1,
+            total=2,
             connect=1,
             read=1,
-            backoff_factor=PATIENCE.pause_s,
+            backoff_factor=0.5,
             status_forcelist=_PASSING,
             respect_retry_after_header=False,
             raise_on_status=False,
         )
         for scheme in ("https://", "http://"):
             session.mount(scheme, HTTPAdapter(max_retries=retries))
-        session.cert = self.client_cert
-        return session
-
-    def get(
-        self,
-        session: requests.Session,
-        url: str,
-        about: str,
-        *,
-        method: str = "GET",
-        headers: Mapping[str, str],
-        read_s: float = PATIENCE.read_s,
-    ) -> requests.Response:
-        """Make one streamed request with the right CA and credentials. Raises the errors of ``requests``."""
-        host = urlsplit(url).netloc
-        trusted = host in self.trusted_hosts or (urlsplit(url).hostname or "") in self.trusted_hosts
         with requesting("primus", url, about, method) as request:
-            try:
-                response = session.request(
-                    method,
-                    url,
-                    stream=True,
-                    allow_redirects=True,
-                    headers={"Accept-Encoding": "identity", **headers},
-                    auth=self._login(host),
-                    # Not set on the session, where the environment's proxies would precede pip's own setting.
-                    proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
-                    verify=False if trusted else self._ca(),
-                    timeout=(PATIENCE.connect_s, read_s),
-                )
-            except requests.RequestException as error:
-                request.verdict = f"failed: {short(error)}"
-                raise
+            response = session.request(
+                method,
+                url,
+                stream=True,
+                allow_redirects=True,
+                headers={"Accept-Encoding": "identity", **headers},
+                auth=self._login(host),
+                # Not set on the session, where the environment's proxies would precede pip's own setting.
+                proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
+                verify=False if trusted else self._ca(),
+                cert=self.client_cert,
+                timeout=_TIMEOUT,
+            )
             request.answer(response.status_code, response.headers.get("Content-Type", ""), length(response))
         return response
 
@@ -219,7 +178,7 @@ class Indexes:
         # pip trusts the system's certificate store. requests alone would not find a company's own CA in it.
         return configured or ssl.get_default_verify_paths().cafile or True
 
-    def measure(self, session: requests.Session, url: str, about: str, sha256: str | None) -> tuple[int, str]:
+    def measure(self, url: str, about: str, sha256: str | None) -> tuple[int, str]:
         """Return length and sha256 of the file at ``url``. It is read in full only if one of them is not stated.
 
         Raises HostError if there is no such file, or if the answer is a web page.
@@ -229,23 +188,23 @@ class Indexes:
             return path.stat().st_size, sha256
         try:
             if path is None and sha256 is not None:
-                with self.get(session, url, about, method="HEAD", headers={}) as response:
+                with self.get(url, about, method="HEAD", headers={}) as response:
                     size = length(response)
                     if response.ok and size is not None and not _is_page(response):
                         return size, sha256
             digest, size = hashlib.sha256(), 0
-            for _, block in self.read(session, url, about):
+            for _, block in self.read(url, about):
                 digest.update(block)
                 size += len(block)
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             raise HostError(
-                f"the index lists {about}, but the file at {bare_url(url)} is not there: {short(error)}",
+                f"the index lists {about}, but the file at {bare_url(url)} is not there: {cause(error)}",
                 hint="try again later, or pin another version",
                 about=about.partition(" ")[0],
             ) from None
         return size, digest.hexdigest()
 
-    def read(self, session: requests.Session, url: str, about: str, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    def read(self, url: str, about: str, start: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield offset and bytes of the blocks of a file, from ``start``, or from 0 if the server has no ranges.
 
         Raises the errors of ``requests`` and ``urllib3``, and OSError for a local file.
@@ -259,7 +218,7 @@ class Indexes:
                     start += len(block)
             return
         headers = {"Range": f"bytes={start}-"} if start else {}
-        with self.get(session, url, about, headers=headers) as response:
+        with self.get(url, about, headers=headers) as response:
             response.raise_for_status()
             if _is_page(response):
                 raise requests.RequestException("it sends a web page")

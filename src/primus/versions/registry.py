@@ -5,7 +5,6 @@ skopeo accesses the registry with this host's mirrors (containers-registries.con
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import json
@@ -13,33 +12,19 @@ import re
 import shutil
 import subprocess
 import tarfile
-import tempfile
-import time
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError, InputError
-from primus.files import text_if_readable
-from primus.versions import traffic
 from primus.versions.lock import LockedFile
-from primus.versions.traffic import Request, notify, requesting
-from primus.versions.traffic import cause as known_cause
+from primus.versions.traffic import requesting
 
 _GZIP = {
     "application/vnd.oci.image.layer.v1.tar+gzip",
     "application/vnd.docker.image.rootfs.diff.tar.gzip",
 }
 _STATUS = "var/lib/dpkg/status"
-# A registry may copy and hash a blob of gigabytes before it confirms it.
-_COMMIT_S = 300.0
-_MIRROR = "name a mirror in containers-registries.conf"
-
-
-def probe(image: str) -> None:
-    """Raise HostError if the registry does not return the image's manifest."""
-    skopeo("--command-timeout", "3.5s", "inspect", "--raw", f"docker://{image}")
 
 
 def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
@@ -98,7 +83,7 @@ def _layers(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
 def copy_image(image: str, architecture: str, folder: Path) -> None:
     """Copy the image to ``folder``: one file per layer, named by the 64 digits of its digest, with unchanged bytes."""
     platform = ("--override-os", "linux", "--override-arch", architecture)
-    skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}", grows=folder)
+    skopeo("copy", "--quiet", *platform, f"docker://{image}", f"dir:{folder}")
 
 
 def dpkg_status(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
@@ -125,7 +110,7 @@ def dpkg_status(image: str, architecture: str, layers: tuple[LockedFile, ...], f
 
 
 def _manifest(name: str, digest: str) -> dict[str, Any]:
-    data = skopeo("inspect", "--raw", f"docker://{name}@{digest}")
+    data = skopeo("inspect", "--command-timeout", "15s", "--raw", f"docker://{name}@{digest}")
     if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
         raise HostError(
             f"the registry of {name} sent different bytes for {digest}", hint="do not trust that registry", about=name
@@ -139,96 +124,31 @@ def _manifest(name: str, digest: str) -> dict[str, Any]:
     return manifest
 
 
-def skopeo(*words: str, grows: Path | None = None) -> bytes:
-    """Return the output of ``skopeo WORDS``. Raises HostError with the reason for a failure.
-
-    ``inspect`` is ended after ``PATIENCE.read_s`` seconds. A copy to the folder ``grows`` is ended if it has not
-    grown for as long, and a copy to a registry if nothing was sent for ``_COMMIT_S``.
-    """
+def skopeo(command: str, *words: str) -> bytes:
+    """Return the output of ``skopeo COMMAND WORDS``. Raises HostError with skopeo's own words for a failure."""
     if shutil.which("skopeo") is None:
         raise HostError("skopeo is missing; it is needed to copy images", hint="apt-get install skopeo")
-    address = next((word for word in words if word.startswith("docker://")), words[-1])
+    address = next(word for word in words if word.startswith("docker://"))
     image = address.removeprefix("docker://").partition("@")[0]
-    patience = traffic.PATIENCE
-    for number in range(1, patience.tries + 1):
-        out, cause = _skopeo(words, address, image, grows)
-        if out is not None:
-            return out
-        # An expired token looks like a missing login. The next run requests a new one.
-        if number == patience.tries or not (cause.startswith("HTTP status 5") or (cause in _PASSING and number == 1)):
-            break
-        notify(f"{address} ({image}): {cause}; retrying")
-        time.sleep(patience.pause_s * 2 ** (number - 1))
-    login = f"sign in (skopeo login {image.partition('/')[0] if '.' in image or ':' in image else 'docker.io'})"
-    hint = f"{login} or wait" if "rate limit" in cause else "check the network"
-    more = "run the command again: what was sent is kept" if address is words[-1] else _MIRROR
-    raise HostError(f"the registry of {image} does not answer: {cause}", hint=f"{hint}, or {more}", about=image)
+    with requesting("skopeo", address, image, command) as request:
+        # Only the debug log tells that skopeo waits because of a rate limit.
+        run = ["skopeo", "--debug", command, "--retry-times", "2", *words]
+        done = subprocess.run(run, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+        if done.returncode == 0:
+            request.answer(None, size=len(done.stdout))
+            return done.stdout
+        reason = _reason(done.stderr.decode("utf-8", "replace"))
+        host = image.partition("/")[0] if re.search(r"[.:].*/", image) else "docker.io"
+        refused = re.search("rate limit|unauthorized|authentication|denied", reason)
+        first = f"sign in (skopeo login {host})" if refused else "check the network"
+        pushed = command == "copy" and address == words[-1]
+        other = "run it again: what was sent is kept" if pushed else "name a mirror in containers-registries.conf"
+        hint = f"{first}, or {other}"
+        raise HostError(f"the registry of {image} does not answer: {reason}", hint=hint, about=image)
 
 
-# Causes of :func:`_reason` that may be gone in a second run.
-_PASSING = ("it wants credentials", "the connection was reset", "it ended early")
-
-
-def _skopeo(words: Sequence[str], address: str, image: str, grows: Path | None) -> tuple[bytes | None, str]:
-    """Return the output of one run, or None and the cause of its failure."""
-    # skopeo itself waits minutes for a rate limit; its log names it.
-    with tempfile.TemporaryFile() as log, requesting("skopeo", address, image, words[-2]) as request:
-        command = ["skopeo", "--debug", *words]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process:
-            try:
-                out = _communicate(
-                    process, request, grows, traffic.PATIENCE.read_s if grows or "inspect" in words else _COMMIT_S
-                )
-            except BaseException:
-                process.kill()
-                raise
-        log.seek(0)
-        text = log.read().decode("utf-8", "replace")
-        if process.returncode == 0 and out is not None:
-            request.answer(None, size=len(out))
-            return out, ""
-        text = text.replace(image, "IMAGE")
-        cause = _reason(text if out is not None else f"{text} deadline exceeded")
-        request.verdict = f"failed: {cause}"
-    return None, cause
-
-
-def _communicate(
-    process: subprocess.Popen[bytes], request: Request, grows: Path | None, silence_s: float
-) -> bytes | None:
-    """Return the tool's output; None if it was ended because of ``silence_s`` seconds of silence."""
-    size = -1
-    sent = Path(f"/proc/{process.pid}/io")
-    while True:
-        try:
-            return process.communicate(timeout=0.2)[0]
-        except subprocess.TimeoutExpired:
-            # "wchar: N" is the number of bytes written, also to sockets. The log has a few lines per request.
-            wrote = text_if_readable(sent).partition("wchar: ")[2].partition("\n")[0]
-            now = _size(grows) if grows else int(wrote or 0)
-            if now > size:
-                size = now
-                request.hear()
-            if time.monotonic() - request.heard > silence_s:
-                process.kill()
-                process.communicate()
-                return None
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of the files in the folder; 0 if it does not exist."""
-    size = 0
-    for file in folder.iterdir() if folder.is_dir() else ():
-        # skopeo renames its temporary files meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            size += file.stat().st_size
-    return size
-
-
-def _reason(text: str) -> str:
-    last = (re.findall(r'level=fatal msg="(.*)"', text) or re.findall(r'msg="(.*)"', text) or ["skopeo failed"])[-1]
-    faults = "\n".join(line for line in text.splitlines() if "level=debug" not in line or "Too many" in line)
-    status = re.search(r"status(?: code)?:? (5\d\d)|(5\d\d) \((?:Internal|Bad|Service|Gateway)", faults)
-    if status:
-        return f"HTTP status {status[1] or status[2]}"
-    return known_cause("skopeo", faults) or last.replace('\\"', '"')[:300]
+def _reason(log: str) -> str:
+    if re.search("too ?many ?requests", log, re.I):
+        return "its rate limit is reached (HTTP status 429)"
+    messages = re.findall(r'level=fatal msg="(.*)"', log) or [log.strip().rpartition("\n")[2] or "skopeo failed"]
+    return str(messages[-1]).replace('\\"', '"')[:300]

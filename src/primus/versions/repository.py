@@ -13,25 +13,19 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from primus.errors import HostError, InputError
-from primus.versions import traffic
 from primus.versions.lock import Commit, LockedFile
-from primus.versions.traffic import bare_url, cause, notify, requesting
+from primus.versions.traffic import bare_url, notify, requesting
 
 # 1980-01-01, the earliest time that a wheel can store.
 _MTIME = 315532800
-_WAIT_S = 4.0
+_SILENCE_S = 10
 _POINTER = b"version https://git-lfs.github.com/spec/v1\n"
 # git's messages if it must fetch more than one commit.
 _REFUSALS = ("not our ref", "unadvertised object", "does not support shallow", "no shallow")
-
-
-def probe(url: str) -> None:
-    """Raise HostError if the repository does not answer."""
-    _git("ls-remote", "--quiet", "--", url, "HEAD", timeout=_WAIT_S, about=url)
 
 
 def short_name(url: str) -> str:
@@ -87,9 +81,8 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
         _fetch(here, url, commit)
     listing = _git("-C", str(here), "ls-tree", "-r", "-z", "--full-tree", commit, about=url)
     places = dict(_submodules(here, commit, url))
-    with subprocess.Popen(
-        ["git", "-C", str(here), "cat-file", "--batch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_env()
-    ) as batch:
+    cat = ["git", "-C", str(here), "cat-file", "--batch"]
+    with subprocess.Popen(cat, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as batch:
         assert batch.stdin is not None
         assert batch.stdout is not None
         for row in listing.split(b"\0"):
@@ -101,9 +94,6 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
             if mode == "160000":
                 if path not in places:
                     raise InputError(f"{url} at {commit} has a submodule {path} without a URL")
-                if not (folder / digest).is_dir():
-                    # It may be on another host, which has not been probed.
-                    probe(places[path])
                 yield from _files(places[path], digest, f"{prefix}{path}/", folder)
                 continue
             batch.stdin.write(f"{digest}\n".encode())
@@ -116,25 +106,29 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
 
 def _fetch(here: Path, url: str, commit: str) -> None:
     """Fetch the commit. If the server offers no single commits, fetch the history of all branches and tags."""
-    waits = (f"http.lowSpeedTime={max(1, round(traffic.PATIENCE.read_s))}", "http.lowSpeedLimit=1")
-    fetch = ["-C", str(here), *(word for wait in waits for word in ("-c", wait)), "fetch", "--quiet", "--no-tags"]
+    # A host whose packets are dropped is named within seconds; fetch would wait for minutes.
+    _git("ls-remote", "--quiet", "--", url, "HEAD", about=url, timeout=_SILENCE_S)
+    silence = ("-c", f"http.lowSpeedTime={_SILENCE_S}", "-c", "http.lowSpeedLimit=1")
+    fetch = ("-C", str(here), *silence, "fetch", "--quiet", "--no-tags")
     try:
         _git(*fetch, "--depth=1", "--", url, commit, about=url)
-    except _NoSingleCommit:
+    except HostError as error:
+        if not any(mark in error.message for mark in _REFUSALS):
+            raise
         notify(f"{bare_url(url)} does not send single commits; fetching its whole history")
         _git(*fetch, "--", url, "+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*", about=url)
-        try:
-            _git("-C", str(here), "cat-file", "-e", f"{commit}^{{commit}}", about=url)
-        except HostError:
-            raise _no_commit(url, commit) from None
+    if _run("-C", str(here), "cat-file", "-e", f"{commit}^{{commit}}").returncode != 0:
+        raise InputError(
+            f"{bare_url(url)} has no commit {commit}", hint="correct `commit` in versions.yaml", about=short_name(url)
+        )
 
 
 def _submodules(here: Path, commit: str, url: str) -> Iterator[tuple[str, str]]:
     """Yield path and address of each submodule of the commit."""
-    words = ["config", "--blob", f"{commit}:.gitmodules", "--get-regexp", r"^submodule\..*\.(path|url)$"]
-    done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False, env=_env())
+    blob = f"{commit}:.gitmodules"
+    done = _run("-C", str(here), "config", "--blob", blob, "--get-regexp", r"^submodule\..*\.(path|url)$")
     modules: dict[str, dict[str, str]] = {}
-    for name, key, value in re.findall(r"^submodule\.(.*)\.(path|url) (.*)$", done.stdout, re.M):
+    for name, key, value in re.findall(r"^submodule\.(.*)\.(path|url) (.*)$", os.fsdecode(done.stdout), re.M):
         modules.setdefault(name, {})[key] = value
     for module in modules.values():
         if len(module) == 2:
@@ -151,58 +145,29 @@ def _resolve_url(url: str, address: str) -> str:
     return f"{base}/{address.removeprefix('./')}"
 
 
-class _NoSingleCommit(Exception):
-    """The server does not offer a commit by its digest, or not without its history."""
-
-
-def _no_commit(url: str, commit: str) -> InputError:
-    return InputError(
-        f"{bare_url(url)} has no commit {commit}", hint="correct `commit` in versions.yaml", about=short_name(url)
-    )
-
-
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
-    """Return git's output. Raises HostError with the reason; ``about`` is the repository's address."""
-    remote = next((word for word in ("ls-remote", "fetch") if word in words), None)
-    with requesting("git", about, short_name(about), remote or "") as request:
-        done = _run(words, about, timeout)
-        text = done.stderr.decode("utf-8", "replace")
-        if done.returncode == 0:
-            request.answer(None)
-            return done.stdout
-        request.verdict = f"failed: {_reason(text)}"
-    if "--depth=1" in words and any(mark in text for mark in _REFUSALS):
-        raise _NoSingleCommit
-    if "not our ref" in text:
-        raise _no_commit(about, words[-1])
-    raise HostError(
-        f"the repository {bare_url(about)} does not answer: {_reason(text)}",
-        hint="check the network"
-        if "credentials" not in _reason(text)
-        else "check the address; give git a login for it",
-        about=short_name(about),
-    )
+    """Return git's output. Raises HostError with git's own words; ``about`` is the repository's address."""
+    method = next((word for word in ("ls-remote", "fetch") if word in words), "")
+    with requesting("git", about, short_name(about), method):
+        try:
+            done = _run(*words, timeout=timeout)
+            if done.returncode == 0:
+                return done.stdout
+            lines = re.findall(r"^(?:fatal|error): (.*)", done.stderr.decode("utf-8", "replace"), re.M)
+            reason = (lines or ["git failed"])[-1]
+        except subprocess.TimeoutExpired:
+            reason = f"no answer in {timeout:.0f} s"
+        raise HostError(
+            f"the repository {bare_url(about)} does not answer: {reason.replace(about, bare_url(about))}",
+            hint="check the address and the network, or give git a login for it",
+            about=short_name(about),
+        )
 
 
-def _run(words: Sequence[str], about: str, timeout: float | None) -> subprocess.CompletedProcess[bytes]:
+def _run(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[bytes]:
     if shutil.which("git") is None:
         raise HostError("git is missing; it is needed to fetch repositories", hint="apt-get install git")
-    try:
-        return subprocess.run(
-            ["git", *words], capture_output=True, check=False, env=_env(), stdin=subprocess.DEVNULL, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        raise HostError(
-            f"the repository {bare_url(about)} does not answer: no answer in time",
-            hint="run it again",
-            about=short_name(about),
-        ) from None
-
-
-def _env() -> dict[str, str]:
-    return os.environ | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C.UTF-8"}
-
-
-def _reason(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.startswith("fatal:")]
-    return cause("git", text) or (lines[0][7:] if lines else "git failed")
+    environment = os.environ | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C.UTF-8"}
+    return subprocess.run(
+        ["git", *words], capture_output=True, check=False, env=environment, stdin=subprocess.DEVNULL, timeout=timeout
+    )

@@ -1,4 +1,4 @@
-"""Requests to sources, recorded for a report; addresses without credentials; causes of failures in our words.
+"""Requests to sources, recorded for a report; addresses without credentials.
 
 Several threads and tools (uv, apt, skopeo, git, requests) reach sources, so they all notify the listeners of this
 module, as with a logger. Without a listener, nothing is recorded.
@@ -7,34 +7,11 @@ module, as with a logger. Without a listener, nothing is recorded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
-
-from primus.yamlfile import read
-
-_CAUSES = Path(__file__).with_name("causes.yaml")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long to wait for a source: seconds to connect, seconds of silence, and the tries after a temporary failure.
-
-    ``pause_s`` doubles with each try. A server's Retry-After replaces it, up to ``longest_pause_s``.
-    """
-
-    connect_s: float = 4.0
-    read_s: float = 20.0
-    tries: int = 3
-    pause_s: float = 0.5
-    longest_pause_s: float = 10.0
-
-
-PATIENCE = Patience()
 
 
 @dataclass(kw_only=True)
@@ -53,11 +30,6 @@ class Request:
     size: int | None = None
     seconds: float = 0.0
     verdict: str = "not answered"
-    heard: float = field(default_factory=time.monotonic)
-
-    def hear(self) -> None:
-        """Record that the source has just sent something."""
-        self.heard = time.monotonic()
 
     def answer(self, status: int | None, kind: str = "", size: int | None = None) -> None:
         """Record the beginning of the answer."""
@@ -67,9 +39,7 @@ class Request:
 
     def row(self) -> dict[str, Any]:
         """Return the request as a row of the report."""
-        row = asdict(self)
-        del row["heard"]
-        return row | {"seconds": round(self.seconds, 3)}
+        return asdict(self) | {"seconds": round(self.seconds, 3)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +63,7 @@ def listening(say: Callable[[str], None] | None = None) -> Iterator[list[Request
 
 
 def notify(text: str) -> None:
-    """Send one line to the listeners: a retry, or something unusual about an answer."""
+    """Send one line to the listeners: something unusual about an answer."""
     for listener in tuple(_LISTENERS):
         if listener.say is not None:
             listener.say(f"! {text}")
@@ -101,16 +71,17 @@ def notify(text: str) -> None:
 
 @contextmanager
 def requesting(tool: str, url: str, about: str, method: str = "GET") -> Iterator[Request]:
-    """Record a request for the listeners. The caller records its answer."""
+    """Record a request for the listeners. It counts as answered unless an exception ends the context."""
     request = Request(tool=tool, url=bare_url(url), about=about, method=method)
     for listener in tuple(_LISTENERS):
         listener.rows.append(request)
     began = time.monotonic()
     try:
         yield request
+        if request.status is None:
+            request.answer(None)
     except Exception as error:
-        if request.verdict == "not answered":
-            request.verdict = f"failed: {getattr(error, 'message', None) or type(error).__name__}"
+        request.verdict = f"failed: {getattr(error, 'message', None) or cause(error)}"
         raise
     finally:
         request.seconds = time.monotonic() - began
@@ -122,17 +93,12 @@ def bare_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def cause(tool: str, text: str) -> str:
-    """Return the cause that the output of ``tool`` names, in a few words; empty if it names no known one."""
-    return next((words for mark, words in _causes()[tool].items() if mark in text), "")
-
-
-@cache
-def _causes() -> Mapping[str, Mapping[str, str]]:
-    return cast("Mapping[str, Mapping[str, str]]", read(_CAUSES, _CAUSES.name).data)
-
-
-def short(error: Exception) -> str:
-    """Return the cause of an error of ``requests`` in a few words, without its URL."""
+def cause(error: BaseException) -> str:
+    """Return what ended a request in a few words: the status, or the first error of the chain, without its URL."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return cause("requests", str(error)) or (f"HTTP status {status}" if status else type(error).__name__)
+    if status is not None:
+        return f"HTTP status {status}"
+    while error.__context__ is not None:
+        error = error.__context__
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(words).split())

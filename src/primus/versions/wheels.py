@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import tomllib
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from primus.terminal import counted
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.suites import GLIBC, MACHINES
-from primus.versions.traffic import bare_url, cause, requesting
+from primus.versions.traffic import bare_url, requesting
 
 # The newest glibc 2 that uv knows.
 _NEWEST_GLIBC = 40
@@ -121,51 +120,51 @@ def _sdist(name: str, version: str, request: Request, indexes: Indexes) -> Candi
     places: dict[str | None, Indexes] = {None: indexes}
     if name in request.indexed:
         places = {index: indexes.only(url) for index, url in request.indexes.items()}
-    reason = ""
+    absent = NoSolutionError()
     for index, place in places.items():
-        place.require_access(name, index)
+        uv = _Uv(place, _platform(request), names=request.indexes)
         try:
-            (package,) = _Uv(place, _platform(request)).find([(name, version)], "--no-binary", ":all:")
+            (package,) = uv.find([(name, version)], "--no-binary", ":all:")
         except NoSolutionError as error:
-            reason = str(error)
+            absent = error
             continue
         (sdist,) = _candidates({**package, "wheels": []})
         return replace(sdist, version=version, index=index)
-    raise _no_such(name, version, "source archive", [url for p in places.values() for url in p.shown], reason)
+    raise unsolvable(absent, [url for place in places.values() for url in place.shown])
 
 
-def locate(files: Sequence[LockedFile], indexes: Indexes, pythons: Collection[str]) -> Iterator[Candidate]:
+def locate(
+    files: Sequence[LockedFile], indexes: Indexes, pythons: Collection[str], names: Mapping[str, str]
+) -> Iterator[Candidate]:
     """Yield the places that offer the locked files, by name; some may be missing, or have other bytes.
 
-    ``pythons`` are the versions of Python that the files are for. Raises HostError if a file is missing and an index
-    does not answer.
+    ``pythons`` are the versions of Python that the files are for, ``names`` the indexes of versions.yaml. Raises
+    HostError if a file is missing and an index does not answer.
     """
     platforms = [["--universal", "--python-version", python] for python in sorted(pythons)] or [["--universal"]]
     missing = {file.file: file for file in files}
-
-    def ask(place: Indexes, pins: Sequence[tuple[str, str]], *, each: bool) -> Iterator[Candidate]:
-        for platform in platforms:
-            try:
-                packages = _Uv(place, platform).find(pins)
-            except NoSolutionError:
-                # One package that is not there is enough.
-                for pin in pins if each and len(pins) > 1 else ():
-                    yield from ask(place, [pin], each=False)
-                continue
-            for candidate in (one for package in packages for one in _candidates(package)):
-                if candidate.file in missing and candidate.sha256 == missing[candidate.file].sha256:
-                    del missing[candidate.file]
-                    yield candidate
-                elif candidate.file in missing:
-                    yield candidate
-
-    # uv takes a version from the first index that has it, so the others are asked for what is missing then.
     failures: list[HostError] = []
+
+    def ask(place: Indexes, pins: Sequence[tuple[str, str]]) -> Iterator[Candidate]:
+        for platform in platforms:
+            packages: list[dict[str, Any]] = []
+            with contextlib.suppress(NoSolutionError):
+                packages = _Uv(place, platform, names=names).find(pins)
+            for candidate in (file for package in packages for file in _candidates(package) if file.file in missing):
+                if candidate.sha256 == missing[candidate.file].sha256:
+                    del missing[candidate.file]
+                yield candidate
+
+    try:
+        yield from ask(indexes, [(file.name, file.version) for file in files])
+    except HostError as error:
+        failures.append(error)
+    # uv takes a version from the first index that has it, and nothing if one version is nowhere.
     places = indexes.places
-    for place in (indexes, *places) if len(places) > 1 else places:
-        pins = [(file.name, file.version) for file in missing.values()]
+    for place in places if len(places) > 1 or not failures else ():
         try:
-            yield from ask(place, pins, each=place is not indexes) if pins else ()
+            for file in tuple(missing.values()):
+                yield from ask(place, [(file.name, file.version)])
         except HostError as error:
             failures.append(error)
     if missing and failures:
@@ -179,6 +178,7 @@ class _Uv:
     indexes: Indexes
     platform: Sequence[str]
     provided: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def resolve(
         self, requirements: Sequence[str], constraints: Sequence[str] = (), keep: Mapping[str, str] | None = None
@@ -226,7 +226,7 @@ class _Uv:
         command += ["--no-header", "--quiet", "--refresh", *self.platform, *words]
         if "--format" not in words:
             command += ["--format", "pylock.toml"]
-        with requesting("uv", " ".join(self.indexes.shown), re.split("[=<>!~ ]", requirements[0])[0], "compile") as run:
+        with requesting("uv", " ".join(self.indexes.shown), re.split("[=<>!~ ]", requirements[0])[0], "compile"):
             done = subprocess.run(
                 command,
                 cwd=folder,
@@ -237,11 +237,8 @@ class _Uv:
                 check=False,
             )
             if done.returncode == 0:
-                run.answer(None)
                 return done.stdout
-            error = failure(done.stderr)
-            run.verdict = f"failed: {error}"
-            raise error
+            raise failure(done.stderr, self.names)
 
     def _provide(self, folder: Path) -> list[str]:
         """Write an empty wheel of each package that the base has or that is built here. Returns their pins.
@@ -259,47 +256,38 @@ class _Uv:
         return [f"{name}=={version}" for name, version in self.provided.items()]
 
 
-def failure(text: str) -> NoSolutionError | HostError | InputError:
-    """Return the error for what uv writes when it fails."""
-    url = next(iter(re.findall(r"Failed to fetch: `?([^\s`]+)", text) or re.findall(r"https?://[^\s`()]+", text)), "")
-    package = url.rstrip("/").rpartition("/")[2]
-    place = f"the Python index at {bare_url(url)}"
-    reasons = [" ".join(lines.split()) for lines in re.findall(r"^ +cause: (.*(?:\n {9}.*)*)$", text, re.M)]
-    if "No solution found" in text:
-        return NoSolutionError(" ".join(reasons))
-    if url:
-        status = re.search(r"\b([45]\d\d) [A-Z]", text)
-        reason = f"HTTP status {status[1]}" if status else cause("uv", text) or (reasons or [text.strip()])[-1]
-        return HostError(
-            f"{place}, asked for {package}, does not answer: {reason}",
-            hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
-            about=package,
-        )
-    reason = " ".join([*re.findall(r"^error: (.*)$", text, re.M), *reasons]) or "no reason given"
-    return InputError(f"uv cannot resolve the Python packages: {reason}")
+def failure(text: str, names: Mapping[str, str]) -> NoSolutionError | HostError | InputError:
+    """Return the error for what uv writes when it fails. ``names`` are the indexes of versions.yaml."""
+    text = re.sub(r"\n {3,}", " ", text)
+    causes = [" ".join(line.split()) for line in re.findall(r"^ +cause: (.*)$", text, re.M)]
+    login = re.search(r"\((https?://\S+)\) could not be queried due to (.*)", text)
+    url = login or re.search(r"Failed to fetch: `?(https?://[^\s`]+)", text)
+    if url is None and "No solution found" in text:
+        return NoSolutionError(" ".join(causes))
+    if url is None:
+        reason = " ".join([*re.findall(r"^error: (.*)$", text, re.M), *causes]) or "no reason given"
+        return InputError(f"uv cannot resolve the Python packages: {reason}")
+    address = bare_url(url[1])
+    name = next((name for name, index in names.items() if address.startswith(bare_url(index).rstrip("/"))), None)
+    if name is not None:
+        place, hint = f"the index {name} ({bare_url(names[name])})", "use another channel (--channel)"
+    else:
+        place, hint = f"the Python index at {address}", "point pip at a mirror (pip config set global.index-url URL)"
+    reason = login[2] if login else re.sub(r" for url .*", "", (causes or [text.strip()])[-1])
+    before = "give pip the credentials (netrc, or in the index URL)" if login else "check the network"
+    about = None if login else address.rstrip("/").rpartition("/")[2]
+    return HostError(f"{place} does not answer: {reason}", hint=f"{before}, or {hint}", about=about)
 
 
 def unsolvable(error: NoSolutionError, urls: Sequence[str]) -> InputError:
     """Return the error for pins that no set of files of the indexes ``urls`` fulfills."""
-    text = str(error)
-    match = re.match(r"Because (.*) and you require ([^\s=]+)(?:==(\S+))?, we can conclude", text)
-    if match and not re.search(r"\bdepends? on\b", text):
-        return _no_such(match[2], match[3] or "", "wheel", urls, match[1])
-    pinned = re.search(r"you require ([^\s=]+)==", text)
+    pinned = re.search(r"you require ([^\s=]+)==", str(error))
     return InputError(
-        "the pins are not compatible: " + text.removeprefix("Because ").partition(", we can conclude that your")[0],
-        hint="change one pin in versions.yaml",
+        f"the pins do not fit the Python indexes of this host ({', '.join(urls)}): "
+        + str(error).removeprefix("Because ").partition(", we can conclude that your")[0],
+        hint="correct a pin in versions.yaml, or check that pip's index-url, extra-index-url and find-links, or "
+        "`indexes` in versions.yaml, reach its channel",
         about=pinned[1] if pinned else None,
-    )
-
-
-def _no_such(name: str, version: str, what: str, urls: Sequence[str], reason: str) -> InputError:
-    return InputError(
-        f"there is no {what} of {name} {version} for this target on the Python indexes of this host "
-        f"({', '.join(urls)}): {reason.removeprefix('Because ').partition(' and you require')[0]}",
-        hint="check name and version, and that pip's index-url, extra-index-url and find-links, or `indexes` in "
-        "versions.yaml, reach its channel",
-        about=name,
     )
 
 
@@ -308,10 +296,7 @@ def _locked(
 ) -> tuple[LockedFile, ...]:
     host = Indexes.of_host()
     indexes = replace(host, urls=(*host.urls, *request.indexes.values()))
-    host.require_access(canonicalize_name(pins[0].partition("==")[0]))
-    for name, url in request.indexes.items():
-        host.only(url).require_access(min(request.indexed, default="pip"), name)
-    uv = _Uv(indexes, _platform(request), request.provided)
+    uv = _Uv(indexes, _platform(request), request.provided, request.indexes)
     try:
         packages = uv.resolve(pins, constraints, keep)
     except NoSolutionError as error:
@@ -424,15 +409,10 @@ def _row(name: str, version: str) -> str:
 def _measured(
     kind: Literal["wheel", "sdist"], candidates: Sequence[Candidate], indexes: Indexes
 ) -> tuple[LockedFile, ...]:
-    local = threading.local()
-
     def measured(candidate: Candidate) -> LockedFile:
-        if not hasattr(local, "session"):
-            local.session = indexes.session()
         size, sha256 = candidate.size, candidate.sha256
         if size is None or sha256 is None:
-            about = f"{candidate.name} {candidate.version}"
-            size, sha256 = indexes.measure(local.session, candidate.url, about, sha256)
+            size, sha256 = indexes.measure(candidate.url, f"{candidate.name} {candidate.version}", sha256)
         return LockedFile(
             kind=kind,
             name=candidate.name,

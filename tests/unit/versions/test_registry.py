@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
+from primus.errors import HostError, InputError
 from primus.versions.lock import LockedFile
-from primus.versions.registry import copy_image, dpkg_status, resolve_image
+from primus.versions.registry import dpkg_status, resolve_image
 
 IMAGE = "r.example/image@sha256:" + "0" * 64
 
@@ -27,15 +27,6 @@ def skopeo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(script.parent), prepend=":")
     return script
-
-
-def test_a_file_that_skopeo_renames_does_not_end_the_copy(tmp_path: Path, skopeo: Path) -> None:
-    folder = tmp_path / "image"
-    folder.mkdir()
-    (folder / "renamed-meanwhile").symlink_to("gone")
-    skopeo.write_text(f"#!/bin/sh\nsleep 0.5\necho done > {folder}/layer\n")
-    copy_image(IMAGE, "amd64", folder)
-    assert (folder / "layer").read_text() == "done\n"
 
 
 def status_of(folder: Path, layer: bytes) -> str:
@@ -79,19 +70,68 @@ def test_a_layer_that_is_no_archive_is_named(tmp_path: Path, layer: bytes) -> No
         status_of(tmp_path, layer)
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        {"layers": [{}]}, {"layers": ["a"]}, {"layers": 3}, {"manifests": 3}, {"manifests": [{"platform": 3}]},
-        {"layers": [{"mediaType": "application/vnd.oci.image.layer.v1.tar+gzip", "digest": "sha256:0", "size": "x"}]},
-        {"layers": [{"mediaType": ["a"], "digest": "sha256:0", "size": 1}]},
-        {"manifests": [{"platform": {"os": "linux", "architecture": "amd64"}}]},
-    ],
-)  # fmt: skip
-def test_a_damaged_manifest_is_a_sentence(tmp_path: Path, skopeo: Path, manifest: object) -> None:
+OCI = "application/vnd.oci.image.layer.v1.tar"
+
+
+def layers_of(script: Path, manifest: object) -> tuple[LockedFile, ...]:
+    """The layers of an image with this manifest."""
     data = json.dumps(manifest).encode()
-    (tmp_path / "manifest").write_bytes(data)
-    skopeo.write_text(f"#!/bin/sh\ncat {tmp_path}/manifest\n")
-    image = f"r.example/image@sha256:{hashlib.sha256(data).hexdigest()}"
-    with pytest.raises(InputError, match="damaged manifest"):
-        resolve_image("based", image, "amd64")
+    (script.parent / "manifest").write_bytes(data)
+    script.write_text(f"#!/bin/sh\ncat {script.parent}/manifest\n")
+    return resolve_image("based", f"r.example/image@sha256:{hashlib.sha256(data).hexdigest()}", "amd64")
+
+
+def test_the_layers_of_a_manifest_are_locked_lowest_first(skopeo: Path) -> None:
+    rows = [{"mediaType": f"{OCI}+gzip", "digest": f"sha256:{n * 64}", "size": 7} for n in "12"]
+    files = layers_of(skopeo, {"layers": rows})
+    assert [(f.kind, f.name, f.sha256[0], f.size, f.base) for f in files] == [
+        ("layer", "image-01", "1", 7, "based"),
+        ("layer", "image-02", "2", 7, "based"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ({"layers": [{}]}, "damaged manifest"),
+        ({"layers": ["a"]}, "damaged manifest"),
+        ({"manifests": [{"platform": 3}]}, "damaged manifest"),
+        ({"layers": [{"mediaType": f"{OCI}+gzip", "digest": "sha256:0", "size": "x"}]}, "damaged manifest"),
+        ({"manifests": [{"platform": {"os": "linux", "architecture": "amd64"}}]}, "damaged manifest"),
+        ({"manifests": [{"platform": {"os": "linux", "architecture": "arm64"}}]}, "has no image for linux/amd64"),
+        ({"layers": [{"mediaType": f"{OCI}+zstd"}]}, "has a layer of type"),
+        ({"schemaVersion": 1, "fsLayers": []}, "is not an image with layers, but schema 1"),
+        ([], "is not a manifest"),
+    ],
+)
+def test_a_manifest_without_usable_layers_is_a_sentence(skopeo: Path, manifest: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        layers_of(skopeo, manifest)
+
+
+def test_other_bytes_than_the_digest_are_refused(skopeo: Path) -> None:
+    skopeo.write_text("#!/bin/sh\necho '{}'\n")
+    with pytest.raises(HostError, match="sent different bytes"):
+        resolve_image("based", IMAGE, "amd64")
+
+
+@pytest.mark.parametrize(
+    ("log", "reason", "hint"),
+    [
+        (
+            'level=fatal msg="reading manifest: \\"x\\": connection refused"',
+            'reading manifest: "x": connection refused',
+            "check the network",
+        ),
+        ('level=fatal msg="unauthorized: authentication required"', "unauthorized", "skopeo login r.example"),
+        ('level=debug msg="Too many requests: sleeping"', "its rate limit is reached", "skopeo login r.example"),
+        ("", "skopeo failed", "mirror"),
+    ],
+)
+def test_a_failure_has_skopeos_own_words_and_a_next_step(skopeo: Path, log: str, reason: str, hint: str) -> None:
+    (skopeo.parent / "log").write_text(log)
+    skopeo.write_text(f"#!/bin/sh\ncat {skopeo.parent}/log >&2\nexit 1\n")
+    with pytest.raises(HostError) as caught:
+        resolve_image("based", IMAGE, "amd64")
+    assert caught.value.message.startswith(f"the registry of r.example/image does not answer: {reason}")
+    assert hint in (caught.value.hint or "")

@@ -1,0 +1,86 @@
+"""A commit with its submodules as one archive, from repositories on this machine."""
+
+from __future__ import annotations
+
+import socket
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from gits import commit, git
+from primus.errors import HostError, InputError
+from primus.versions import repository
+from primus.versions.lock import Commit
+from primus.versions.repository import archive_commit, resolve_commit
+from primus.versions.traffic import listening
+
+MODULES = '[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../part\n'
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n"
+
+
+@pytest.fixture
+def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a repository with a submodule, whose second-last commit is on no branch's tip."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    part = "3rdparty/part", commit(tmp_path / "part", {"inside.txt": "of the submodule\n"})
+    # An attribute must not change the bytes.
+    files = {
+        "setup.py": "pass\n",
+        ".gitmodules": MODULES,
+        "weights.bin": POINTER,
+        ".gitattributes": "* export-ignore\n",
+    }
+    commit(tmp_path / "main", files, part)
+    commit(tmp_path / "main", {"later.txt": "later\n"}, part)
+    return f"file://{tmp_path}/main"
+
+
+def parent(url: str) -> str:
+    return git(Path(url.removeprefix("file://")), "rev-parse", "HEAD~1")
+
+
+@pytest.mark.parametrize("protocol", [0, 2])
+def test_the_archive_has_every_file_of_the_commit_and_its_submodules(
+    main: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
+) -> None:
+    """With git's protocol 0, a server sends only what its branches point to."""
+    variables = {"COUNT": "1", "KEY_0": "protocol.version", "VALUE_0": str(protocol)}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    lines: list[str] = []
+    with listening(lines.append) as rows:
+        archive_commit(main, parent(main), tmp_path / "a.tar")
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        names = archive.getnames()
+        assert {member.mtime for member in archive} == {315532800}
+    files = (".gitattributes", ".gitmodules", "3rdparty/part/inside.txt", "setup.py", "weights.bin")
+    assert names == [f"source/{name}" for name in files]
+    assert any("does not send single commits" in line for line in lines) == (protocol == 0)
+    assert any("stores weights.bin in Git LFS" in line for line in lines)
+    assert {row.tool for row in rows} == {"git"}
+
+
+def test_the_archive_of_a_commit_always_has_the_same_bytes(main: str) -> None:
+    pin = Commit(url=main, commit=parent(main), version="1.0")
+    assert resolve_commit("main", pin) == resolve_commit("main", pin)
+
+
+def test_a_commit_of_nobody_is_named(main: str, tmp_path: Path) -> None:
+    with pytest.raises((InputError, HostError), match=f"main .*{'1' * 40}") as caught:
+        archive_commit(main, "1" * 40, tmp_path / "a.tar")
+    assert caught.value.about == "main"
+
+
+def test_a_repository_that_is_not_there_or_silent_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repository, "_SILENCE_S", 1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        urls = {f"file://{tmp_path}/main": "not", f"http://me:SECRET@127.0.0.1:{silent.getsockname()[1]}/main": "1 s"}
+        for url, words in urls.items():
+            with pytest.raises(HostError, match=f"the repository .*/main does not answer: .*{words}") as caught:
+                archive_commit(url, "1" * 40, tmp_path / "a.tar")
+            assert "SECRET" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import pwd
 import shlex
 import shutil
@@ -56,7 +57,7 @@ def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
     if os.geteuid() != 0:
         raise HostError(f"{tools} {verb} missing", hint=f"sudo {typed}")
     say(f"{tools} {verb} missing: installing with `{typed}`")
-    reason = _apt(["apt-get", "-q", "update"]) if _lists_stale(_LISTS, time.time()) else ""
+    reason = _apt(["apt-get", "-q", "update"]) if _has_old_lists() else ""
     if not reason and (reason := _apt([*command, *packages.values()])) and len(packages) > 1:
         # A package that the archive does not have would keep apt from installing the others.
         failed = [(tool, why) for tool, package in packages.items() if (why := _apt([*command, package]))]
@@ -94,18 +95,17 @@ def lacks_ids() -> tuple[str, str] | None:
         return None
     absent = [tool for tool in ("newuidmap", "newgidmap") if find(tool) is None]
     if absent:
-        return (
-            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed",
-            "as root: apt-get install uidmap",
-        )
+        verb = "is" if len(absent) == 1 else "are"
+        return f"{' and '.join(absent)} {verb} not installed", "as root: apt-get install uidmap"
     uid = os.geteuid()
     try:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:
         user = str(uid)
-    ranges = {path: text_if_readable(path).splitlines() for path in (Path("/etc/subuid"), Path("/etc/subgid"))}
     lacking = [
-        str(path) for path, lines in ranges.items() if not any(x.startswith((f"{user}:", f"{uid}:")) for x in lines)
+        path
+        for path in ("/etc/subuid", "/etc/subgid")
+        if not any(line.startswith((f"{user}:", f"{uid}:")) for line in text_if_readable(Path(path)).splitlines())
     ]
     if lacking:
         return (
@@ -116,7 +116,12 @@ def lacks_ids() -> tuple[str, str] | None:
 
 
 def _has_apt() -> bool:
-    return is_debian_like(_os_release()) and shutil.which("apt-get") is not None
+    try:
+        release = platform.freedesktop_os_release()
+    except OSError:
+        return False
+    names = {release["ID"], *release.get("ID_LIKE", "").split()}
+    return bool(names & {"debian", "ubuntu"}) and shutil.which("apt-get") is not None
 
 
 def find(tool: str) -> Path | None:
@@ -126,23 +131,8 @@ def find(tool: str) -> Path | None:
     return Path(program) if program else None
 
 
-def is_debian_like(os_release: str) -> bool:
-    """Return whether the text of /etc/os-release is that of Debian, Ubuntu or a derivative."""
-    fields = dict(line.split("=", 1) for line in os_release.splitlines() if "=" in line)
-    words = f"{fields.get('ID', '')} {fields.get('ID_LIKE', '')}".replace('"', "").split()
-    return "debian" in words or "ubuntu" in words
-
-
-def _os_release() -> str:
-    try:
-        return Path("/etc/os-release").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
-def _lists_stale(lists: Path, now: float) -> bool:
-    times = [p.stat().st_mtime for p in lists.glob("*_*Release")] if lists.is_dir() else []
-    return not times or now - lists.stat().st_mtime > _STALE_S
+def _has_old_lists() -> bool:
+    return not any(_LISTS.glob("*_*Release")) or time.time() - _LISTS.stat().st_mtime > _STALE_S
 
 
 def _apt(command: list[str]) -> str:

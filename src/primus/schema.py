@@ -35,9 +35,7 @@ _SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
 
 
 class WrongValue(ValueError):
-    """Raised by a dataclass's ``__post_init__`` for the value at ``key``, relative to the dataclass: ``("rows",
-    2)``.
-    """
+    """Raised by a dataclass's ``__post_init__`` for the value at ``key``, such as ``"rows", 2``, in the dataclass."""
 
     def __init__(self, message: str, *key: str | int) -> None:
         super().__init__(message)
@@ -93,9 +91,7 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
         try:
             meaning = scalar(data)
         except ValueError as error:
-            raise InputError(
-                str(error), where=doc.where((*key, *(error.key if isinstance(error, WrongValue) else ())))
-            ) from None
+            raise InputError(str(error), where=doc.where(key)) from None
     if type(meaning) is int and abs(meaning) > LARGEST:
         raise _wrong("a number that fits into 64 bits", data, doc, key)
     if isinstance(data, str) != (hint is str or not doc.typed) or not fits(meaning):
@@ -111,7 +107,8 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
     names = _names(cls)
     for word in data:
         if word not in names:
-            raise _unknown(word, list(names), doc, (*key, word))
+            hint = did_you_mean(word, names) or "known here: " + ", ".join(names)
+            raise InputError(f"unknown key {word!r}", where=doc.where((*key, word)), hint=hint)
     values: dict[str, object] = {}
     hints = _hints(cls)
     for word, field in names.items():
@@ -122,9 +119,8 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
     try:
         return cls(**values)
     except ValueError as error:
-        raise InputError(
-            str(error), where=doc.where((*key, *(error.key if isinstance(error, WrongValue) else ())))
-        ) from None
+        inner = error.key if isinstance(error, WrongValue) else ()
+        raise InputError(str(error), where=doc.where((*key, *inner))) from None
 
 
 @cache
@@ -133,21 +129,13 @@ def _names(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name.rstrip("_"): f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")}
 
 
-def _unknown(word: str, names: list[str], doc: Document, key: Key) -> InputError:
-    hint = did_you_mean(word, names) or "known here: " + ", ".join(names)
-    return InputError(f"unknown key {word!r}", where=doc.where(key), hint=hint)
-
-
 def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | None = None) -> InputError:
-    seen = (
-        "nothing"
-        if data is None
-        else f"{data!r}"
-        if isinstance(data, str)
-        else f"a {'list' if isinstance(data, list) else 'mapping'}"
-        if isinstance(data, list | dict)
-        else str(data)[:40]
-    )
+    if data is None:
+        seen = "nothing"
+    elif isinstance(data, str):
+        seen = repr(data)
+    else:
+        seen = {list: "a list", dict: "a mapping"}.get(type(data), str(data)[:40])
     name = next((str(part) for part in reversed(key) if isinstance(part, str)), "the file")
     hint = (did_you_mean(data, near) if near and isinstance(data, str) else "") or None
     return InputError(f"{name} must be {shape}, not {seen}", where=doc.where(key), hint=hint)

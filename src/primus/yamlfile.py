@@ -66,16 +66,9 @@ _PLAIN = r"[\w/](?:[\w/.+:-]*[\w/])?"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
-    """The file's data (mappings, lists, text, None) and the 1-based line and column of each key path.
-
-    ``typed`` data contains numbers and booleans, as in JSON; otherwise every scalar is text or None.
-    """
-
+class _File:
     name: str
-    data: Plain
     places: dict[Key, tuple[int, int]] = field(repr=False)
-    typed: bool = False
 
     def where(self, key: Key = ()) -> str:
         """Return ``file:line:col`` of ``key``, or of its nearest parent in the file."""
@@ -83,17 +76,22 @@ class Document:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
+class Document(_File):
+    """The file's data (mappings, lists, text, None) and the 1-based line and column of each key path.
+
+    ``typed`` data contains numbers and booleans, as in JSON; otherwise every scalar is text or None.
+    """
+
+    data: Plain
+    typed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values(_File):
     """The file's data with typed scalars; ``places`` are those of keys, ``origins`` those of values."""
 
-    name: str
     data: Tree
-    places: dict[Key, tuple[int, int]] = field(repr=False)
     origins: dict[Key, tuple[int, int]] = field(repr=False)
-
-    def where(self, key: Key = ()) -> str:
-        """Return ``file:line:col`` of ``key``, or of its nearest parent in the file."""
-        return _nearest(self.name, self.places, key)
 
     def origin(self, key: Key = ()) -> str:
         """Return ``file:line:col`` of the value at ``key``, or of its nearest parent in the file."""

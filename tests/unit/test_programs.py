@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from primus import programs
 from primus.errors import HostError
 
-DEBIAN = 'PRETTY_NAME="Debian GNU/Linux 12"\nID=debian\n'
+DEBIAN = {"PRETTY_NAME": "Debian GNU/Linux 12", "ID": "debian"}
 
 
 def silent(_: str) -> None:
@@ -28,7 +29,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     apt.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(programs, "_os_release", lambda: DEBIAN)
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: DEBIAN)
     monkeypatch.setattr(programs, "_LISTS", tmp_path / "lists")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     return tmp_path
@@ -84,32 +85,19 @@ def test_one_package_that_the_archive_lacks_keeps_no_other_out(host: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("user", "os_release", "message"),
+    ("user", "release", "message"),
     [
         (1000, DEBIAN, "sudo apt-get install -y --no-install-recommends mypackage"),
-        (0, "ID=fedora\n", "mytool is missing"),
+        (1000, {"ID": "linuxmint", "ID_LIKE": "ubuntu debian"}, "sudo apt-get"),
+        (0, {"ID": "fedora"}, "install mypackage (the names of the packages on Debian and Ubuntu)"),
     ],
 )
 def test_without_root_or_apt_nothing_is_installed(
-    host: Path, monkeypatch: pytest.MonkeyPatch, user: int, os_release: str, message: str
+    host: Path, monkeypatch: pytest.MonkeyPatch, user: int, release: dict[str, str], message: str
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(programs, "_os_release", lambda: os_release)
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: release)
     with pytest.raises(HostError) as error:
         programs.need("mytool", "mypackage", say=silent)
     assert message in str(error.value)
     assert not (host / "log").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "like"),
-    [
-        (DEBIAN, True),
-        ("ID=ubuntu\nID_LIKE=debian\n", True),
-        ('ID=linuxmint\nID_LIKE="ubuntu debian"\n', True),
-        ("ID=fedora\n", False),
-        ("", False),
-    ],
-)
-def test_is_debian_like(text: str, like: bool) -> None:
-    assert programs.is_debian_like(text) is like

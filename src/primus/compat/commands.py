@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from primus.compat.experiment import is_experiment, read_experiment
-from primus.compat.translate import Option, options, table, translate
+from primus.compat.translate import options, table, translate
 from primus.errors import HostError, InputError, nearest
 from primus.recipes.backends import backend as backend_named
 from primus.recipes.load import names
@@ -289,7 +289,13 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
         raise InputError(f"{words[0]} is of the family {row['family']}, not {words[1]!r}", where=where)
     arguments = {option.key: option for option in options(words[2:])}
     for option in arguments.values():
-        _check_fsdp(option)
+        kind, flag = _FSDP.get(option.key), isinstance(option.value, bool)
+        if kind is None:
+            raise InputError(f"there is no option --{option.key}" + nearest(option.key, _FSDP), where=where)
+        if kind is bool and not flag:
+            raise InputError("must be True or False", where=option.where)
+        if kind is int and (flag or not isinstance(option.value, int) or option.value < 1):
+            raise InputError("must be a whole number of at least 1", where=option.where)
     text = environment.get("WORLD_SIZE") or "8"
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
         raise InputError(f"WORLD_SIZE must be a whole number of at least 1, not {text[:40]!r}", where=where)
@@ -320,24 +326,13 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     )
 
 
-def _check_fsdp(option: Option) -> None:
-    if option.key not in _FSDP:
-        raise InputError(f"there is no option --{option.key}" + nearest(option.key, _FSDP), where="train_fsdp.py")
-    flag = isinstance(option.value, bool)
-    if _FSDP[option.key] is bool and not flag:
-        raise InputError("must be True or False", where=option.where)
-    if _FSDP[option.key] is int and (flag or not isinstance(option.value, int) or option.value < 1):
-        raise InputError("must be a whole number of at least 1", where=option.where)
-
-
 def _program(name: str, words: Sequence[str]) -> Request:
     """Translate a command that names no model: FluxBenchmark's ``launcher.py``, torchtitan's ``run_llama_train.sh``."""
     row = table("commands")["programs"][name]
     if words:
         hint = f"primus train {row['recipe']} takes settings as key=value"
         raise InputError(f"{words[0]!r} is not supported here", where=name, hint=hint)
-    choices = Choices(backend=row["backend"], mode=row["mode"], precision=row["precision"])
-    return Request(recipe=row["recipe"], choices=choices)
+    return _of_row(row)
 
 
 def _tag(words: Sequence[str]) -> Request:
@@ -345,8 +340,11 @@ def _tag(words: Sequence[str]) -> Request:
     if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
         raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
     tags = table("commands")["tags"]
-    row = tags[_listed(words[words.index("--tags") + 1], tags, "--tags")]
-    choices = Choices(backend=row["backend"], mode=row.get("mode", "pretrain"))
+    return _of_row(tags[_listed(words[words.index("--tags") + 1], tags, "--tags")])
+
+
+def _of_row(row: Mapping[str, str]) -> Request:
+    choices = Choices(backend=row["backend"], mode=row.get("mode", "pretrain"), precision=row.get("precision"))
     return Request(recipe=row["recipe"], choices=choices, says=(row["says"],) if "says" in row else ())
 
 

@@ -39,7 +39,7 @@ class Entry:
     choice: str | None = None
     values: Mapping[str, Scalar] | None = None
     prefix: str = ""
-    needs: tuple[str, ...] = ()
+    needs: Sequence[str] = ()
     because: str = ""
 
 
@@ -118,26 +118,18 @@ def table(name: str) -> dict[str, Any]:
 def keys(backend: str) -> Mapping[str, Entry]:
     """Return key of Primus → translation, for one backend."""
     rows = {**table("keys")["every"], **table("keys").get(backend, {})}
-    return {
-        key: Entry(to=row) if isinstance(row, str) else Entry(**{**row, "needs": tuple(row.get("needs", ()))})
-        for key, row in rows.items()
-    }
-
-
-def _entry(backend: str, key: str) -> Entry | None:
-    entries = keys(backend)
-    patterns = (row for name, row in entries.items() if name.endswith("*") and fnmatchcase(key, name))
-    return entries.get(key) or next(patterns, None)
+    return {key: Entry(**({"to": row} if isinstance(row, str) else row)) for key, row in rows.items()}
 
 
 def translate(backend: str, arguments: Sequence[Option]) -> Translation:
     """Translate options in order. A null has no effect: the recipe keeps its own value."""
     done = Translation()
-    values = {option.key: option.value for option in arguments}
+    entries, values = keys(backend), {option.key: option.value for option in arguments}
     for option in arguments:
         if option.value is None:
             continue
-        entry = _entry(backend, option.key)
+        patterns = (row for name, row in entries.items() if name.endswith("*") and fnmatchcase(option.key, name))
+        entry = entries.get(option.key) or next(patterns, None)
         if entry is None:
             _translate_native(backend, option, done)
         elif not entry.needs or any(values.get(key) not in (None, False) for key in entry.needs):

@@ -116,7 +116,7 @@ def model_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield each field of the model that the recipe's backend does not support: its key, the reason and a remedy."""
     rules = model_rules()
     values = {key: rule.default for key, rule in rules.items()} | recipe.section("model")
-    changed = [key for key, rule in rules.items() if not _same(values[key], rule.default)]
+    changed = [key for key, rule in rules.items() if values[key] != rule.default]
     yield from _idle(recipe, values, changed)
     row = _row(recipe.knows.models, values)
     if row is None:
@@ -127,23 +127,16 @@ def model_faults(recipe: Recipe) -> Iterator[Fault]:
     yield from _limited(recipe, row, values, active)
 
 
-def _same(value: Value, default: Value) -> bool:
-    return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
-def _latent(values: Mapping[str, Value]) -> bool:
-    return bool(values["mla.kv_lora_rank"])
-
-
 def _row(rows: tuple[Model, ...], values: Mapping[str, Value]) -> Model | None:
-    return next((row for row in rows if values["family"] in row.families and row.latent == _latent(values)), None)
+    latent = bool(values["mla.kv_lora_rank"])
+    return next((row for row in rows if values["family"] in row.families and row.latent == latent), None)
 
 
 def _no_model(recipe: Recipe, values: Mapping[str, Value]) -> Fault:
     family, others = values["family"], _others(recipe, values, "family")
     hint = f"--backend {' or '.join(others)}" if others else None
     if any(family in row.families for row in recipe.knows.models):
-        why = f"{recipe.backend} has no {family} {'with' if _latent(values) else 'without'} latent attention"
+        why = f"{recipe.backend} has no {family} {'with' if values['mla.kv_lora_rank'] else 'without'} latent attention"
         return "model.mla.kv_lora_rank", why, hint
     return "model.family", f"{recipe.backend} has no model of the family {family}", hint
 

@@ -71,9 +71,8 @@ def find(name: str, among: Path | None = None) -> Path:
 
 def no_recipes(among: Path) -> InputError:
     """Return the error for a folder without recipes."""
-    return InputError(
-        f"{among} has no recipes", hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes"
-    )
+    hint = "change to a project folder, or set PRIMUS_RECIPES to a folder of recipes"
+    return InputError(f"{among} has no recipes", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

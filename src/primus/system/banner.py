@@ -73,9 +73,7 @@ def with_bashrc(command: Sequence[str]) -> list[str]:
     return [first, "--rcfile", str(BASHRC), *rest]
 
 
-def _greet(command: Sequence[str]) -> None:
-    if not wanted(command, os.environ, terminal=sys.stderr.isatty()):
-        return
+def _greet() -> None:
     image: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         image = json.loads(IMAGE_FILE.read_text(encoding="utf-8"))
@@ -94,8 +92,9 @@ def main(argv: Sequence[str]) -> int:
     The exit codes are a shell's: 127 for a command that does not exist, 126 for one that cannot be executed.
     """
     command = list(argv) or [next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")]
-    with suppress(Exception):
-        _greet(command)
+    if wanted(command, os.environ, terminal=sys.stderr.isatty()):
+        with suppress(Exception):
+            _greet()
     if not command[0]:
         print("primus: the command is empty", file=sys.stderr)
         return 127

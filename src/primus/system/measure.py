@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -35,25 +36,20 @@ class _Bench:
 
     def seconds(self, call: Callable[[], object], *, together: bool = False) -> float:
         """Return the median seconds of a call. ``together``: all ranks make the same number of calls."""
-        for _ in range(3):
-            call()
-        self.wait()
-        started = time.perf_counter()
-        call()
-        self.wait()
-        once = torch.tensor([max(time.perf_counter() - started, 1e-6)], device=self.device)
+        self._timed(call, 3)
+        once = torch.tensor([max(self._timed(call, 1), 1e-6)], device=self.device)
         if together:
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
         calls = max(5, min(500, int(_SECONDS / 5 / once.item())))
-        taken = []
-        for _ in range(5):
-            self.wait()
-            started = time.perf_counter()
-            for _ in range(calls):
-                call()
-            self.wait()
-            taken.append((time.perf_counter() - started) / calls)
-        return sorted(taken)[2]
+        return statistics.median(self._timed(call, calls) / calls for _ in range(5))
+
+    def _timed(self, call: Callable[[], object], calls: int) -> float:
+        self.wait()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.wait()
+        return time.perf_counter() - started
 
     def wait(self) -> None:
         """Wait until the device has finished all its work."""

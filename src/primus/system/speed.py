@@ -62,10 +62,7 @@ class Measurement:
 def expected() -> Mapping[tuple[str, str], Expected]:
     """Return (GPU, what) → the expected figure in ``expected.yaml``."""
     rows = cast(dict[str, Any], read_values(Path(__file__).with_name("expected.yaml")).data)["figures"]
-    return {
-        (row["gpu"], row["what"]): Expected(least=row["least"], source=row["source"], gpus=row.get("gpus"))
-        for row in rows
-    }
+    return {(row.pop("gpu"), row.pop("what")): Expected(**row) for row in map(dict, rows)}
 
 
 def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
@@ -142,19 +139,21 @@ def judge(benchmark: Measurement) -> Iterator[Finding]:
     least, most, source = benchmark.least, benchmark.most, benchmark.source
     typical = statistics.median(figures)
     remedy = _REMEDIES.get(what) or _REMEDIES["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
-    findings = []
+    sound = True
     for gpu, figure in enumerate(figures):
         shown = ("" if what in _COLLECTIVES else f"GPU {gpu}: ") + f"{figure:,.4g} {unit}"
         if most is not None and figure > most * _ABOVE_PEAK:
             message = f"{shown} is more than the GPU's peak of {most:,.4g}: the clock or the result is wrong"
-            findings.append(failed(what, message, "do not train on this GPU before the cause is known"))
+            yield failed(what, message, "do not train on this GPU before the cause is known")
         elif least is not None and figure < least:
-            findings.append(slow(what, f"{shown}, and at least {least:,.4g} are expected ({source})", remedy))
+            yield slow(what, f"{shown}, and at least {least:,.4g} are expected ({source})", remedy)
         elif figure < typical * (1 - APART):
             message = f"{shown}, {1 - figure / typical:.0%} less than the median of this machine's GPUs"
-            findings.append(slow(what, message, f"it holds all other GPUs up; {remedy}"))
-    if not findings:
+            yield slow(what, message, f"it holds all other GPUs up; {remedy}")
+        else:
+            continue
+        sound = False
+    if sound:
         shown = f"{min(figures):,.4g}" + (f"–{max(figures):,.4g}" if len(figures) > 1 else "")
         limit = f"at least {least:,.4g} expected" if least is not None else f"not judged: {source}"
-        findings.append(ok(what, f"{shown} {unit}; {limit}"))
-    yield from findings
+        yield ok(what, f"{shown} {unit}; {limit}")

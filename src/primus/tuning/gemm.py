@@ -106,10 +106,8 @@ def read_shapes(folder: Path) -> list[str]:
             if line.startswith(_RECORDED) and len(line.split(",")) >= 2:
                 shapes[",".join(line.split(",")[:2])] = None
     if not shapes:
-        raise InputError(
-            f"no GEMM is recorded in {folder}",
-            hint="the stage dump records them: primus tune gemm RECIPE --stage dump",
-        )
+        hint = "the stage dump records them: primus tune gemm RECIPE --stage dump"
+        raise InputError(f"no GEMM is recorded in {folder}", hint=hint)
     return list(shapes)
 
 
@@ -158,12 +156,9 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
         errors="replace", check=False,
     )  # fmt: skip
     if ended.returncode or not result.is_file():
-        lines = [line for line in ended.stderr.splitlines() if line.strip()]
-        raise CheckFailed(
-            f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: "
-            f"{lines[-1][:300] if lines else 'it wrote no result'}",
-            hint="finished parts are kept; run it again to continue",
-        )
+        lines = [line[:300] for line in ended.stderr.splitlines() if line.strip()] or ["it wrote no result"]
+        message = f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: {lines[-1]}"
+        raise CheckFailed(message, hint="finished parts are kept; run it again to continue")
     result.replace(done)
     return done
 
@@ -178,9 +173,8 @@ def _read(files: Sequence[Path], count: int) -> Result:
             if line.startswith(_RECORDED) and len(line.split(",")) >= 3:
                 rows[",".join(line.split(",")[:2])] = line
     if len(validators) != 1:
-        raise CheckFailed(
-            f"the results are of {len(validators)} versions of PyTorch", hint="delete the folder `work` and tune again"
-        )
+        message = f"the results are of {len(validators)} versions of PyTorch"
+        raise CheckFailed(message, hint="delete the folder `work` and tune again")
     if not rows:
         raise CheckFailed(f"PyTorch measured none of {count} GEMMs", hint="it skips products with a vector")
     return Result(validators=next(iter(validators)), rows=tuple(rows.values()))
@@ -198,6 +192,5 @@ def merge(place: Place, key: Key, result: Result) -> None:
 
 def check(place: Place, key: Key) -> Mapping[str, str]:
     """Return the environment variables of a run with ``key`` that uses the result. InputError if it has another key."""
-    first = Path(str(place.tuned).replace("%d", "0"))
-    key.require(first, place.key)
+    key.require(Path(str(place.tuned).replace("%d", "0")), place.key)
     return using(place)

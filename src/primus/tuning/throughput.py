@@ -108,12 +108,10 @@ def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
     for row in rows:
         key, title = next(iter(row)), " ".join(map(str, row.values()))
         values = {name: start.settings[f"{head}.{name}"].value for name in row if f"{head}.{name}" in start.settings}
-        if values == row:
+        if values == row or (row[key] == "none" and f"{head}.{key}" not in start.settings):
             current = title
-        elif f"{head}.{key}" in start.settings or row[key] != "none":
-            others.append((title, tuple(f"{head}.{key}={value}" for key, value in row.items())))
         else:
-            current = title
+            others.append((title, tuple(f"{head}.{key}={value}" for key, value in row.items())))
     return [(current, ()), *others]
 
 

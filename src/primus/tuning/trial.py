@@ -56,7 +56,7 @@ class Trials:
 
     def known(self, recipe: Recipe, number: int) -> Result | None:
         """Return the saved result of run ``number`` of ``recipe``, or None. A damaged file counts as none."""
-        stored = read_sealed(self._file(recipe, number))
+        stored = read_sealed(self._output(recipe, number).with_suffix(".json"))
         try:
             return Result(**{**stored, "losses": tuple(stored["losses"])})
         except (TypeError, KeyError):
@@ -64,7 +64,7 @@ class Trials:
 
     def run(self, recipe: Recipe, number: int) -> Result:
         """Run ``recipe`` and save the result. HostError if the folder cannot be written."""
-        output = self.folder / self._name(recipe, number)
+        output = self._output(recipe, number)
         began = time.monotonic()
         try:
             shutil.rmtree(output, ignore_errors=True)  # left by an interrupted run
@@ -77,7 +77,7 @@ class Trials:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # Do not save a failure for lack of a requirement, which may be installed at the next start.
             if code != HostError.exit_code:
-                write_sealed(self._file(recipe, number), asdict(result))
+                write_sealed(output.with_suffix(".json"), asdict(result))
         except OSError as error:
             raise HostError(
                 f"cannot write to {self.folder}: {error.strerror}",
@@ -85,11 +85,8 @@ class Trials:
             ) from error
         return result
 
-    def _name(self, recipe: Recipe, number: int) -> str:
-        return f"{recipe.digest[:16]}-{number}"
-
-    def _file(self, recipe: Recipe, number: int) -> Path:
-        return self.folder / f"{self._name(recipe, number)}.json"
+    def _output(self, recipe: Recipe, number: int) -> Path:
+        return self.folder / f"{recipe.digest[:16]}-{number}"
 
     def _train(self, recipe: Recipe, output: Path) -> tuple[str, int]:
         """Train once. Returns the reason for a failure as the command reports it, or "", and the exit code."""

@@ -85,7 +85,7 @@ class Rules:
         if recipe.world_size == 1 and trained and recipe.accumulation == 1:
             # The gradient of the embedding is computed last, in the memory of activations, in both precisions.
             reused = min(activations, model.vocab_size * model.hidden_size * float(compute + terms.FLOAT32))
-        loss = float(chunk * model.vocab_size * terms.EAGER_LOSS)
+        loss: float = chunk * model.vocab_size * terms.EAGER_LOSS
         if terms.chunked_loss(recipe):
             loss = terms.fused_loss(model, tokens)
         return Memory(

@@ -86,10 +86,8 @@ def mfu(tflops: float, gpu: Generation | str, dtype: Dtype) -> float:
         raise ValueError(f"{tflops} TFLOP/s is not a throughput")
     product = by_product_name(gpu) if isinstance(gpu, str) else gpu
     if product is None:
-        raise UnknownPeak(
-            f"no MFU: the peak of {gpu!r} is unknown",
-            hint="known: " + ", ".join(g.title for g in load_table().generations),
-        )
+        hint = "known: " + ", ".join(g.title for g in load_table().generations)
+        raise UnknownPeak(f"no MFU: the peak of {gpu!r} is unknown", hint=hint)
     if dtype not in arch_of(product).dtypes:
         raise UnknownPeak(f"no MFU: {product.title} does not compute {dtype}")
     published = peak(product, dtype)

@@ -137,7 +137,5 @@ def refuse_secrets(words: Sequence[str], hint: str) -> None:
     for word in words:
         name, equals, value = word.partition("=")
         if _SECRET.search(word) or (equals and value and _NAME.fullmatch(name) and _SECRET_NAME.search(name)):
-            raise InputError(
-                f"{name[:40] if equals else word[:6] + '…'}: this looks like a secret, and others can read job files",
-                hint=hint,
-            )
+            shown = name[:40] if equals else f"{word[:6]}…"
+            raise InputError(f"{shown}: this looks like a secret, and others can read job files", hint=hint)

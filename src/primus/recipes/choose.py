@@ -28,11 +28,8 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dic
     """
     cells = supported(settings)
     if not cells:
-        raise InputError(
-            "the recipe supports no backend",
-            where=f"{path}:1:1",
-            hint="add a section such as supports: {torchtitan: {pretrain: [bf16]}}",
-        )
+        hint = "add a section such as supports: {torchtitan: {pretrain: [bf16]}}"
+        raise InputError("the recipe supports no backend", where=f"{path}:1:1", hint=hint)
     _check_defaults(settings, cells)
     proxy = settings.get("default.proxy") or Setting(value=False, origin="default")
     if choices.proxy is not None:
@@ -40,11 +37,8 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dic
     backend = _pick("backend", choices.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
     modes = [mode for b, mode in cells if b == backend.value]
     if choices.mode not in (None, *modes) and (others := [b for b, m in cells if m == choices.mode]):
-        raise InputError(
-            f"backend {backend.value} does not support mode {choices.mode!r} with this recipe",
-            where=f"--mode {choices.mode}",
-            hint=f"--backend {' or '.join(others)} supports it",
-        )
+        message = f"backend {backend.value} does not support mode {choices.mode!r} with this recipe"
+        raise InputError(message, where=f"--mode {choices.mode}", hint=f"--backend {' or '.join(others)} supports it")
     mode = _pick("mode", choices.mode, settings, modes, {"backend": backend})
     # A wrong word is named before a machine that lacks the GPU.
     gpu = _gpu(choices, settings)
@@ -77,11 +71,9 @@ def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, s
     }
     for what, names in offered.items():
         if (default := settings.get(f"default.{what}")) is not None and default.value not in names:
-            raise InputError(
-                f"default.{what} is {default.value!r}, which the recipe does not support",
-                where=default.origin,
-                hint=f"supports names {', '.join(dict.fromkeys(names))}",
-            )
+            message = f"default.{what} is {default.value!r}, which the recipe does not support"
+            hint = f"supports names {', '.join(dict.fromkeys(names))}"
+            raise InputError(message, where=default.origin, hint=hint)
 
 
 def _pick(
@@ -115,10 +107,8 @@ def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
     if not machine.names:
         return Setting(value=CPU, origin="this machine has no GPU")
     if not machine.generation:
-        raise InputError(
-            f"the GPUs of this machine cannot be identified: {machine.sentence()}",
-            hint="choose the settings with --gpu NAME",
-        )
+        message = f"the GPUs of this machine cannot be identified: {machine.sentence()}"
+        raise InputError(message, hint="choose the settings with --gpu NAME")
     return Setting(value=machine.generation, origin="the GPUs of this machine")
 
 
@@ -168,19 +158,15 @@ def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[st
 def among(what: str, word: str, offered: list[str], where: str) -> None:
     """Raise InputError, with the most similar name, if ``word`` is not in ``offered``."""
     if word not in offered:
-        raise InputError(
-            f"there is no {what} {word!r} here" + nearest(word.lower(), offered),
-            where=where, hint=f"there are: {', '.join(offered)}",
-        )  # fmt: skip
+        message = f"there is no {what} {word!r} here" + nearest(word.lower(), offered)
+        raise InputError(message, where=where, hint=f"there are: {', '.join(offered)}")
 
 
 def check_choice(choice: str, where: str) -> None:
     """Raise InputError, with the most similar name, if ``choice`` is not the name of a choice."""
     if choice not in CHOICES:
-        raise InputError(
-            f"there is no choice {choice!r}" + nearest(choice, CHOICES),
-            where=where, hint=f"choices: {', '.join(CHOICES)}",
-        )  # fmt: skip
+        message = f"there is no choice {choice!r}" + nearest(choice, CHOICES)
+        raise InputError(message, where=where, hint=f"choices: {', '.join(CHOICES)}")
 
 
 def check_word(choice: str, setting: Setting, *, several: bool) -> None:

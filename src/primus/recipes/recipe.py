@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from primus.errors import InputError
-from primus.recipes.architecture import architecture
-from primus.recipes.backends import backend
+from primus.recipes.architecture import Architecture, architecture
+from primus.recipes.backends import Backend, backend
 from primus.recipes.load import beside
 from primus.recipes.setting import WORDS, Choices, Setting, Value
-
-if TYPE_CHECKING:
-    from primus.recipes.architecture import Architecture
-    from primus.recipes.backends import Backend
 
 # An asset of this name is not a file: its tokens are made from the seed.
 MOCK = "mock"
@@ -171,8 +168,6 @@ class Recipe:
     @cached_property
     def asset_digests(self) -> Mapping[str, str]:
         """Asset → sha256 over the names and bytes of its files; empty if the asset is not a file."""
-        import hashlib  # imported here, because only jobs need it and it loads OpenSSL
-
         digests = {}
         for key in sorted(self.section("assets")):
             root, hasher = self.asset(key), hashlib.sha256()
@@ -188,8 +183,6 @@ class Recipe:
     @property
     def digest(self) -> str:
         """sha256 over every resolved value and the bytes of every asset. Equal digests mean equal training."""
-        import hashlib
-
         values = {key: setting.value for key, setting in self.settings.items()}
         text = json.dumps([values, dict(self.asset_digests)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -62,10 +62,8 @@ def read(path: Path) -> Node:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {(error.strerror or '').lower()}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path} is not a document of `primus preflight --json`",
-            hint="run `primus preflight --json` again on that node",
-        ) from error
+        hint = "run `primus preflight --json` again on that node"
+        raise InputError(f"{path} is not a document of `primus preflight --json`", hint=hint) from error
 
 
 def _finding(row: Mapping[str, Any]) -> Finding:
@@ -175,10 +173,8 @@ def _cell(level: Level, message: str) -> str:
 
 def _figures(nodes: Sequence[Node], benchmark: tuple[str, str], of_nodes: Mapping[str, Measurement]) -> str:
     measurement = next(iter(of_nodes.values()))
-    cells = [
-        " ".join(f"{figure:,.4g}" for figure in of_nodes[node.name].figures) if node.name in of_nodes else "–"
-        for node in nodes
-    ]
+    figures = [of_nodes[node.name].figures if node.name in of_nodes else () for node in nodes]
+    cells = [" ".join(f"{figure:,.4g}" for figure in row) or "–" for row in figures]
     cells += ["–" if limit is None else f"{limit:,.4g}" for limit in (measurement.least, measurement.most)]
     shown = "".join(f'<td class="num">{cell}</td>' for cell in cells)
     return f'<tr><td class="name">{escape(", ".join(benchmark))}</td>{shown}<td>{escape(measurement.source)}</td></tr>'

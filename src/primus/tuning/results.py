@@ -81,7 +81,6 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise HostError(
-                f"another process tunes in {folder}", hint="wait for it, or choose another --folder"
-            ) from error
+            hint = "wait for it, or choose another --folder"
+            raise HostError(f"another process tunes in {folder}", hint=hint) from error
         yield

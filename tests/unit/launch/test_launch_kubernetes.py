@@ -230,16 +230,13 @@ def test_nodes_show_their_gpus(objects: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"image": "foo bar"}, "not the name of an image"),
-        ({"image": "rocm/Primus:v1"}, "not the name of an image"),
-        ({"claim": "my claim"}, "--claim: 'my claim' is not a name"),
-        ({"pull_secret": "a_b"}, "--pull-secret: 'a_b' is not a name"),
+        ({"image": "foo bar"}, "not the name of an image"), ({"image": "rocm/Primus:v1"}, "not the name of an image"),
+        ({"claim": "my claim"}, "--claim: 'my claim' is not a name"), ({"rdma": "rdma/hca=0"}, "not a resource"),
+        ({"pull_secret": "a_b"}, "--pull-secret: 'a_b' is not a name"), ({"cpu": "0"}, "--cpu: '0' is not a quantity"),
         ({"token_secret": "a b"}, "--hf-token-secret: 'a b' is not a Secret"),
         ({"token_secret": "hf_" + "verysecret" * 3}, "looks like a secret"),
-        ({"cpu": "0"}, "--cpu: '0' is not a quantity"),
-        ({"rdma": "rdma/hca=0"}, "not a resource"),
     ],
-)
+)  # fmt: skip
 def test_a_manifest_that_the_cluster_would_refuse_later(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)) as caught:
         made(**options)
@@ -266,9 +263,8 @@ def test_a_recipe_of_the_user_reaches_the_pods(tmp_path: Path, monkeypatch: pyte
     command = pod["spec"]["containers"][0]["command"]
     assert command[:2] == ["bash", "-c"]
     # What Kubernetes does with a command: $$( becomes $(.
-    script = (
-        command[2].replace("$$(", "$(").replace("/tmp/primus-recipe", f"{tmp_path}/pod").replace("exec primus", "echo")
-    )
+    script = command[2].replace("$$(", "$(")
+    script = script.replace("/tmp/primus-recipe", f"{tmp_path}/pod").replace("exec primus", "echo")
     said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert said.startswith(f"train {tmp_path}/pod/mine.yaml --backend=torchtitan")
     there = resolve(f"{tmp_path}/pod/mine.yaml", (), Choices(gpu="mi300x"))

@@ -25,22 +25,12 @@ ENTRIES = list(entries())
 WHOLE = [entry for entry in ENTRIES if not entry.only_proxy]
 # Parameters of the models' own published weights.
 TOTALS = {
-    "llama2-7b": 6_738_415_616,
-    "llama2-70b": 68_976_648_192,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3.1-8b": 8_030_261_248,
-    "llama3.1-70b": 70_553_706_496,
-    "llama3.3-70b": 70_553_706_496,
-    "mistral-7b": 7_241_732_096,
-    "mixtral-8x7b": 46_702_792_704,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-72b": 72_706_203_648,
-    "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v2": 235_741_434_880,
-    "deepseek-v3": 671_026_419_200,
-    "flux.1-dev": 11_901_408_320,
-}
+    "llama2-7b": 6_738_415_616, "llama2-70b": 68_976_648_192, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248, "llama3.1-70b": 70_553_706_496, "llama3.3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096, "mixtral-8x7b": 46_702_792_704, "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648, "deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200, "flux.1-dev": 11_901_408_320,
+}  # fmt: skip
 
 
 def way(entry: Entry) -> str:

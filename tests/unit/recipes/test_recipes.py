@@ -238,8 +238,7 @@ def test_a_recipe_uses_files_before_its_own_text(edited: Path) -> None:
 
 
 def test_backend_keys_are_read_from_a_source() -> None:
-    keys = dataclass_keys(JOB_CONFIG, "JobConfig")
-    assert keys == {
+    assert dataclass_keys(JOB_CONFIG, "JobConfig") == {
         "training.steps": {"types": ["int"], "default": 10000},
         "training.max_norm": {"types": ["float", "int"], "default": 1.0},
         "training.dataset_path": {"types": ["str", "None"], "default": None},

@@ -65,11 +65,6 @@ class Entry:
             if fault:
                 raise InputError(f"the target {self.link[:200]!r} of the link {self.path} cannot be used: {fault}")
 
-    @property
-    def meta(self) -> tuple[object, ...]:
-        """What two entries for one folder must have in common."""
-        return (self.kind, self.mode, self.uid, self.gid, self.link, tuple(sorted(self.xattrs.items())))
-
     def chunks(self) -> Iterator[bytes]:
         """Yield the file's bytes. Raises CheckFailed if they are not ``size`` bytes with the hash ``sha256``,
         or if the source is no longer a regular file.
@@ -83,9 +78,7 @@ class Entry:
             if digest:
                 digest.update(chunk)
             yield chunk
-        if done != self.size:
-            raise self._changed()
-        if digest and digest.hexdigest() != self.sha256:
+        if done != self.size or (digest and digest.hexdigest() != self.sha256):
             raise self._changed()
 
     def _pieces(self) -> Iterator[bytes]:

@@ -26,16 +26,16 @@ TreeFile = tuple[str, str, str]
 
 
 class StatIndex:
-    """The cache, stored in one file. Losing it costs only time. Without a ``path``, every file is read."""
+    """The cache, stored in one file. Losing it costs only time."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         # If not trusted, every file is read.
         self.trusted = True
         self._changed = False
         # Targets that share trees walk each tree once.
         self._trees: dict[tuple[str, tuple[str, ...]], list[TreeFile]] = {}
-        entries = read_sealed(path) if path else None
+        entries = read_sealed(path)
         # Path → size, mtime, ctime, inode, SHA-256.
         self._entries: dict[str, object] = entries if isinstance(entries, dict) else {}
 
@@ -48,7 +48,7 @@ class StatIndex:
         match self._entries.get(path):
             case [*recorded, str(digest)] if recorded == mark and len(digest) == _DIGITS and self.trusted:
                 return digest
-        now = _now_ns()
+        now = time.time_ns()
         try:
             with open_regular(path) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -113,19 +113,9 @@ class StatIndex:
 
     def save(self) -> None:
         """Write the cache if it changed. Failures are ignored: the next run reads the files again."""
-        if not (self._changed and self._path):
-            return
-        with contextlib.suppress(OSError):
-            write_sealed(self._path, self._entries)
-            self._changed = False
-
-
-def _now_ns() -> int:
-    try:
-        return time.time_ns()
-    except OverflowError:
-        # From the year 2262, nanoseconds do not fit into 64 bits. Then every file looks as if it were new.
-        return 0
+        if self._changed:
+            with contextlib.suppress(OSError):
+                write_sealed(self._path, self._entries)
 
 
 @dataclass(frozen=True)

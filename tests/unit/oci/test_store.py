@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -35,11 +34,6 @@ def entries(data: bytes = b"hello") -> list[Entry]:
     return [Entry(path="opt/a", size=len(data), source=data), Entry(path="opt/b", mode=0o755, size=0, source=b"")]
 
 
-def test_layout_is_an_oci_image_layout(store: Store) -> None:
-    assert json.loads((store.root / "oci-layout").read_bytes()) == {"imageLayoutVersion": "1.0.0"}
-    assert json.loads((store.root / "index.json").read_bytes())["manifests"] == []
-
-
 @pytest.mark.parametrize("compression", ["zstd", "gzip"])
 def test_same_entries_same_bytes_in_two_stores(tmp_path: Path, compression: str) -> None:
     layers = []
@@ -66,13 +60,6 @@ def test_large_and_small_files_are_read_back_by_tarfile(store: Store) -> None:
     assert plain.endswith(bytes(1024))
 
 
-def test_compression_does_not_change_the_content(store: Store) -> None:
-    one = write_layer(store, entries(), compression="zstd")
-    other = write_layer(store, entries(), compression="gzip")
-    assert one.diff_id == other.diff_id
-    assert one.blob.digest != other.blob.digest
-
-
 def test_zstd_bytes_do_not_depend_on_the_number_of_processors(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(i * i % 251 for i in range(3_000_000)) * 8
     digests = set()
@@ -89,16 +76,6 @@ def test_paths_are_kept_for_the_overlap_rule(store: Store) -> None:
         "opt/a": "file 644 0:0",
         "opt/b": "file 755 0:0",
     }
-
-
-def test_damaged_blob_is_named(store: Store) -> None:
-    layer = write_layer(store, entries())
-    path = store.blob_path(layer.blob.digest)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert store.has(layer.blob)
-    assert "is damaged" in (store.check(layer.blob.digest) or "")
 
 
 def test_record_without_its_whole_blob_does_not_count(store: Store) -> None:
@@ -120,20 +97,19 @@ def test_source_that_fails_leaves_nothing(store: Store) -> None:
     assert list((store.root / "blobs/sha256").iterdir()) == []
 
 
-def test_full_disk_is_a_sentence() -> None:
-    error = storage_error(OSError(errno.ENOSPC, "No space left on device"), Path("/store/x"))
-    assert "is full" in str(error)
-    assert error.exit_code == 3
-
-
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.EACCES, "as a user who may"), (errno.EROFS, "can be written"), (errno.ENOENT, "another")],
+    [
+        (errno.EACCES, "as a user who may write there, or choose another folder with --store"),
+        (errno.EROFS, "can be written with --store"),
+        (errno.ENOENT, "another file system with --store"),
+        (errno.ENOSPC, "free space"),
+    ],
 )
 def test_a_store_that_cannot_be_written_names_the_remedy(number: int, remedy: str) -> None:
     error = storage_error(OSError(number, os.strerror(number)), Path("/store/x"))
     assert remedy in str(error.hint)
-    assert "--store" in str(error.hint)
+    assert error.exit_code == 3
 
 
 def test_broken_index_is_a_sentence(store: Store) -> None:

@@ -23,10 +23,6 @@ TARGET = Target(
 )
 
 
-def locks(*channels: str) -> object:
-    return lambda channel: channel in channels
-
-
 def test_best_channel_with_a_lock() -> None:
     both = choose("mi355x", TARGET, None, lambda c: True)
     assert (both.channel, both.base, both.preview, both.suffix) == ("amd", "ubuntu", None, "")
@@ -97,6 +93,10 @@ def test_preview_is_named_labelled_and_told(kit: Kit) -> None:
         ("images/demo.yaml", "[part]", "[part]\nbudget_gb: -1", "images/demo.yaml:5:1: the budget must be more than 0"),
         ("images/demo.yaml", "[part]", "[part]\nbudgets_gb: {amd: 0}", "images/demo.yaml:5:14: the budget must"),
         ("images/demo.yaml", "[part]", "[part]\nrecipes: [llama4]", "images/demo.yaml:5:11: no recipe is called"),
+        ("images/demo.yaml", "[part]", "[part, part]", "images/demo.yaml:4:20: component part is listed twice"),
+        ("images/demo.yaml", "[part]", "[prt]", "images/demo.yaml:4:14: no component is called 'prt'"),
+        ("images/demo.yaml", "[part]", "[part]\nrecipes: [llama3, llama3]", "recipe llama3 is listed twice"),
+        ("images/demo.yaml", "[part]", "[part]\nworkdir: /a/../b", "workdir must not contain '..'"),
         ("versions.yaml", "local}", "local, targets: [dem]}", ": no target is called 'dem'\n  → did you mean 'demo'?"),
     ],
 )  # fmt: skip

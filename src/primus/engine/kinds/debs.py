@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import IO, cast
 
 from primus.engine.isolated import log_tail
 from primus.engine.kinds.kernels import unlisted
@@ -174,10 +174,14 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
 
 
 def _control(deb: LockedFile, path: Path) -> bytes:
-    control = subprocess.run(["dpkg-deb", "-f", str(path)], capture_output=True, check=False)
-    if control.returncode != 0:
+    return _dpkg_deb("-f", deb, path, subprocess.PIPE).rstrip(b"\n") + b"\n"
+
+
+def _dpkg_deb(option: str, deb: LockedFile, path: Path, stdout: int | IO[bytes]) -> bytes:
+    done = subprocess.run(["dpkg-deb", option, str(path)], stdout=stdout, stderr=subprocess.DEVNULL, check=False)
+    if done.returncode:
         raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
-    return control.stdout.rstrip(b"\n") + b"\n"
+    return done.stdout or b""
 
 
 def _tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
@@ -238,10 +242,8 @@ def _over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[
 def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:
     tar = scratch / f"{deb.sha256}.tar"
     with tar.open("wb") as out:
-        files = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(path)], stdout=out, check=False)
+        _dpkg_deb("--fsys-tarfile", deb, path, out)
     record = _control(deb, path) + b"Status: install ok installed\n"
-    if files.returncode:
-        raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
     for entry in _tar_entries(tar):
         if entry.path not in _MERGED and _unpacked("/" + entry.path):
             link = _merged(entry.link) if entry.kind == "hardlink" else entry.link

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from docker_engine import private_dockerd
-from test_native_build import lend_files
 from test_ordinary_user import TARGET, VERSIONS
 
 from host_tools import needs
 from primus.files import read_sealed
-from project_kit import Kit
+from project_kit import Kit, lend_files
 
 pytestmark = [
     pytest.mark.integration,
@@ -37,20 +36,13 @@ def docker(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_loaded_image_runs_for_anybody(engine: pytest.MonkeyPatch, cpu_image: Kit) -> None:
+def test_loading_again_sends_nothing(engine: pytest.MonkeyPatch, cpu_image: Kit) -> None:
     loaded = json.loads(cpu_image.primus("load", "cpu", "--json").out)
     again = json.loads(cpu_image.primus("load", "cpu", "--json").out)
     assert (loaded["image_id"], again["bytes_sent"]) == (again["image_id"], 0)
     inspected = json.loads(docker("image", "inspect", "rocm/primus:v26.11-cpu").stdout)[0]
     assert inspected["Id"] == loaded["image_id"]
     assert inspected["Config"]["Labels"]["io.primus.pins.pytorch"] == cpu_image.locked("cpu", "torch")
-    run = ("run", "--rm", "--network", "none", "-i")
-    shell = docker(*run, "rocm/primus:v26.11-cpu", text="python3 -c 'import torch; print(torch.ones(3).sum().item())'")
-    assert (shell.returncode, shell.stdout) == (0, "3.0\n"), shell.stderr
-    assert "Primus v26.11 cpu" in shell.stderr
-    other = docker(*run, "--user", "4321", "--read-only", "rocm/primus:v26.11-cpu", "primus", "--help")
-    assert other.returncode == 0
-    assert "  train" in other.stdout
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("mi355x", marks=pytest.mark.slow)])
@@ -93,11 +85,10 @@ def test_a_regular_user_can_train_in_a_read_only_root(image: str) -> None:
 
 def test_a_run_that_cannot_be_kept_is_a_sentence(image: str) -> None:
     train = ("primus", "train", "llama3-proxy", "--gpu", "cpu", "--steps", "2")
-    for user in (("--user", "1000:1000"), ()):
-        refused = docker(*RUN, *user, "--read-only", image, *train)
-        assert refused.returncode == 3, refused.stderr
-        assert "cannot write to" in refused.stderr
-        assert "Traceback" not in refused.stderr
+    refused = docker(*RUN, "--read-only", image, *train)
+    assert refused.returncode == 3, refused.stderr
+    assert "cannot write to" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_a_gpu_recipe_without_devices_is_refused(image: str) -> None:

@@ -138,7 +138,7 @@ def test_too_small_a_disk_is_told_before_the_work(tmp_path: Path) -> None:
 
 @root
 @pytest.mark.skipif(not shutil.which("mmdebstrap"), reason="mmdebstrap is not installed")
-@pytest.mark.parametrize("size", ["8m", "20m", "26m"])
+@pytest.mark.parametrize("size", ["8m", "26m"])
 def test_a_disk_that_fills_inside_mmdebstrap_is_the_cause_told(size: str, tmp_path: Path) -> None:
     deb = make_deb(tmp_path / "pool", "large", "1", essential=True, padding=12_000_000)
     file = LockedFile(
@@ -153,7 +153,7 @@ def test_a_disk_that_fills_inside_mmdebstrap_is_the_cause_told(size: str, tmp_pa
 
 
 @root
-@pytest.mark.parametrize("size", ["16k", "64k", "200k", "600k", "1m"])
+@pytest.mark.parametrize("size", ["16k", "200k", "1m"])
 def test_a_build_on_a_full_disk_is_one_sentence(size: str, tmp_path: Path) -> None:
     kit = make_project(tmp_path / "project", size=2_000_000)
     kit.write("parts/beta/noise", os.urandom(1_500_000))

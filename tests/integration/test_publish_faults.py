@@ -168,7 +168,6 @@ def test_a_passing_fault_is_overcome(
         ("PUT .*/manifests/v", say(201), r"names nothing after it was set to sha256:"),
         ("PUT .*/manifests/sha256-", say(201), "accepts documents for .*, but does not list them"),
         ("GET .*sha256-", say(200, b"<html>"), "does not answer like a registry: .* is not a JSON object"),
-        ("GET .*sha256-", say(200, b"[1]"), "is not a JSON object"),
         ("GET .*sha256-", say(200, b'{"manifests": [{"a": 1}]}'), "is not a list of manifests"),
         ("GET .*sha256-", say(200, b'{"manifests": null}'), "is not a list of manifests"),
         ("", say(200, b"<html>Sign in</html>"), "is not a JSON object"),

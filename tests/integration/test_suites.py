@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -66,10 +65,3 @@ def test_its_libraries_load_and_its_bin_is_merged(small: Kit) -> None:
     result = small.primus("run", "small", "--", "sh", "-c", "rocminfo; readlink /bin /lib64; python3 -V")
     assert "ROCk module is NOT loaded" in result.out + result.err
     assert "usr/bin\nusr/lib64\nPython 3." in result.out
-
-
-def test_same_bytes_twice(small: Kit, tmp_path: Path) -> None:
-    first = small.build("small").digest
-    result = small.primus("build", "small", "--offline", "--json", "--store", str(tmp_path / "store"))
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["images"][0]["digest"] == first

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 from fault_kit import BASES, CASES, Case, base, judged, outcome_of
-from training_kit import ROOT, failing
+from training_kit import ROOT, failing, run
 
 from primus.gpus.table import UnknownPeak, mfu
 from primus.training.checks import Verdict
@@ -110,11 +108,8 @@ def test_the_same_job_without_its_fault_passes(
 def test_a_renamed_key_is_refused(
     python: list[str], recorded: list[dict[str, Any]], backend: str, renamed: str, known: str
 ) -> None:
-    ended = subprocess.run(
-        [*python, "-m", "primus.cli.main", "train", "llama3.1-8b", "--proxy", "--backend", backend, f"{renamed}=3"],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": ""}, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+    words = ("train", "llama3.1-8b", "--proxy", "--backend", backend, f"{renamed}=3")
+    ended = run(python, "-m", "primus.cli.main", *words)
     assert ended.returncode == 2, ended.stdout
     said = ended.stderr.strip().splitlines()[-1]
     assert f"there is no key {renamed!r}; did you mean {known!r}?" in said
@@ -132,31 +127,10 @@ def test_the_peak_of_an_unknown_gpu_is_not_guessed(recorded: list[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_a_bad_exit_after_all_steps_fails(python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path) -> None:
-    left = _broken(python, tmp_path, "bad_exit")
-    assert failing(judged(left, healthy("torchtitan"))) == ["exit code"]
-    assert len(left.series.steps) == 3
-
-
-@pytest.mark.slow
-def test_a_killed_rank_fails(python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path) -> None:
-    left = _broken(python, tmp_path, "crash")
-    assert {"exit code", "steps logged"} <= set(failing(judged(left, healthy("torchtitan"))))
-    assert len(left.series.steps) < 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "fault"), [("torchtitan", "bf16"), ("fsdp", "loop_bf16")])
-def test_another_precision_fails(
-    python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path, backend: str, fault: str
-) -> None:
-    assert failing(judged(_broken(python, tmp_path, fault, backend), healthy(backend))) == ["precision"]
-
-
-def _broken(python: list[str], folder: Path, fault: str, backend: str = "torchtitan") -> Outcome:
-    words = (f"{backend}.training.steps=3",)
-    case = Case(fault="", backend=backend, name=fault, check="", words=words)
-    return outcome_of(python, case.job(folder / "broken"), fault)
+def test_another_precision_fails(python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path) -> None:
+    case = Case(fault="", backend="fsdp", name="loop_bf16", check="precision", words=("fsdp.training.steps=3",))
+    left = outcome_of(python, case.job(tmp_path / "broken"), case.name)
+    assert failing(judged(left, healthy("fsdp"))) == ["precision"]
 
 
 def _row(fault: str, backend: str, caught: Verdict) -> dict[str, Any]:

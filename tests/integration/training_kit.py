@@ -13,18 +13,20 @@ from primus.training.job import Job, JobResult
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def run(python: list[str], *words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
+    """Run Python that knows primus, with ``fault`` of ``faults/sitecustomize.py`` if it is not empty."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": fault}
+    return subprocess.run([*python, *words], env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def started(python: list[str], job: Job, *words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
+    """Run ``job`` with ``primus train`` and ``words``."""
+    return run(python, "-m", "primus.cli.main", *job.arguments(), *words, fault=fault)
+
+
 def train(python: list[str], job: Job, fault: str = "") -> JobResult:
-    """Run ``job`` with ``primus train`` in ``python``, with ``fault`` of ``faults/sitecustomize.py`` if it is not
-    empty.
-    """
-    ended = subprocess.run(
-        [*python, "-m", "primus.cli.main", *job.arguments(), "--json"],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": fault},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    """Run ``job`` with ``primus train``; one that fails has a result, one that cannot start is an error."""
+    ended = started(python, job, "--json", fault=fault)
     assert ended.returncode in (0, 1), ended.stderr
     return JobResult(exit_code=ended.returncode, output=job.output)
 

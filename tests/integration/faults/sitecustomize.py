@@ -115,43 +115,6 @@ def early_stop(train: Any) -> None:
     train.Trainer.should_continue_training = lambda self: self.step < min(2, self.job_config.training.steps)
 
 
-def bad_exit(train: Any) -> None:
-    """All steps are trained and logged; then rank 1 ends with 7."""
-    close = train.Trainer.close
-
-    def closing(self: Any) -> None:
-        close(self)
-        if os.environ["RANK"] == "1":
-            os._exit(7)
-
-    train.Trainer.close = closing
-
-
-def crash(train: Any) -> None:
-    """Rank 1 is killed in step 2, as by the kernel when memory runs out."""
-    step = train.Trainer.train_step
-
-    def train_step(self: Any, data: Any) -> None:
-        if self.step == 2 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), 9)
-        step(self, data)
-
-    train.Trainer.train_step = train_step
-
-
-def bf16(parallelize: Any) -> None:
-    """The job file says float32, FSDP2 computes in bfloat16."""
-    import torch
-
-    fsdp = parallelize.apply_fsdp
-
-    def apply_fsdp(*args: Any, **kwargs: Any) -> Any:
-        kwargs["param_dtype"] = torch.bfloat16
-        return fsdp(*args, **kwargs)
-
-    parallelize.apply_fsdp = apply_fsdp
-
-
 def lost_micro_batch(train: Any) -> None:
     """Every second micro-batch is counted in the loss, but its gradient is lost."""
     run = train.Trainer.forward_backward_step
@@ -183,12 +146,6 @@ def loop_lost_micro_batch(sharded: Any) -> None:
     sharded.Sharded.forward_backward = without_the_others
 
 
-def loop_forgets_its_place(train: Any) -> None:
-    """A resumed run of our own loop begins with the first samples again."""
-    batches = train._batches
-    train._batches = lambda given, session, data, step: batches(given, session, data, step - given.first_step + 1)
-
-
 def loop_bf16(sharded: Any) -> None:
     """The job says float32, FSDP2 computes in bfloat16."""
     import torch
@@ -209,18 +166,6 @@ def loop_out_of_memory(train: Any) -> None:
         return step(*given)
 
     train._step = short
-
-
-def loop_killed(train: Any) -> None:
-    """Rank 1 is killed in its first step, as by the kernel when memory runs out."""
-    step = train._step
-
-    def killed(*given: Any) -> Any:
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), 9)
-        return step(*given)
-
-    train._step = killed
 
 
 def loop_hangs(train: Any) -> None:
@@ -249,7 +194,6 @@ def turbo_left_out(turbo: Any) -> None:
     turbo._change_layers = lambda *_: None
 
 
-PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "nan": ("torch.optim.adamw", nan),
     "no_updates": ("torch.optim.adamw", no_updates),
@@ -263,14 +207,9 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "megatron_lost_micro_batch": ("primus.training.megatron.session", megatron_lost_micro_batch),
     "turbo_left_out": ("primus.training.torchtitan.turbo", turbo_left_out),
     "early_stop": ("torchtitan.train", early_stop),
-    "bad_exit": ("torchtitan.train", bad_exit),
-    "crash": ("torchtitan.train", crash),
-    "bf16": (PARALLELIZE, bf16),
     "lost_micro_batch": ("torchtitan.train", lost_micro_batch),
     "loop_lost_micro_batch": ("primus.training.loop.sharded", loop_lost_micro_batch),
-    "loop_forgets_its_place": ("primus.training.loop.train", loop_forgets_its_place),
     "loop_out_of_memory": ("primus.training.loop.train", loop_out_of_memory),
-    "loop_killed": ("primus.training.loop.train", loop_killed),
     "loop_hangs": ("primus.training.loop.train", loop_hangs),
     "import_error": ("primus.training.fsdp.llama", import_error),
     "loop_bf16": ("primus.training.loop.sharded", loop_bf16),

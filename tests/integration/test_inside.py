@@ -1,0 +1,22 @@
+"""Checks that need torch: each is a script of ``inside``, which ends with an assertion where something is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from training_kit import run
+
+pytestmark = pytest.mark.integration
+
+INSIDE = Path(__file__).with_name("inside")
+SCRIPTS = (
+    "collectives", "compiled_blocks", "compiled_kernels", "data", "facts_of_a_run", "fp8_autocast", "gathers", "gpt",
+    "models", "reference_models", "stores",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_inside(python: list[str], script: str) -> None:
+    ended = run(python, "-W", "ignore", str(INSIDE / f"{script}.py"))
+    assert ended.returncode == 0, ended.stderr

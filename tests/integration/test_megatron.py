@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training_kit import failing, run, train
+from training_kit import failing, train
 
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -17,13 +17,6 @@ pytestmark = pytest.mark.integration
 SLOW = pytest.mark.slow
 
 CPU = Choices(backend="megatron", gpu="cpu", proxy=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _installed(python: list[str]) -> None:
-    missing = run(python, "-c", "import megatron.core, transformers")
-    if missing.returncode:
-        pytest.skip(f"{missing.stderr.strip().splitlines()[-1]}; PRIMUS_TEST_PYTHON names a Python that has it")
 
 
 def three_steps(python: list[str], name: str, output: Path, *words: str) -> Outcome:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from training_kit import run
 
 pytestmark = pytest.mark.integration
 
+# Its public API in plain PyTorch.
+STAND_IN = "primus_turbo"
 ATTENTION = "turbo-attention"
 EXPERTS = "turbo-attention,turbo-grouped-gemm"
 NORMS = "turbo-attention,turbo-rms-norm"
 
 
-def run(python: list[str], *words: str, fault: str = "primus_turbo") -> subprocess.CompletedProcess[str]:
-    """Python that knows primus; ``fault`` as in ``faults/sitecustomize.py``, where "primus_turbo" is the stand-in."""
-    environment = os.environ | {"PRIMUS_FAULT": fault, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*python, *words], env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
 def train(
-    python: list[str], recipe: str, backend: str, turbo: str, output: Path, fault: str = "primus_turbo"
+    python: list[str], recipe: str, backend: str, turbo: str, output: Path, fault: str = STAND_IN
 ) -> subprocess.CompletedProcess[str]:
     """Three steps of the proxy for an AMD GPU, in BF16 on this CPU."""
     words = (recipe, "--backend", backend, "--gpu", "mi300x", "--proxy", "--precision", "bf16", "--ranks", "2")
@@ -33,13 +29,6 @@ def train(
 
 def losses(output: Path) -> list[float]:
     return [float(json.loads(line)["loss"]) for line in (output / "exact.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _installed(python: list[str]) -> None:
-    missing = run(python, "-c", "import torchtitan, megatron.core, torch")
-    if missing.returncode:
-        pytest.skip(f"{missing.stderr.strip().splitlines()[-1]}; PRIMUS_TEST_PYTHON names a Python that has it")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +54,7 @@ def test_the_loss_is_that_of_the_plain_run_and_the_run_names_what_was_called(
 
 
 def test_what_was_asked_for_and_did_not_run_fails_the_run(python: list[str], tmp_path: Path) -> None:
-    ended = train(python, "llama3.1-8b", "torchtitan", ATTENTION, tmp_path / "run", "primus_turbo,turbo_left_out")
+    ended = train(python, "llama3.1-8b", "torchtitan", ATTENTION, tmp_path / "run", f"{STAND_IN},turbo_left_out")
     assert ended.returncode == 1, ended.stderr
     failed = [verdict for verdict in json.loads(ended.stdout)["verdicts"] if not verdict["passed"]]
     assert any("turbo is [], not ['turbo-attention']" in verdict["reason"] for verdict in failed)
@@ -112,7 +101,7 @@ print(sorted(CALLS))
 
 
 def test_every_call_computes_what_its_definition_says(python: list[str]) -> None:
-    ended = run(python, "-c", CALLS)
+    ended = run(python, "-c", CALLS, fault=STAND_IN)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "['turbo_attention', 'turbo_attention_fp8', 'turbo_fp8_linear']"
 
@@ -124,6 +113,6 @@ def test_another_version_of_the_package_is_refused_by_name(python: list[str]) ->
         "ops.flash_attn_func = flash_attn_func\n"
         "primus_turbo.check()"
     )
-    ended = run(python, "-c", code)
+    ended = run(python, "-c", code, fault=STAND_IN)
     assert ended.returncode == 1
     assert "takes no softmax_scale, causal, window_size, deterministic" in ended.stderr

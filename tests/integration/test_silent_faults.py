@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.integration
 
 INSIDE = Path(__file__).with_name("inside")
-# The jobs that CI runs, cheap ones: a fault of each mechanism, and of jobs without a fault those with the most features.
+# What CI runs, cheap jobs: a fault of each mechanism, and of those without a fault the ones with the most features.
 # `--slow` runs all.
 QUICK = (
     "fsdp_labels_equal_inputs", "fsdp_one_tensor_learns_a_little_faster", "torchtitan_rate_zero_later",

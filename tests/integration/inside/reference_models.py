@@ -198,7 +198,7 @@ def figures() -> None:
             run[sample, position] = outputs[sample, position] + 8e-3 * noise[sample, position]
         certain = torch.ones(8, 128, dtype=torch.bool)
         rounded = outputs + 1e-3 * noise
-        one = blocks.Result(name="layers.0", given=None, run=run, exact=outputs, rounded=rounded, certain=certain)
+        one = blocks.Result(name="layers.0", entered=None, run=run, exact=outputs, rounded=rounded, certain=certain)
         return blocks._figures([one])
 
     for places, token, position in (((), 2, 2), (((3, 9),), 9, 2), (((slice(None), 9),), 9, 9)):
@@ -210,7 +210,7 @@ def figures() -> None:
     run, certain = 1.01 * outputs, torch.ones(8, 128, dtype=torch.bool)
     run[0, :4], certain[0, :4] = torch.nan, False
     rounded = outputs + 1e-3 * noise
-    one = blocks.Result(name="layers.0", given=None, run=run, exact=outputs, rounded=rounded, certain=certain)
+    one = blocks.Result(name="layers.0", entered=None, run=run, exact=outputs, rounded=rounded, certain=certain)
     row = blocks._figures([one])
     assert abs(row["share"] - 0.01) < 1e-4 and 0.9e-3 < row["noise"] < 1.1e-3, row
 

@@ -145,6 +145,8 @@ def test_validation_passes_and_leaves_its_evidence(cpu_image: Kit, validated: Pa
     assert '<figure class="chart">' in (folder / "report.html").read_text()
 
 
+# It trains every cell of the recipe; what becomes of the curves is tested in unit/release/test_golden.py.
+@pytest.mark.slow
 def test_a_curve_that_changed_is_recorded_anew(cpu_image: Kit, tmp_path: Path) -> None:
     kit = committed(cpu_image, tmp_path / "project")
     file = kit.root / "benchmarks/golden/v26.11-cpu.json"

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.integration
 
 INSIDE = Path(__file__).with_name("inside")
 SCRIPTS = (
-    "collectives", "compiled_blocks", "compiled_kernels", "data", "facts_of_a_run", "fp8_autocast", "gathers", "gpt",
-    "models", "reference_models", "stores",
+    "collectives", "compiled_blocks", "compiled_kernels", "data", "deepseek", "facts_of_a_run", "fp8_autocast",
+    "gathers", "models", "reference_models", "stores",
 )  # fmt: skip
 
 

@@ -36,7 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-fleet", action="store_true", help="write benchmarks/results/fleet.json anew")
     parser.addoption("--slurm-events", default="1", metavar="N", help="repetitions of each event in a Slurm job")
     parser.addoption("--slurm-seed", default="1", metavar="N", help="seed for the moments of these events")
-    parser.addoption("--record-slurm", action="store_true", help="write benchmarks/results/slurm-events.json anew")
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 

@@ -51,46 +51,26 @@ def make_kit(folder: Path, pin: dict[str, Any], prepare: str) -> Kit:
     (source / ".gitmodules").unlink()
     # The submodule's files are only copied here.
     kit.write("source/3rdparty/composable_kernel/LICENSE", "MIT\n")
-    kept = [word for word in pin["build"]["wheels"] if not word.startswith("rocm-") and word != "torch"]
+    build = pin["build"]
+    wheels = [word for word in build["wheels"] if not word.startswith(("rocm-", "torch", "pip", "packaging"))]
+    base = {
+        "suite": "bookworm", "python": "3.11.2",
+        "packages": ["libpython3.11-stdlib", "libstdc++6", "python3.11-minimal"],
+    }  # fmt: skip
+    own = {
+        "git": f"file://{source}", "commit": gits.commit(source, {}), "package": pin["package"],
+        "version": pin["version"], "channel": "pypi",
+        "build": {
+            "debs": ["g++", "libpython3.11-dev", "make"],
+            "wheels": [*wheels, "pip==26.3", "packaging==26.3", "torch==2.13.0+cpu"],
+            "environment": {**build["environment"], "GPU_ARCHS": "gfx950", "BUILD_TARGET": "rocm"},
+            "prepare": prepare,
+        },
+    }  # fmt: skip
     versions = {
-        "release": "v26.11",
-        "created": "2026-11-20",
-        "bases": {
-            "bookworm": {
-                "suite": "bookworm",
-                "python": "3.11.2",
-                "packages": ["libpython3.11-stdlib", "libstdc++6", "python3.11-minimal"],
-            }
-        },
-        "components": {
-            "aiter": {
-                "name": "AITER",
-                "pins": [
-                    {
-                        "git": f"file://{source}",
-                        "commit": gits.commit(source, {}),
-                        "package": pin["package"],
-                        "version": pin["version"],
-                        "channel": "pypi",
-                        "build": {
-                            "debs": ["g++", "libpython3.11-dev", "make"],
-                            "wheels": [
-                                *("pip==26.3" if w == "pip" else w for w in kept if w != "packaging"),
-                                "packaging==26.3",
-                                "torch==2.13.0+cpu",
-                            ],
-                            "environment": {
-                                **pin["build"]["environment"],
-                                "GPU_ARCHS": "gfx950",
-                                "BUILD_TARGET": "rocm",
-                            },
-                            "prepare": prepare,
-                        },
-                    }
-                ],
-            }
-        },
-    }
+        "release": "v26.11", "created": "2026-11-20", "bases": {"bookworm": base},
+        "components": {"aiter": {"name": "AITER", "pins": [own]}},
+    }  # fmt: skip
     kit.write("versions.yaml", yaml.safe_dump(versions, sort_keys=False))
     kit.write(
         "images/demo.yaml",

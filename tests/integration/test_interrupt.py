@@ -174,11 +174,3 @@ def test_full_disk_is_a_sentence_and_loses_nothing(kit: Kit, tmp_path: Path) -> 
         assert kit.build("demo", "--store", store).digest == kit.build().digest
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-def test_a_store_below_a_file_is_a_sentence(kit: Kit, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    result = kit.primus("build", "demo", "--store", str(file / "store"))
-    assert result.code == 2
-    assert "file is not a folder" in result.err

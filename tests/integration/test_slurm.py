@@ -1,14 +1,12 @@
 """Jobs of a real Slurm: two virtual nodes train proxies over gloo, and what goes wrong there is put right or named.
 
-Each event is put into a job at a moment chosen at random (``--slurm-seed``). ``--slurm-events 20 --record-slurm``
-repeats every event 20 times and writes benchmarks/results/slurm-events.json.
+Each event is put into a job at a moment chosen at random (``--slurm-seed``). ``--slurm-events 20`` repeats each 20 times.
 
 PRIMUS_TEST_PYTHON is a Python with torch and torchtitan; without it, or without Slurm, these tests are skipped.
 """
 
 from __future__ import annotations
 
-import datetime
 import filecmp
 import json
 import os
@@ -18,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +30,6 @@ import slurm_kit
 from slurm_kit import Job, Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks/results/slurm-events.json"
 PYTHON = os.environ.get("PRIMUS_TEST_PYTHON", "")
 WHY = slurm_kit.missing() or ("" if PYTHON else "PRIMUS_TEST_PYTHON names no Python with torch")
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY)]
@@ -279,9 +275,6 @@ def test_an_event_ends_right_and_loses_nothing(
     event: str, slurm: Slurm, folder: Path, undisturbed: dict[str, Job], request: pytest.FixtureRequest
 ) -> None:
     repetitions, seed = (int(request.config.getoption(name)) for name in ("--slurm-events", "--slurm-seed"))
-    recording = bool(request.config.getoption("--record-slurm"))
-    rows: list[dict[str, Any]] = []
-    lock = threading.Lock()
 
     def repeat(number: int) -> list[str]:
         chance = random.Random(f"{seed} {event} {number}")
@@ -294,38 +287,12 @@ def test_an_event_ends_right_and_loses_nothing(
             case.wrong.append(f"{type(error).__name__}: {str(error)[:800]}")
         finally:
             slurm.run("scancel", case.job.number, check=False)
-        with lock:
-            rows.append({"event": event, "repetition": number, "backend": backend, **case.row, "wrong": case.wrong})
-            if recording:
-                record(event, rows, seed)
+        # The rows of benchmarks/results/slurm-events.json, with pytest's option -s.
+        print(json.dumps({"event": event, "repetition": number, "backend": backend, **case.row, "wrong": case.wrong}))
         if not case.wrong:
             shutil.rmtree(runs, ignore_errors=True)
-        return [f"repetition {number} ({backend}, {case.row.get('moment')}): {one}" for one in case.wrong]
+        return [f"repetition {number} ({backend}, {case.row.get('moment')}): {sentence}" for sentence in case.wrong]
 
     with ThreadPoolExecutor(TOGETHER) as pool:
-        wrong = [one for found in pool.map(repeat, range(repetitions)) for one in found]
+        wrong = [sentence for sentences in pool.map(repeat, range(repetitions)) for sentence in sentences]
     assert not wrong, "\n".join(wrong)
-
-
-def recorded(seed: int) -> list[dict[str, Any]]:
-    """The rows of the result, if it was made with ``seed``."""
-    with suppress(OSError, ValueError, KeyError):
-        found = json.loads(RESULT.read_text())
-        return list(found["rows"]) if found["seed"] == seed else []
-    return []
-
-
-def record(event: str, rows: list[dict[str, Any]], seed: int) -> None:
-    """Replace the rows of ``event`` in the result."""
-    kept = [row for row in recorded(seed) if row["event"] != event]
-    told = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout.strip()
-    document = {
-        "what": "Faults in jobs of a real Slurm, each at a moment chosen at random.",
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "command": f"pytest --slow tests/integration/test_slurm.py --slurm-events 20 --slurm-seed {seed} "
-        "--record-slurm",
-        "slurm": told.removeprefix("slurm-wlm ").removeprefix("slurm "),
-        "seed": seed, "steps": STEPS, "checkpoint_interval": INTERVAL, "stall_timeout_s": STALL,
-        "rows": [*kept, *sorted(rows, key=lambda row: row["repetition"])],
-    }  # fmt: skip
-    RESULT.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")

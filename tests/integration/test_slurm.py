@@ -1,6 +1,6 @@
 """Jobs of a real Slurm: two virtual nodes train proxies over gloo, and what goes wrong there is put right or named.
 
-Each event is put into a job at a moment chosen at random (``--slurm-seed``). ``--slurm-events 20`` repeats each 20 times.
+Each event comes to a job at a random moment (``--slurm-seed``). ``--slurm-events 20`` repeats each 20 times.
 
 PRIMUS_TEST_PYTHON is a Python with torch and torchtitan; without it, or without Slurm, these tests are skipped.
 """

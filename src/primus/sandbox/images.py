@@ -152,10 +152,12 @@ def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
         blob = root.blob(layer.digest)
         try:
             with blob.open("rb") as packed, tempfile.TemporaryFile(dir=root.cache) as plain:
-                if layer.media_type.endswith("zstd"):
+                zstd = layer.media_type.endswith("zstd")
+                if zstd:
                     reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
                     shutil.copyfileobj(reader, plain, _CHUNK)
-                _add_file(archive, name, plain if plain.tell() else packed)
+                # Of a blob that was cut, nothing may be unpacked: the engine then names the layer's digest.
+                _add_file(archive, name, plain if zstd else packed)
         except (FileNotFoundError, zstandard.ZstdError) as error:
             raise refusal("the Docker engine", root, f"blob {blob}: {error}") from error
 

@@ -49,8 +49,7 @@ def tensor_files(folder: Path) -> list[Path]:
         listed = sorted(named)
     if not listed:
         raise InputError(
-            f"{folder} contains no safetensors files",
-            hint="name a folder that contains *.safetensors files",
+            f"{folder} contains no safetensors files", hint="name a folder that contains *.safetensors files"
         )
     return listed
 

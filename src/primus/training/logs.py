@@ -9,6 +9,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+
+from primus.files import text_if_readable
 
 ENERGY_FILE = "energy.jsonl"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -76,6 +79,13 @@ def step_in(line: str) -> Step | None:
         tokens_per_second=float(match[6].replace(",", "")),
         images_per_second=float(match[9]) if match[9] else None,
     )
+
+
+def read_run(folder: Path) -> Series:
+    """Return the steps in the log of a run, with exact values and joules where the run left them."""
+    exact, joules = (text_if_readable(folder / name).splitlines() for name in ("exact.jsonl", ENERGY_FILE))
+    series = with_exact(read_steps(text_if_readable(folder / "log.txt")), read_exact(exact))
+    return with_joules(series, read_joules(joules))
 
 
 def read_steps(text: str) -> Series:

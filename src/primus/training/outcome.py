@@ -99,14 +99,11 @@ def read(job: Job, result: JobResult) -> Outcome:
         run = read_result(folder)
     except (OSError, InputError):
         run = None
-    series = logs.read_steps(text_if_readable(folder / "log.txt"))
-    exact = logs.read_exact(text_if_readable(folder / "exact.jsonl").splitlines())
-    joules = logs.read_joules(text_if_readable(folder / logs.ENERGY_FILE).splitlines())
     exit_code = _exit_code(run, result.exit_code)
     return Outcome(
         job=job,
         exit_code=exit_code,
-        series=logs.with_joules(logs.with_exact(series, exact), joules),
+        series=logs.read_run(folder),
         facts=document(folder / "facts.json") or document(job.output / "facts.json"),
         argv=run.argv if run else (),
         seconds=run.seconds if run else 0.0,

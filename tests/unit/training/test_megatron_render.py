@@ -64,7 +64,7 @@ def test_fsdp2_keeps_gradients_in_float32_and_has_no_distributed_optimizer() -> 
     recipe = proxy(*FSDP2)
     assert render.ddp({"torch_fsdp2": True}) == {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
     assert render.ddp({})["use_distributed_optimizer"] is True
-    assert render.own(recipe.section("megatron"))["torch_fsdp2"] is True
+    assert recipe.section("megatron")["torch_fsdp2"] is True
 
 
 def test_sizes_and_precision_are_set_in_one_place_only() -> None:

@@ -128,19 +128,15 @@ class LanguageModel(nn.Module):
         """Return the sum of the cross entropies of all labels."""
         hidden, besides = self.hidden(input_ids)
         states, targets = hidden.flatten(0, 1), labels.flatten()
+        parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
+        total: torch.Tensor
         if self._fused:
             total = optimized().loss.linear_cross_entropy(states, self.head.weight, targets)
-            return self._with(total, besides, targets)
-        parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
-        if len(parts) == 1:
+        elif len(parts) == 1:
             total = self._summed(self.head, *parts[0])
         else:
             sums = [checkpoint(self._summed, self.head, *part, use_reentrant=False) for part in parts]
             total = torch.stack(sums).sum()
-        return self._with(total, besides, targets)
-
-    @staticmethod
-    def _with(total: torch.Tensor, besides: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
         if besides is None:
             return total
         # The additional loss is trained but not reported: it adds a gradient, but not to the value.

@@ -31,11 +31,6 @@ def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key.removeprefix(head): value for key, value in config.items() if key.startswith(head)}
 
 
-def own(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :class:`MegatronConfig`: the keys below no section."""
-    return {key: value for key, value in config.items() if "." not in key}
-
-
 def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
     """Return the arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` for a model with latent
     attention.

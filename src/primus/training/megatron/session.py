@@ -30,7 +30,7 @@ class MegatronSession:
 
     def __init__(self, job: RankJob, process: Process) -> None:
         config = dict(job.config)
-        choices = MegatronConfig(**render.own(config))
+        choices = job.section(MegatronConfig)
         degrees = {key: value for key, value in render.section(config, "model").items() if key in _DEGREES}
         parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
         _initialize_random_states(job.training.seed, on_cpu=process.on_cpu)

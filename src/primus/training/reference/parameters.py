@@ -120,7 +120,7 @@ _INTO_STREAM = re.compile(r"\.(o_proj|down_proj)\.weight$")
 
 def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, torch.Tensor]) -> list[str]:
     """Return which of the first ``weights``, by canonical names, do not follow the backend's rule."""
-    if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
+    if not _begins_random(job):
         return []
     findings = []
     for name, tensor in weights.items():
@@ -140,6 +140,10 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
     return findings
 
 
+def _begins_random(job: Mapping[str, Any]) -> bool:
+    return job["config"].get("weights", "random") == "random" and not job["resume_from"] and job["first_step"] == 1
+
+
 def _repeats(tensor: torch.Tensor, ranks: int) -> bool:
     shares = [tensor.chunk(ranks, axis) for axis in (0, -1) if ranks > 1 and tensor.shape[axis] % ranks == 0]
     return any(torch.equal(first, other) for first, *others in shares for other in others)
@@ -150,7 +154,7 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
 
     A GPU draws other numbers from a seed than a CPU, so that only the seeds of its ranks are compared.
     """
-    if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
+    if not _begins_random(job):
         return []
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
     seed, findings = job["config"].get(key, usual), []

@@ -142,28 +142,29 @@ def observed_trainer(
                 yield batch
 
         def train_step(self, data_iterator: Any) -> None:
-            if self.witness and "linears" not in self.facts:
-                # At this point, a checkpoint is loaded.
-                self.witness.first_weights(self.step - 1)
-            watched = "linears" not in self.facts
-            self._watched_step(data_iterator)
-            if not watched:
+            if "linears" in self.facts:
+                super().train_step(data_iterator)
                 self.pace.step(self.step)
+            else:
+                self._first_step(data_iterator)
             if self.witness:
                 self.witness.step(self.step)
                 # Exclude the time of writing evidence from the throughput of steps.
                 self.metrics_processor.time_last_log = time.perf_counter()
             self.pace.start()
 
-        def _watched_step(self, data_iterator: Any) -> None:
-            if "linears" in self.facts:
-                super().train_step(data_iterator)
-                return
+        def _first_step(self, data_iterator: Any) -> None:
+            if self.witness:
+                # At this point, a checkpoint is loaded.
+                self.witness.first_weights(self.step - 1)
             with facts.watching(self.model_parts, compiled=self.job_config.compile.enable) as seen:
                 super().train_step(data_iterator)
-            self.facts.update(seen)
+            self._write_facts(seen)
+
+        def _write_facts(self, observed: Mapping[str, Any]) -> None:
+            self.facts |= observed
             if faster:
-                self.facts.update(active(faster))
+                self.facts |= active(faster)
             facts.write(facts_file, self.facts)
 
         def train(self) -> None:
@@ -171,11 +172,7 @@ def observed_trainer(
             self.pace = Pace(facts_file.parent, self.device.type)
             super().train()
             self._seal()
-            self.facts["weights_sha256"] = facts.digest(self.model_parts)
-            self.facts["last_step"] = self.step
-            if faster:
-                self.facts.update(active(faster))
-            facts.write(facts_file, self.facts)
+            self._write_facts({"weights_sha256": facts.digest(self.model_parts), "last_step": self.step})
 
         def _witness(self) -> Witness:
             mesh = self.parallel_dims.get_optional_mesh("batch")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 GRACE_SECONDS = 15.0
@@ -182,6 +181,7 @@ class _Log:
             os.close(self._file)
 
 
+# While it is open, the signals that end a command set ``stop``. One that is ignored, as under nohup, stays ignored.
 class _signals:
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -191,14 +191,11 @@ class _signals:
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._set)
+                    self._before[number] = signal.signal(number, lambda *_: self._stop.set())
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-    def _set(self, _number: int, _frame: FrameType | None) -> None:
-        self._stop.set()
 
 
 def _adopt_orphans() -> None:

@@ -99,7 +99,10 @@ def read(job: Job, result: JobResult) -> Outcome:
         run = read_result(folder)
     except (OSError, InputError):
         run = None
-    exit_code = _exit_code(run, result.exit_code)
+    exit_code = result.exit_code
+    if run is not None:
+        # A command that ends with 1 after a launcher with 0 had a failed check, which is in the list of verdicts.
+        exit_code = run.exit_code or (0 if exit_code == 1 and run.passed is False else exit_code)
     return Outcome(
         job=job,
         exit_code=exit_code,
@@ -115,13 +118,6 @@ def read(job: Job, result: JobResult) -> Outcome:
         slow_rank=str(slow) if (slow := straggler.find(straggler.read(job.output))) else None,
         cause=result.reason or str(failure.cause(folder, exit_code, job.output) or ""),
     )
-
-
-def _exit_code(run: RunResult | None, command: int) -> int:
-    if run is None:
-        return command
-    # Exit code 1 of the command then means that one of its checks failed, and that check is in the list of verdicts.
-    return run.exit_code or (0 if command == 1 and run.passed is False else command)
 
 
 def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:

@@ -87,7 +87,8 @@ def plan(
             jobs += [single, split]
         jobs += [
             job(_PRECISION_JOB + precision, {}, replace(whole.choices, precision=precision))
-            for precision in _other_precisions(whole)
+            for precision in whole.precisions
+            if precision != whole.precision and computes(whole.gpu, precision, whole.backend)
         ]
     return tuple(jobs)
 
@@ -100,10 +101,6 @@ def _splits_in_two(recipe: Recipe) -> bool:
         return False
     sizes = (model.heads, model.kv_heads, model.vocab_size, model.ffn_size, model.hidden_size)
     return "tp" in recipe.knows.degrees and recipe.data_parallel == recipe.world_size and not any(s % 2 for s in sizes)
-
-
-def _other_precisions(recipe: Recipe) -> list[str]:
-    return [w for w in recipe.precisions if w != recipe.precision and computes(recipe.gpu, w, recipe.backend)]
 
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:
@@ -161,7 +158,7 @@ def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome], passed: Set[st
         checks.loss_falls(base.series, _limit(recipe, "loss_drop"), repeated=passed >= _STEPS),
         checks.grad_norm_steady(base.series, _limit(recipe, "grad_norm_jump"), repeated=_NORM in passed),
     ]
-    if vocabulary and _random_weights(recipe):
+    if vocabulary and recipe.find(f"{recipe.backend}.weights", "random") == "random":
         verdicts.insert(0, checks.loss_plausible(base.series, vocabulary, _limit(recipe, "first_loss_tolerance")))
     if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not _resized(recipe):
         summary = metrics.summarize(base.series, recipe.get("validation.warmup_steps", int))
@@ -177,15 +174,6 @@ def _resized(recipe: Recipe) -> bool:
     return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
 
 
-def _random_weights(recipe: Recipe) -> bool:
-    return recipe.find(f"{recipe.backend}.weights", "random") == "random"
-
-
-def _advice(recipe: Recipe) -> str:
-    key = recipe.knows.keys["deterministic"]
-    return "" if recipe.deterministic else f"its kernels may add up in any order, {key}=true forbids it"
-
-
 def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tuple[tuple[str, ...], Verdict]]:
     recipe, planned = recipe_of(jobs), {job.name for job in jobs}
     base = _left(outcomes, "base", jobs)
@@ -193,21 +181,21 @@ def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tu
     if "repeat" in planned:
         repeat, tolerance = _left(outcomes, "repeat", jobs), _limit(recipe, "repeat_tolerance")
         resumed, split = (_left(outcomes, name, jobs).series for name in ("resume", "accumulation"))
-        again = checks.reproducible(base.series, repeat.series, tolerance, _advice(recipe))
-        went_on = checks.resume(base.series, resumed, _resumed_at(jobs), _limit(recipe, "resume_tolerance"))
+        advice = f"its kernels may add up in any order, {recipe.knows.keys['deterministic']}=true forbids it"
+        advice = "" if recipe.deterministic else advice
+        again = checks.reproducible(base.series, repeat.series, tolerance, advice)
+        went_on = checks.resume(base.series, resumed, _first_step(jobs, "resume"), _limit(recipe, "resume_tolerance"))
+        parts = checks.accumulation(base.series, split, _limit(recipe, "accumulation_tolerance"))
         verdicts += [
             (("base", "repeat"), again),
             (("base", "repeat"), _same_weights(base, repeat, tolerance)),
             (("base", "resume"), went_on),
-            (
-                ("base", "accumulation"),
-                checks.accumulation(base.series, split, _limit(recipe, "accumulation_tolerance")),
-            ),
+            (("base", "accumulation"), parts),
         ]
     if "tensor-parallel" in planned:
         names = ("one-rank", "tensor-parallel")
         single, split = (_left(outcomes, name, jobs).series for name in names)
-        at = next(job.first_step for job in jobs if job.name == "tensor-parallel")
+        at = _first_step(jobs, "tensor-parallel")
         verdicts.append((names, checks.layout(single, split, at, _limit(recipe, "layout_tolerance"))))
     for name in sorted(planned):
         if name.startswith(_PRECISION_JOB):
@@ -226,8 +214,8 @@ def _limit(recipe: Recipe, key: str) -> float:
     return recipe.get(f"validation.{key}", float)
 
 
-def _resumed_at(jobs: Sequence[Job]) -> int:
-    return next(job.first_step for job in jobs if job.name == "resume")
+def _first_step(jobs: Sequence[Job], name: str) -> int:
+    return next(job.first_step for job in jobs if job.name == name)
 
 
 def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:

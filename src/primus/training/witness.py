@@ -165,7 +165,7 @@ class _Recorder:
     def before(self, _module: torch.nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         inputs = {"hidden_states": arguments[0], **named} if arguments else named
         tensors = {f"in.{name}": inputs.get(name) for name in ("hidden_states", "encoder_hidden_states", "temb")}
-        if not _within_backward():
+        if torch._C._current_graph_task_id() == -1:  # not within a backward pass
             self._current = {}
             self._calls.append(self._current)
             if not torch.is_grad_enabled():
@@ -192,10 +192,6 @@ class _Recorder:
 def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | None) -> None:
     # Autograd passes None where a block's result is not used, which stands for zeros.
     call[name] = torch.zeros(shape) if gradient is None else whole_tensor(gradient)
-
-
-def _within_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,13 +79,15 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
     state = get_model_state_dict(model, options=whole)
     if dist.get_rank() == 0:
         folder = job.output / "weights"
-        tokenizer = _tokenizer(job.assets["tokenizer"], source)
+        name = job.assets["tokenizer"]
+        # With mock data, the tokenizer of the initial weights.
+        tokenizer = source if name == MOCK else hub_tokenizer(name) if name.startswith(HUB) else Path(name)
         models.ready_to_generate(model, tokenizer)
         if job.mode == "lora" and source is not None:
             # PEFT loads the base model from here.
-            name = str(job.config["weights"])
+            base = str(job.config["weights"])
             model.model.peft_config["default"].base_model_name_or_path = (
-                name.removeprefix(HUB) if name.startswith(HUB) else str(source.absolute())
+                base.removeprefix(HUB) if base.startswith(HUB) else str(source.absolute())
             )
         model.model.save_pretrained(folder, state_dict={name.removeprefix("model."): v for name, v in state.items()})
         if source is not None and (source / "generation_config.json").is_file():
@@ -93,12 +95,6 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
         if tokenizer is not None:
             backend.copy_tokenizer(tokenizer, folder)
     dist.barrier()
-
-
-def _tokenizer(name: str, source: Path | None) -> Path | None:
-    if name == MOCK:
-        return source
-    return hub_tokenizer(name) if name.startswith(HUB) else Path(name)
 
 
 if __name__ == "__main__":

@@ -306,7 +306,9 @@ def _fed(batches: list[Batch]) -> dict[str, object]:
 
 
 def _profiled(trace: Path | None) -> AbstractContextManager[object]:
-    def export(profile: torch.profiler.profile) -> None:
-        profile.export_chrome_trace(str(trace))
-
-    return torch.profiler.profile(on_trace_ready=export) if trace else nullcontext()
+    if trace is None:
+        return nullcontext()
+    profiler: AbstractContextManager[object] = torch.profiler.profile(
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(trace))
+    )
+    return profiler

@@ -227,7 +227,8 @@ class _Replay:
 
     def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
         before = _weights(self._job, self._sizes, self._folder, step - 1)
-        seen = _load(self._folder / f"update-{step}.pt")
+        file = self._folder / f"update-{step}.pt"
+        seen: dict[str, Any] | None = torch.load(file, weights_only=True) if file.exists() else None
         raw = seen.pop("gradients") if seen else {}
         used = without_bias(to_canonical(self._job["backend"], self._sizes, raw)) if seen else None
         # In float32, the reference's own rounding is judged where it also computes in float64.
@@ -394,10 +395,6 @@ def _reported(file: Path) -> dict[int, dict[str, float]]:
 
 def _wide(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {name: tensor.to(torch.float64) for name, tensor in tensors.items()}
-
-
-def _load(file: Path) -> dict[str, Any] | None:
-    return torch.load(file, weights_only=True) if file.exists() else None
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _device() -> None:
         "get_device_properties": lambda _device=None: properties,
         "reset_peak_memory_stats": lambda _device=None: None,
         "empty_cache": lambda: None,
-        "memory_stats": lambda _device=None: _memory_stats(),
+        "memory_stats": _memory_stats,
     }
     replace(torch._utils, "_get_available_device_type", lambda: "cpu", takes="")
     for name, function in additions.items():
@@ -56,7 +56,7 @@ def _device() -> None:
             setattr(torch.cpu, name, function)
 
 
-def _memory_stats() -> dict[str, int]:
+def _memory_stats(_device: object = None) -> dict[str, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 

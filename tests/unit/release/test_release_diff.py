@@ -87,13 +87,8 @@ def test_step(old: str, new: str, way: str | None) -> None:
 
 
 def test_component_order() -> None:
-    assert component_order(["zlib", "lib10", "lib9", "aiter", "rocm", "zlib"]) == [
-        "rocm",
-        "aiter",
-        "lib9",
-        "lib10",
-        "zlib",
-    ]
+    names = component_order(["zlib", "lib10", "lib9", "aiter", "rocm", "zlib"])
+    assert names == ["rocm", "aiter", "lib9", "lib10", "zlib"]
 
 
 def test_contradictions_of_both_sides_are_shown() -> None:
@@ -127,13 +122,9 @@ def test_json_reads_back_as_the_same_diff(nowhere: Path, capsys: pytest.CaptureF
         assert build(Diff, parse(text, "json")) == diff(one(old), one(new))
 
 
-def test_an_equal_table_is_not_ambiguous() -> None:
-    assert len(select(HISTORY, "v25.10")) == 2
-    assert one("v25.10").reference == "rocm/primus:v25.10"
-    assert one("v25.9_gfx950").reference == "rocm/primus:v25.9_gfx950"
-
-
 def test_an_ambiguous_name_names_the_choices(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(select(HISTORY, "v25.10")) == 2, "but their tables are equal"
+    assert one("v25.10").reference == "rocm/primus:v25.10"
     assert main(["diff", "v25.8", "v26.8"]) == 2
     assert capsys.readouterr().err == (
         "primus diff: v25.8 stands for 2 images: rocm/megatron-lm:v25.8_py310, rocm/pytorch-training:v25.8\n"
@@ -282,10 +273,3 @@ def test_every_component_is_accounted_for_once(old: Release, new: Release) -> No
         assert (old.components.get(change.what), new.components.get(change.what)) == (change.old, change.new)
         assert (change.kind == "added") == (change.old is None)
         assert (change.kind == "removed") == (change.new is None)
-    assert build(Diff, parse(json.dumps(_as_json(found)), "json")) == found
-
-
-def _as_json(found: Diff) -> object:
-    from dataclasses import asdict
-
-    return asdict(found)

@@ -43,13 +43,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _curves(root: Path, old: str, new: str) -> tuple[str, ...]:
-    sides = {name: golden.load(root, name) for name in (old, new)}
-    missing = [name for name, curves in sides.items() if curves is None]
-    if len(missing) == len(sides):
+    before, after = golden.load(root, old), golden.load(root, new)
+    if before is None and after is None:
         return ()
-    if missing:
-        return (f"{missing[0]} has no golden curves, so training was not compared",)
-    before, after = sides[old], sides[new]
-    assert before is not None
-    assert after is not None
+    if before is None or after is None:
+        return (f"{old if before is None else new} has no golden curves, so training was not compared",)
     return golden.changes(before, after) or (f"all {len(after['curves'])} golden curves agree",)

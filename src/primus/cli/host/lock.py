@@ -191,12 +191,9 @@ class Report:
             try:
                 yield
             finally:
-                self.rows += [self._row(resolved, request) for request in tuple(requests)]
-
-    def _row(self, resolved: ResolvedTarget, request: traffic.Request) -> dict[str, Any]:
-        component, place = resolved.pin_of(request.about)
-        row = request.row()
-        return {"target": resolved.name, "pin": component, "where": place, **row}
+                for request in tuple(requests):
+                    component, place = resolved.pin_of(request.about)
+                    self.rows.append({"target": resolved.name, "pin": component, "where": place, **request.row()})
 
     @contextmanager
     def written(self) -> Iterator[None]:

@@ -65,14 +65,11 @@ def _document(recipe: Recipe) -> dict[str, object]:
         "command": _command(recipe),
         "optimizations": {name: {"on": on, "why": why} for name, (on, why) in optimization_reasons(recipe).items()},
         "settings": {
-            key: {"value": s.value, "origin": short_origin(s.origin, recipe), **_because(s)}
+            key: {"value": s.value, "origin": short_origin(s.origin, recipe)}
+            | ({"because": s.because} if s.because else {})
             for key, s in recipe.settings.items()
         },
     }
-
-
-def _because(setting: Setting) -> dict[str, str]:
-    return {"because": setting.because} if setting.because else {}
 
 
 def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:

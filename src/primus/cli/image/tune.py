@@ -191,9 +191,6 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _silent(_: str) -> None: ...
-
-
 def _search(requested: Recipe, options: argparse.Namespace) -> int:
     knows = requested.knows
     only_here = {knows.key("steps"): options.steps or options.warmup + 10}
@@ -225,7 +222,11 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
         _show_plan(points, available, as_json=False)
     with alone(trials.folder), ending():
         rows = Search(
-            points, trials, pairs=options.pairs, total_limit=options.total_limit, say=_silent if options.json else _say
+            points,
+            trials,
+            pairs=options.pairs,
+            total_limit=options.total_limit,
+            say=(lambda _: None) if options.json else _say,
         )
         winner = search(points, rows.measure)
         if winner is None:

@@ -12,10 +12,10 @@ import pytest
 
 from loopback import Server, index_debs, make_deb, serve
 from primus.errors import HostError, InputError
-from primus.fetch.filecache import FileCache
-from primus.fetch.files import GoneError, fetch
 from primus.progress import Progress
 from primus.versions.debs import resolve_debs
+from primus.versions.fetch import GoneError, fetch
+from primus.versions.filecache import FileCache
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.relock import resolve
 

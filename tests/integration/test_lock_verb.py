@@ -13,11 +13,11 @@ import pytest
 from loopback import Server, index_debs, make_deb, make_wheel, serve
 from primus.engine import pipeline
 from primus.engine.workshop import Workshop
-from primus.fetch.files import GoneError
 from primus.plan.layers import plan_images
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
+from primus.versions.fetch import GoneError
 from project_kit import Kit
 
 pytestmark = [

@@ -23,9 +23,9 @@ from loopback import make_deb, make_wheel
 from primus.engine.kinds.debs import root_entries
 from primus.engine.workshop import require_space
 from primus.errors import HostError
-from primus.fetch.filecache import FileCache
-from primus.fetch.files import fetch
 from primus.progress import Progress
+from primus.versions.fetch import fetch
+from primus.versions.filecache import FileCache
 from primus.versions.lock import LockedFile
 from project_kit import make_project
 

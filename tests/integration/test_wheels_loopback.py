@@ -19,9 +19,9 @@ import pytest
 
 from loopback import Server, make_certificate, make_wheel, serve
 from primus.errors import HostError, InputError
-from primus.fetch.filecache import FileCache
-from primus.fetch.files import GoneError, WrongBytes, fetch
 from primus.progress import Progress
+from primus.versions.fetch import GoneError, WrongBytes, fetch
+from primus.versions.filecache import FileCache
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.wheels import resolve_sdists, resolve_wheels
 
@@ -366,8 +366,8 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(index: Server, tmp_path: Pa
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from primus.fetch.files import fetch
-from primus.fetch.filecache import FileCache
+from primus.versions.fetch import fetch
+from primus.versions.filecache import FileCache
 from primus.progress import Progress
 from primus.versions.lock import LockedFile
 file = LockedFile(**json.loads(sys.argv[1]))

@@ -22,8 +22,7 @@ from primus.plan.resolve import lock_target
 from primus.progress import choose_progress
 from primus.recipes.catalogue import check_changed
 from primus.sandbox.processes import stop_all
-from primus.versions.lock import LockedFile
-from primus.versions.suites import suites_of
+from primus.versions.lock import LockedFile, suites_of
 
 if TYPE_CHECKING:
     from primus.oci.store import Layer, Store
@@ -181,7 +180,7 @@ def fetch_files(workshop: Workshop, plans: list[ImagePlan], *, locked: bool, off
     if not absent:
         return plans
     # Seam "sources", as below.
-    from primus.fetch.files import GoneError
+    from primus.versions.fetch import GoneError
 
     try:
         _fetch(workshop, plans, offline=offline)
@@ -200,7 +199,7 @@ def _absent(workshop: Workshop, actions: Sequence[Action]) -> list[LockedFile]:
 
 def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
     # Seam "sources": the network libraries take a third of the start-up time of a build that fetches nothing.
-    from primus.fetch.files import Sources, fetch
+    from primus.versions.fetch import Sources, fetch
 
     bases = {name: base for plan in plans for name, base in plan.resolved.request.bases.items()}
     fetch(

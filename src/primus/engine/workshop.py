@@ -26,9 +26,9 @@ from primus.versions.lock import LockedFile
 from primus.yamlfile import Document
 
 if TYPE_CHECKING:
-    from primus.fetch.filecache import FileCache
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
+    from primus.versions.filecache import FileCache
 
 
 # Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is

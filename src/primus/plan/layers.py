@@ -37,8 +37,7 @@ from primus.plan.skeleton import (
 from primus.plan.target import build_root, extra_root
 from primus.plan.workspace import StatIndex
 from primus.versions.components import Base, Build, Pin
-from primus.versions.lock import Lock, LockedFile, normalised
-from primus.versions.suites import upstream
+from primus.versions.lock import Lock, LockedFile, normalised, upstream
 
 # A wheel of the closure at least this large gets its own layer: small wheels change together, large ones rarely.
 _OWN_LAYER = 8_000_000

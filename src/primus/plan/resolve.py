@@ -18,8 +18,7 @@ from primus.plan.project import Choice, Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
 from primus.progress import choose_progress
 from primus.versions.components import Pin, Versions
-from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, dumps, normalised
-from primus.versions.suites import name_of
+from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, dumps, name_of, normalised
 from primus.yamlfile import Document
 
 if TYPE_CHECKING:

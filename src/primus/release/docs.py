@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.fetch.filecache import FileCache
 from primus.gates.rules import gates
 from primus.gpus.table import load_table
 from primus.plan.project import Project
@@ -25,6 +24,7 @@ from primus.release.show import page
 from primus.schema import json_schema
 from primus.terminal import bytes_text
 from primus.versions.components import Versions
+from primus.versions.filecache import FileCache
 from primus.versions.lock import Lock
 
 _OURS = "primus"

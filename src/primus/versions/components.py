@@ -10,7 +10,7 @@ from typing import Literal
 
 from primus.files import path_fault
 from primus.schema import WrongValue, described
-from primus.versions.suites import name_of, suites_of
+from primus.versions.lock import name_of, suites_of
 
 # A PEP 440 public version with an optional local part, or a Debian version for a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"

@@ -20,10 +20,13 @@ from urllib.parse import unquote
 from primus.errors import HostError, InputError, LacksPackages
 from primus.progress import Progress
 from primus.terminal import counted
-from primus.versions.lock import BaseRequest, LockedFile
-from primus.versions.suites import GLIBC, ROLLING, UBUNTU, name_of, preferences, suites_of, upstream
+from primus.versions.lock import GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
 from primus.versions.traffic import bare_url, requesting
 
+# Suites without pockets that are never released. A frozen archive keeps them beyond the date until which its index is
+# valid.
+ROLLING = ("sid", "experimental")
+UBUNTU = ("noble",)
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
@@ -347,6 +350,23 @@ def _download(archive: Archive, *command: str, folder: Path) -> None:
                 f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {reason(faults[0])}",
                 hint="check the network, and run it again",
             )
+
+
+def preferences(suite: str, packages: Sequence[str]) -> str:
+    """Return apt preferences with which each package comes from its suite.
+
+    apt's own ``name/suite`` on the command line would also allow the package's dependencies to come from there.
+    """
+    others = suites_of(suite, packages)[1:]
+    # Priority 1: apt uses such a package only if no other version of it exists.
+    rules = [("*", other, 1) for other in others]
+    rules += [(name, other, 990) for name, _, other in (p.partition("/") for p in packages) if other]
+    return "".join(f"Package: {name}\nPin: release {_release(s)}\nPin-Priority: {n}\n\n" for name, s, n in rules)
+
+
+def _release(suite: str) -> str:
+    # experimental has another codename. Pockets have theirs after the suite's.
+    return f"a={suite}" if suite == "experimental" else f"n={suite}*"
 
 
 def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -> None:

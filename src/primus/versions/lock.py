@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,10 @@ from primus.files import path_fault, read_bytes
 from primus.schema import build, described, parse_json
 
 FORMAT = 1
+# Every supported suite → minor version of its glibc 2. A wheel that was built for a newer glibc does not work there.
+GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
+# Debian's architectures, and their names in the kernel and in wheels.
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 Kind = Literal["wheel", "sdist", "git", "deb", "layer"]
 
@@ -182,6 +186,22 @@ class Drift:
 def normalised(name: str) -> str:
     """Normalize the name of a Python package as PEP 503 does."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def name_of(package: str) -> str:
+    """Return the package of an entry: ``librccl1/experimental`` → ``librccl1``."""
+    return package.partition("/")[0]
+
+
+def suites_of(suite: str, packages: Sequence[str]) -> tuple[str, ...]:
+    """Return the base's own suite, then those that its packages name."""
+    return tuple(dict.fromkeys((suite, *(s for p in packages if (s := p.partition("/")[2])))))
+
+
+def upstream(version: str) -> str:
+    """Return the upstream part of a Debian version: ``1:3.11.2-6+deb12u9`` → ``3.11.2``."""
+    bare = version.partition(":")[2] or version
+    return re.split(r"[+~]", bare.rpartition("-")[0] or bare)[0]
 
 
 def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:

@@ -25,8 +25,7 @@ from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.indexes import Indexes
-from primus.versions.lock import BaseRequest, LockedFile, Request
-from primus.versions.suites import GLIBC, MACHINES
+from primus.versions.lock import GLIBC, MACHINES, BaseRequest, LockedFile, Request
 from primus.versions.traffic import bare_url, requesting
 
 # The newest glibc 2 that uv knows.

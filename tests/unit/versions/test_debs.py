@@ -14,10 +14,10 @@ from primus.versions.debs import (
     parse_records,
     parse_sources,
     parse_uris,
+    preferences,
     suite_of,
 )
-from primus.versions.lock import BaseRequest
-from primus.versions.suites import preferences, suites_of, upstream
+from primus.versions.lock import BaseRequest, suites_of, upstream
 
 HOST = """\
 # a comment

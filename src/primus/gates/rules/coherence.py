@@ -15,8 +15,7 @@ from typing import Literal
 from primus.errors import CheckFailed
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.plan.resolve import ResolvedTarget
-from primus.versions.lock import Lock, LockedFile, normalised
-from primus.versions.suites import name_of, upstream
+from primus.versions.lock import Lock, LockedFile, name_of, normalised, upstream
 
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
 # Packages with ROCm's own version numbers. rocm-bootstrap and the bindings have their own numbers.

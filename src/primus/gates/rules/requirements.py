@@ -13,8 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 from primus.gates.contents import Stated
 from primus.gates.examined import Examined, Finding, GateReport
-from primus.versions.lock import normalised
-from primus.versions.suites import MACHINES, upstream
+from primus.versions.lock import MACHINES, normalised, upstream
 
 
 def judge(examined: Examined) -> GateReport:

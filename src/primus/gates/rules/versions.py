@@ -15,7 +15,7 @@ from primus import __version__
 from primus.gates.contents import Kind, Stated
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.plan.resolve import ResolvedTarget
-from primus.versions.suites import upstream
+from primus.versions.lock import upstream
 
 _PLURALS = {"wheel": "wheels", "deb": "debs", "header": "headers", "library": "libraries"}
 

@@ -20,11 +20,11 @@ import requests
 from urllib3.exceptions import HTTPError
 
 from primus.errors import HostError, InputError
-from primus.fetch.filecache import FileCache, Part
 from primus.programs import with_packages
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.debs import download_debs
+from primus.versions.filecache import FileCache, Part
 from primus.versions.indexes import ABSENT, Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.registry import copy_image

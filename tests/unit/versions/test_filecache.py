@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primus.fetch.filecache import FileCache
+from primus.versions.filecache import FileCache
 
 DATA = b"some bytes" * 1000
 SHA = hashlib.sha256(DATA).hexdigest()

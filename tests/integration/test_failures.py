@@ -21,8 +21,8 @@ from project_kit import Kit
 pytestmark = pytest.mark.integration
 
 
-def proxy(output: Path, *words: str, backend: str = "fsdp", resume_from: Path | None = None) -> Job:
-    recipe = resolve("llama3.1-8b", ["steps=4", *words], Choices(backend=backend, gpu="cpu", proxy=True))
+def proxy(output: Path, *words: str, backend: str = "fsdp", steps: int = 4, resume_from: Path | None = None) -> Job:
+    recipe = resolve("llama3.1-8b", [f"steps={steps}", *words], Choices(backend=backend, gpu="cpu", proxy=True))
     return Job(name="job", recipe=recipe, output=output, resume_from=resume_from)
 
 
@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path
     assert (end / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
     if backend == "megatron":
         return
-    longer = proxy(tmp_path / "longer", "steps=5", backend=backend, resume_from=end)
+    longer = proxy(tmp_path / "longer", backend=backend, steps=5, resume_from=end)
     assert len(outcome.read(longer, train(python, longer)).series.losses) == 1, "the last one can be resumed"
     other = proxy(tmp_path / "other", "model.rope_theta=7.0", backend=backend, resume_from=kept)
     refused = started(python, other)

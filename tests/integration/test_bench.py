@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.integration
 
 
+# mypy already checks that benchmarks call what there is.
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a private dockerd needs root")
 @needs("dockerd", "docker-buildx")
 def test_a_quick_benchmark_measures_both_sides(tmp_path: Path) -> None:

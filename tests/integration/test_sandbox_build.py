@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 from docker_engine import private_dockerd
-from sandbox_kit import Entry, image, needs_busybox, sha
+from sandbox_kit import Entry, image, needs_busybox
 
 from primus.cli.main import main
 from primus.engine.isolated import log_tail, run_isolated
@@ -18,6 +19,7 @@ from primus.sandbox import processes
 from primus.sandbox.container import Command, RootFs
 from primus.sandbox.engines import choose
 from primus.sandbox.images import docker, image_id, load
+from primus.sandbox.images import layout as oci_layout
 from project_kit import Kit
 
 pytestmark = [pytest.mark.integration, needs_busybox]
@@ -115,22 +117,12 @@ def test_the_container_cannot_reach_the_host(tiny, tmp_path):
 def layout(tmp_path: Path, kind: str = "tar+zstd") -> RootFs:
     store = tmp_path / ".primus" / "store"
     root = image(store, Cmd=["echo", "hello"], kind=kind)
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": "application/vnd.oci.image.manifest.v1+json",
-        "config": {
-            "mediaType": "application/vnd.oci.image.config.v1+json",
-            "digest": sha(root.config_bytes),
-            "size": len(root.config_bytes),
-        },
-        "layers": [{"digest": x.digest, "size": x.size, "mediaType": x.media_type} for x in root.layers],
-    }
-    raw = json.dumps(manifest).encode()
-    (store / "blobs/sha256" / sha(raw).partition(":")[2]).write_bytes(raw)
-    name = "org.opencontainers.image.ref.name"
-    media_type = "application/vnd.oci.image.manifest.v1+json"
-    entry = {"mediaType": media_type, "digest": sha(raw), "size": len(raw), "annotations": {name: "v26.11-cpu"}}
-    (store / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
+    with oci_layout(root) as alone:
+        index = json.loads((alone / "index.json").read_text())
+        (entry,) = index["manifests"]
+        shutil.copy(alone / "blobs/sha256" / entry["digest"].partition(":")[2], store / "blobs/sha256")
+    entry["annotations"] = {"org.opencontainers.image.ref.name": "v26.11-cpu"}
+    (store / "index.json").write_text(json.dumps(index))
     Kit(tmp_path).write("versions.yaml", "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents: {}\n")
     for target in ("cpu", "h200"):
         Kit(tmp_path).write(f"images/{target}.yaml", "description: x\nchannels: [local]\ncomponents: []\n")

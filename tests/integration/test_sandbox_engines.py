@@ -135,7 +135,6 @@ def test_changes_are_thrown_away(engine, tiny, tmp_path):
         ("worker", "1000 1000 1000 109 /home/worker\n"),
         ("1000:109", "1000 109 109 /home/worker\n"),
         ("4321", "4321 0 0"),
-        ("4321:8765", "4321 8765 8765"),
         (None, "0 0 0 /root\n"),
     ],
 )

@@ -21,21 +21,9 @@ import torch
 import torch.distributed as dist
 
 PACKAGES = (
-    "torch",
-    "torchtitan",
-    "megatron-core",
-    "transformers",
-    "peft",
-    "accelerate",
-    "diffusers",
-    "torchao",
-    "triton",
-    "torchdata",
-    "datasets",
-    "tokenizers",
-    "numpy",
-    "primus-images",
-)
+    "torch", "torchtitan", "megatron-core", "transformers", "peft", "accelerate", "diffusers", "torchao", "triton",
+    "torchdata", "datasets", "tokenizers", "numpy", "primus-images",
+)  # fmt: skip
 
 
 def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, Any]:

@@ -154,13 +154,15 @@ def logged(number: int) -> str:
 
 def test_joules_are_the_difference_between_two_steps(tmp_path: Path) -> None:
     counter = iter([1000.0, 1400.5, 2000.0])
-    log = machine.EnergyLog(tmp_path / "energy.jsonl", lambda: next(counter))
+    log = machine.EnergyLog(tmp_path / logs.ENERGY_FILE, lambda: next(counter))
     # Each rank prints each step; the second line of one is no reading.
-    for text in ("hello\n", logged(1), logged(1), logged(2), logged(2), logged(3)):
+    lines = ["hello\n", logged(1), logged(1), logged(2), logged(2), logged(3)]
+    for text in lines:
         log.line(text)
-    lines = (tmp_path / "energy.jsonl").read_text().splitlines()
-    assert logs.read_joules([*lines, '{"step": 4, "jou']) == {2: 400.5, 3: 599.5}
-    assert [step.joules for step in logs.with_joules(series(1.0, 1.0), {2: 400.5}).steps] == [None, 400.5]
+    (tmp_path / "log.txt").write_text("".join(lines))
+    with (tmp_path / logs.ENERGY_FILE).open("a") as file:
+        file.write('{"step": 4, "jou')
+    assert [step.joules for step in logs.read_run(tmp_path).steps] == [None, 400.5, 599.5]
 
 
 def test_a_counter_that_falls_or_fails_gives_no_figure(tmp_path: Path) -> None:

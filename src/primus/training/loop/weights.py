@@ -6,7 +6,6 @@ A random weight depends only on the seed and its name, not on the number of rank
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from primus.patch import replace
+from primus.training.identity import tensor_files
 
 _STD = 0.02
 _ALL = 2**62
@@ -104,21 +104,13 @@ def normal(name: str, parameter: torch.Tensor, seed: int, std: float) -> Rows:
 
 
 class Files:
-    """The safetensors files of a folder, read by name and rows."""
+    """The safetensors files of a folder, read by name and rows. Raises InputError if there are none."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        index = sorted(folder.glob("*.safetensors.index.json"))
-        if index:
-            listed: dict[str, str] = json.loads(index[0].read_text(encoding="utf-8"))["weight_map"]
-            files = {folder / file for file in listed.values()}
-        else:
-            files = set(folder.glob("*.safetensors"))
-        if not files:
-            raise SystemExit(f"{folder} contains no safetensors files")
         self._open = {}
-        for file in sorted(files):
+        for file in tensor_files(folder):
             handle = safe_open(file, framework="pt")
             self._open.update(dict.fromkeys(handle.keys(), handle))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -159,6 +160,19 @@ class Indexes:
             )
             request.answer(response.status_code, response.headers.get("Content-Type", ""), length(response))
         return response
+
+    def require_login(self, package: str) -> None:
+        """Raise HostError if an index wants a login that pip's configuration lacks."""
+        for url in (url for url in self.urls if local_path(url) is None):
+            with contextlib.suppress(requests.RequestException):
+                with self.get(f"{url.rstrip('/')}/{package}/", package, headers={}) as page:
+                    status = page.status_code
+                if status in (401, 407):
+                    raise HostError(
+                        f"the Python index at {bare_url(url)} wants valid authentication credentials ({status})",
+                        hint="give pip the credentials (netrc, or in the index URL)",
+                        about=package,
+                    )
 
     def _login(self, host: str) -> tuple[str, str] | None:
         """Return the credentials of the index on ``host``: from its address, or from the keyring command."""

@@ -237,7 +237,11 @@ class _Uv:
             )
             if done.returncode == 0:
                 return done.stdout
-            raise failure(done.stderr, self.names)
+            error = failure(done.stderr, self.names)
+            if isinstance(error, NoSolutionError):
+                # uv takes an index that wants a login for one without the package.
+                indexes.require_login(re.split("[=<>!~ ]", requirements[0])[0])
+            raise error
 
     def _provide(self, folder: Path) -> list[str]:
         """Write an empty wheel of each package that the base has or that is built here. Returns their pins.
@@ -259,8 +263,7 @@ def failure(text: str, names: Mapping[str, str]) -> NoSolutionError | HostError 
     """Return the error for what uv writes when it fails. ``names`` are the indexes of versions.yaml."""
     text = re.sub(r"\n {3,}", " ", text)
     causes = [" ".join(line.split()) for line in re.findall(r"^ +cause: (.*)$", text, re.M)]
-    login = re.search(r"\((https?://\S+)\) could not be queried due to (.*)", text)
-    url = login or re.search(r"Failed to fetch: `?(https?://[^\s`]+)", text)
+    url = re.search(r"Failed to fetch: `?(https?://[^\s`]+)", text)
     if url is None and "No solution found" in text:
         return NoSolutionError(" ".join(causes))
     if url is None:
@@ -272,10 +275,9 @@ def failure(text: str, names: Mapping[str, str]) -> NoSolutionError | HostError 
         place, hint = f"the index {name} ({bare_url(names[name])})", "use another channel (--channel)"
     else:
         place, hint = f"the Python index at {address}", "point pip at a mirror (pip config set global.index-url URL)"
-    reason = login[2] if login else re.sub(r" for url .*", "", (causes or [text.strip()])[-1])
-    before = "give pip the credentials (netrc, or in the index URL)" if login else "check the network"
-    about = None if login else address.rstrip("/").rpartition("/")[2]
-    return HostError(f"{place} does not answer: {reason}", hint=f"{before}, or {hint}", about=about)
+    reason = re.sub(r" for url .*", "", (causes or [text.strip()])[-1])
+    about = address.rstrip("/").rpartition("/")[2]
+    return HostError(f"{place} does not answer: {reason}", hint=f"check the network, or {hint}", about=about)
 
 
 def unsolvable(error: NoSolutionError, urls: Sequence[str]) -> InputError:

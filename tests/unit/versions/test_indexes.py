@@ -138,15 +138,6 @@ error: No solution found when resolving dependencies
 """
 
 
-LOGIN = """\
-error: No solution found when resolving dependencies
-  cause: Because torch was not found in the package registry and you require torch==1.0, we can conclude that your
-         requirements are unsatisfiable.
-
-hint: An index URL (http://127.0.0.1:9/simple) could not be queried due to a lack of valid authentication credentials
-"""
-
-
 def test_a_network_failure_names_index_package_and_uvs_cause() -> None:
     error = failure(CONNECT, {})
     assert isinstance(error, HostError)
@@ -156,13 +147,6 @@ def test_a_network_failure_names_index_package_and_uvs_cause() -> None:
     )
     error = failure(CONNECT, {"own": "http://me:SECRET@127.0.0.1:9/simple/"})
     assert str(error).startswith("the index own (http://127.0.0.1:9/simple/) does not answer: Connection refused")
-
-
-def test_an_index_that_wants_a_login_is_named() -> None:
-    error = failure(LOGIN, {})
-    assert isinstance(error, HostError)
-    assert error.message.endswith("9/simple does not answer: a lack of valid authentication credentials")
-    assert "netrc" in (error.hint or "")
 
 
 def test_pins_that_nothing_fulfills_are_a_sentence_in_uvs_words() -> None:

@@ -19,7 +19,6 @@ from primus.yamlfile import Scalar, read_values, spell, value
 ALLOW_UNMAPPED = "--allow-unmapped leaves them out"
 # Sections of the recipe in which a flat name of Megatron is looked up, in this order.
 _SECTIONS = ("training", "model", "optimizer", "ddp")
-_TURBO = "turbo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +149,6 @@ def _translate_listed(option: Option, entry: Entry, done: Translation) -> None:
         values = [entry.values[word] for word in words if entry.values.get(word) is not None]
     if entry.choice:
         done.precision = str(values[-1]) if values else done.precision
-    elif entry.to == _TURBO and values:
-        # Each key adds one optimization.
-        before = str(done.settings[_TURBO]).split(",") if _TURBO in done.settings else []
-        done.set(_TURBO, ",".join(dict.fromkeys([*before, *map(str, values)])), option)
     elif entry.to:
         for setting in values:
             done.set(entry.to, f"{entry.prefix}{setting}" if entry.prefix else setting, option)

@@ -269,15 +269,14 @@ def test_a_recipe_is_written_for_the_nodes_that_its_degrees_need(
     assert "must be a whole number of at least 1" in capsys.readouterr().err
 
 
-def test_primus_turbo_of_an_experiment_is_asked_for_by_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_primus_turbo_of_an_experiment_is_the_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     choices = MEGATRON.replace(
         "use_turbo_attention: true", "enable_primus_turbo: true\n      use_turbo_attention: true"
     )
     (here / "exp.yaml").write_text(choices)
     assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
-    capsys.readouterr()
+    assert "use_turbo_attention is left out: used by default" in capsys.readouterr().err
     assert main(["show", "mine.yaml", "--gpu", "mi300x", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["turbo"]["value"] == "turbo-attention"
-    # A proxy trains without it.
-    assert main(["show", "mine.yaml", "--gpu", "mi300x", "--proxy", "--json"]) == 0
-    assert "turbo" not in json.loads(capsys.readouterr().out)["settings"]
+    shown = json.loads(capsys.readouterr().out)
+    assert "turbo" not in shown["settings"]
+    assert shown["optimizations"]["turbo-attention"]["on"]

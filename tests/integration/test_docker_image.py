@@ -95,10 +95,6 @@ def test_a_gpu_recipe_without_devices_is_refused(image: str) -> None:
     refused = docker(*RUN, image, "primus", "train", "llama3.1-8b")
     assert refused.returncode == 2, refused.stderr
     assert "--proxy" in refused.stderr
-    # A device that the host lacks is docker's own error.
-    missing = docker(*RUN, "--device", "/dev/kfd-of-no-host", image, "true")
-    assert missing.returncode != 0
-    assert "/dev/kfd-of-no-host" in missing.stderr
 
 
 def test_docker_as_the_sandbox_gives_the_same_digest(engine: pytest.MonkeyPatch, tmp_path: Path) -> None:

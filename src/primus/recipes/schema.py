@@ -91,6 +91,7 @@ RECIPE: Mapping[str, Rule] = {
     "description": _rule("str"),
     "ranks": _rule("int", "[1, 1024]"),
     "turbo": Rule(types=frozenset({"str", "list"}), items=frozenset({"str"}), filled=True),
+    "tuned": _rule("str", filled=True),
     "assets.tokenizer": _rule("str", filled=True),
     "assets.corpus": _rule("str", filled=True),
     "data.column": _rule("str", filled=True),

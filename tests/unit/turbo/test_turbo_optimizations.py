@@ -129,3 +129,13 @@ def test_list_shows_optimizations(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["turbo", "list", "--gpu", "h200"]) == 0
     shown = capsys.readouterr().out
     assert "fused-adamw  (primus; usable, on by default)" in shown
+
+
+def test_a_tuned_recipe_names_a_measurement_that_exists() -> None:
+    named = {
+        recipe.find("tuned", "")
+        for name in ("llama3.1-8b", "deepseek-16b", "flux.1-dev", "mistral-7b")
+        for recipe in [resolve(name, (), Choices(gpu="h200", mode="pretrain"))]
+    }
+    assert all((ROOT / file).is_file() for file in named if file)
+    assert named > {""}, "some settings are measured, and those of Mistral on H200 are not"

@@ -117,6 +117,11 @@ def _run(options: argparse.Namespace) -> int:
     if lost := lost_warning(job.output):
         print(f"primus: {lost}", file=sys.stderr)
     if not options.json:
+        if recipe.gpu != CPU and not recipe.get("proxy", bool) and not recipe.find("tuned", ""):
+            tune = f"primus tune throughput {recipe.name}"
+            print(
+                f"primus: nobody has tuned these settings on {recipe.gpu}; `{tune}` finds the fastest", file=sys.stderr
+            )
         print(_headline(job), file=sys.stderr)
         if recipe.gpu != CPU and job.trial:
             print("\n".join(Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  ")), file=sys.stderr)

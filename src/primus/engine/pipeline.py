@@ -99,10 +99,10 @@ def build(
         store.prepare()
         for sentence in remove_damage(store, [action for plan in plans for action in plan.actions()]):
             print(f"! {sentence}", file=sys.stderr)
+    _say_channels(targets)
     complete = {plan.key: image for plan in plans if (image := finished(store, plan, rules))}
     if all(plan.key in complete for plan in plans):
         return [(plan, complete[plan.key]) for plan in plans]
-    _say_channels(targets)
     store.prepare()
     check_recipes(store, plans)
     with choose_progress(options.quiet) as progress, contextlib.closing(gates(workspace, progress)) as judges:

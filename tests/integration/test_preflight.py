@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -164,24 +163,3 @@ def test_a_build_on_a_full_disk_is_one_sentence(size: str, tmp_path: Path) -> No
         assert len(sentence) == 1
         assert "the disk" in sentence[0]
         assert len(done.err.splitlines()) <= 6
-
-
-@root
-def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
-    """A wheel is to be compiled in the sandbox: said before the index, which is out of reach, is asked for it."""
-    kit = make_project(tmp_path / "project")
-    code = (
-        "import sys; from pathlib import Path; from primus.engine.kinds import KINDS;"
-        "from primus.engine.workshop import Workshop;"
-        "from primus.plan.action import Action; from primus.errors import HostError\n"
-        "from primus.plan.project import Project; from primus.progress import Progress\n"
-        "project = Project.find(Path(sys.argv[1]))\n"
-        "action = Action(name='x', kind='wheels', inputs=())\n"
-        "shop = Workshop(engine='embedded', workspace=project.workspace, progress=Progress())\n"
-        "try: KINDS['wheels'].prepare([action], shop)\n"
-        "except HostError as error: print(error); sys.exit(error.exit_code)\n"
-    )
-    words = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", code, str(kit.root)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=kit.env)
-    assert done.returncode == 3, done.stderr
-    assert "namespace" in done.stdout

@@ -171,7 +171,7 @@ def test_a_passing_fault_is_overcome(
         ("GET .*sha256-", say(200, b'{"manifests": [{"a": 1}]}'), "is not a list of manifests"),
         ("GET .*sha256-", say(200, b'{"manifests": null}'), "is not a list of manifests"),
         ("", say(200, b"<html>Sign in</html>"), "is not a JSON object"),
-        ("PATCH .*/uploads", lambda _: None, "it ended early"),
+        ("PATCH .*/uploads", lambda _: None, "does not answer: .*EOF"),
     ],
 )
 def test_a_lasting_fault_is_a_sentence_and_the_next_run_heals(

@@ -67,8 +67,10 @@ def decide(
         )
     off = {name: f"{packages} not installed" for name, packages in absent.items()}
     present = [name for name in names if name not in absent]
-    if recipe.gpu == CPU:
-        return Trial(names=compatible(present), off=off)
+    if recipe.gpu == CPU or not detect().names:
+        # A machine without a GPU computes in plain PyTorch, and uses only what is named.
+        used = compatible(present) if strict else ()
+        return Trial(names=used, off=off | {name: "there is no GPU" for name in present if name not in used})
     faults: dict[str, str] = {}
     seconds: dict[str, float] = {}
     # What excludes another one is tested first; the other one only if it fails.

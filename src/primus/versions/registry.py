@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -130,25 +131,30 @@ def skopeo(command: str, *words: str) -> bytes:
         raise HostError("skopeo is missing; it is needed to copy images", hint="apt-get install skopeo")
     address = next(word for word in words if word.startswith("docker://"))
     image = address.removeprefix("docker://").partition("@")[0]
-    with requesting("skopeo", address, image, command) as request:
-        # Only the debug log tells that skopeo waits because of a rate limit.
-        run = ["skopeo", "--debug", command, "--retry-times", "2", *words]
-        done = subprocess.run(run, capture_output=True, check=False, stdin=subprocess.DEVNULL)
-        if done.returncode == 0:
-            request.answer(None, size=len(done.stdout))
-            return done.stdout
+    for pause in (0.5, 2.0, None):
+        with requesting("skopeo", address, image, command) as request:
+            # Only the debug log tells that skopeo waits because of a rate limit.
+            run = ["skopeo", "--debug", command, "--retry-times", "2", *words]
+            done = subprocess.run(run, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+            if done.returncode == 0:
+                request.answer(None, size=len(done.stdout))
+                return done.stdout
         reason = _reason(done.stderr.decode("utf-8", "replace"))
-        host = image.partition("/")[0] if re.search(r"[.:].*/", image) else "docker.io"
-        refused = re.search("rate limit|unauthorized|authentication|denied", reason)
-        first = f"sign in (skopeo login {host})" if refused else "check the network"
-        pushed = command == "copy" and address == words[-1]
-        other = "run it again: what was sent is kept" if pushed else "name a mirror in containers-registries.conf"
-        hint = f"{first}, or {other}"
-        raise HostError(f"the registry of {image} does not answer: {reason}", hint=hint, about=image)
+        # skopeo itself does not try these again.
+        if pause is None or not re.search(r"status(?: code)?:? 5\d\d|\bEOF\b|connection reset", reason):
+            break
+        time.sleep(pause)
+    host = image.partition("/")[0] if re.search(r"[.:].*/", image) else "docker.io"
+    refused = re.search("rate limit|unauthorized|authentication|denied", reason)
+    first = f"sign in (skopeo login {host})" if refused else "check the network"
+    pushed = command == "copy" and address == words[-1]
+    other = "run it again: what was sent is kept" if pushed else "name a mirror in containers-registries.conf"
+    raise HostError(f"the registry of {image} does not answer: {reason}", hint=f"{first}, or {other}", about=image)
 
 
 def _reason(log: str) -> str:
     if re.search("too ?many ?requests", log, re.I):
         return "its rate limit is reached (HTTP status 429)"
     messages = re.findall(r'level=fatal msg="(.*)"', log) or [log.strip().rpartition("\n")[2] or "skopeo failed"]
-    return str(messages[-1]).replace('\\"', '"')[:300]
+    # The query of an upload's address is a token, and longer than all else.
+    return re.sub(r'\?[^" ]*', "", str(messages[-1]).replace('\\"', '"'))[:300]

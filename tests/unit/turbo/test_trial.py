@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from primus.errors import CheckFailed, HostError
+from primus.gpus.detect import Found
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -36,6 +37,7 @@ def decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tester.write_text(TESTER)
     monkeypatch.setattr(trial, "missing_packages", lambda names: ["flash_attn"] if "flash" in names[0] else [])
     monkeypatch.setattr(trial, "_COMMAND", (trial.sys.executable, str(tester)))
+    monkeypatch.setattr(trial, "detect", lambda: Found(vendor="nvidia", names=("NVIDIA H200",), driver="580"))
     lines: list[str] = []
 
     def run(*words: str, faults: dict[str, str] | None = None) -> trial.Trial:
@@ -91,6 +93,7 @@ def test_the_second_of_two_that_exclude_each_other_is_tested_only_if_the_first_f
 
     monkeypatch.setattr(trial, "missing_packages", lambda _: [])
     monkeypatch.setattr(trial, "_faults", faults)
+    monkeypatch.setattr(trial, "detect", lambda: Found(names=("NVIDIA H200",)))
     recipe = resolve("mistral-7b", [], Choices(gpu="h200"))
     found = trial.decide(recipe, tmp_path, {})
     assert "flex-attention" not in tested[0]
@@ -109,3 +112,10 @@ def test_damaged_results_count_as_absent(decide, tmp_path: Path, text: str) -> N
 def test_nothing_is_tested_without_a_gpu(decide) -> None:
     recipe = resolve("llama3-proxy", ["turbo=real-rope"], Choices(gpu="cpu", precision="bf16"))
     assert trial.decide(recipe, Path("/nonexistent"), {}).names == ("real-rope",)
+
+
+def test_a_machine_without_a_gpu_uses_only_what_is_named(decide, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "detect", Found)
+    automatic = decide()
+    assert (automatic.names, automatic.off["fp8-linear"]) == ((), "there is no GPU")
+    assert decide("turbo=fp8-linear").names == ("fp8-linear",)

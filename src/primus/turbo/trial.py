@@ -75,11 +75,9 @@ def decide(
     seconds: dict[str, float] = {}
     # What excludes another one is tested first; the other one only if it fails.
     while todo := [name for name in compatible([n for n in present if n not in faults]) if name not in seconds]:
-        new_faults, took = _faults(todo, shapes_of(recipe), folder, environment, progress)
-        faults |= new_faults
+        failed, took = _faults(todo, shapes_of(recipe), folder, environment, progress)
+        faults |= failed
         seconds |= dict.fromkeys(todo, 0.0) | took
-        if not new_faults:
-            break
     if faults and (strict or recipe.get("nodes", int) > 1):
         name, reason = next(iter(faults.items()))
         raise CheckFailed(f"{name} failed its self-test on this GPU: {reason}", hint="--turbo off trains without it")

@@ -9,7 +9,7 @@ from pathlib import Path
 from primus.errors import InputError
 from primus.gpus.table import load_table
 from primus.recipes import load
-from primus.recipes.architecture import Size, architecture, size
+from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.backends import backends
 from primus.recipes.choose import computes, supported
 from primus.recipes.setting import Setting
@@ -26,6 +26,7 @@ class Entry:
     recipe: str
     path: Path
     description: str
+    architecture: Architecture
     size: Size
     backend: str
     mode: str
@@ -51,13 +52,14 @@ def entries() -> Iterator[Entry]:
         path = load.find(name)
         settings = load.read(path).settings
         _text(settings, "model.family", path)
-        sizes = architecture({k.removeprefix("model."): s.value for k, s in settings.items() if k.startswith("model.")})
+        model = architecture({k.removeprefix("model."): s.value for k, s in settings.items() if k.startswith("model.")})
         for (backend, mode), precisions in supported(settings).items():
             yield Entry(
                 recipe=name,
                 path=path,
                 description=_text(settings, "description", path),
-                size=size(sizes),
+                architecture=model,
+                size=size(model),
                 backend=backend,
                 mode=mode,
                 precisions={p: tuple(gpu for gpu in gpus() if computes(gpu, p, backend)) for p in precisions},

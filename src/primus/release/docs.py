@@ -19,7 +19,7 @@ from primus.plan.target import Target
 from primus.release.gate_record import load_gate_records, lock_mark
 from primus.release.history import load_history
 from primus.release.markdown import table
-from primus.release.pages import gpu_page, models_page, old_commands_parts
+from primus.release.pages import gpu_page, models_page
 from primus.release.show import page
 from primus.schema import json_schema
 from primus.terminal import bytes_text
@@ -49,9 +49,8 @@ def generated(root: Path) -> dict[str, str]:
         "docs/models.md": models_page(),
         "README.md": _filled(root, "README.md", {"targets": _targets(root)}),
     }
-    for name, parts in {"docs/old-commands.md": old_commands_parts(), "docs/gates.md": {"gates": _gates()}}.items():
-        if (root / name).exists():
-            files[name] = _filled(root, name, parts)
+    if (root / "docs/gates.md").exists():
+        files["docs/gates.md"] = _filled(root, "docs/gates.md", {"gates": _gates()})
     locks = [target.lock for target in targets if target.lock]
     files |= backend_keys(root, project.versions, locks, project.workspace.files)
     return files

@@ -134,6 +134,7 @@ class Table:
         _once("generation", (g.name for g in self.generations))
         _once("product name", (plain_name(n) for g in self.generations for n in g.names))
         _once("device id", (i for g in self.generations for i in g.device_ids))
+        self._require_disjoint()
         archs = {a.arch: a for a in self.archs}
         for index, generation in enumerate(self.generations):
             if generation.arch not in archs:
@@ -151,6 +152,16 @@ class Table:
         for generation in self.generations:
             _once(f"variable of {generation.name}", (v.name for v in self.of(generation)))
         self._require_variables()
+
+    def _require_disjoint(self) -> None:
+        """Check that no product is said to be outside the table although it has a row, or to have two architectures."""
+        _once("product that is not in the table", (plain_name(n) for a in self.archs for n in a.others))
+        rows = {plain_name(n): g.name for g in self.generations for n in (g.name, g.title, *g.names)}
+        for index, arch in enumerate(self.archs):
+            for name in arch.others:
+                if row := rows.get(plain_name(name)):
+                    message = f"others of {arch.arch} names {name!r}, which is in the table as {row}"
+                    raise WrongValue(message, "archs", index, "others")
 
     def _require_variables(self) -> None:
         """Check that a variable with entries for several AMD architectures has one for every AMD architecture.

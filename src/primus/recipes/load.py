@@ -188,6 +188,10 @@ def _case(document: Values, index: int, data: Tree) -> Case:
         check_choice(choice, setting.origin)
         check_word(choice, setting, several=True)
     settings = _settings(document, place, data, ("when", "because"))
+    if "nodes" in settings:
+        check_word("nodes", settings["nodes"], several=False)
+        if "nodes" in when:
+            raise InputError("a case for a number of nodes cannot set nodes", where=settings["nodes"].origin)
     return Case(
         when={choice: _words(setting.value) for choice, setting in when.items()},
         settings={key: replace(setting, because=because) for key, setting in settings.items()},

@@ -47,13 +47,17 @@ def resolve(
     choices, words = _choices_among(choices or Choices(), overrides)
     chosen = choose(source.settings, choices, path)
     settings = {key: s for key, s in source.settings.items() if not key.startswith(_DECIDING)}
-    settings.update(chosen)
     facts = {
         choice: str(s.value).lower() if isinstance(s.value, bool) else str(s.value) for choice, s in chosen.items()
     }
     for case in source.cases:
+        if "nodes" in case.settings and choices.nodes is None and case.holds(facts):
+            chosen["nodes"] = case.settings["nodes"]
+            facts["nodes"] = str(chosen["nodes"].value)
+    for case in source.cases:
         if case.holds(facts):
             settings.update(case.settings)
+    settings.update(chosen)
     knows = backend(facts["backend"])
     others = backends().keys() - {knows.name}
     settings = {key: s for key, s in settings.items() if key.partition(".")[0] not in others}

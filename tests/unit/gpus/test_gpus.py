@@ -50,6 +50,8 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
         ("NVIDIA H200 SXM5, H200]", "NVIDIA H200 SXM5, mi300x]", "product name 'mi300x' is a duplicate"),
         ("    arch: sm_90\n    names", "    arch: sm_91\n    names", "h200: there is no architecture 'sm_91'"),
         ("    arch: sm_90\n    names", "    arch: gfx950\n    names", "h200 needs one peak for each of bf16, fp8, mx"),
+        ("MI300A, MI308X", "MI325X, MI308X", "others of gfx942 names 'MI325X', which is in the table as mi325x"),
+        ("MI350P", "MI308X", "product that is not in the table 'mi308x' is a duplicate"),
         ("fp8_largest: 240", "fp8_largest: 448", "the largest e4m3fnuz is 240, not 448"),
         ("fp8: e4m3fnuz", "fp8: e5m2fnuz", "fp8 must be one of e4m3fnuz, e4m3fn"),
         ("    mx: []\n    mx_source: Prim", "    mx: [mxfp8]\n    mx_source: Prim", "mi300x needs one peak for each"),

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
+from primus.recipes.catalogue import entries
 from primus.recipes.resolve import resolve
-from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
+from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import Choices
+from primus.release.pages import outcomes
 
 RESULT = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200-memory.json").read_text())
 GIB = 2**30
@@ -24,7 +26,7 @@ def llama(*words, gpu="h200", **choices):
     "row", RESULT["rows"], ids=lambda row: f"{row['recipe']}-{row['backend']}-{row['source'][:40]}"
 )
 def test_prediction_is_within_the_stated_band_of_every_measurement(row):
-    choices = Choices(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200")
+    choices = Choices(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200", nodes=1)
     # The rows were measured before recipes enabled these by default.
     before = {"turbo": "off"}
     if row["backend"] == "torchtitan":
@@ -45,9 +47,29 @@ def test_most_published_batches_are_met_within_one():
     assert near >= 0.8 * len(cells)
 
 
+@pytest.mark.parametrize("entry", [e for e in entries() if not e.only_proxy], ids=lambda e: f"{e.recipe} {e.mode}")
+def test_every_default_starts_on_its_gpu(entry):
+    for precision, gpus in entry.precisions.items():
+        for gpu in gpus:
+            choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
+            recipe = resolve(entry.recipe, (), choices)
+            assert fits(predict(recipe), USABLE * gpu_bytes(gpu)), (precision, gpu)
+
+
+def test_what_was_published_is_not_called_impossible():
+    """One page prints a command for DeepSeek-V3 that names neither a GPU nor a number of nodes; no node holds it."""
+    cells = [outcome for outcome in outcomes() if outcome.cell.batch and not outcome.differing]
+    impossible = {
+        (cell.recipe.name, cell.cell.source)
+        for cell in cells
+        if not fits(predict(cell.recipe), USABLE * gpu_bytes(cell.gpu))
+    }
+    assert impossible == {("deepseek-v3", "quick_start")}
+
+
 def test_states_of_70b_on_eight_h200_are_what_fsdp_memory_tracking_found():
     """146.9 GiB at the end of the backward pass: weights, gradients and AdamW's states in float32 on 8 ranks."""
-    recipe = resolve("llama3.1-70b", [], Choices(backend="torchtitan", precision="bf16", gpu="h200"))
+    recipe = resolve("llama3.1-70b", [], Choices(backend="torchtitan", precision="bf16", gpu="h200", nodes=1))
     assert predict(recipe).least / GIB == pytest.approx(146.9, rel=0.02)
 
 
@@ -95,7 +117,7 @@ def test_json_has_bytes_by_term_and_the_largest_batch(capsys):
 
 
 def test_what_does_not_fit_is_exit_1(capsys):
-    assert main(["fit", "llama3.1-70b", "--gpu", "h200", "--backend", "torchtitan"]) == 1
+    assert main(["fit", "llama3.1-70b", "--gpu", "h200", "--backend", "torchtitan", "--nodes", "1"]) == 1
     assert "does not fit" in capsys.readouterr().out
 
 

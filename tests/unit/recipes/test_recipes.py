@@ -331,3 +331,17 @@ def test_the_page_of_recipes_describes_every_key_and_its_example_resolves(tmp_pa
     (file := tmp_path / "my-model.yaml").write_text(example, encoding="utf-8")
     assert resolve.resolve(str(file), [], Choices(gpu="h200")).local_batch == 1
     assert resolve.resolve(str(file), [], Choices(gpu="cpu", proxy=True)).architecture.layers == 3
+
+
+def test_a_case_sets_the_nodes_that_a_gpu_needs_unless_the_command_does(tmp_path):
+    text = (load.folder() / "llama3.1-8b.yaml").read_text()
+    case = "  - {when: {gpu: h200}, nodes: 3, because: because}\n"
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("cases:\n", "cases:\n" + case, 1))
+    setting = resolve.resolve(str(path), [], Choices(gpu="h200")).settings["nodes"]
+    assert (setting.value, setting.because) == (3, "because")
+    assert resolve.resolve(str(path), [], Choices(gpu="h200", nodes=1)).get("nodes", int) == 1
+    assert resolve.resolve(str(path), [], Choices(gpu="mi300x")).get("nodes", int) == 1
+    path.write_text(path.read_text().replace("{gpu: h200}, nodes: 3", "{nodes: 2}, nodes: 3"))
+    with pytest.raises(InputError, match="a case for a number of nodes cannot set nodes"):
+        resolve.resolve(str(path), [], Choices(gpu="h200"))

@@ -2,7 +2,7 @@
 
 RECIPE is the name of a recipe or the path of its file; key=value arguments override settings, as for train. Nothing is
 started and no GPU is needed: --gpu names the GPU to predict for.
-Exit code 0: it fits; 1: it does not; 2: invalid input.
+Exit code 0: it fits, or is tight; 1: it does not fit; 2: invalid input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU
 from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
+from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.terminal import Screen
 
 EXAMPLE = "primus fit llama3.1-70b --gpu mi325x --precision fp8"
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(_document(recipe, memory, available, largest), indent=2))
     else:
         print("\n".join(_lines(recipe, memory, available, largest, Screen.of())))
-    return 0 if memory.peak <= available else 1
+    return 0 if fits(memory, available) else 1
 
 
 def _document(recipe: Recipe, memory: Memory, available: float, largest: int) -> dict[str, object]:
@@ -68,7 +68,8 @@ def _document(recipe: Recipe, memory: Memory, available: float, largest: int) ->
         "world_size": recipe.world_size,
         "micro_batch": recipe.local_batch,
         "max_micro_batch": largest,
-        "fits": memory.peak <= available,
+        "fits": fits(memory, available),
+        "tight": memory.peak > available and fits(memory, available),
         "bytes": {name: round(value) for name, value in memory.terms.items()},
         "peak_bytes": round(memory.peak),
         "least_bytes": round(memory.least),
@@ -88,7 +89,7 @@ def _lines(recipe: Recipe, memory: Memory, available: float, largest: int, scree
     there = f"{available / _GIB:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gb:,.0f}"
     if memory.peak <= available:
         yield f"fits: {there}"
-    elif memory.least <= available / USABLE:
+    elif fits(memory, available):
         yield f"tight: more than {there}; the allocator must give memory back in every step, which costs speed"
     else:
         yield f"does not fit: more than {there}"

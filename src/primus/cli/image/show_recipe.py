@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.recipes.architecture import readable, size
 from primus.recipes.recipe import Recipe
+from primus.recipes.rules import USABLE, fits, gpu_bytes, predict
 from primus.recipes.setting import CHOICES, Setting
 from primus.terminal import Screen, Styled, counted
 from primus.turbo.optimizations import reasons as optimization_reasons
@@ -88,6 +89,8 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
         f"  each rank: {recipe.local_batch} at a time"
         + (f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else "")
     )
+    if (total := gpu_bytes(recipe.gpu)) is not None and not fits(predict(recipe), USABLE * total):
+        yield screen.paint("  does not fit into the memory of a GPU, see `primus fit`", "red")
     yield screen.paint("\noptimizations", "bold")
     yield from screen.table(
         [(name, "on" if on else "off", Styled(why, "dim")) for name, (on, why) in optimization_reasons(recipe).items()],

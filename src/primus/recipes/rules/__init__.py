@@ -43,6 +43,14 @@ def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
     return rules_of(recipe).memory(recipe, recipe.local_batch if micro_batch is None else micro_batch)
 
 
+def fits(memory: Memory, available: float) -> bool:
+    """Whether a run with this memory starts on a GPU of which ``available`` bytes are usable.
+
+    If the peak does not fit but the least does, the allocator has to release memory in every step, which costs speed.
+    """
+    return memory.least <= available / USABLE
+
+
 def largest_batch(recipe: Recipe, available: float) -> int:
     """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one fits."""
     if predict(recipe, 1).peak > available:

@@ -26,7 +26,6 @@ from primus.versions.lock import LockedFile, suites_of
 
 if TYPE_CHECKING:
     from primus.oci.store import Layer, Store
-    from primus.oci.tar import Watch
     from primus.plan.project import Choice
     from primus.plan.resolve import ResolvedTarget
     from primus.plan.workspace import Workspace
@@ -54,12 +53,8 @@ class Gates:
     def admit(self, plans: Sequence[ImagePlan]) -> None:
         """Raise CheckFailed for a plan whose image cannot pass, before anything is fetched."""
 
-    def watch(self) -> Watch | None:
-        """Return an observer that examines a layer while it is written."""
-        return None
-
-    def look(self, layer: Layer, watch: Watch | None) -> None:
-        """Examine a layer that the build has just created. ``watch``, if given, has already seen its bytes."""
+    def look(self, layer: Layer) -> None:
+        """Examine a layer that the build has just created."""
 
     def judge(self, image: Composed) -> tuple[str, ...]:
         """Return one sentence for each gate that the image fails. Raises CheckFailed if it must not get its name."""
@@ -107,9 +102,7 @@ def build(
     check_recipes(store, plans)
     with choose_progress(options.quiet) as progress, contextlib.closing(gates(workspace, progress)) as judges:
         judges.admit(plans)
-        workshop = Workshop(
-            workspace=workspace, progress=progress, engine=options.engine, watch=judges.watch, look=judges.look
-        )
+        workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine, look=judges.look)
         # fetch
         plans = fetch_files(workshop, plans, locked=options.locked, offline=options.offline)
         # build

@@ -17,7 +17,7 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.oci.contents import root_of_layers
 from primus.oci.layer import compression_of, write_layer
 from primus.oci.store import Layer, Store
-from primus.oci.tar import BLOCK, Entry, Watch
+from primus.oci.tar import BLOCK, Entry
 from primus.plan.action import Action
 from primus.sandbox.engines import choose
 from primus.schema import build
@@ -62,17 +62,12 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What actions work with: the store, the fetched files, a progress callback.
-
-    ``watch`` returns an observer for the next layer while it is written; ``look`` is called with each finished layer
-    and its observer.
-    """
+    """What actions work with: the store, the fetched files, a progress callback. ``look`` is called with each layer."""
 
     workspace: Workspace
     progress: Progress
     engine: str = "auto"
-    watch: Callable[[], Watch | None] = lambda: None
-    look: Callable[[Layer, Watch | None], None] = lambda *_: None
+    look: Callable[[Layer], None] = lambda _: None
 
     @property
     def files(self) -> FileCache:
@@ -108,19 +103,13 @@ class Workshop:
     def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
         """Write the entries as the action's layer; see :func:`primus.oci.layer.write_layer` for what it raises."""
         self.progress.start(action.key, action.name, sum(BLOCK + entry.size for entry in entries))
-        watch = self.watch()
-        try:
-            layer = write_layer(
-                self.workspace.store,
-                entries,
-                compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
-                advance=lambda count: self.progress.advance(action.key, count),
-                watch=watch,
-            )
-        finally:
-            if watch:
-                watch.close()
-        self.look(layer, watch)
+        layer = write_layer(
+            self.workspace.store,
+            entries,
+            compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
+            advance=lambda count: self.progress.advance(action.key, count),
+        )
+        self.look(layer)
         return layer
 
     def done(self, action: Action) -> bool:

@@ -12,21 +12,17 @@ from typing import Any
 from primus.engine.image import Composed
 from primus.engine.pipeline import Gates
 from primus.errors import CheckFailed
-from primus.gates.examined import Examined, GateReport, examine, examine_layer, machine_paths
-from primus.gates.facts import LayerFacts, Watch, save_facts
+from primus.gates.examined import Examined, GateReport, LayerFacts, examine, examine_layer
 from primus.gates.rules import gates
 from primus.gates.rules.coherence import check_pins
 from primus.gates.rules.coverage import gpu_libraries
 from primus.oci.store import Layer
-from primus.oci.tar import Watch as LayerWatch
 from primus.plan.action import ImagePlan
 from primus.plan.workspace import Workspace
 from primus.progress import Progress
 from primus.terminal import PLAIN, Screen, Styled
 
 _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
-# One for each builder thread (see run_actions), which waits for the thread that examines its layer.
-_READERS = max(2, os.cpu_count() or 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +96,14 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
 class Gatekeeper(Gates):
     """Decides which images of a build get their name.
 
-    Worker threads examine the layers: new layers while they are written, existing layers while the build runs. A
-    release that fails a gate gets no name. A preview gets its name, and the build reports the failed gates.
+    Worker threads examine the layers while the build runs. A release that fails a gate gets no name. A preview gets its
+    name, and the build reports the failed gates.
     """
 
     def __init__(self, workspace: Workspace, progress: Progress) -> None:
         self._workspace = workspace
         # The pool starts no thread before the first submission.
-        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
+        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="gates")
         self._facts: dict[str, Future[LayerFacts]] = {}
         self._stop = Event()
 
@@ -117,28 +113,10 @@ class Gatekeeper(Gates):
             if not plan.resolved.choice.preview:
                 check_pins(plan.resolved)
 
-    def watch(self) -> LayerWatch:
-        """Return an observer, with which a worker thread examines a layer while it is written."""
-        watch = Watch()
-        watch.facts = self._pool.submit(watch.observe, machine_paths(self._workspace))
-        return watch
-
-    def look(self, layer: Layer, watch: LayerWatch | None = None) -> None:
-        """Use what ``watch`` has seen of the layer, or else examine the layer in a worker thread. Errors are
-        raised when an image with the layer is judged.
-        """
-        digest = layer.blob.digest
-        if digest in self._facts:
-            return
-        if isinstance(watch, Watch) and watch.facts is not None:
-            watch.facts.add_done_callback(lambda future: self._save(digest, future))
-            self._facts[digest] = watch.facts
-        else:
-            self._facts[digest] = self._pool.submit(examine_layer, self._workspace, layer, self._stop)
-
-    def _save(self, digest: str, future: Future[LayerFacts]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            save_facts(future.result(), digest, self._workspace.facts, machine_paths(self._workspace))
+    def look(self, layer: Layer) -> None:
+        """Examine the layer in a worker thread. Errors are raised when an image with the layer is judged."""
+        if layer.blob.digest not in self._facts:
+            self._facts[layer.blob.digest] = self._pool.submit(examine_layer, self._workspace, layer, self._stop)
 
     def judge(self, image: Composed) -> tuple[str, ...]:
         """Judge an image by the facts about its layers.

@@ -8,12 +8,11 @@ Forms of GPU code and their sources:
 - Kernel packs (``KPAK``) and the host libraries that name them in ``.rocm_kpack_ref``: AMD's wheels split GPU code
   off the host libraries that way (ROCm/rocm-systems, rocm-kpack).
 - CUDA fat binaries in ``.nv_fatbin``: only their headers are read.
-- Files that say it by name: Tensile's and hipBLASLt's ``.dat``, MIOpen's databases; and Triton's metadata.
+- Files that say it by name: Tensile's and hipBLASLt's ``.dat``, and MIOpen's databases.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -26,9 +25,7 @@ from primus.gpucode.archs import in_path, of_flags
 from primus.gpucode.bundles import COMPRESSED, PLAIN, bundles_in, next_magic
 from primus.gpucode.elf import AMDGPU, DYN, linked_in, read_elf
 
-Form = Literal[
-    "fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "Triton cache", "CUDA"
-]
+Form = Literal["fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "CUDA"]
 
 PACK = b"KPAK"
 _CUDA_FATBIN = struct.pack("<I", 0xBA55ED50)
@@ -64,11 +61,6 @@ def is_kernel_file(path: str) -> bool:
     return path.endswith(_KERNEL_ENDINGS)
 
 
-def is_triton_metadata(path: str, head: bytes) -> bool:
-    """Whether this is the metadata that Triton's cache stores beside each compiled kernel."""
-    return path.endswith(".json") and b'"target"' in head and b'"backend"' in head and b'"warp_size"' in head
-
-
 def code_in(path: str, stream: IO[bytes], size: int) -> Code | None:
     """Return the GPU code of a seekable file, or None if it has none.
 
@@ -91,9 +83,6 @@ def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
         return Code(path=path, form="bundle", targets=targets, size=size)
     if head.startswith(PACK):
         return _of_pack(path, stream, size)
-    if path.endswith(".json"):
-        stream.seek(0)
-        return _of_triton(path, stream.read())
     named = in_path(path)
     if named and is_kernel_file(path):
         return Code(path=path, form="kernel file", targets=named[-1:], size=size)
@@ -170,7 +159,7 @@ def _unpacked(data: bytes) -> Any:
         raise ValueError(f"not MessagePack: {error}") from None
 
 
-# CUDA and Triton
+# CUDA
 
 
 def _cuda_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
@@ -201,19 +190,6 @@ def _cuda_entries(stream: IO[bytes], at: int, end: int) -> Iterator[str]:
         if kind in (1, 2):
             yield f"{'compute' if kind == 1 else 'sm'}_{arch}"
         at += header + length
-
-
-def _of_triton(path: str, data: bytes) -> Code | None:
-    if not is_triton_metadata(path, data):
-        return None
-    try:
-        target: Any = json.loads(data)["target"]
-        arch = target["arch"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return Code(
-        path=path, form="Triton cache", targets=(arch if isinstance(arch, str) else f"sm_{arch}",), size=len(data)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ class Trace:
 
 
 class Scanner:
-    """Searches a file, streamed in chunks, for secrets and build paths; see :class:`primus.gates.facts.Examiner`."""
+    """Searches a file, streamed in chunks, for secrets and build paths; see :func:`primus.gates.examined.observe`."""
 
     def __init__(self, path: str, machine_paths: Sequence[bytes] = ()) -> None:
         self._path = path

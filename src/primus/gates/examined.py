@@ -1,24 +1,70 @@
-"""The input of a gate, an image with the facts about its layers, and its output, a report with findings."""
+"""The input of a gate, an image with the facts about its layers, and its output, a report with findings.
+
+Facts are collected in one pass over the files of a layer, and cached by its digest. They depend only on the layer's
+bytes and on the rules, not on the target. The key in the cache is the digest and the hash of this package's code. A
+second check therefore reads no blob, and after a change of a rule every layer is read again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Literal
 
 from primus.engine.image import Composed, stored
 from primus.errors import InputError
-from primus.gates.codeobjects import Code
-from primus.gates.facts import LayerFacts, facts_of, has_facts
-from primus.oci.contents import reference
+from primus.files import read_sealed, write_sealed
+from primus.gates.codeobjects import PACK, Code, Library, code_in, is_kernel_file, library_of
+from primus.gates.contents import (
+    Scanner,
+    Stated,
+    Trace,
+    path_traces,
+    reads_text,
+    stated_in,
+    stated_in_library,
+    states_versions,
+    text_traces,
+)
+from primus.gpucode.archs import in_path
+from primus.gpucode.bundles import COMPRESSED, PLAIN
+from primus.oci.contents import Member, reference, walk
 from primus.oci.store import Layer, LeftOut
 from primus.plan.action import ImagePlan
 from primus.plan.workspace import Workspace
 from primus.progress import Progress
+from primus.schema import build
+from primus.yamlfile import Document
+
+_CHUNK = 1 << 20
+# Files that a gate reads as a whole are short; even the dpkg status of a large image is well below this limit.
+_TEXT_SIZE = 32 << 20
+_SPOOLED_IN_MEMORY = 16 << 20
+# How files that a gate reads as a whole begin: libraries, bundles and kernel packs.
+_COPIED = (b"\x7fELF", PLAIN, COMPRESSED, PACK)
 
 Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """Facts about a layer. ``folders`` maps each folder to the bytes and number of its files, ``unreadable`` paths
+    to reasons.
+    """
+
+    folders: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    code: tuple[Code, ...] = ()
+    libraries: tuple[Library, ...] = ()
+    stated: tuple[Stated, ...] = ()
+    traces: tuple[Trace, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +126,89 @@ class Examined:
         return LeftOut.sum(layer.left_out for layer in self.image.layers)
 
 
+@cache
+def rules_hash() -> str:
+    """Return a hash of the code that reads GPU code and judges it. A verdict is valid only for the same hash."""
+    code, package = hashlib.sha256(), Path(__file__).parent
+    for path in (*sorted(package.rglob("*.py")), *sorted(package.with_name("gpucode").glob("*.py"))):
+        code.update(path.read_bytes())
+    return code.hexdigest()
+
+
+def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), stop: Event | None = None) -> LayerFacts:
+    """Examine every member once. ``machine_paths`` are paths of the build machine, which no file may contain.
+
+    Raises InterruptedError once ``stop`` is set.
+    """
+    folders: dict[str, tuple[int, int]] = {}
+    code, libraries = list[Code](), list[Library]()
+    stated, traces, unreadable = list[Stated](), list[Trace](), dict[str, str]()
+    for member in members:
+        if stop is not None and stop.is_set():
+            raise InterruptedError
+        path, size = member.path, member.size
+        traces += path_traces(path, member.kind)
+        if member.kind != "file":
+            continue
+        folder = path.rpartition("/")[0]
+        total, count = folders.get(folder, (0, 0))
+        folders[folder] = total + size, count + 1
+        scanner = Scanner(path, machine_paths)
+        is_text = size <= _TEXT_SIZE and (states_versions(path) or reads_text(path))
+        with member.open() as stream, tempfile.SpooledTemporaryFile(max_size=_SPOOLED_IN_MEMORY) as copy:
+            first = stream.read(_CHUNK)
+            is_copied = is_text or first.startswith(_COPIED)
+            for chunk in chain((first,), iter(partial(stream.read, _CHUNK), b"")):
+                scanner.feed(chunk)
+                if is_copied:
+                    copy.write(chunk)
+            traces += scanner.traces()
+            try:
+                # The name of a kernel file is enough, and these files may be large.
+                if is_copied or (is_kernel_file(path) and in_path(path)):
+                    code += filter(None, [code_in(path, copy, size)])
+                if scanner.elf:
+                    libraries += filter(None, [library_of(path, copy, size)])
+                    stated += stated_in_library(path, copy)
+            except ValueError as error:
+                unreadable[path] = str(error)
+            if is_text and not scanner.elf:
+                copy.seek(0)
+                text = copy.read().decode("utf-8", "replace")
+                stated += stated_in(path, text)
+                traces += text_traces(path, text)
+    return LayerFacts(
+        folders=folders, code=tuple(code), libraries=tuple(libraries), stated=tuple(stated), traces=tuple(traces),
+        unreadable=unreadable,
+    )  # fmt: skip
+
+
 def machine_paths(workspace: Workspace) -> Sequence[bytes]:
     """Return the paths of this machine that no image may contain, but not those that folders of an image may have."""
     paths = {workspace.folder.parent, workspace.store.root.absolute(), Path.home() / ".cache"}
     return sorted(str(path).encode() for path in paths if len(path.parts) > 3)
 
 
+def _cache_path(workspace: Workspace, layer: Layer) -> Path:
+    key = hashlib.sha256(rules_hash().encode() + b"\0".join(machine_paths(workspace))).hexdigest()[:16]
+    return workspace.facts / f"{layer.blob.digest.removeprefix('sha256:')}-{key}.json"
+
+
 def examine_layer(workspace: Workspace, layer: Layer, stop: Event | None = None) -> LayerFacts:
-    """Return the facts about a layer, which is read once. Raises as :func:`primus.gates.facts.facts_of`."""
+    """Return the layer's facts: from the cache, or by reading the blob, whose digest is verified.
+
+    Raises HostError if the blob cannot be read or is damaged, InterruptedError once ``stop`` is set.
+    """
+    path = _cache_path(workspace, layer)
+    with contextlib.suppress(InputError):
+        return build(LayerFacts, Document(name=path.name, data=read_sealed(path), places={}, typed=True))
     blob = workspace.store.blob_path(layer.blob.digest)
-    return facts_of(reference(layer), blob, workspace.facts, machine_paths(workspace), stop)
+    facts = observe(walk(reference(layer), blob), machine_paths(workspace), stop)
+    with contextlib.suppress(OSError):
+        for old in path.parent.glob(path.name.partition("-")[0] + "-*"):
+            old.unlink(missing_ok=True)
+        write_sealed(path, asdict(facts))
+    return facts
 
 
 def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examined:
@@ -104,7 +223,7 @@ def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examin
         )
     facts: dict[str, LayerFacts] = {}
     for action, layer in zip(plan.layers, image.layers, strict=True):
-        is_new = not has_facts(layer.blob.digest, workspace.facts, machine_paths(workspace))
+        is_new = not _cache_path(workspace, layer).is_file()
         if is_new:
             progress.start(layer.blob.digest, f"examine {action.name}", None)
         facts[action.name] = examine_layer(workspace, layer)

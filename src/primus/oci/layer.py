@@ -14,7 +14,7 @@ import zstandard
 
 from primus.errors import CheckFailed, HostError
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
-from primus.oci.tar import Entry, Watch, in_order, write_tar
+from primus.oci.tar import Entry, in_order, write_tar
 
 # Part of every key. Increase it whenever the same entries would give other bytes.
 _FORMAT = 1
@@ -99,9 +99,8 @@ def write_layer(
     *,
     compression: str = "zstd",
     advance: Callable[[int], None] = lambda _: None,
-    watch: Watch | None = None,
 ) -> Layer:
-    """Write the entries as a layer blob into the store. ``watch`` observes them.
+    """Write the entries as a layer blob into the store.
 
     Raises InputError for paths that an image may not contain, CheckFailed if a source changes while it is read,
     HostError if the disk is full or an archive is damaged. The store is then unchanged.
@@ -111,7 +110,7 @@ def write_layer(
     try:
         with store.temporary() as out:
             pipe = _Pipe(out, _compressor(compression), advance)
-            unpacked = write_tar(ordered, pipe, watch)
+            unpacked = write_tar(ordered, pipe)
             pipe.close()
             out.flush()
             blob = Blob(digest=f"sha256:{pipe.blob.hexdigest()}", media_type=LAYER_TYPES[compression], size=pipe.size)

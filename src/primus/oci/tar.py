@@ -125,19 +125,6 @@ def open_part(path: Path, offset: int, size: int) -> BinaryIO:
     return _Part(path, offset, size)  # type: ignore[return-value]
 
 
-class Watch(Protocol):
-    """Observes the contents of a layer while it is written, so that they need not be read again."""
-
-    def begin(self, entry: Entry, /) -> object:
-        """Begin the next entry; its bytes follow, if it has any."""
-
-    def feed(self, chunk: bytes, /) -> object:
-        """Take the entry's next bytes."""
-
-    def close(self) -> object:
-        """Mark the end: everything was seen, or writing failed."""
-
-
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries sorted by path parts, with missing parents (0755, root) added. Raises InputError for a
     duplicate path or a path below something that is not a folder.
@@ -158,21 +145,17 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(by_path.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
 
 
-def write_tar(entries: Iterable[Entry], sink: Sink, watch: Watch | None = None) -> int:
+def write_tar(entries: Iterable[Entry], sink: Sink) -> int:
     """Write the entries in the given order and the end mark, and return the number of bytes."""
     total = 0
     for entry in entries:
         head = _header(entry)
         sink.write(head)
         total += len(head)
-        if watch:
-            watch.begin(entry)
         # An empty file may have changed, too.
         if entry.kind == "file" and (entry.size or entry.sha256):
             for chunk in entry.chunks():
                 sink.write(chunk)
-                if watch:
-                    watch.feed(chunk)
             padding = -entry.size % BLOCK
             if padding:
                 sink.write(b"\0" * padding)

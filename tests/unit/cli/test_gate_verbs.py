@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from gpu_files import bundle, elf
-from primus.cli.main import main
 from primus.files import read_sealed, write_sealed
 from project_kit import Kit, make_project
 
@@ -109,18 +108,6 @@ def test_a_second_check_reads_no_layer(kit: Kit) -> None:
     result = kit.primus("check", "demo")
     assert (result.code, result.out) == (3, "")
     assert "damaged" in result.err
-
-
-def test_a_build_looks_at_layers_while_it_writes_them(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: object) -> None:
-        raise AssertionError("a blob was read again")
-
-    with monkeypatch.context() as without:
-        without.setattr("primus.gates.facts.walk", read)
-        assert main(["build", "demo", "--project", str(kit.root)]) == 0
-    seen = gates(kit)
-    (kit.root / ".primus/cache/gates").rename(kit.root / "gone")
-    assert gates(kit) == seen
 
 
 def test_why_size(kit: Kit) -> None:

@@ -17,7 +17,7 @@ from primus.cli.main import main
 from primus.engine.image import finished, stored
 from primus.errors import HostError
 from primus.files import seal, write_sealed
-from primus.gates.facts import rules_hash
+from primus.gates.examined import rules_hash
 from primus.oci.store import Store
 from primus.plan.layers import plan_image
 from primus.plan.project import Project

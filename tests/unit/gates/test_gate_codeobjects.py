@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import shutil
 import struct
 from pathlib import Path
@@ -14,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_files import bundle, code_object, compressed, cuda_fatbin, elf, kernel_pack, pack_host, pages
-from primus.gates import facts
+from primus.gates import examined
 from primus.gates.codeobjects import Code, bundle_targets, code_in, library_of
 from primus.gates.rules.coverage import coverage, gpu_libraries
 from primus.gates.rules.pruning import pruning
 from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
 from primus.oci.store import LeftOut
 
-SOURCE = Path(facts.__file__).parents[1]
+SOURCE = Path(examined.__file__).parents[1]
 GFX942, GFX950 = 0x4C, 0x4F
 
 
@@ -178,14 +177,9 @@ def test_whatever_a_file_holds_it_is_read_or_refused(
             read()
 
 
-def test_kernel_files_by_name_and_triton_by_metadata() -> None:
+def test_kernel_files_by_name() -> None:
     assert need("a/TensileLibrary_lazy_gfx950.dat", b"\x93").targets == ("gfx950",)
     assert look("a/TensileLibrary_fallback.dat", b"\x93") is None
-    about = {"target": {"backend": "hip", "arch": "gfx942", "warp_size": 64}, "name": "k"}
-    assert need("cache/AB/k.json", json.dumps(about).encode()).targets == ("gfx942",)
-    about["target"] = {"backend": "cuda", "arch": 90, "warp_size": 32}
-    assert need("cache/AB/k.json", json.dumps(about).encode()).targets == ("sm_90",)
-    assert look("a/package.json", b"{}") is None
 
 
 def test_cuda_fat_binary() -> None:
@@ -315,7 +309,7 @@ def test_a_changed_reader_of_gpu_code_is_a_changed_rule(
 ) -> None:
     for room in ("gates", "gpucode"):
         shutil.copytree(SOURCE / room, tmp_path / room)
-    monkeypatch.setattr(facts, "__file__", str(tmp_path / "gates/facts.py"))
-    before = facts.rules_hash.__wrapped__()
+    monkeypatch.setattr(examined, "__file__", str(tmp_path / "gates/examined.py"))
+    before = examined.rules_hash.__wrapped__()
     (tmp_path / f"{name}.py").write_text("changed")
-    assert facts.rules_hash.__wrapped__() != before
+    assert examined.rules_hash.__wrapped__() != before

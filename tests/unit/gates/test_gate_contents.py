@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from gpu_files import bundle, elf, member
 from primus.cli.host.why_size import size_text, size_tree
 from primus.errors import HostError
-from primus.gates import facts as facts_module
+from primus.gates import examined
 from primus.gates.contents import Scanner, Stated, Trace, stated_in, stated_in_library
-from primus.gates.facts import Examiner, LayerFacts, Watch, facts_of, observe
+from primus.gates.examined import LayerFacts, examine_layer, observe
 from primus.gates.rules.litter import judge, litter
 from primus.gates.rules.overlap import shared_names
 from primus.gates.rules.versions import versions_inside
-from primus.oci.contents import reference, walk
+from primus.oci.contents import walk
 from primus.oci.layer import write_layer
-from primus.oci.store import Store
+from primus.oci.store import Layer, Store
 from primus.oci.tar import Entry
+from primus.plan.workspace import Workspace
 from primus.sandbox.container import LayerRef
 
 SITE = "opt/venv/lib/python3.11/site-packages"
@@ -308,16 +306,16 @@ def test_size_tree_is_ordered_and_joins_lone_folders() -> None:
 # One pass, kept
 
 
-def written_layer(tmp_path: Path, entries: list[Entry], **options: Any) -> tuple[LayerRef, Path]:
-    store = Store(tmp_path / "store")
-    store.prepare()
-    layer = write_layer(store, entries, **options)
-    return reference(layer), store.blob_path(layer.blob.digest)
-
-
-def layer_of(tmp_path: Path, files: dict[str, bytes], compression: str = "zstd") -> tuple[LayerRef, Path]:
+def layer_of(tmp_path: Path, files: dict[str, bytes], compression: str = "zstd") -> tuple[Workspace, Layer]:
+    workspace = Workspace(Store(tmp_path / "store"), tmp_path)
+    workspace.store.prepare()
     entries = [Entry(path=p, size=len(d), source=d) for p, d in files.items()]
-    return written_layer(tmp_path, [*entries, Entry(path="l", kind="symlink", link="x")], compression=compression)
+    links = [Entry(path="l", kind="symlink", link="x"), Entry(path="tmp/more", kind="hardlink", link=min(files))]
+    return workspace, write_layer(workspace.store, [*entries, *links], compression=compression)
+
+
+def blob_of(workspace: Workspace, layer: Layer) -> Path:
+    return workspace.store.blob_path(layer.blob.digest)
 
 
 FILES = {
@@ -330,44 +328,45 @@ FILES = {
 
 
 @pytest.mark.parametrize("compression", ["zstd", "gzip"])
-def test_facts_of_a_blob_are_those_of_its_files(tmp_path: Path, compression: str) -> None:
-    ref, blob = layer_of(tmp_path, FILES, compression)
-    facts = facts_of(ref, blob, tmp_path / "cache")
-    assert facts == observe([member(p, FILES[p]) for p in sorted(FILES)])
+def test_facts_of_a_layer_are_those_of_its_files(tmp_path: Path, compression: str) -> None:
+    facts = examine_layer(*layer_of(tmp_path, FILES, compression))
     assert {c.path: c.targets for c in facts.code} == {"lib/libx.so": ("gfx942",), "lib/y_gfx950.dat": ("gfx950",)}
     assert [lib.soname for lib in facts.libraries] == ["libx.so.1"]
     assert facts.unreadable.keys() == {"lib/broken.so"}
     assert facts.folders["lib"] == (sum(len(d) for p, d in FILES.items() if p.startswith("lib/")), 3)
+    assert {trace.path for trace in facts.traces} == {"lib/libx.so", "tmp/more"}
 
 
 def test_a_second_look_reads_no_blob_unless_the_rules_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ref, blob = layer_of(tmp_path, FILES)
-    first = facts_of(ref, blob, tmp_path / "cache")
-    (cached,) = (tmp_path / "cache").iterdir()
+    workspace, layer = layer_of(tmp_path, FILES)
+    first = examine_layer(workspace, layer)
+    (cached,) = workspace.facts.iterdir()
     cached.write_text('{"folders": 1}')
-    assert facts_of(ref, blob, tmp_path / "cache") == first, "a damaged file is made again"
+    assert examine_layer(workspace, layer) == first, "a damaged file is made again"
+    blob = blob_of(workspace, layer)
     data = blob.read_bytes()
     blob.unlink()
-    assert facts_of(ref, blob, tmp_path / "cache") == first
-    with pytest.raises(HostError):
-        facts_of(ref, blob, tmp_path / "cache", [b"/other/paths/to/look/for"])
-    monkeypatch.setattr(facts_module, "rules_hash", lambda: "another rule")
-    with pytest.raises(HostError):
-        facts_of(ref, blob, tmp_path / "cache")
+    assert examine_layer(workspace, layer) == first
+    for name in ("rules_hash", "machine_paths"):
+        with monkeypatch.context() as changed, pytest.raises(HostError):
+            changed.setattr(examined, name, {"rules_hash": lambda: "another", "machine_paths": lambda _: [b"/x"]}[name])
+            examine_layer(workspace, layer)
+    monkeypatch.setattr(examined, "rules_hash", lambda: "another rule")
     blob.write_bytes(data)
-    facts_of(ref, blob, tmp_path / "cache")
-    (other,) = (tmp_path / "cache").iterdir()
+    examine_layer(workspace, layer)
+    (other,) = workspace.facts.iterdir()
     assert other.name != cached.name
 
 
 def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
-    ref, blob = layer_of(tmp_path, FILES)
+    workspace, layer = layer_of(tmp_path, FILES)
+    blob = blob_of(workspace, layer)
     data = bytearray(blob.read_bytes())
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
     with pytest.raises(HostError, match="damaged"):
-        facts_of(ref, blob, tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+        examine_layer(workspace, layer)
+    assert not workspace.facts.exists()
     blob.write_bytes(b"no tar" * 999)
     digest = "sha256:" + hashlib.sha256(blob.read_bytes()).hexdigest()
     plain = LayerRef(digest=digest, diff_id=digest, size=1, media_type="application/vnd.oci.image.layer.v1.tar")
@@ -376,50 +375,12 @@ def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
 
 
 def test_a_look_that_is_called_off_leaves_nothing(tmp_path: Path) -> None:
-    ref, blob = layer_of(tmp_path, FILES)
+    workspace, layer = layer_of(tmp_path, FILES)
     stop = Event()
     stop.set()
     with pytest.raises(InterruptedError):
-        facts_of(ref, blob, tmp_path / "cache", stop=stop)
-    assert not (tmp_path / "cache").exists()
-
-
-# Watched while it is written
-
-
-def written(tmp_path: Path, entries: list[Entry], watch: Watch) -> tuple[LayerRef, Path, Future[LayerFacts]]:
-    """A layer whose writing ``watch`` saw, and what it saw."""
-    with ThreadPoolExecutor() as pool:
-        seen = pool.submit(watch.observe, [])
-        try:
-            ref, blob = written_layer(tmp_path, entries, watch=watch)
-        finally:
-            watch.close()
-    return ref, blob, seen
-
-
-def test_what_is_seen_while_a_layer_is_written_is_what_lies_in_its_blob(tmp_path: Path) -> None:
-    extra = {"lib/empty_gfx90a.dat": b"", "root/.cache/x": TOKEN.encode(), "lib/large": b"y" * (9 << 20)}
-    entries = [Entry(path=path, size=len(data), source=data) for path, data in (FILES | extra).items()]
-    links = [
-        Entry(path="tmp/left", kind="symlink", link="x"),
-        Entry(path="tmp/more", kind="hardlink", link="lib/large"),
-    ]
-    ref, blob, seen = written(tmp_path, [*entries, *links], Watch())
-    assert seen.result() == facts_of(ref, blob, tmp_path / "cache")
-    assert "lib/empty_gfx90a.dat" in {code.path for code in seen.result().code}
-    assert {trace.path for trace in seen.result().traces} >= {"root/.cache/x", "tmp/left", "tmp/more"}
-
-
-def test_a_watcher_that_fails_does_not_hold_the_builder_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("a rule with a mistake")
-
-    monkeypatch.setattr(facts_module.Examiner, "begin", fail)
-    many = [Entry(path=f"a/{n}", size=1 << 20, source=b"z" * (1 << 20)) for n in range(20)]
-    _, blob, seen = written(tmp_path, many, Watch())
-    assert blob.exists()
-    assert isinstance(seen.exception(), RuntimeError)
+        examine_layer(workspace, layer, stop)
+    assert not workspace.facts.exists()
 
 
 @pytest.mark.parametrize(
@@ -440,23 +401,10 @@ def test_a_source_may_bring_compiled_files_of_its_maker(layer: str, seen: str, s
     workspace = SimpleNamespace(
         folder=Path("/home/me/project/.primus"), store=SimpleNamespace(root=Path("/home/me/project/.primus/store"))
     )
-    examined = SimpleNamespace(
+    image = SimpleNamespace(
         image=SimpleNamespace(plan=SimpleNamespace(layers=actions), config=b"{}"),
         facts={layer: LayerFacts(traces=(Trace(rule="build path", path="x.co", seen=seen),))},
         workspace=workspace,
     )
-    (finding,) = judge(examined).findings  # type: ignore[arg-type]
+    (finding,) = judge(image).findings  # type: ignore[arg-type]
     assert finding.severity == severity
-
-
-def test_an_examiner_that_fails_at_the_end_ends_the_observation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited for a second end of the layer, which never comes."""
-
-    def full(_self: Examiner) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
-    monkeypatch.setattr(Examiner, "facts", full)
-    watch = Watch()
-    watch.close()
-    with pytest.raises(OSError, match="no space left"):
-        watch.observe([])

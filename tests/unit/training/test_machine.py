@@ -53,7 +53,7 @@ def machine_of(root: Path, gpu: str = "", count: int = 8, gib: float = 1000, lim
         ("llama3.1-70b", Choices(gpu="h200", nodes=1), ["ranks=1"], {"gpu": "h200"}, "need at least 1,051 GiB"),
         ("deepseek-v3", Choices(gpu="mi300x", nodes=1), ["ep=8"], {"gpu": "mi300x"}, "and AMD Instinct MI300X has 192"),
         ("llama3.1-8b", Choices(gpu="mi300x"), ["local_batch=16"], {"gpu": "mi300x"}, "a micro batch of 16 needs"),
-        ("llama3.1-70b", Choices(gpu="h200", nodes=1), ["local_batch=8"], {"gpu": "h200"}, "a micro batch of 8 needs about"),
+        ("llama3.1-70b", Choices(gpu="h200", nodes=1), ["local_batch=8"], {"gpu": "h200"}, "a micro batch of 8"),
         ("llama3.1-8b", Choices(gpu="cpu", proxy=True), [], {"gib": 0.001}, "this machine has 0 GiB"),
         ("llama3.1-8b", Choices(gpu="cpu", proxy=True), [], {"limit": "1000000"}, "this machine has 0 GiB"),
         ("llama3.1-8b", Choices(gpu="cpu", proxy=True), ["model.layers=90000"], {"gib": 24}, "has 24 GiB"),

@@ -19,7 +19,7 @@ from primus.engine.image import Built
 from primus.engine.pipeline import Options, build, say_channel
 from primus.errors import PrimusError
 from primus.gates.check import Gatekeeper
-from primus.gates.facts import rules_hash
+from primus.gates.examined import rules_hash
 from primus.plan.layers import plan_images
 from primus.plan.project import Choice
 from primus.plan.resolve import resolve_all

@@ -28,7 +28,7 @@ from primus.cli.host.common import (
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
 from primus.gates.check import Gatekeeper
-from primus.gates.facts import rules_hash
+from primus.gates.examined import rules_hash
 from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU

@@ -25,7 +25,7 @@ from primus.cli.host.common import add_project_options, add_targets, resolved_ta
 from primus.engine.image import Built
 from primus.engine.pipeline import Options, build
 from primus.gates.check import Gatekeeper, check_image, outcome_text
-from primus.gates.facts import rules_hash
+from primus.gates.examined import rules_hash
 from primus.oci.store import Store
 from primus.plan.workspace import Workspace
 from primus.progress import choose_progress

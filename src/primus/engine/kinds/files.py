@@ -25,7 +25,7 @@ def adopt(action: Action, shop: Workshop, scratch: Path) -> Layer:
     """Verify the layer of a registry's image and add it to the store. Its digest does not change."""
     (file,) = action.files
     layer = adopt_layer(shop.workspace.store, shop.file(file), file.sha256)
-    shop.look(layer, None)
+    shop.look(layer)
     return layer
 
 

@@ -15,7 +15,7 @@ from primus.gpucode.archs import in_path, runs_on
 from primus.oci.store import NOTHING, LeftOut
 
 # Such a folder counts as one library: each file is for one architecture, or for all.
-_PARTS = ("code object", "bundle", "kernel file", "Triton cache")
+_PARTS = ("code object", "bundle", "kernel file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,10 @@ def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrar
     alone runs nothing.
     """
     code = [part for part in parts if part[1].form in ("code object", "bundle")]
-    triton = all(part.form == "Triton cache" for _, part in parts)
     return GpuLibrary(
         layer=", ".join(dict.fromkeys(layer for layer, _ in parts)),
         path=folder + "/",
-        form="Triton cache" if triton else "kernel files",
+        form="kernel files",
         targets=tuple(dict.fromkeys(target for _, part in code or parts for target in part.targets)),
     )
 
@@ -65,9 +64,6 @@ def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrar
 def _folder(code: Code) -> str:
     """Return the folder whose files belong together: the part of the path above the architecture's name."""
     parts = code.path.split("/")[:-1]
-    if code.form == "Triton cache":
-        # Each kernel has its own folder, named by a hash.
-        return "/".join(parts[:-1])
     named = next((i for i, part in enumerate(parts) if in_path(part)), len(parts))
     return "/".join(parts[:named])
 

@@ -68,8 +68,8 @@ class Place:
 
 
 PLACES = (
-    Place("linear-cross-entropy", "primus.turbo.loss", "cross_entropy_", 0, argument=True),
-    Place("linear-cross-entropy", "primus.turbo.loss", "cross_entropy_", 2, argument=True),
+    Place("linear-cross-entropy", "primus.turbo.kernels", "cross_entropy_", 0, argument=True),
+    Place("linear-cross-entropy", "primus.turbo.kernels", "cross_entropy_", 2, argument=True),
     Place("fp8-weight-cast", "primus.turbo.kernels", "cast_fp8"),
     Place("fp8-linear", "primus.turbo.fp8_kernels", "cast_both", 0),
     Place("fp8-linear", "primus.turbo.fp8_kernels", "cast_both", 1),
@@ -114,8 +114,7 @@ def main() -> int:
     from benchmarks.gpu import host
     from primus.recipes.resolve import resolve
     from primus.recipes.setting import Choices
-    from primus.turbo.optimizations import candidates
-    from primus.turbo.shapes import shapes_of
+    from primus.turbo.optimizations import candidates, shapes_of
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)

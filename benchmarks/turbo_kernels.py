@@ -23,7 +23,7 @@ import triton
 
 from benchmarks.gpu import host
 from primus.turbo import fp8, fp8_kernels, kernels
-from primus.turbo.loss import linear_cross_entropy
+from primus.turbo.kernels import linear_cross_entropy
 
 HIDDEN, FFN, VOCABULARY, HEADS, KV_HEADS, SIZE = 4096, 14336, 128256, 32, 8, 128
 

@@ -7,17 +7,22 @@ ROCm it tries rocBLAS and hipBLASLt. On CUDA it knows only cuBLAS, so nothing ge
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from primus.errors import CheckFailed, InputError
+from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
-from primus.tuning.results import Key, folder_of
+from primus.recipes.recipe import Recipe
 
 _RECORDED = ("Gemm", "ScaledGemm")
 # Shapes that one process measures before it saves the results. An interruption loses at most this many per GPU.
@@ -25,6 +30,59 @@ _PART = 16
 # Results are read per device: PyTorch replaces %d by the device's number.
 _DEVICES = 16
 _WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
+
+
+# Settings that change no matrix product, only the length of a run or the location of its files.
+_NEUTRAL = ("steps", "seed", "deterministic", "checkpoint", "lr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """What a result is valid for: the version of PyTorch, the GPU's architecture and the recipe's hash."""
+
+    pytorch: str
+    arch: str
+    recipe: str
+
+    @staticmethod
+    def of(recipe: Recipe, pytorch: str, arch: str) -> Key:
+        """Return the key of ``recipe``, without the settings that change no matrix product."""
+        neutral = {recipe.knows.key(name) for name in _NEUTRAL if name in recipe.knows.keys}
+        values = {
+            key: setting.value
+            for key, setting in recipe.settings.items()
+            if key not in neutral and not key.startswith(("assets.", "validation."))
+        }
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return Key(pytorch=pytorch, arch=arch, recipe=digest)
+
+    @property
+    def digest(self) -> str:
+        """The hash of the key, for names of folders."""
+        return hashlib.sha256(json.dumps(vars(self)).encode()).hexdigest()[:16]
+
+    def write(self, file: Path) -> None:
+        """Write key.json."""
+        write_file(file, json.dumps(vars(self), indent=2) + "\n")
+
+    def require(self, tuned: Path, file: Path) -> None:
+        """Raise InputError unless ``tuned`` exists and ``file`` contains this key."""
+        if not tuned.is_file():
+            raise InputError(f"there is no {tuned}", hint="the stage `tune` creates it")
+        try:
+            stored: Any = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            stored = None
+        if not isinstance(stored, Mapping):
+            raise InputError(f"{tuned} has no valid key: {file} is missing or damaged", hint="tune again")
+        differences = [
+            # The recipe's part is a hash, which tells a reader nothing.
+            "other settings of the recipe" if name == "recipe" else f"{name} {stored.get(name)} instead of {value}"
+            for name, value in vars(self).items()
+            if stored.get(name) != value
+        ]
+        if differences:
+            raise InputError(f"{tuned} was measured with {', '.join(differences)}", hint="tune again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,3 +252,21 @@ def check(place: Place, key: Key) -> Mapping[str, str]:
     """Return the environment variables of a run with ``key`` that uses the result. InputError if it has another key."""
     key.require(Path(str(place.tuned).replace("%d", "0")), place.key)
     return using(place)
+
+
+def folder_of(recipe: str, below: Path) -> Path:
+    """Return the folder of a recipe's results below ``below``. A recipe file has the folder of its name."""
+    return below.absolute() / recipe.rpartition("/")[2].removesuffix(".yaml")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lock the folder while the context is open. Raises HostError if another process holds the lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            hint = "wait for it, or choose another --folder"
+            raise HostError(f"another process tunes in {folder}", hint=hint) from error
+        yield

@@ -1,8 +1,10 @@
-"""The verdict on a kernel's result: how far it is from float64, next to plain PyTorch's result in the same types."""
+"""Comparing a kernel's results with float64, next to those of plain PyTorch in the same types."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ _ALL = 1.5
 # three bits, it depends on where the values fall between powers of two, and reaches 0.7 %.
 SCALE = 5e-4
 SCALE_FP8 = 2e-2
+# The error of a single number is not that of a mean: it may be 0 in plain PyTorch by chance.
+_ALONE = 1e-4
 # Rows and columns with almost no content are measured by the size of the others.
 _LEAST = 0.05
 
@@ -85,3 +89,51 @@ def _largest(error: torch.Tensor, exact: torch.Tensor) -> float:
 def _resolution(dtype: torch.dtype) -> float:
     """Return an error that one rounding to ``dtype`` makes on average, relative."""
     return float(torch.finfo(dtype).eps) / 16
+
+
+Rows = Iterator[Compared]
+
+
+class Maker:
+    """Random tensors on one device."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *sizes: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Return numbers from N(0, ``scale``²)."""
+        numbers = torch.randn(*sizes, generator=self.generator, device=self.device)
+        return (numbers * scale).to(dtype)
+
+    def whole(self, top: int, *sizes: int) -> torch.Tensor:
+        """Return whole numbers from 0 to ``top`` − 1."""
+        return torch.randint(0, top, sizes, generator=self.generator, device=self.device)
+
+
+def leaves_of(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return copies in ``dtype`` of which gradients can be computed."""
+    return [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors]
+
+
+def three_ways(
+    labels: tuple[str, ...], function: Any, plain: Any, exact: Any, *inputs: torch.Tensor, make: Maker,
+    factor: float = SCALE,
+) -> Rows:  # fmt: skip
+    """Compare results and gradients of ``function`` with those of ``plain`` and of ``exact``, in float64."""
+    results: list[tuple[torch.Tensor, ...]] = []
+    grads: list[torch.Tensor] = []
+    for call, dtype in ((function, None), (plain, None), (exact, torch.float64)):
+        leaves = leaves_of(*inputs, dtype=dtype)
+        outputs = call(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = grads or [_gradient(out, make) for out in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
+        results.append((*(out.detach() for out in outputs), *gradients))
+        del outputs, gradients, leaves
+    for label, out, usual, best in zip(labels, *results, strict=True):
+        yield Compared(label=label, out=out, plain=usual, exact=best, floor=0 if out.dim() else _ALONE, factor=factor)
+
+
+def _gradient(out: torch.Tensor, make: Maker) -> torch.Tensor:
+    return make.normal(*out.shape, dtype=out.dtype) if out.dim() else torch.ones_like(out)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError, nearest
-from primus.gpus.table import load_table
+from primus.gpus.generation import Generation
+from primus.gpus.table import arch_of, generation
 from primus.recipes.choose import CPU
 from primus.yamlfile import read_values
 
@@ -67,7 +68,8 @@ class Optimization:
         ):
             if accepted and value not in accepted:
                 yield f"{requirement} {' or '.join(accepted)}, not {value}"
-        yield from self._gpu_objections(recipe.gpu)
+        if not self._runs_on(None if recipe.gpu == CPU else generation(recipe.gpu)):
+            yield f"a GPU of {' or '.join(self.archs or self.vendors)}, not {recipe.gpu}"
         for key, accepted_value in self.settings.items():
             if key in recipe.settings and recipe.settings[key].value != accepted_value:
                 yield f"{key}={_text(accepted_value)}, not {_text(recipe.settings[key].value)}"
@@ -81,29 +83,17 @@ class Optimization:
         if self.windowed and not 0 < recipe.architecture.window < recipe.seq_len:
             yield "a sliding window shorter than the sequence"
 
-    def _gpu_objections(self, name: str) -> Iterator[str]:
-        if not self.vendors and not self.archs:
-            return
-        arch = {generation.name: generation.arch for generation in load_table().generations}.get(name)
-        if self.vendors and vendor_of(arch) not in self.vendors:
-            yield f"a GPU of {' or '.join(self.vendors)}, not {name}"
-        if self.archs and arch not in self.archs:
-            yield f"a GPU of {' or '.join(self.archs)}, not {name}"
+    def _runs_on(self, gpu: Generation | None) -> bool:
+        accepted = {*self.vendors, *self.archs}
+        return not accepted or (gpu is not None and bool(accepted & {gpu.arch, arch_of(gpu).vendor}))
 
-
-def vendor_of(arch: str | None) -> str | None:
-    """Return ``amd`` or ``nvidia`` for a GPU architecture; None without a GPU."""
-    return None if arch is None else "amd" if arch.startswith("gfx") else "nvidia"
-
-
-def state(optimization: Optimization, arch: str | None) -> str:
-    """Return whether this machine can use it, as text. ``arch`` is its GPU's architecture, None without a GPU."""
-    if lacking := missing_packages((optimization.name,)):
-        return f"not usable here: {', '.join(lacking)} not installed"
-    accepted = optimization.archs or optimization.vendors
-    if accepted and arch not in accepted and vendor_of(arch) not in accepted:
-        return f"not usable here: needs a GPU of {', '.join(accepted)}"
-    return f"usable, only by name: {optimization.by_name}" if optimization.by_name else "usable, on by default"
+    def state(self, gpu: Generation | None) -> str:
+        """Return whether this machine can use it, as text. ``gpu`` is None without a GPU."""
+        if lacking := missing_packages((self.name,)):
+            return f"not usable here: {', '.join(lacking)} not installed"
+        if not self._runs_on(gpu):
+            return f"not usable here: needs a GPU of {', '.join(self.archs or self.vendors)}"
+        return f"usable, only by name: {self.by_name}" if self.by_name else "usable, on by default"
 
 
 def _text(value: object) -> str:
@@ -236,3 +226,59 @@ def importable(name: str) -> bool:
         return find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Sizes of one rank. ``tokens`` is those of a micro batch of ``batch`` sequences; ``shards`` is the number of ranks
+    that share a weight; ``rotated`` is the part of a head that gets rotary positions; ``window`` 0: no window.
+    """
+
+    batch: int
+    seq_len: int
+    tokens: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    rotated: int
+    vocabulary: int
+    window: int
+    causal: bool
+    experts: int
+    top_k: int
+    expert_ffn: int
+    shards: int
+
+
+def shapes_of(recipe: Recipe) -> Shapes:
+    """Return the sizes of ``recipe``'s micro batch on one rank."""
+    model, tensor_ranks = recipe.architecture, recipe.degree("tp")
+    length = recipe.seq_len
+    if model.family == "flux":
+        # Latents of one sixteenth of the image's side, after the tokens of its text.
+        length = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
+    latent = model.mla.kv_lora_rank > 0
+    head_dim = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim if latent else model.head_size
+    heads = max(1, model.heads // tensor_ranks)
+    return Shapes(
+        batch=recipe.local_batch,
+        seq_len=length,
+        tokens=recipe.local_batch * length,
+        hidden=model.hidden_size or model.heads * model.head_size,
+        ffn=model.ffn_size or 4 * model.heads * model.head_size,
+        heads=heads,
+        kv_heads=heads if latent or not model.kv_heads else max(1, model.kv_heads // tensor_ranks),
+        head_dim=head_dim,
+        v_dim=model.mla.v_head_dim if latent else head_dim,
+        rotated=model.mla.qk_rope_head_dim if latent else head_dim,
+        vocabulary=model.vocab_size or 1024,
+        window=model.window,
+        causal=model.family != "flux",
+        experts=model.moe.experts,
+        top_k=model.moe.top_k,
+        expert_ffn=model.moe.ffn_size,
+        shards=max(1, recipe.data_parallel // recipe.degree("replicas")),
+    )

@@ -30,18 +30,16 @@ _ATTENTION_BLOCK = 64
 _FP8_MULTIPLE = 128
 
 
-def check(names: Iterable[str] = SIGNATURES) -> None:
-    """Raise SystemExit if the installed package lacks one of ``names``, or one of the used parameters."""
-    for name in names:
+def check() -> None:
+    """Raise SystemExit if the installed package lacks one of these functions, or one of the used parameters."""
+    for name, parameters in SIGNATURES.items():
         function: Any = _package()
         try:
             for part in name.split("."):
                 function = getattr(function, part)
         except AttributeError:
             raise SystemExit(f"the installed Primus Turbo has no {name}: it is not the pinned version") from None
-        lacking = [
-            parameter for parameter in SIGNATURES[name] if parameter not in inspect.signature(function).parameters
-        ]
+        lacking = [parameter for parameter in parameters if parameter not in inspect.signature(function).parameters]
         if lacking:
             raise SystemExit(
                 f"{name} of the installed Primus Turbo takes no {', '.join(lacking)}: it is not the pinned version"

@@ -63,6 +63,11 @@ class Step:
         for done in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
             done(optimizer, (), {})
 
+    def clipped(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Update all parameters by gradients that :func:`clip_by` shortens."""
+        clip_by(norm, max_norm)
+        self()
+
     def _clip_now(self) -> None:
         if _clip:
             gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"]]

@@ -18,12 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import CheckFailed, HostError
-from primus.files import write_file
+from primus.files import read_sealed, write_sealed
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
-from primus.turbo.optimizations import AUTO, candidates, compatible, excluded, missing_packages, requested
-from primus.turbo.shapes import Shapes, shapes_of
+from primus.turbo.optimizations import (
+    AUTO,
+    Shapes,
+    candidates,
+    compatible,
+    excluded,
+    missing_packages,
+    requested,
+    shapes_of,
+)  # fmt: skip
 
 KEPT = "selftest.json"
 # Compiling one kernel takes seconds; a minute without an answer is a hang, but the first import of torch may read
@@ -67,15 +75,18 @@ def decide(
         )
     off = {name: f"{packages} not installed" for name, packages in absent.items()}
     present = [name for name in names if name not in absent]
-    if recipe.gpu == CPU or not detect().names:
+    gpus = detect()
+    if recipe.gpu == CPU or not gpus.names:
         # A machine without a GPU computes in plain PyTorch, and uses only what is named.
         used = compatible(present) if strict else ()
         return Trial(names=used, off=off | {name: "there is no GPU" for name in present if name not in used})
     faults: dict[str, str] = {}
     seconds: dict[str, float] = {}
     # What excludes another one is tested first; the other one only if it fails.
+    shapes = shapes_of(recipe)
+    key = hashlib.sha256(json.dumps([asdict(shapes), gpus.driver, gpus.names[:1]]).encode()).hexdigest()
     while todo := [name for name in compatible([n for n in present if n not in faults]) if name not in seconds]:
-        failed, took = _faults(todo, shapes_of(recipe), folder, environment, progress)
+        failed, took = _faults(todo, shapes, key, folder, environment, progress)
         faults |= failed
         seconds |= dict.fromkeys(todo, 0.0) | took
     if faults and (strict or recipe.get("nodes", int) > 1):
@@ -89,50 +100,31 @@ def decide(
 
 
 def _faults(
-    names: Sequence[str], shapes: Shapes, folder: Path, environment: Mapping[str, str], progress: Callable[[str], None]
-) -> tuple[dict[str, str], dict[str, float]]:
+    names: Sequence[str], shapes: Shapes, key: str, folder: Path, environment: Mapping[str, str],
+    progress: Callable[[str], None],
+) -> tuple[dict[str, str], dict[str, float]]:  # fmt: skip
     """Return name → fault of ``names`` that fail, and name → seconds of those that were tested now."""
-    key, passed = _key(shapes), _read(folder / KEPT)
+    passed: dict[str, list[str]] = read_sealed(folder / KEPT) or {}
     todo = [name for name in names if name not in passed.get(key, ())]
     if not todo:
         return {}, {}
     progress(f"testing {len(todo)} optimizations against float64 on this GPU")
-    rows = _run(todo, shapes, folder, environment)
+    rows = _run(todo, shapes, environment)
     faults = {name: row["fault"] for name, row in rows.items() if row["fault"]}
     passed[key] = [*passed.get(key, ()), *(name for name in todo if name not in faults)]
     try:
-        write_file(folder / KEPT, json.dumps(passed, indent=1) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sealed(folder / KEPT, passed)
     except OSError as error:
         progress(f"the results cannot be kept in {folder}: {error.strerror}")
     return faults, {name: row["seconds"] for name, row in rows.items()}
 
 
-def _key(shapes: Shapes) -> str:
-    gpus = detect()
-    text = json.dumps([asdict(shapes), gpus.driver, gpus.names[:1]])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read(path: Path) -> dict[str, list[str]]:
-    """Return key → names of passed self-tests. A file that is missing, damaged or of another form counts as empty."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return {str(key): [str(name) for name in names] for key, names in document.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
-
-
-def _run(
-    names: Sequence[str], shapes: Shapes, folder: Path, environment: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
+def _run(names: Sequence[str], shapes: Shapes, environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Test ``names`` in one process, and in another one for those after a name that ended the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    request = folder / "selftest-shapes.json"
-    write_file(request, json.dumps(asdict(shapes)))
     rows: dict[str, dict[str, Any]] = {}
     while todo := [name for name in names if name not in rows]:
-        command = [*_COMMAND, str(request), *todo]
-        code = _answers(command, environment, rows)
+        code = _answers([*_COMMAND, json.dumps(asdict(shapes)), *todo], environment, rows)
         begun = next((name for name in todo if name not in rows), "")
         if not begun:
             break
@@ -152,16 +144,19 @@ def _answers(command: list[str], environment: Mapping[str, str], rows: dict[str,
             hung.set()
             process.kill()
 
-        watch = threading.Timer(_PATIENCE, end)
-        watch.start()
+        def watch() -> threading.Timer:
+            timer = threading.Timer(_PATIENCE, end)
+            timer.start()
+            return timer
+
+        timer = watch()
         for line in process.stdout or ():
-            watch.cancel()
-            watch = threading.Timer(_PATIENCE, end)
-            watch.start()
+            timer.cancel()
+            timer = watch()
             try:
                 row = json.loads(line)
                 rows[row["name"]] = {"fault": row["fault"], "seconds": row["seconds"]}
             except (ValueError, KeyError, TypeError):
                 continue  # what a library printed
-        watch.cancel()
+        timer.cancel()
     return None if hung.is_set() else process.returncode

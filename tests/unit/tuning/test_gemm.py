@@ -16,7 +16,7 @@ import pytest
 from primus.cli.main import main
 from primus.errors import CheckFailed, InputError
 from primus.tuning import gemm
-from primus.tuning.results import Key, alone
+from primus.tuning.gemm import Key, alone
 
 SHAPE = "GemmTunableOp_BFloat16_TN,tn_{m}_2048_4096_ld_4096_4096_{m}"
 # As `python -c PROGRAM SHAPES`: it writes where PyTorch would, to the name with the device's number.

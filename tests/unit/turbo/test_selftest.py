@@ -16,7 +16,7 @@ from benchmarks.selftest import KINDS, PLACES, Place, planted  # noqa: E402
 
 from primus.turbo import selftest  # noqa: E402
 from primus.turbo.compared import Compared  # noqa: E402
-from primus.turbo.shapes import Shapes  # noqa: E402
+from primus.turbo.optimizations import Shapes  # noqa: E402
 
 SHAPES = Shapes(
     batch=2, seq_len=128, tokens=256, hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=32, v_dim=32, rotated=32,

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from primus.turbo import kernels  # noqa: E402
-from primus.turbo.loss import LossHead, linear_cross_entropy  # noqa: E402
+from primus.turbo.kernels import LossHead, linear_cross_entropy  # noqa: E402
 
 
 def test_the_loss_and_its_gradients_are_those_of_pytorch() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import InputError
+from primus.gpus.table import generation
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.turbo.optimizations import chosen, compatible, optimizations, reasons, state
+from primus.turbo.optimizations import chosen, compatible, optimizations, reasons
 
 ROOT = Path(__file__).parents[3]
 COUNTING = (
@@ -59,12 +60,7 @@ def test_of_two_that_exclude_each_other_the_first_is_used() -> None:
         (("turbo=off",), "linear-cross-entropy", False, "turbo is off"),
         (("turbo=require",), "turbo-attention", True, "requested"),
         ((), "fp8-linear", False, "needs precision fp8, not bf16"),
-        (
-            (),
-            "turbo-rms-norm",
-            False,
-            "only by name: the compiler already fuses the norm of a compiled model",
-        ),
+        ((), "turbo-rms-norm", False, "only by name: the compiler already fuses the norm of a compiled model"),
         (("turbo=turbo-attention",), "turbo-attention", True, "requested"),
         (("turbo=turbo-attention",), "linear-cross-entropy", False, "not named"),
     ],
@@ -116,13 +112,13 @@ def test_every_entry_is_proven_and_tested() -> None:
         assert one.proof
         for call in one.proof:
             assert f'"{call}"' in text, f"{one.name}: nothing counts {call}"
-        assert f'"{one.name}": ' in (ROOT / "src/primus/turbo/selftest.py").read_text()
+        assert f"def {one.name.replace('-', '_')}(" in (ROOT / "src/primus/turbo/selftest.py").read_text()
 
 
 def test_the_state_says_what_is_missing() -> None:
     attention = optimizations()["flash-attention-4"]
-    assert "not installed" in state(attention, "sm_90")
-    assert state(optimizations()["real-rope"], None) == "usable, on by default"
+    assert "not installed" in attention.state(generation("h200"))
+    assert optimizations()["real-rope"].state(None) == "usable, on by default"
 
 
 def test_list_shows_optimizations(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,8 +38,7 @@ from primus.recipes.rules import USABLE, gpu_bytes
 from primus.terminal import Screen, counted
 from primus.training import machine, start
 from primus.training.job import Job
-from primus.tuning.gemm import Place, check, dumping, measure, merge, read_shapes
-from primus.tuning.results import Key, alone, folder_of
+from primus.tuning.gemm import Key, Place, alone, check, dumping, folder_of, measure, merge, read_shapes
 from primus.tuning.throughput import Point, candidates, overlay, search
 from primus.tuning.trial import NOT_TRIED, Search, Trials, ending
 from primus.turbo.optimizations import missing_packages

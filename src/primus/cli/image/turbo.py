@@ -20,7 +20,7 @@ from primus.gpus.detect import detect
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
 from primus.terminal import Screen
-from primus.turbo.optimizations import Optimization, optimizations, state
+from primus.turbo.optimizations import Optimization, optimizations
 from primus.turbo.trial import decide
 
 EXAMPLE = "primus turbo test llama3.1-8b --precision fp8"
@@ -44,8 +44,8 @@ def _list(options: argparse.Namespace) -> int:
     if options.recipe:
         raise InputError("`primus turbo list` takes no recipe", hint="primus show RECIPE says what a recipe uses")
     name = options.gpu or detect().generation
-    arch = generation(name).arch if name and name != CPU else None
-    rows = [(entry, state(entry, arch)) for entry in optimizations().values()]
+    gpu = generation(name) if name and name != CPU else None
+    rows = [(entry, entry.state(gpu)) for entry in optimizations().values()]
     if options.json:
         print(json.dumps({"optimizations": [asdict(entry) | {"state": text} for entry, text in rows]}))
         return 0

@@ -14,9 +14,10 @@ from primus.training.corpus import HUB, hub_tokenizer
 from primus.training.finetune import backend, models
 from primus.training.finetune.backend import FinetuneConfig
 from primus.training.loop import data, process, session, train, weights
-from primus.training.loop.config import RankJob, optimized
+from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.sharded import Sharded, shard
+from primus.turbo.attention import attend_in_transformers
 
 
 def main(job: RankJob, here: Process) -> None:
@@ -25,7 +26,7 @@ def main(job: RankJob, here: Process) -> None:
     source = _source(config.weights, job, here)
     attention: str = config.attention
     if "flash-attention-4" in job.turbo:
-        attention = optimized().attention.attend_in_transformers()
+        attention = attend_in_transformers()
     causal = models.causal_model(job.model, config, source, attention)
     model = models.FineTuned(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)
     if job.training.compile:

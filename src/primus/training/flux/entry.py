@@ -13,10 +13,11 @@ from primus.recipes.architecture import Architecture
 from primus.training.flux import latents
 from primus.training.flux.backend import FluxConfig
 from primus.training.loop import process, train, weights
-from primus.training.loop.config import RankJob, optimized
+from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
 from primus.training.loop.sharded import Sharded, shard
+from primus.turbo.attention import attend_in_diffusers
 
 
 def main(job: RankJob, here: Process) -> None:
@@ -30,7 +31,7 @@ def main(job: RankJob, here: Process) -> None:
     data = latents.images(job, config)
     model = transformer(job.model)
     if "flash-attention-4" in job.turbo:
-        optimized().attention.attend_in_diffusers()
+        attend_in_diffusers()
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     shard(model, blocks, job, here, wide=_wide)
     if config.weights == "random":

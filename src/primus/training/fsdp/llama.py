@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from primus.recipes.architecture import Architecture, RopeScaling
 from primus.recipes.setting import bounded
-from primus.training.loop.config import optimized
 from primus.training.loop.session import LanguageModel
+from primus.turbo import attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Llama(LanguageModel):
         states = self.embedding(tokens)
         mask = self.mask
         if self._attend == "flex-attention":
-            mask = optimized().attention.window_mask(tokens.shape[1], self._window, tokens.device)
+            mask = attention.window_mask(tokens.shape[1], self._window, tokens.device)
         for layer in self.layers:
             states = layer(states, self.cosine, self.sine, mask)
         return self.norm(states), None
@@ -101,10 +101,6 @@ class _Attention(nn.Module):
         self.size = model.head_size
         self._attend = attend
         self._window = model.window
-        if attend != "torch":
-            # The operators must be registered before a model that calls them is compiled.
-            attention = optimized().attention
-            self._flash, self._windowed = attention.flash_attention_4, attention.windowed_attention
         self.query = nn.Linear(model.hidden_size, model.heads * self.size, bias=model.qkv_bias)
         self.key = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
@@ -134,9 +130,9 @@ class _Attention(nn.Module):
         )
         query, key = (_turned(part, cosine[:length], sine[:length]) for part in (query, key))
         if self._attend == "flash-attention-4":
-            mixed = self._flash(query, key, value, window=self._window if self._window < length else 0)
+            mixed = attention.flash_attention_4(query, key, value, window=self._window if self._window < length else 0)
         else:
-            mixed = self._windowed(query, key, value, mask)
+            mixed = attention.windowed_attention(query, key, value, mask)
         out: torch.Tensor = self.out(mixed.flatten(-2))
         return out
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 from primus.recipes.architecture import Architecture, built, rebuilt
@@ -140,10 +139,3 @@ def read_job(folder: Path) -> RankJob:
         "turbo": tuple(job["turbo"]),
     }
     return RankJob(**values)
-
-
-def optimized() -> SimpleNamespace:
-    """Return the modules ``attention``, ``loss`` and ``sharded`` of :mod:`primus.turbo`."""
-    from primus.turbo import attention, loss, sharded
-
-    return SimpleNamespace(attention=attention, loss=loss, sharded=sharded)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from primus.training.loop.config import optimized
 from primus.training.witness import Taken, whole_parameters
 
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids`` and ``labels``, both
@@ -131,7 +130,9 @@ class LanguageModel(nn.Module):
         parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
         total: torch.Tensor
         if self._fused:
-            total = optimized().loss.linear_cross_entropy(states, self.head.weight, targets)
+            from primus.turbo.kernels import linear_cross_entropy
+
+            total = linear_cross_entropy(states, self.head.weight, targets)
         elif len(parts) == 1:
             total = self._summed(self.head, *parts[0])
         else:

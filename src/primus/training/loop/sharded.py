@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from primus.training.compiled import keep_graphs
 from primus.training.loop import weights
-from primus.training.loop.config import RankJob, ShardingConfig, optimized
+from primus.training.loop.config import RankJob, ShardingConfig
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Session
 
@@ -39,7 +39,9 @@ def shard(
     """
     config, sharding = job.training, job.section(ShardingConfig, "sharding")
     if "reduce-scatter-copy-in" in job.turbo:
-        optimized().sharded.lay_out_gradients()
+        from primus.turbo.sharded import lay_out_gradients
+
+        lay_out_gradients()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
     if config.fp8 == "tensorwise":
@@ -104,7 +106,11 @@ class Sharded(Session):
             self._trained, lr=self._config.lr, betas=(self._config.beta1, self._config.beta2), eps=self._config.eps,
             weight_decay=self._config.weight_decay, **implementation,
         )  # fmt: skip
-        self._fused = _fused_step(self._optimizer) if "fused-adamw" in job.turbo else None
+        self._clip_and_step: Callable[[torch.Tensor, float], None] | None = None
+        if "fused-adamw" in job.turbo:
+            from primus.turbo.sharded import Step
+
+            self._clip_and_step = Step(self._optimizer).clipped
         # Ranks have different seeds, so that dropout differs between them.
         torch.manual_seed(self._config.seed + process.rank)
 
@@ -136,8 +142,8 @@ class Sharded(Session):
         whole: torch.Tensor = norm.full_tensor()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        if self._fused:
-            self._fused(whole, self._config.max_norm)
+        if self._clip_and_step:
+            self._clip_and_step(whole, self._config.max_norm)
         else:
             nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
             self._optimizer.step()
@@ -176,17 +182,6 @@ class Sharded(Session):
             "fsdp": sum(isinstance(module, FSDPModule) for module in self._model.modules()),
             **self._facts,
         }
-
-
-def _fused_step(optimizer: torch.optim.AdamW) -> Callable[[torch.Tensor, float], None]:
-    sharded = optimized().sharded
-    step = sharded.Step(optimizer)
-
-    def update(norm: torch.Tensor, largest: float) -> None:
-        sharded.clip_by(norm, largest)
-        step()
-
-    return update
 
 
 # Frozen weights are not saved; a resumed run reads them from their source again.

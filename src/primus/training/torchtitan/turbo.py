@@ -17,8 +17,7 @@ from primus.patch import replace
 from primus.turbo import primus_turbo
 from primus.turbo.attention import rotate
 from primus.turbo.experts import combine, dispatch, routes
-from primus.turbo.kernels import cast_fp8
-from primus.turbo.loss import LossHead
+from primus.turbo.kernels import LossHead, cast_fp8
 from primus.turbo.optimizations import CALLS
 from primus.turbo.sharded import Step, clip_by, lay_out_gradients
 

@@ -345,7 +345,7 @@ def _profile_own_loop(output: Path) -> None:
     """Do the same for our own loop: from the forward pass of one step to the end of its update."""
     import torch
 
-    from primus.training.loop.sharded import Sharded
+    from primus.training.loop.session import Sharded
 
     forward_backward, step = Sharded.forward_backward, Sharded.step
     running: list[Any] = []

@@ -320,8 +320,10 @@ def _window(shapes: Shapes) -> int:
 
 def flash_attention_4(shapes: Shapes, make: Maker) -> Rows:
     """Attention of the run: its heads, window and mask."""
-    options = {"window": _window(shapes), "causal": shapes.causal}
-    yield from _attention(shapes, make, lambda q, k, v: attention.flash_attention_4(q, k, v, **options))
+    window, causal = _window(shapes), shapes.causal
+    yield from _attention(
+        shapes, make, lambda q, k, v: attention.flash_attention_4(q, k, v, window=window, causal=causal)
+    )
 
 
 def flex_attention(shapes: Shapes, make: Maker) -> Rows:

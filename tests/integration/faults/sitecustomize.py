@@ -208,11 +208,11 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "turbo_left_out": ("primus.training.torchtitan.turbo", turbo_left_out),
     "early_stop": ("torchtitan.train", early_stop),
     "lost_micro_batch": ("torchtitan.train", lost_micro_batch),
-    "loop_lost_micro_batch": ("primus.training.loop.sharded", loop_lost_micro_batch),
+    "loop_lost_micro_batch": ("primus.training.loop.session", loop_lost_micro_batch),
     "loop_out_of_memory": ("primus.training.loop.train", loop_out_of_memory),
     "loop_hangs": ("primus.training.loop.train", loop_hangs),
     "import_error": ("primus.training.fsdp.llama", import_error),
-    "loop_bf16": ("primus.training.loop.sharded", loop_bf16),
+    "loop_bf16": ("primus.training.loop.session", loop_bf16),
 }
 
 

@@ -14,10 +14,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from primus.training import gloo
-from primus.training.compiled import name_policies
 from primus.training.loop.config import ShardingConfig
-from primus.training.loop.process import Process
-from primus.training.loop.sharded import shard
+from primus.training.loop.process import Process, name_policies
+from primus.training.loop.session import shard
 from primus.training.torchtitan import cpu
 
 

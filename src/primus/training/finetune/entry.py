@@ -16,7 +16,7 @@ from primus.training.finetune.backend import FinetuneConfig
 from primus.training.loop import data, process, session, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
-from primus.training.loop.sharded import Sharded, shard
+from primus.training.loop.session import Sharded, shard
 from primus.turbo.attention import attend_in_transformers
 
 

@@ -15,8 +15,7 @@ from primus.training.flux.backend import FluxConfig
 from primus.training.loop import process, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
-from primus.training.loop.session import Batch
-from primus.training.loop.sharded import Sharded, shard
+from primus.training.loop.session import Batch, Sharded, shard
 from primus.turbo.attention import attend_in_diffusers
 
 

@@ -8,7 +8,7 @@ from primus.training.fsdp.llama import FAMILIES, FsdpConfig, Llama
 from primus.training.loop import data, process, session, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
-from primus.training.loop.sharded import Sharded, shard
+from primus.training.loop.session import Sharded, shard
 
 
 def main(job: RankJob, here: Process) -> None:

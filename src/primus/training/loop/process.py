@@ -1,17 +1,23 @@
-"""The process of one rank: device, group, threads, seeds, memory and exit. CPU and GPU differ only here."""
+"""The process of one rank: device, group, threads, seeds, memory, compiled graphs and exit."""
 
 from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from importlib import metadata
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from primus.patch import replace
 from primus.training import gloo
 from primus.training.failure import noting
 from primus.training.gloo import choose_store
@@ -49,11 +55,7 @@ def main(folder: str, train: Callable[[RankJob, Process], None]) -> None:
 
 
 def start(job: RankJob) -> Process:
-    """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable.
-
-    On a CPU, the number of threads is fixed regardless of the environment. Sums then always have the same order, and a
-    run can be repeated to the last bit.
-    """
+    """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable."""
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     choose_store(job.output)
     if torch.cuda.is_available():
@@ -62,10 +64,7 @@ def start(job: RankJob) -> Process:
         dist.init_process_group("nccl", device_id=device, timeout=_PATIENCE)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(job.threads)
-        # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        gloo.complete()
+        use_cpu(job.threads)
         dist.init_process_group("gloo", timeout=_PATIENCE)
     if job.training.deterministic:
         # cuBLAS reads it when its handle is created, which has not happened yet.
@@ -74,6 +73,18 @@ def start(job: RankJob) -> Process:
         torch.backends.cudnn.benchmark = False
     torch.manual_seed(job.training.seed)
     return Process(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
+
+
+def use_cpu(threads: int) -> None:
+    """Prepare a rank on a CPU, before its process group.
+
+    The number of threads is fixed regardless of the environment. Sums then always have the same order, and a run can be
+    repeated to the last bit.
+    """
+    torch.set_num_threads(threads)
+    # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    gloo.complete()
 
 
 def peak_memory(process: Process) -> tuple[float, float]:
@@ -85,3 +96,57 @@ def peak_memory(process: Process) -> tuple[float, float]:
         peak = torch.cuda.max_memory_reserved()
         whole = torch.cuda.get_device_properties(process.device).total_memory
     return peak / 2**30, 100 * peak / whole
+
+
+# Their arguments are part of the graph, and therefore of the cache key.
+_CHOOSING = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
+_POLICIES: dict[str, Callable[[], Any]] = {}
+
+
+def keep_graphs() -> None:
+    """Let torch.compile cache the graphs that it traces, so that a later run does not trace and partition them again.
+
+    PyTorch caches a graph only if it knows every function in it. Those that select attention backends, which
+    torchtitan's models call, are not among them. Call this before the first compilation, in the thread that compiles.
+    """
+    import torch._dynamo  # before torch._inductor, which has a circular import otherwise
+    from torch._inductor import config
+
+    # The only state that they read and the graph does not contain.
+    order = torch._C._get_sdp_priority_order()
+    config.unsafe_marked_cacheable_functions = {
+        **config.unsafe_marked_cacheable_functions,
+        **dict.fromkeys(_CHOOSING, f"{torch.__version__} {order}"),
+    }
+
+
+def name_policies() -> None:
+    """Make graphs with torchtitan's selective checkpointing cacheable, too.
+
+    A function decides what is recomputed. PyTorch caches such a graph only if the function can be pickled and has a
+    ``cache_hash``, a text that identifies its decisions.
+    """
+    from torchtitan.distributed import activation_checkpoint
+
+    def wrapped(module: Any, *words: Any, **options: Any) -> Any:
+        if (policy := options.get("context_fn")) is not None:
+            # Interned, because PyTorch may compile again for another object with the same text.
+            name = sys.intern(f"torchtitan {metadata.version('torchtitan')} {_name(policy)}")
+            _POLICIES[name] = policy
+            options["context_fn"] = named = partial(_decide, name)
+            named.cache_hash = name  # type: ignore[attr-defined]
+        return before(module, *words, **options)
+
+    before: Callable[..., Any] = replace(activation_checkpoint, "ptd_checkpoint_wrapper", wrapped)
+
+
+def _decide(name: str) -> Any:
+    return _POLICIES[name]()
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, FunctionType):
+        return f"{value.__qualname__}({', '.join(_name(cell.cell_contents) for cell in value.__closure__ or ())})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(str, value)))}}}"
+    return repr(value)

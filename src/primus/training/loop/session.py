@@ -1,18 +1,27 @@
 """The interface between the loop and a backend: a trainable model (:class:`Session`) and its data (:class:`Data`).
 
-:class:`LanguageModel` is the base of models that map tokens and labels to the sum of the losses.
+:class:`LanguageModel` is the base of models that map tokens and labels to the sum of the losses. :class:`Sharded` is a
+session for any PyTorch model: FSDP2 over all ranks, AdamW and clipping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
+from primus.training.loop import weights
+from primus.training.loop.config import RankJob, ShardingConfig
+from primus.training.loop.process import Process, keep_graphs
 from primus.training.witness import Taken, whole_parameters
 
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids`` and ``labels``, both
@@ -149,6 +158,174 @@ def _summed(head: nn.Linear, states: torch.Tensor, labels: torch.Tensor) -> torc
 
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss of a language model, for :class:`primus.training.loop.sharded.Sharded`."""
+    """Return the loss of a language model, for :class:`Sharded`."""
     total: torch.Tensor = model(batch["input_ids"], batch["labels"])
     return total
+
+
+# A function of the sharded model and a micro-batch on its device, which returns the sum of the losses.
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    job: RankJob,
+    process: Process,
+    *,
+    wide: Callable[[str], bool] = lambda _name: False,
+) -> None:
+    """Set up recomputation, compilation and sharding of ``model``, built inside :func:`weights.empty`, and allocate it.
+
+    Each of ``blocks`` is recomputed, compiled and gathered separately; the other parameters are gathered together.
+    Linear layers for which ``wide`` returns true keep ``training.dtype`` when ``training.fp8`` replaces the others.
+    """
+    config, sharding = job.training, job.section(ShardingConfig, "sharding")
+    if "reduce-scatter-copy-in" in job.turbo:
+        from primus.turbo.sharded import lay_out_gradients
+
+        lay_out_gradients()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
+    if config.fp8 == "tensorwise":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        # CPUs do not support FP8. There, numbers are rounded to FP8 and multiplied in float32.
+        scaling = Float8LinearConfig(emulate=process.on_cpu)
+        convert_to_float8_training(model, module_filter_fn=lambda _module, name: not wide(name), config=scaling)
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
+    )
+    mesh = _mesh(process, sharding)
+    if config.compile:
+        keep_graphs()
+    for block in blocks:
+        if config.recompute == "full":
+            block.forward = _recomputed(block.forward)
+        if config.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Sum instead of mean, because the loss is already divided by the terms of all ranks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    weights.materialize(model, process.device)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # A function, not functools.partial: torch.compile leaves a block whose forward is no function uncompiled, silently.
+    def again(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+    return again
+
+
+def _mesh(process: Process, sharding: ShardingConfig) -> DeviceMesh:
+    kind, replicas = process.device.type, sharding.replicas
+    if replicas == 1:
+        return init_device_mesh(kind, (process.world_size,), mesh_dim_names=("shard",))
+    shape = (replicas, process.world_size // replicas)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+class Sharded(Session):
+    """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different data."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, job: RankJob, process: Process, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        self._model = model.train()
+        self.model_parts = [self._model]
+        self.linear_types = (nn.Linear,)
+        self._loss = loss
+        self._config = job.training
+        self._process = process
+        self._facts = dict(facts or {})
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        implementation = {"foreach": True} if process.on_cpu else {"fused": True}
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=self._config.lr, betas=(self._config.beta1, self._config.beta2), eps=self._config.eps,
+            weight_decay=self._config.weight_decay, **implementation,
+        )  # fmt: skip
+        self._clip_and_step: Callable[[torch.Tensor, float], None] | None = None
+        if "fused-adamw" in job.turbo:
+            from primus.turbo.sharded import Step
+
+            self._clip_and_step = Step(self._optimizer).clipped
+        # Ranks have different seeds, so that dropout differs between them.
+        torch.manual_seed(self._config.seed + process.rank)
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return self._process.rank
+
+    @override
+    def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
+        total = torch.zeros((), device=self._process.device)
+        for batch in batches:
+            placed = {name: tensor.to(self._process.device, non_blocking=True) for name, tensor in batch.items()}
+            loss = self._loss(self._model, placed)
+            (loss / terms).backward()
+            total += loss.detach()
+        return total
+
+    @override
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    @override
+    def step(self, lr: float) -> torch.Tensor:
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        norm: Any = nn.utils.get_total_norm(gradients, foreach=True)
+        whole: torch.Tensor = norm.full_tensor()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self._clip_and_step:
+            self._clip_and_step(whole, self._config.max_norm)
+        else:
+            nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return whole
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
+        return {"model": model, "optimizer": optimizer}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        ours = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            options=_OPTIONS,
+        )  # fmt: skip
+        # PyTorch also loads the settings, such as weight decay. Those of this run count.
+        for group, settings in zip(self._groups, ours, strict=True):
+            group.update(settings)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        return {
+            "optimizer": {
+                "name": type(self._optimizer).__name__,
+                "parameters": sum(parameter.numel() for parameter in self._trained),
+                "dtypes": sorted({str(parameter.dtype) for parameter in self._trained}),
+            },
+            "fsdp": sum(isinstance(module, FSDPModule) for module in self._model.modules()),
+            **self._facts,
+        }
+
+
+# Frozen weights are not saved; a resumed run reads them from their source again.
+_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)

@@ -12,22 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from primus.patch import replace
-from primus.training import gloo
+from primus.training.loop.process import use_cpu
 from primus.training.loop.weights import fill
 
 
 def apply(threads: int) -> None:
-    """Make the CPU torchtitan's device in this process.
-
-    The number of threads is fixed regardless of the environment. Sums then always have the same order, and a run
-    can be repeated to the last bit.
-    """
-    import torch
-
-    torch.set_num_threads(threads)
-    # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    gloo.complete()
+    """Make the CPU torchtitan's device in this process."""
+    use_cpu(threads)
     _device()
     _barrier()
     _gradient_reduction()

@@ -17,11 +17,11 @@ from typing import Any
 from primus.recipes.architecture import rebuilt
 from primus.recipes.recipe import MOCK
 from primus.training import facts, gloo, identity
-from primus.training.compiled import keep_graphs, name_policies
 from primus.training.corpus import HUB, Corpus, documents, hub_tokenizer, row_reader
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
 from primus.training.job import steps
+from primus.training.loop.process import keep_graphs, name_policies
 from primus.training.mock import texts
 from primus.training.straggler import Pace
 from primus.training.torchtitan import cpu

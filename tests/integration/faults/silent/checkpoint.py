@@ -14,11 +14,11 @@ from silent.registry import (
     GRADIENTS,
     KEPT,
     LOOP,
+    LOOP_SESSION,
     LORA,
     LOSS,
     SAVED,
     SESSION,
-    SHARDED,
     UPDATE,
     WHOLE,
     silent,
@@ -26,7 +26,7 @@ from silent.registry import (
 )
 
 
-@silent("checkpoint", "fsdp", SHARDED, UPDATE, words=BF16)
+@silent("checkpoint", "fsdp", LOOP_SESSION, UPDATE, words=BF16)
 def moments_not_saved(module: Any) -> None:
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
@@ -39,7 +39,7 @@ def random_state_not_loaded(module: Any) -> None:
     module._set_random_state = lambda state: None
 
 
-@silent("checkpoint", "fsdp", SHARDED, CONSTANTS, LOSS, words=(*BF16, *WHOLE))
+@silent("checkpoint", "fsdp", LOOP_SESSION, CONSTANTS, LOSS, words=(*BF16, *WHOLE))
 def angles_of_the_default_base_after_a_checkpoint(module: Any) -> None:
     """Tables are not saved; when weights are loaded, they are made again for a base of 10,000."""
 
@@ -76,7 +76,7 @@ def norms_not_loaded(module: Any) -> None:
     wrap(module.dcp, "load", load)
 
 
-@silent("checkpoint", "finetune", SHARDED, UPDATE, words=LORA)
+@silent("checkpoint", "finetune", LOOP_SESSION, UPDATE, words=LORA)
 def moments_of_one_tensor_forgotten(module: Any) -> None:
     def loaded(load: Any, self: Any, state: Any) -> None:
         load(self, state)
@@ -151,7 +151,7 @@ def moments_of_the_last_group_exchanged(module: Any) -> None:
     wrap(module.MegatronSession, "load_state_dict", loaded)
 
 
-@silent("checkpoint", "flux", SHARDED, UPDATE, words=FLUX)
+@silent("checkpoint", "flux", LOOP_SESSION, UPDATE, words=FLUX)
 def first_moments_loaded_negative_in_one_tensor(module: Any) -> None:
     def loaded(run: Any, self: Any, state: Any) -> None:
         run(self, state)

@@ -13,9 +13,9 @@ from silent.registry import (
     LATENTS,
     LOOP,
     LOOP_DATA,
+    LOOP_SESSION,
     LOSS,
     SESSION,
-    SHARDED,
     TITAN_DATA,
     TITAN_MODEL,
     TITAN_TOKENIZER,
@@ -143,7 +143,7 @@ def noise_of_the_first_step_always(module: Any) -> None:
     wrap(module, "generator_of", generator)
 
 
-@silent("data", "flux", SHARDED, LOSS, GRADIENTS, words=(*FLUX, *BF16))
+@silent("data", "flux", LOOP_SESSION, LOSS, GRADIENTS, words=(*FLUX, *BF16))
 def every_second_image_mirrored(module: Any) -> None:
     def init(run: Any, self: Any, model: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
         def mirrored(model: Any, batch: Any) -> Any:

@@ -19,8 +19,8 @@ from silent.registry import (
     FLOAT8,
     FP8,
     GRADIENTS,
-    LANGUAGE,
     LLAMA,
+    LOOP_SESSION,
     LOSS,
     MLP,
     MOVED,
@@ -133,7 +133,7 @@ def weights_drawn_from_the_next_seed(module: Any) -> None:
     wrap(module, "normal", lambda run, name, parameter, seed, std: run(name, parameter, seed + 1, std))
 
 
-@silent("constants", "fsdp", LANGUAGE, CONSTANTS, words=BF16)
+@silent("constants", "fsdp", LOOP_SESSION, CONSTANTS, words=BF16)
 def small_z_loss(module: Any) -> None:
     def summed(run: Any, head: Any, states: Any, labels: Any) -> Any:
         more = 1e-3 * head(states).float().logsumexp(-1).square().sum()

@@ -12,13 +12,12 @@ from silent.registry import (
     END,
     FLUX,
     GRADIENTS,
-    LANGUAGE,
     LOOP_DATA,
+    LOOP_SESSION,
     LOSS,
     MIXTRAL,
     ROUTER,
     SESSION,
-    SHARDED,
     TITAN_DATA,
     TITAN_LOSS,
     WHOLE,
@@ -63,7 +62,7 @@ def labels_equal_inputs(module: Any) -> None:
     wrap(module._Tokens, "batch", batch)
 
 
-@silent("labels", "fsdp", LANGUAGE, LOSS, GRADIENTS, words=BF16)
+@silent("labels", "fsdp", LOOP_SESSION, LOSS, GRADIENTS, words=BF16)
 def one_label_shifted(module: Any) -> None:
     def summed(original: Any, head: Any, states: Any, labels: Any) -> Any:
         labels = labels.clone()
@@ -73,7 +72,7 @@ def one_label_shifted(module: Any) -> None:
     wrap(module, "_summed", summed)
 
 
-@silent("labels", "finetune", LANGUAGE, LOSS, GRADIENTS)
+@silent("labels", "finetune", LOOP_SESSION, LOSS, GRADIENTS)
 def last_label_of_a_sample_dropped(module: Any) -> None:
     def loss(run: Any, model: Any, batch: Any) -> Any:
         labels = batch["labels"].clone()
@@ -83,7 +82,7 @@ def last_label_of_a_sample_dropped(module: Any) -> None:
     wrap(module, "loss", loss)
 
 
-@silent("labels", "finetune", LANGUAGE, LOSS, GRADIENTS, words=(*BF16, *WHOLE))
+@silent("labels", "finetune", LOOP_SESSION, LOSS, GRADIENTS, words=(*BF16, *WHOLE))
 def end_marks_not_trained(module: Any) -> None:
     """The mark that ends a document also pads, and so the model never learns to stop."""
 
@@ -129,7 +128,7 @@ def balancing_loss_takes_tokens_for_samples_first(module: Any) -> None:
     wrap(module.TopKRouter, "_apply_seq_aux_loss", apply)
 
 
-@silent("labels", "flux", SHARDED, LOSS, GRADIENTS, words=FLUX)
+@silent("labels", "flux", LOOP_SESSION, LOSS, GRADIENTS, words=FLUX)
 def velocity_of_doubled_noise(module: Any) -> None:
     """The loss sees another target than the noise that was drawn and recorded."""
 
@@ -152,7 +151,7 @@ def _predicted(module: Any, change: Callable[[Any, Any], Any]) -> None:
     wrap(module.Sharded, "__init__", init)
 
 
-@silent("loss", "flux", SHARDED, LOSS, GRADIENTS, words=(*FLUX, *BF16, *WHOLE))
+@silent("loss", "flux", LOOP_SESSION, LOSS, GRADIENTS, words=(*FLUX, *BF16, *WHOLE))
 def last_channel_not_trained(module: Any) -> None:
     def change(found: Any, target: Any) -> Any:
         import torch

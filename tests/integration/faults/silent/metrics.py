@@ -17,11 +17,11 @@ from silent.registry import (
     LATENTS,
     LOGGED,
     LOOP,
+    LOOP_SESSION,
     LORA,
     LOSS,
     NORM,
     SESSION,
-    SHARDED,
     SLOW,
     TITAN_DATA,
     TITAN_METRICS,
@@ -148,7 +148,7 @@ def norm_rounded_up(module: Any) -> None:
     wrap(module.Report, "step", lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 1.01, lr))
 
 
-@silent("clock", "fsdp", SHARDED, CLOCK)
+@silent("clock", "fsdp", LOOP_SESSION, CLOCK)
 def clock_begins_after_the_forward_pass(module: Any) -> None:
     import gc
 
@@ -200,7 +200,7 @@ def log_shows_a_smaller_loss_than_the_file(module: Any) -> None:
     module.sys = Shown
 
 
-@silent("pace", "fsdp", SHARDED, SLOW, words=("steps=12",))
+@silent("pace", "fsdp", LOOP_SESSION, SLOW, words=("steps=12",))
 def slow_from_the_sixth_step_on(module: Any) -> None:
     wrap(module.Sharded, "step", _asleep(0.15, rank=0, from_call=5))
 

@@ -17,6 +17,7 @@ from silent.registry import (
     GRADIENTS,
     LONG,
     LOOP,
+    LOOP_SESSION,
     LORA,
     MIXTRAL,
     MOVED,
@@ -26,7 +27,6 @@ from silent.registry import (
     RATE,
     RENDER,
     SESSION,
-    SHARDED,
     TITAN_MOE,
     TITAN_RATE,
     TITAN_SPLIT,
@@ -179,7 +179,7 @@ def rate_of_a_tensor_lowered_where_its_gradient_has_grown(module: Any) -> None:
     wrap(module.AdamW, "step", step)
 
 
-@silent("optimizer", "fsdp", SHARDED, UPDATE, MOVED, GRADIENTS)
+@silent("optimizer", "fsdp", LOOP_SESSION, UPDATE, MOVED, GRADIENTS)
 def embedding_frozen(module: Any) -> None:
     def step(original: Any, self: Any, lr: float) -> Any:
         self._trained[0].grad = None
@@ -231,7 +231,7 @@ def bias_correction_stops_after_ten_steps(module: Any) -> None:
 @silent("accumulation", "fsdp", FLOAT8, GRADIENTS, words=FP8)
 def later_micro_batches_take_the_weights_of_the_step_before(module: Any) -> None:
     """Weights in eight bits are cast by the first micro-batch and kept for the others, which get the copy too early."""
-    from primus.training.loop.sharded import Sharded
+    from primus.training.loop.session import Sharded
 
     steps = 0
 

@@ -18,11 +18,11 @@ from silent.registry import (
     FP8,
     GRADIENTS,
     LAYERS,
+    LOOP_SESSION,
     LORA,
     LOSS,
     NORM,
     SESSION,
-    SHARDED,
     SPLIT,
     TENSORS,
     TITAN_SPLIT,
@@ -89,7 +89,7 @@ def tensor_ranks_cast_by_their_own_largest_value(module: Any) -> None:
     wrap(module, "hp_tensor_to_float8_dynamic", cast)
 
 
-@silent("parallel", "fsdp", SHARDED, FIRST)
+@silent("parallel", "fsdp", LOOP_SESSION, FIRST)
 def every_rank_has_the_same_random_state(module: Any) -> None:
     def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         import torch
@@ -100,7 +100,7 @@ def every_rank_has_the_same_random_state(module: Any) -> None:
     wrap(module.Sharded, "__init__", init)
 
 
-@silent("parallel", "fsdp", SHARDED, UPDATE, GRADIENTS)
+@silent("parallel", "fsdp", LOOP_SESSION, UPDATE, GRADIENTS)
 def rate_of_the_second_rank(module: Any) -> None:
     def step(run: Any, self: Any, lr: float) -> Any:
         return run(self, lr * (1.0005 if os.environ["RANK"] == "1" else 1.0))
@@ -108,7 +108,7 @@ def rate_of_the_second_rank(module: Any) -> None:
     wrap(module.Sharded, "step", step)
 
 
-@silent("parallel", "fsdp", SHARDED, NORM, GRADIENTS, words=("sharding.replicas=2", *BF16))
+@silent("parallel", "fsdp", LOOP_SESSION, NORM, GRADIENTS, words=("sharding.replicas=2", *BF16))
 def mean_over_copies(module: Any) -> None:
     def forward(run: Any, self: Any, batches: Any, terms: int) -> Any:
         return run(self, batches, 2 * terms)
@@ -116,7 +116,7 @@ def mean_over_copies(module: Any) -> None:
     wrap(module.Sharded, "forward_backward", forward)
 
 
-@silent("parallel", "fsdp", SHARDED, NORM, GRADIENTS, words=COPIES)
+@silent("parallel", "fsdp", LOOP_SESSION, NORM, GRADIENTS, words=COPIES)
 def copies_do_not_share_gradients(module: Any) -> None:
     def forward(run: Any, self: Any, *args: Any) -> Any:
         saved = module.dist.all_reduce
@@ -130,7 +130,7 @@ def copies_do_not_share_gradients(module: Any) -> None:
 
 
 @silent(
-    "parallel", "fsdp", SHARDED, GRADIENTS, words=("ranks=3", "training.global_batch_size=12", *FP8)
+    "parallel", "fsdp", LOOP_SESSION, GRADIENTS, words=("ranks=3", "training.global_batch_size=12", *FP8)
 )  # fmt: skip
 def last_row_of_an_uneven_share_taken_for_padding(module: Any) -> None:
     """Three ranks share 128 rows as 43, 43 and 42 and a padding, and the last real row's gradient is cut as well."""
@@ -145,7 +145,7 @@ def last_row_of_an_uneven_share_taken_for_padding(module: Any) -> None:
     wrap(module.Sharded, "step", step)
 
 
-@silent("parallel", "finetune", SHARDED, NORM, GRADIENTS, words=SPLIT)
+@silent("parallel", "finetune", LOOP_SESSION, NORM, GRADIENTS, words=SPLIT)
 def later_micro_batches_weigh_more(module: Any) -> None:
     def forward(run: Any, self: Any, batches: Any, terms: Any) -> Any:
         keep, total = self._loss, 0
@@ -233,7 +233,7 @@ def last_token_lacks_the_part_of_one_rank(module: Any) -> None:
     wrap(module, "reduce_scatter_to_sequence_parallel_region", reduced)
 
 
-@silent("parallel", "flux", SHARDED, NORM, GRADIENTS, BLOCKS, words=(*FLUX, *BF16))
+@silent("parallel", "flux", LOOP_SESSION, NORM, GRADIENTS, BLOCKS, words=(*FLUX, *BF16))
 def terms_of_one_rank(module: Any) -> None:
     def forward(run: Any, self: Any, batches: Any, terms: int) -> Any:
         return run(self, batches, terms * (0.98 if os.environ["RANK"] == "0" else 1.02))

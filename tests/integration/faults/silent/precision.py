@@ -19,6 +19,7 @@ from silent.registry import (
     GRADIENTS,
     LAYERS,
     LLAMA,
+    LOOP_SESSION,
     LORA,
     LOSS,
     MEGATRON_MODEL,
@@ -28,7 +29,6 @@ from silent.registry import (
     NORM,
     RENDER,
     SESSION,
-    SHARDED,
     TENSORS,
     TITAN_LOSS,
     TITAN_MODEL,
@@ -154,7 +154,7 @@ def experts_of_a_float32_run_by_the_grouped_product_of_bf16(module: Any) -> None
     wrap(module, "_run_experts_for_loop", experts)
 
 
-@silent("precision", "fsdp", SHARDED, LOSS, GRADIENTS)
+@silent("precision", "fsdp", LOOP_SESSION, LOSS, GRADIENTS)
 def computed_in_bf16(module: Any) -> None:
     import torch
 
@@ -162,7 +162,7 @@ def computed_in_bf16(module: Any) -> None:
     module.MixedPrecisionPolicy = lambda **args: original(**args | {"param_dtype": torch.bfloat16})
 
 
-@silent("precision", "fsdp", SHARDED, UPDATE, words=BF16)
+@silent("precision", "fsdp", LOOP_SESSION, UPDATE, words=BF16)
 def master_weights_in_bf16(module: Any) -> None:
     def shard(original: Any, model: Any, blocks: Any, args: Any, process: Any, **kwargs: Any) -> Any:
         from dataclasses import replace
@@ -199,7 +199,7 @@ def inputs_saturate_at_half(module: Any) -> None:
     wrap(module.Float8Linear, "forward", forward)
 
 
-@silent("precision", "fsdp", SHARDED, NORM, GRADIENTS)
+@silent("precision", "fsdp", LOOP_SESSION, NORM, GRADIENTS)
 def loss_scale_left_in_the_gradients(module: Any) -> None:
     """Clipping and Adam hide a constant factor."""
 
@@ -227,7 +227,7 @@ def base_weights_in_four_bits(module: Any) -> None:
     wrap(module.Linear, "forward", forward)
 
 
-@silent("precision", "finetune", SHARDED, MOVED, words=LORA)
+@silent("precision", "finetune", LOOP_SESSION, MOVED, words=LORA)
 def frozen_weights_after_merging_and_unmerging_in_bf16(module: Any) -> None:
     """To show samples, adapters are merged after the third step and taken out again, each time rounded to bfloat16."""
     count = 0

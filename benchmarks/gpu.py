@@ -131,9 +131,8 @@ def bare(job: Job) -> dict[str, Any]:
     corpus = job.output / "corpus"
     corpus.mkdir()
     (corpus / "corpus.jsonl").write_bytes((folder() / "assets" / "corpus.jsonl").read_bytes())
-    lines = render.toml(job).replace('flavor = "recipe"', 'flavor = "8B"').replace('"recipe_corpus"', '"c4_test"')
-    text = "\n".join(f'dataset_path = "{corpus}"' if x.startswith("dataset_path") else x for x in lines.splitlines())
-    (job.output / "bare.toml").write_text(text)
+    text = render.toml(job).replace('flavor = "recipe"', 'flavor = "8B"').replace('"recipe_corpus"', '"c4_test"')
+    (job.output / "bare.toml").write_text(text.replace(f'"{job.recipe.asset("corpus")}"', f'"{corpus}"'))
     words = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.recipe.world_size), "--standalone",
         "-m", "torchtitan.train", "--job.config_file", str(job.output / "bare.toml"),

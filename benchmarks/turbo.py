@@ -223,8 +223,7 @@ def _bare_config(job: Any) -> Path:
     corpus.mkdir()
     (corpus / "corpus.jsonl").write_bytes(job.recipe.asset("corpus").read_bytes())
     text = render.toml(job).replace('flavor = "recipe"', 'flavor = "8B"').replace('"recipe_corpus"', '"c4_test"')
-    lines = [f'dataset_path = "{corpus}"' if x.startswith("dataset_path") else x for x in text.splitlines()]
-    (job.output / "bare.toml").write_text("\n".join(lines))
+    (job.output / "bare.toml").write_text(text.replace(f'"{job.recipe.asset("corpus")}"', f'"{corpus}"'))
     return Path(job.output / "bare.toml")
 
 

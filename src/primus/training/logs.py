@@ -6,7 +6,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -83,9 +84,10 @@ def step_in(line: str) -> Step | None:
 
 def read_run(folder: Path) -> Series:
     """Return the steps in the log of a run, with exact values and joules where the run left them."""
-    exact, joules = (text_if_readable(folder / name).splitlines() for name in ("exact.jsonl", ENERGY_FILE))
-    series = with_exact(read_steps(text_if_readable(folder / "log.txt")), read_exact(exact))
-    return with_joules(series, read_joules(joules))
+    exact, joules = _by_step(folder / "exact.jsonl", "loss", "grad_norm"), _by_step(folder / ENERGY_FILE, "joules")
+    series = with_exact(read_steps(text_if_readable(folder / "log.txt")), exact)
+    steps = [replace(step, joules=joules.get(step.step, (None,))[0]) for step in series.steps]
+    return replace(series, steps=tuple(steps))
 
 
 def read_steps(text: str) -> Series:
@@ -118,33 +120,17 @@ def read_steps(text: str) -> Series:
     return Series(steps=tuple(merged[number] for number in sorted(merged)), problems=tuple(problems))
 
 
-def read_exact(lines: Iterable[str]) -> dict[int, tuple[float, float]]:
-    """Return step → (loss, gradient norm) from the run's unrounded lines, without an incomplete last line."""
-    return {step: (loss, norm) for step, (loss, norm) in _by_step(lines, "loss", "grad_norm").items()}
-
-
-def read_joules(lines: Iterable[str]) -> dict[int, float]:
-    """Return step → joules per GPU from the launcher's measurements, without an incomplete last line."""
-    return {step: joules for step, (joules,) in _by_step(lines, "joules").items()}
-
-
-def _by_step(lines: Iterable[str], *keys: str) -> dict[int, tuple[float, ...]]:
+def _by_step(file: Path, *keys: str) -> dict[int, tuple[float, ...]]:
     values: dict[int, tuple[float, ...]] = {}
-    for line in lines:
-        try:
+    for line in text_if_readable(file).splitlines():
+        # The last line of a run that was killed may be incomplete.
+        with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             values[int(entry["step"])] = tuple(float(entry[key]) for key in keys)
-        except (ValueError, KeyError, TypeError):
-            continue
     return values
 
 
-def with_joules(series: Series, joules: Mapping[int, float]) -> Series:
-    """Return ``series`` with the energy of each step that has one."""
-    return replace(series, steps=tuple(replace(step, joules=joules.get(step.step)) for step in series.steps))
-
-
-def with_exact(series: Series, exact: Mapping[int, tuple[float, float]]) -> Series:
+def with_exact(series: Series, exact: Mapping[int, tuple[float, ...]]) -> Series:
     """Replace the log's rounded values by the exact ones. A pair that differs by more than rounding is a problem."""
     steps, problems = [], list(series.problems)
     for step in series.steps:
@@ -174,14 +160,31 @@ def _same(value: float, other: float, within: float = 0.0) -> bool:
     return value == other or abs(value - other) <= within or (math.isnan(value) and math.isnan(other))
 
 
-class Clock:
-    """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic clock."""
+Meter = Callable[[], float | None]
 
-    def __init__(self) -> None:
+
+class Clock:
+    """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic clock.
+
+    ``meter`` reads the joules per GPU that were used since a fixed time. What is used between two steps is written to
+    ``energy_file``. The first step of a run has no joules, because there is no step before it.
+    """
+
+    def __init__(self, energy_file: Path | None = None, meter: Meter | None = None) -> None:
         self.arrivals: dict[int, float] = {}
+        self._file, self._meter = energy_file, meter
+        self._joules: float | None = None
 
     def line(self, text: str) -> None:
         """Handle a line of the job's log."""
         step = step_in(text)
-        if step is not None:
-            self.arrivals.setdefault(step.step, time.monotonic())
+        if step is None or step.step in self.arrivals:
+            return
+        self.arrivals[step.step] = time.monotonic()
+        if self._meter is None or self._file is None:
+            return
+        now, before = self._meter(), self._joules
+        self._joules = now
+        if now is not None and before is not None and now > before:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step.step, "joules": round(now - before, 3)}) + "\n")

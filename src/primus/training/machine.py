@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from primus.errors import HostError
 from primus.gpus.detect import Found, detect
-from primus.gpus.table import generation, load_table
+from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import gpu_bytes, largest_batch, predict, rules_of
-from primus.training import logs
+from primus.training.logs import Meter
 
 _SHOW = "--dry-run shows the job"
 _SMALL = f"--proxy trains a small model instead, {_SHOW}"
@@ -67,8 +66,7 @@ def _check_gpus(recipe: Recipe, gpus: Found) -> None:
                 hint="--gpu cpu resolves the proxy for the CPU",
             )
         return
-    vendor = next(arch.vendor for arch in load_table().archs if arch.arch == expected.arch)
-    if gpus.vendor != vendor or (gpus.generation and gpus.generation != expected.name):
+    if gpus.vendor != arch_of(expected).vendor or (gpus.generation and gpus.generation != expected.name):
         raise HostError(
             f"the job is for {expected.title}, and this machine has {gpus.sentence()}",
             hint=f"--gpu {gpus.generation} resolves the recipe for it" if gpus.generation else _SHOW,
@@ -84,7 +82,7 @@ def _check_gpus(recipe: Recipe, gpus: Found) -> None:
 
 
 def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
-    per_rank = least_bytes(recipe, offload=gpu_has is not None)
+    per_rank = rules_of(recipe).states(recipe, offload=gpu_has is not None)
     if gpu_has is None:
         needed, there, what = per_rank * recipe.get("ranks", int), host_bytes(root), "this machine"
     else:
@@ -112,15 +110,6 @@ def _check_activations(recipe: Recipe) -> None:
         hint=(f"{batch}={fits} fits" if fits else "more nodes, or recomputed activations, need less")
         + "; `primus fit` shows every term; --force starts it anyway",
     )
-
-
-def least_bytes(recipe: Recipe, *, offload: bool = False) -> float:
-    """Return the bytes that one rank needs at least: weights, gradients and optimizer states, without activations.
-
-    States that a setting may reduce in a way that is not modelled are left out, so the result is never too large.
-    ``offload``: states that a setting moves to the host do not count.
-    """
-    return rules_of(recipe).states(recipe, offload=offload)
 
 
 def host_bytes(root: Path = Path("/")) -> float:
@@ -160,29 +149,7 @@ def headers() -> Path:
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
 
 
-Meter = Callable[[], float | None]
 _AMD = "0x1002"
-
-
-class EnergyLog:
-    """Writes ``energy.jsonl``: joules per GPU between two logged steps, as the mean of the GPUs with a counter."""
-
-    def __init__(self, file: Path, read: Meter | None) -> None:
-        self._file = file
-        self._read = read
-        self._step = 0
-        self._before: float | None = None
-
-    def line(self, text: str) -> None:
-        """Handle a line of the job's log. The first step of a run has no joules, because there is no step before it."""
-        step = logs.step_in(text) if self._read else None
-        if self._read is None or step is None or step.step <= self._step:
-            return
-        now, before = self._read(), self._before
-        self._step, self._before = step.step, now
-        if now is not None and before is not None and now > before:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step.step, "joules": round(now - before, 3)}) + "\n")
 
 
 def energy_meter(gpu: str, ranks: int, environment: Mapping[str, str], root: Path = Path("/")) -> Meter | None:

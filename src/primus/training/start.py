@@ -110,15 +110,11 @@ def start(
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
     folder = ranks.folder_of_node(job, os.environ)
-    used = machine.EnergyLog(
-        folder / ENERGY_FILE, machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
-    )
-
-    watch = Clock()
+    meter = machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
+    clock = Clock(folder / ENERGY_FILE, meter)
 
     def line(text: str) -> None:
-        watch.line(text)
-        used.line(text)
+        clock.line(text)
         on_line(text)
 
     hung: list[int] = []
@@ -149,7 +145,7 @@ def start(
     write_result(run, folder)
     first = folder == job.output
     if first and job.judged and ended.exit_code == 0:
-        write_file(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
+        write_file(job.output / "clock.json", json.dumps(clock.arrivals) + "\n")
         _judge(job)
 
     reason = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""

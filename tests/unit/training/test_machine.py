@@ -12,6 +12,7 @@ from primus.cli.main import main
 from primus.errors import HostError
 from primus.gpus.table import generation
 from primus.recipes.resolve import resolve
+from primus.recipes.rules import rules_of
 from primus.recipes.setting import Choices
 from primus.training import machine
 
@@ -96,7 +97,8 @@ def test_a_proxy_for_a_gpu_runs_on_a_cpu_and_unknown_gpus_are_taken_at_the_recip
 
 def test_adapters_and_sharded_states_need_less() -> None:
     def bytes_of(mode: str, *words: str) -> float:
-        return machine.least_bytes(resolve("llama3.1-8b", words, Choices(backend="finetune", mode=mode, gpu="mi300x")))
+        recipe = resolve("llama3.1-8b", words, Choices(backend="finetune", mode=mode, gpu="mi300x"))
+        return rules_of(recipe).states(recipe, offload=False)
 
     full = bytes_of("full")
     assert full == pytest.approx(8.03e9 * 16 / 8, rel=0.01)

@@ -154,7 +154,7 @@ def logged(number: int) -> str:
 
 def test_joules_are_the_difference_between_two_steps(tmp_path: Path) -> None:
     counter = iter([1000.0, 1400.5, 2000.0])
-    log = machine.EnergyLog(tmp_path / logs.ENERGY_FILE, lambda: next(counter))
+    log = logs.Clock(tmp_path / logs.ENERGY_FILE, lambda: next(counter))
     # Each rank prints each step; the second line of one is no reading.
     lines = ["hello\n", logged(1), logged(1), logged(2), logged(2), logged(3)]
     for text in lines:
@@ -167,7 +167,7 @@ def test_joules_are_the_difference_between_two_steps(tmp_path: Path) -> None:
 
 def test_a_counter_that_falls_or_fails_gives_no_figure(tmp_path: Path) -> None:
     counter = iter([1000.0, 5.0, None, 7.0])
-    log = machine.EnergyLog(tmp_path / "energy.jsonl", lambda: next(counter))
+    log = logs.Clock(tmp_path / "energy.jsonl", lambda: next(counter))
     for number in (1, 2, 3, 4):
         log.line(logged(number))
     assert not (tmp_path / "energy.jsonl").exists()

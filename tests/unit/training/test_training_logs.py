@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,9 +87,11 @@ def test_a_series_with_some_steps_rounded_is_not_exact() -> None:
     assert not logs.with_exact(logs.Series(), {}).exact
 
 
-def test_a_half_written_exact_line_is_left_out() -> None:
-    lines = ['{"step": 1, "loss": "7.5", "grad_norm": "0.5"}', '{"step": 2, "lo', "[]", ""]
-    assert logs.read_exact(lines) == {1: (7.5, 0.5)}
+def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(line(1, "7.5", "0.5") + line(2, "7.0", "0.6"))
+    (tmp_path / "exact.jsonl").write_text('{"step": 1, "loss": "7.500001", "grad_norm": "0.5"}\n[]\n\n{"step": 2, "lo')
+    series = logs.read_run(tmp_path)
+    assert (series.losses, series.exact) == ((7.500001, 7.0), False)
 
 
 def test_summary_leaves_the_warm_up_out() -> None:

@@ -122,3 +122,30 @@ def toml(job: Job) -> str:
     # JSON's lists, text, numbers and booleans are valid TOML.
     texts = {key: json.dumps(value, ensure_ascii=False) for key, value in settings.items() if value is not None}
     return "".join(f"{key} = {text}\n" for key, text in texts.items())
+
+
+def _owned(job: Job) -> dict[str, Value]:
+    recipe = job.recipe
+    owned: dict[str, Value] = {
+        "job.dump_folder": str(job.output),
+        "job.description": recipe.name,
+        "model.name": model_name(recipe.architecture.family, recipe.settings["model.family"].origin),
+        "model.flavor": "recipe",
+        "model.hf_assets_path": str(recipe.asset("tokenizer") or ""),
+        "training.dataset": "recipe_corpus",
+        "training.dataset_path": str(recipe.asset("corpus") or recipe.get("assets.corpus", str)),
+        "metrics.log_freq": 1,
+        "metrics.disable_color_printing": True,
+        "checkpoint.enable": recipe.find("torchtitan.checkpoint.interval", 0) > 0,
+    }
+    if "torchtitan.checkpoint.last_save_model_only" not in recipe.settings:
+        # By default, torchtitan 0.2.2 saves only weights after the last step, and no run can resume from those.
+        owned["checkpoint.last_save_model_only"] = False
+    if job.resume_from is not None:
+        owned |= {
+            "checkpoint.load_only": not owned["checkpoint.enable"],
+            "checkpoint.enable": True,
+            "checkpoint.initial_load_path": str(job.resume_from),
+            "checkpoint.initial_load_model_only": False,
+        }
+    return owned

@@ -157,14 +157,17 @@ def _noop(report: Report) -> None:
 
 def _sharing(report: Report) -> None:
     command = [*PRIMUS, "plan", *TARGETS, "--json", "--project", str(report.root)]
-    sharing = {plan["target"]: plan["sharing"] for plan in json.loads("\n".join(run(command).lines))}
-    for one, other, bar in (
+    plans = json.loads("\n".join(run(command).lines))
+    layers = {plan["target"]: {row["key"]: row["bytes"] for row in plan["layers"]} for plan in plans}
+    for first, second, bar in (
         ("mi350x", "mi355x", ("≥", 99.0)),
         ("mi300x", "mi325x", ("≥", 99.0)),
         ("mi300x", "mi355x", None),
     ):
-        share = math.floor(10_000 * sharing[one]["with"][other]["share"]) / 100
-        report.add(f"{one} ↔ {other}, shared bytes of the larger image", share, "%", bar)
+        shared = sum(size for key, size in layers[first].items() if key in layers[second])
+        larger = max(sum(layers[target].values()) for target in (first, second))
+        share = math.floor(10_000 * shared / larger) / 100
+        report.add(f"{first} ↔ {second}, shared bytes of the larger image", share, "%", bar)
 
 
 def _host_code(report: Report) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from primus.errors import InputError, did_you_mean
 from primus.schema import build, described
-from primus.yamlfile import read, read_values
+from primus.yamlfile import read
 
 if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
@@ -24,7 +24,6 @@ IMAGE = "rocm/primus"
 # This name always means the pins, even if the history has a release with the name of the pinned one.
 PINS = "versions.yaml"
 _FILE = Path(__file__).with_name("history.yaml")
-_INPUTS = Path(__file__).with_name("inputs.yaml")
 _CPU = "cpu"
 _DIGEST = r"sha256:[0-9a-f]{64}"
 _NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
@@ -140,16 +139,6 @@ class History:
 def load_history() -> History:
     """Read the history that ships with this package."""
     return build(History, read(_FILE, _FILE.name))
-
-
-def stack_of(reference: str) -> dict[str, Any] | None:
-    """Return what an image was made from, as in inputs.yaml; None if it is not recorded."""
-    return next((stack for stack in _stacks() if f"{IMAGE}:{stack['release']}" == reference), None)
-
-
-@cache
-def _stacks() -> list[dict[str, Any]]:
-    return cast(dict[str, Any], read_values(_INPUTS, _INPUTS.name).data)["stacks"]  # type: ignore[no-any-return]
 
 
 def newest_first(releases: Sequence[Release]) -> tuple[Release, ...]:

@@ -70,8 +70,8 @@ def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
     return "\n".join([*screen.table(rows, head=_HEAD), *legend])
 
 
-def release_page(history: History, release: Release, stack: Mapping[str, Any] | None, screen: Screen = PLAIN) -> str:
-    """Return everything that is known about one release. ``stack`` is what it was made from."""
+def release_page(history: History, release: Release, screen: Screen = PLAIN) -> str:
+    """Return everything that is known about one release."""
     components = [
         (name, release.components[name] or release.missing) for name in component_order([*release.components])
     ]
@@ -81,7 +81,6 @@ def release_page(history: History, release: Release, stack: Mapping[str, Any] | 
             f"{error.where}: printed {error.printed}; right: {error.right}" for error in errors_about(history, release)
         ],
         "notes": release.notes,
-        "made from": _stack(stack) if stack else [],
     }
     return "\n".join(
         [
@@ -124,7 +123,7 @@ def doubts(tags: Sequence[UnconfirmedTag], screen: Screen = PLAIN) -> str:
 
 def page(history: History) -> str:
     """Return docs/releases.md."""
-    every = newest_first(history.releases)
+    every = newest_first(history.every)
     rows = [_row(release) for release in every]
     columns = [name for name in ROWS if name not in ("rocm", "pytorch")]
     lines = [
@@ -154,35 +153,12 @@ def page(history: History) -> str:
             [(c.tag, c.what, c.table or "not published", c.other, c.source) for r in every for c in contradictions(r)],
             "Some tags have several published tables that differ. The tables above show the best known value.",
         ),
-        *_section(
-            "Known errors of published pages",
-            ("where", "printed", "right"),
-            [(error.where, error.printed, error.right) for error in history.documentation_errors],
-        ),
-        *_section(
-            "Unconfirmed tags",
-            ("tag", "named by", "status"),
-            [(tag.reference, tag.named_by, tag.status) for tag in history.unconfirmed_tags],
-            "These tags are named in some file, but no table, page or history lists them.",
-        ),
-        *_section(
-            "Related images",
-            ("tag", "date", "components", "size", "notes"),
-            [
-                (r.reference, r.date or _NONE, _versions(r), _size(r), " ".join(r.notes))
-                for r in newest_first(history.related_images)
-            ],
-        ),
     ]
     return "\n".join(lines)
 
 
 def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], intro: str = "") -> list[str]:
     return section(title, [_escaped(name) for name in head], [map(_escaped, row) for row in rows], intro)
-
-
-def _versions(release: Release) -> str:
-    return ", ".join(f"{name} {version}" for name, version in release.components.items() if version)
 
 
 def _sections(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
@@ -238,19 +214,6 @@ def _by_source(contradicting: Iterable[Contradiction]) -> list[tuple[str, str]]:
         best = f" (best known: {c.table})" if c.table else ""
         cells.setdefault((c.tag, c.source), []).append(f"{c.what} {c.other}{best}")
     return [(tag, f"{source}: {', '.join(values)}") for (tag, source), values in cells.items()]
-
-
-def _stack(stack: Mapping[str, Any]) -> list[str]:
-    pinned = "by digest" if stack["base_pinned_by_digest"] else "not pinned by digest"
-    lines = [f"{stack['dockerfile']} on {stack['base_image']} ({pinned})", f"installed by {stack['installer']}"]
-    for name, source in stack["git"].items():
-        if source is not None:
-            commit = source.get("commit") or source.get("ref") or "at no recorded commit"
-            lines.append(f"{name}: {source['repo']} {commit}")
-    for wheel in stack["wheels"]:
-        origin = f" from {wheel['index']}" if wheel.get("index") else ""
-        lines.append(f"{wheel['name']} {wheel['version']}{origin}" + ("" if wheel["pinned"] else ", not pinned"))
-    return lines + [f"in no public repository: {path}" for path in stack["private_inputs"]]
 
 
 def _counts(difference: Diff) -> str:

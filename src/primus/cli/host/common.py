@@ -168,7 +168,7 @@ def print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, full
             texts.append(outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full))
         print(("\n\n" if full else "\n").join(texts))
         if images:
-            print("\n" + sharing_text(images, screen, full=full))
+            print("\n" + sharing_text(images, screen))
 
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:

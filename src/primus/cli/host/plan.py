@@ -1,8 +1,7 @@
 """Show what a build would do, layer by layer: + build, = reuse.
 
 For each layer to build, the plan gives the reason: what changed since the last build. For several targets, it only
-counts the layers to reuse, and shows how many bytes each image shares with the others. --full lists every layer and the
-images that contain it.
+counts the layers to reuse, and shows how many bytes each image shares with the others. --full lists every layer.
 """
 
 from __future__ import annotations

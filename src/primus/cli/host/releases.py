@@ -20,7 +20,6 @@ from primus.release.history import (
     errors_about,
     load_history,
     of_image,
-    stack_of,
     unconfirmed,
 )
 from primus.terminal import Screen
@@ -49,19 +48,17 @@ def run(args: argparse.Namespace) -> int:
         releases, doubtful, errors = list(of_this_image), history.unconfirmed_tags, history.documentation_errors
         if project is not None and args.image in (None, IMAGE, IMAGE.rpartition("/")[2]):
             releases.insert(0, pinned(project, project.versions.release, history))
-    stacks = {release.reference: stack_of(release.reference) for release in releases}
     if args.json:
         document = {
             "releases": [show.plain(release) for release in releases],
             "unconfirmed_tags": [asdict(tag) for tag in doubtful],
             "documentation_errors": [asdict(error) for error in errors],
-            "stacks": [stack for stack in stacks.values() if stack is not None],
         }
         print(json.dumps(document, ensure_ascii=False))
         return 0
     screen = Screen.of()
     if args.name is not None:
-        parts = [show.release_page(history, release, stacks[release.reference], screen) for release in releases]
+        parts = [show.release_page(history, release, screen) for release in releases]
         print("\n\n".join([*parts, *([show.doubts(doubtful, screen)] if doubtful else [])]))
         return 0
     print(show.release_list(releases, screen))

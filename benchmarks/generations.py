@@ -110,7 +110,7 @@ class Report:
 
     def build(self, *targets: str) -> list[str]:
         """Return the command line that builds ``targets``."""
-        return [*PRIMUS, "build", *targets, "--offline", "--locked", "--project", str(self.root)]
+        return [*PRIMUS, "build", *targets, "--offline", "--project", str(self.root)]
 
     def add(self, name: str, value: float, unit: str, bar: tuple[str, float] | None = None) -> None:
         """Add one row; ``bar`` is ≤ or ≥, and the limit."""

@@ -530,7 +530,7 @@ def _locks() -> Iterator[Fault]:
     changes["another format"] = lambda data: data.update(format=99)
     changes["another target"] = lambda data: data["pins"].update({"wheel demo-pkg": "2.0"})
     changes["no files"] = lambda data: data.update(files=[])
-    words = ("plan", "based", "--locked")
+    words = ("plan", "based")
     for what, change in changes.items():
         # A size beyond any disk is only a number to a plan.
         codes = frozenset((0, 2)) if what == "a huge size" else _INPUT

@@ -21,7 +21,7 @@ def cpu_image() -> Kit:
     if reason := missing("mmdebstrap") if os.geteuid() == 0 else missing("mmdebstrap", "newuidmap"):
         pytest.skip(reason)
     kit = Kit(REPOSITORY)
-    kit.build("cpu", "--locked")
+    kit.build("cpu")
     return kit
 
 

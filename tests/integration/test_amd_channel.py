@@ -50,7 +50,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Channel]:
 @pytest.fixture(scope="module")
 def images(channel: Channel) -> dict[str, dict[str, Any]]:
     """Target → what its build says, all four built without naming a channel."""
-    result = json.loads(channel.kit.build(*TARGETS, "--locked", "--json").out)
+    result = json.loads(channel.kit.build(*TARGETS, "--json").out)
     return {image["target"]: image for image in result["images"]}
 
 
@@ -76,7 +76,7 @@ def test_all_four_pass_every_gate_as_releases(channel: Channel, images: dict[str
 
 
 def test_the_choice_is_said_first_with_its_reason(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
-    err = channel.kit.primus("build", "mi355x", "--locked").err
+    err = channel.kit.primus("build", "mi355x").err
     assert err.splitlines()[0] == "mi355x: channel amd, the best channel with a lock"
 
 
@@ -144,27 +144,28 @@ def test_without_its_lock_the_preview_is_chosen_and_the_reason_told(
     channel: Channel, images: dict[str, dict[str, Any]]
 ) -> None:
     kit = channel.kit
-    assert "nothing to do" in kit.build("mi355x", "--locked").err
+    assert "nothing to do" in kit.build("mi355x").err
     lock = kit.root / "images/locks/amd/mi355x.json"
     aside = lock.rename(lock.with_suffix(".aside"))
-    # Stale on purpose: with --locked the choice is made, and no gigabyte is fetched.
+    # Stale on purpose: the choice is made, and no gigabyte is fetched.
     empty = {**json.loads(aside.read_text()), "channel": "debian", "pins": {}, "files": []}
     preview = kit.write("images/locks/debian/mi355x.json", json.dumps(empty))
     try:
-        said = kit.primus("build", "mi355x", "--locked").err.splitlines()
+        said = kit.primus("build", "mi355x").err.splitlines()
         reason = "the best channel with a lock; amd has none here (primus lock mi355x --channel amd)"
         assert said[0] == f"mi355x: channel debian, {reason}"
         assert "the lock of mi355x is stale" in said[1]
     finally:
         preview.unlink()
         aside.rename(lock)
-    assert "nothing to do" in kit.build("mi355x", "--locked").err
+    assert "nothing to do" in kit.build("mi355x").err
 
 
 def test_a_rocm_bump_rebuilds_what_depends_on_rocm(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
     before = (channel.kit.root / "versions.yaml").read_text()
     try:
         channel.repin(("rocm10.0.0", "rocm10.1.0"), ("version: 10.0.0", "version: 10.1.0"), ("==10.0.0", "==10.1.0"))
+        assert channel.kit.primus("lock", "mi355x", timeout=600).code == 0
         told = channel.kit.primus("explain", "mi355x", timeout=600)
         assert told.code == 1, told.err
         to_build = next(line for line in told.out.splitlines() if line.startswith("  to build: "))
@@ -172,7 +173,7 @@ def test_a_rocm_bump_rebuilds_what_depends_on_rocm(channel: Channel, images: dic
         line = next(n for n, t in enumerate(before.splitlines(), 1) if "{wheel: torch, version: 2.12.0+rocm" in t)
         assert "pytorch: torch: 2.12.0+rocm10.0.0 sha256:" in told.out
         assert f"(versions.yaml:{line}:" in told.out
-        built = channel.kit.layers("mi355x", "--locked")
+        built = channel.kit.layers("mi355x")
         assert {name for name, made in built.items() if made} == TRAIN | {"facts"}
         outcome = json.loads(channel.kit.primus("check", "mi355x", "--json").out)["images"][0]
         assert next(g for g in outcome["gates"] if g["gate"] == "coherence")["summary"].endswith("newest 10.1.0")
@@ -203,6 +204,7 @@ def test_what_does_not_belong_is_refused_by_name_and_line(
         channel.repin((old, new))
         lines = (channel.kit.root / "versions.yaml").read_text().splitlines()
         line = next(n for n, text in enumerate(lines, 1) if new.splitlines()[0] in text)
+        assert channel.kit.primus("lock", "mi355x", timeout=600).code == 0
         result = channel.kit.primus("build", "mi355x", timeout=600)
         assert result.code == 1, result.err
         assert words in result.err
@@ -236,7 +238,6 @@ def test_an_index_that_does_not_answer_is_a_sentence_in_seconds(
         cause = "Connection refused" if how == "closed" else ""
         kit.edit("images/mi355x.yaml", "  - peft\n", "")
         refused(kit, "lock", "mi355x", "--channel", "amd", address=address, cause=cause)
-        refused(kit, "build", "mi355x", "--channel", "amd", address=address, cause=cause)
         kit.edit("images/mi355x.yaml", "  - accelerate\n", "  - peft\n  - accelerate\n")
         lock = json.loads((kit.root / "images/locks/amd/mi355x.json").read_text())
         lock["files"] = [{**f, "index": "rocm-pytorch"} if "index" in f else f for f in lock["files"]]
@@ -244,7 +245,7 @@ def test_an_index_that_does_not_answer_is_a_sentence_in_seconds(
         for name in LOCAL:
             (kit.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copytree(channel.kit.root / name, kit.root / name, symlinks=True)
-        refused(kit, "build", "mi355x", "--locked", address=address, cause=cause)
+        refused(kit, "build", "mi355x", address=address, cause=cause)
 
 
 def refused(kit: Any, *words: str, address: str, cause: str) -> None:

@@ -31,7 +31,7 @@ def inside(kit: Kit, *words: str, options: tuple[str, ...] = ()) -> str:
 
 
 def test_second_build_does_nothing(cpu_image: Kit) -> None:
-    result = cpu_image.build("cpu", "--locked", "--offline")
+    result = cpu_image.build("cpu", "--offline")
     assert "nothing to do" in result.err
 
 
@@ -130,7 +130,7 @@ def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
 def validated(cpu_image: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a validation of the cpu image."""
     folder = tmp_path_factory.mktemp("validation")
-    result = cpu_image.primus("validate", "cpu", "--locked", "--output", str(folder), timeout=900)
+    result = cpu_image.primus("validate", "cpu", "--output", str(folder), timeout=900)
     assert result.code == 0, result.out + result.err
     return folder
 
@@ -155,7 +155,7 @@ def test_a_curve_that_changed_is_recorded_anew(cpu_image: Kit, tmp_path: Path) -
     losses = before["curves"][name]["loss"]
     changed = {**before["curves"], name: {**before["curves"][name], "loss": [loss + 0.1 for loss in losses]}}
     file.write_text(json.dumps({**before, "curves": changed}))
-    words = ("validate", "cpu", "--locked", "--recipe", "llama3-proxy", "--suite", "quick", "--record-golden")
+    words = ("validate", "cpu", "--recipe", "llama3-proxy", "--suite", "quick", "--record-golden")
     paths = ("--store", str(cpu_image.root / ".primus/store"), "--output", str(tmp_path / "out"))
     result = kit.primus(*words, *paths, timeout=900)
     assert result.code == 0, result.out + result.err
@@ -278,7 +278,7 @@ def fetch(repository: str, digest: str, folder: Path) -> bytes:
 @pytest.mark.timeout(2700)
 @pytest.mark.slow
 def test_every_recipe_trains_by_every_backend_and_in_every_mode(cpu_image: Kit, tmp_path: Path) -> None:
-    words = ("validate", "cpu", "--locked", "--suite", "quick", "--output", str(tmp_path))
+    words = ("validate", "cpu", "--suite", "quick", "--output", str(tmp_path))
     result = cpu_image.primus(*words, timeout=2600)
     assert result.code == 0, result.out + result.err
     lines = result.out.splitlines()

@@ -48,7 +48,7 @@ def test_loading_again_sends_nothing(engine: pytest.MonkeyPatch, cpu_image: Kit)
 @pytest.fixture(scope="module", params=["cpu", pytest.param("mi355x", marks=pytest.mark.slow)])
 def image(request: pytest.FixtureRequest, engine: pytest.MonkeyPatch, cpu_image: Kit) -> str:
     """The name of an image in the engine: of cpu, and of a GPU preview, which takes minutes to build and load."""
-    cpu_image.build(request.param, "--locked")
+    cpu_image.build(request.param)
     tag = json.loads(cpu_image.primus("load", request.param, "--json").out)["tag"]
     return str(tag)
 

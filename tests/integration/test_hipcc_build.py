@@ -109,6 +109,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     for name in ARCHS:
         kit.write(f"images/{name}.yaml", TARGET.replace("NAME", name))
     lend_files(kit)
+    assert kit.primus("lock").code == 0
     kit.build(*ARCHS)
     yield kit
 

@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 from loopback import Server, index_debs, make_deb, make_wheel, serve
-from primus.engine import pipeline
-from primus.engine.workshop import Workshop
-from primus.plan.layers import plan_images
 from primus.plan.project import Project
-from primus.plan.resolve import resolve
-from primus.progress import Progress
-from primus.versions.fetch import GoneError
 from project_kit import Kit
 
 pytestmark = [
@@ -77,8 +71,8 @@ def test_from_no_lock_to_a_fresh_one(world: tuple[Kit, Server]) -> None:
     kit, server = world
     before = kit.primus("lock", "--check")
     assert before.code == 1
-    assert f"versions.yaml:12:9: {LOCK} is stale: wheel tool: locked nothing, wanted 1.0\n" in before.out
-    assert f"versions.yaml:6:5: {LOCK} is stale: base bookworm python: locked nothing, wanted 3.11.2\n" in before.out
+    assert f"versions.yaml:12:9: {LOCK} is stale: tool: nothing → 1.0\n" in before.out
+    assert f"versions.yaml:6:5: {LOCK} is stale: base bookworm python: nothing → 3.11.2\n" in before.out
     made = kit.primus("lock")
     assert made.code == 0
     assert f"{LOCK}: 4 files" in made.err
@@ -99,7 +93,17 @@ def test_a_changed_pin_is_named_by_line_and_changes_itself_alone(world: tuple[Ki
     assert stale.code == 1
     line = VERSIONS.splitlines().index("      - {wheel: tool, version: 1.0, channel: pypi}") + 1
     assert stale.out.startswith(f"versions.yaml:{line}:")
-    assert "wheel tool: locked 1.0, wanted 1.1" in stale.out
+    assert "tool: 1.0 → 1.1" in stale.out
+    text = (kit.root / LOCK).read_text()
+    tried = kit.primus("lock", "--dry-run")
+    assert (tried.code, (kit.root / LOCK).read_text()) == (1, text)
+    assert ["wheel", "tool", "1.0", "→", "1.1"] in [line.split() for line in tried.err.splitlines()]
+    for verb in ("plan", "explain", "build"):
+        refused = kit.primus(verb, "demo")
+        assert refused.code == 2
+        assert "the lock of demo is stale: wheel tool: locked 1.0, wanted 1.1" in refused.err
+        assert "primus lock demo" in refused.err
+    assert (kit.root / LOCK).read_text() == text
     (change,) = json.loads(kit.primus("lock", "--json").out)[0]["changes"]
     assert change == {"kind": "wheel", "name": "tool", "old": "1.0", "new": "1.1"}
     refreshed = kit.primus("lock", "--refresh")
@@ -149,31 +153,23 @@ def test_a_lock_that_is_no_lock_is_named(world: tuple[Kit, Server]) -> None:
     assert kit.primus("lock").code == 0
 
 
-def test_a_build_locks_again_what_is_gone_unless_locked(
-    world: tuple[Kit, Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The build's own fetch, without the build: the tiny debs of this archive make no root file system."""
+def test_what_is_gone_is_locked_again_by_name(world: tuple[Kit, Server]) -> None:
     kit, server = world
     assert kit.primus("lock").code == 0
     (server.root / "pool/python3.11-minimal_3.11.2-6_amd64.deb").unlink()
     make_deb(server.root / "pool", "python3.11-minimal", "3.11.2-7", essential=True)
     index_debs(server.root, "bookworm")
     make_wheel(server.root / "files", "helper", "2.0")
-    project = Project.find(kit.root)
-    workspace = project.workspace
-    workspace.store.prepare()
-    workshop = Workshop(workspace=workspace, progress=Progress())
-    plans = plan_images([resolve(project, "demo")], workspace.stats)
     text = (kit.root / LOCK).read_text()
-    with pytest.raises(GoneError, match=r"python3\.11-minimal 3\.11\.2-6"):
-        pipeline.fetch_files(workshop, plans, locked=True, offline=False)
+    gone = kit.primus("build", "demo")
+    assert gone.code == 3
+    assert "no source offers any more: python3.11-minimal 3.11.2-6" in gone.err
     assert (kit.root / LOCK).read_text() == text
-    pipeline.fetch_files(workshop, plans, locked=False, offline=False)
-    lock = project.lock("demo")
+    assert kit.primus("lock", "--refresh-package", "python3.11-minimal").code == 0
+    lock = Project.find(kit.root).lock("demo")
     assert lock is not None
     versions = {f.name: f.version for f in lock.files if f.name != "usr-is-merged"}
     assert versions == {"python3.11-minimal": "3.11.2-7", "tool": "1.0", "helper": "1.0"}
-    assert all(workshop.files.verify(f.sha256) for f in lock.files)
 
 
 NATIVE = """\
@@ -212,7 +208,7 @@ def test_a_build_has_packages_of_its_own_and_the_images_wheels(world: tuple[Kit,
     line = (kit.root / "versions.yaml").read_text().splitlines().index("      - sdist: native") + 1
     stale = kit.primus("lock", "demo", "--check").out
     assert stale.startswith(f"versions.yaml:{line}:"), stale
-    assert "build native build wheels: locked setup==1.0 tool, wanted setup==1.1 tool" in stale
+    assert "build native build wheels: setup==1.0 tool → setup==1.1 tool" in stale
     (change,) = json.loads(kit.primus("lock", "demo", "--json").out)[0]["changes"]
     assert change == {"kind": "wheel", "name": "setup", "old": "1.0", "new": "1.1"}
 

@@ -85,6 +85,7 @@ def kit() -> Iterator[Kit]:
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/small.yaml", TARGET)
     lend_files(kit)
+    assert kit.primus("lock").code == 0
     kit.build("small")
     yield kit
     shutil.rmtree(place, ignore_errors=True)
@@ -218,7 +219,7 @@ def test_a_limit_that_cannot_be_enforced_is_refused(user, place):
 
 def test_the_digest_is_that_of_root_and_the_image_runs(kit: Kit, user: str) -> None:
     folder = lend_project(kit, user)
-    built = as_user(user, folder, "build", "small", "--locked", "--offline")
+    built = as_user(user, folder, "build", "small", "--offline")
     assert built.returncode == 0, built.stderr
     assert built.stdout.splitlines()[-1] == kit.build("small").digest
     code = "import os, yaml; print(os.getuid(), yaml.safe_load('a: [1]'))"
@@ -229,7 +230,7 @@ def test_the_digest_is_that_of_root_and_the_image_runs(kit: Kit, user: str) -> N
 def test_user_without_a_range_of_ids_is_told_the_command(kit: Kit) -> None:
     with a_user("primus-t3", "--key", "SUB_UID_COUNT=0", "--key", "SUB_GID_COUNT=0") as user:
         folder = lend_project(kit, user)
-        built = as_user(user, folder, "build", "small", "--locked", "--offline")
+        built = as_user(user, folder, "build", "small", "--offline")
         assert built.returncode == 3, built.stderr
         assert "usermod --add-subuids" in built.stderr
         assert "Traceback" not in built.stderr

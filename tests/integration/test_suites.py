@@ -48,6 +48,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     (python,) = re.findall(r"write python: (3\.[0-9]+\.[0-9]+)", refused.err)
     kit.edit("versions.yaml", "3.1.0", python)
     kit.edit("images/small.yaml", "[]", "[pyyaml]")
+    assert kit.primus("lock", "small").code == 0
     kit.build("small")
     yield kit
 

@@ -17,8 +17,7 @@ from primus.engine.workshop import Workshop, require_space_for
 from primus.errors import CheckFailed, PrimusError
 from primus.oci.layer import check_overlap, read_paths
 from primus.plan.action import Action, ImagePlan, tree_rows
-from primus.plan.layers import plan_image, plan_images
-from primus.plan.resolve import lock_target
+from primus.plan.layers import plan_images
 from primus.progress import choose_progress
 from primus.recipes.catalogue import check_changed
 from primus.sandbox.processes import stop_all
@@ -36,11 +35,10 @@ if TYPE_CHECKING:
 class Options:
     """Options of a build.
 
-    ``locked``: a stale lock is an error. ``offline``: use downloaded files only. ``rehash``: read all files and
+    ``offline``: use downloaded files only. ``rehash``: read all files and
     layers again. ``engine``: the engine that runs build actions. ``quiet``: show no progress.
     """
 
-    locked: bool = False
     offline: bool = False
     rehash: bool = False
     engine: str = "auto"
@@ -83,9 +81,7 @@ def build(
     store = workspace.store
     try:
         # lock → plan
-        plans = plan_images(
-            targets, workspace.stats, locked=options.locked, offline=options.offline, quiet=options.quiet
-        )
+        plans = plan_images(targets, workspace.stats)
     except PrimusError:
         # Which lock is stale depends on the channel.
         _say_channels(targets)
@@ -104,7 +100,7 @@ def build(
         judges.admit(plans)
         workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine, look=judges.look)
         # fetch
-        plans = fetch_files(workshop, plans, locked=options.locked, offline=options.offline)
+        fetch_files(workshop, plans, offline=options.offline)
         # build
         built = run_actions(workshop, missing(plans, workshop.done))
         # compose → gates → index
@@ -159,44 +155,21 @@ def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
                 check_changed(folder, tree_rows(action.tree), before)
 
 
-def fetch_files(workshop: Workshop, plans: list[ImagePlan], *, locked: bool, offline: bool) -> list[ImagePlan]:
-    """Check that this machine can run the missing actions, and fetch the files that they read.
-
-    Returns the plans. If no source has a file any more, its target is locked and planned again, unless ``locked`` or
-    ``offline`` forbids it.
-    """
+def fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
+    """Check that this machine can run the missing actions, and fetch the files that they read."""
     todo = missing(plans, workshop.done)
     for kind in {action.kind: None for action in todo}:
         KINDS[kind].prepare([action for action in todo if action.kind == kind], workshop)
     absent = _absent(workshop, todo)
     require_space_for(workshop.workspace, todo, () if offline else absent)
     if not absent:
-        return plans
-    # Seam "sources", as below.
-    from primus.versions.fetch import GoneError
-
-    try:
-        _fetch(workshop, plans, offline=offline)
-    except GoneError as gone:
-        if locked or offline:
-            raise
-        plans = _locked_again(workshop, plans, gone.files)
-        _fetch(workshop, plans, offline=offline)
-    return plans
-
-
-def _absent(workshop: Workshop, actions: Sequence[Action]) -> list[LockedFile]:
-    files = {file.sha256: file for action in actions for file in action.files}
-    return [file for file in files.values() if not workshop.files.has(file.sha256, file.size)]
-
-
-def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
+        return
     # Seam "sources": the network libraries take a third of the start-up time of a build that fetches nothing.
     from primus.versions.fetch import Sources, fetch
 
     bases = {name: base for plan in plans for name, base in plan.resolved.request.bases.items()}
     fetch(
-        _absent(workshop, missing(plans, workshop.done)),
+        absent,
         workshop.files,
         suites={name: suites_of(base.suite, base.packages) for name, base in bases.items()},
         pythons={base.python for base in bases.values()},
@@ -210,16 +183,9 @@ def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> 
     )
 
 
-def _locked_again(workshop: Workshop, plans: Sequence[ImagePlan], gone: Sequence[LockedFile]) -> list[ImagePlan]:
-    progress = workshop.progress
-    progress.say(f"! no source has {', '.join(file.label for file in gone)} any more; locking again")
-    result = []
-    for plan in plans:
-        resolved = plan.resolved
-        if resolved.lock is not None and any(file in resolved.lock.files for file in gone):
-            resolved = lock_target(resolved, progress, gone=gone)
-        result.append(plan_image(resolved, workshop.workspace.stats))
-    return result
+def _absent(workshop: Workshop, actions: Sequence[Action]) -> list[LockedFile]:
+    files = {file.sha256: file for action in actions for file in action.files}
+    return [file for file in files.values() if not workshop.files.has(file.sha256, file.size)]
 
 
 def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:

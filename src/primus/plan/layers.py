@@ -54,13 +54,9 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
 def plan_images(
     targets: Sequence[ResolvedTarget],
     stats: StatIndex,
-    *,
-    locked: bool = False,
-    offline: bool = False,
-    quiet: bool = False,
 ) -> list[ImagePlan]:
-    """Return the plans of the targets, based on up-to-date locks; see :func:`primus.plan.resolve.with_lock`."""
-    return [plan_image(with_lock(target, locked=locked, offline=offline, quiet=quiet), stats) for target in targets]
+    """Return the plans of the targets. Raises InputError for a missing or stale lock."""
+    return [plan_image(with_lock(target), stats) for target in targets]
 
 
 @dataclass(frozen=True)

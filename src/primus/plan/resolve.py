@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ from primus.gpus.generation import Generation
 from primus.gpus.table import generation
 from primus.plan.project import Choice, Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
-from primus.progress import choose_progress
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, dumps, name_of, normalised
 from primus.yamlfile import Document
@@ -197,8 +195,9 @@ def lock_target(
     refresh: bool = False,
     gone: Sequence[LockedFile] = (),
     shared: Shared | None = None,
+    write: bool = True,
 ) -> ResolvedTarget:
-    """Resolve the target's request to exact files and write its lock; see :func:`primus.versions.relock.resolve`.
+    """Resolve the target's request to exact files and ``write`` its lock; see :func:`primus.versions.relock.resolve`.
 
     An error about a package, an image or a repository gets the line of its pin.
     """
@@ -216,14 +215,15 @@ def lock_target(
         if error.where is None and error.about:
             error.where = resolved.pin_of(error.about)[1] or None
         raise
-    if lock != previous:
+    if write and lock != previous:
         write_file(resolved.lock_path, dumps(lock))
     return replace(resolved, lock=lock)
 
 
-def with_lock(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: bool) -> ResolvedTarget:
-    """Return the target with a lock that matches its pins: a stale or missing one is created again, with a message,
-    unless ``locked`` (CI, releases) or ``offline`` forbids it.
+def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
+    """Return the target, without a lock if it needs none. Raises InputError for a missing or stale lock.
+
+    Only ``primus lock`` writes a lock, so that its changes are seen and committed.
     """
     stale = resolved.stale
     if not resolved.request.asks:
@@ -231,13 +231,8 @@ def with_lock(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: b
     if resolved.lock is not None and not stale:
         return resolved
     what = "; ".join(map(str, stale[:5])) + (f"; and {len(stale) - 5} more" if len(stale) > 5 else "")
-    name = resolved.name
-    sentence = f"the lock of {name} is stale: {what}" if resolved.lock else f"{name} has no lock yet"
-    if locked or offline:
-        raise InputError(sentence, where=_place(resolved), hint=f"{resolved.lock_command}, and commit the result")
-    print(f"! {sentence}; {'locking it again' if resolved.lock else 'creating one'}", file=sys.stderr)
-    with choose_progress(quiet) as progress:
-        return lock_target(resolved, progress)
+    sentence = f"the lock of {resolved.name} is stale: {what}" if resolved.lock else f"{resolved.name} has no lock yet"
+    raise InputError(sentence, where=_place(resolved), hint=f"{resolved.lock_command}, and commit the result")
 
 
 def _place(resolved: ResolvedTarget) -> str | None:

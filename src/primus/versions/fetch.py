@@ -41,15 +41,15 @@ _FIRST_WAIT_S = 0.4
 
 
 class GoneError(HostError):
-    """Locked files that no source offers any more: ``files``. Lock them again, or find a source that has them."""
+    """Locked files that no source offers any more."""
 
     def __init__(self, files: Sequence[LockedFile]) -> None:
+        names = list(dict.fromkeys(file.name for file in files))[:5]
         super().__init__(
             f"no source offers any more: {_names(files)}",
-            hint="take their successors (build without --locked, or primus lock --refresh), "
+            hint=f"lock their successors (primus lock {' '.join(f'--refresh-package {name}' for name in names)}), "
             "or point pip or apt at an archive that keeps them",
         )
-        self.files = tuple(files)
 
 
 class WrongBytes(HostError):

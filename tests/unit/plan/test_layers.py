@@ -92,7 +92,7 @@ def test_the_lock_asks_for_the_base_and_the_extra_together(kit: Kit) -> None:
 )
 def test_a_wrong_extra_is_one_sentence_with_its_place(kit: Kit, file: str, old: str, new: str, said: str) -> None:
     kit.edit(file, old, new)
-    done = kit.primus("plan", "demo", "--offline")
+    done = kit.primus("plan", "demo")
     assert done.code == 2
     assert said in done.err
 

@@ -14,7 +14,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from primus.cli.host.common import add_engine, add_planning_options, open_project, print_plans, targets_of
+from primus.cli.host.common import (
+    add_engine,
+    add_offline,
+    add_project_options,
+    add_targets,
+    open_project,
+    print_plans,
+    targets_of,
+)
 from primus.engine.image import Built
 from primus.engine.pipeline import Options, build, say_channel
 from primus.errors import PrimusError
@@ -30,7 +38,9 @@ EXAMPLE = "primus build cpu"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus build``."""
-    add_planning_options(parser)
+    add_targets(parser)
+    add_project_options(parser)
+    add_offline(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop, like `primus plan`")
     parser.add_argument("--rehash", action="store_true", help="verify every blob first and rebuild damaged ones")
     add_engine(parser)
@@ -42,12 +52,11 @@ def run(args: argparse.Namespace) -> int:
     project = open_project(args)
     workspace, names = project.workspace, targets_of(project, args)
     workspace.stats.trusted = not args.rehash
-    options = Options(locked=args.locked, offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
+    options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
     try:
         targets = resolve_all(project, names)
         if args.dry_run:
-            plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
-            print_plans(plans, workspace.store, as_json=args.json)
+            print_plans(plan_images(targets, workspace.stats), workspace.store, as_json=args.json)
             return 0
     except PrimusError:
         # Which file is wrong may depend on the channel.

@@ -69,16 +69,8 @@ def add_targets(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     parser.add_argument("--all", action="store_true", help="all targets in images/")
 
 
-def add_planning_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of every verb that plans: targets, project and store, --locked and --offline."""
-    add_targets(parser)
-    add_project_options(parser)
-    add_build_options(parser)
-
-
-def add_build_options(parser: argparse.ArgumentParser) -> None:
-    """Declare --locked and --offline."""
-    parser.add_argument("--locked", action="store_true", help="fail if the lock does not match versions.yaml")
+def add_offline(parser: argparse.ArgumentParser) -> None:
+    """Declare --offline."""
     parser.add_argument("--offline", action="store_true", help="use only downloaded files; contact no source")
 
 

@@ -9,7 +9,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from primus.cli.host.common import add_planning_options, resolved_targets
+from primus.cli.host.common import add_project_options, add_targets, resolved_targets
 from primus.plan.explain import changes, explain_text
 from primus.plan.layers import plan_images
 from primus.terminal import Screen
@@ -19,13 +19,14 @@ EXAMPLE = "primus explain cpu"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus explain``."""
-    add_planning_options(parser)
+    add_targets(parser)
+    add_project_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare the plan with the last build. Returns 1 if something would be built."""
     targets, workspace = resolved_targets(args)
-    plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
+    plans = plan_images(targets, workspace.stats)
     changed = {plan.target: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
     workspace.stats.save()
     if args.json:

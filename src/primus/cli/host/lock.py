@@ -1,6 +1,8 @@
 """Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
 
-Unchanged pins and their dependencies keep their locked versions. --refresh takes the newest versions that match.
+No other command writes a lock. Unchanged pins and their dependencies keep their locked versions. --refresh takes the
+newest versions that match. --check compares the locks with versions.yaml, and --dry-run resolves them and shows the
+files that would change. Both write nothing, and exit with code 1 if a lock is stale.
 --report FILE records every request and its answer, without logins, also when the lock fails.
 """
 
@@ -40,8 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus lock``."""
     add_targets(parser, required=False)
     add_project_options(parser)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with code 1 if a lock is stale")
+    changing = parser.add_mutually_exclusive_group()
+    changing.add_argument("--check", action="store_true", help="compare with versions.yaml only; contact no source")
+    changing.add_argument("--dry-run", action="store_true", help="resolve, show what would change, and write nothing")
     parser.add_argument("--refresh", action="store_true", help="take the newest versions that match the pins")
+    parser.add_argument(
+        "--refresh-package", metavar="NAME", action="append", default=[], help="take the newest version of this one"
+    )
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"
     )
@@ -58,7 +65,7 @@ class Change:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Update the locks, or check them. Returns 0, or 1 if --check found a stale lock."""
+    """Update the locks, or check them. Returns 0, or 1 if --check or --dry-run found a stale lock."""
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
@@ -71,11 +78,11 @@ def run(args: argparse.Namespace) -> int:
             )
         return _check(targets, args.json)
     if not args.report:
-        return _lock(targets, args.json, refresh=args.refresh)
+        return _lock(targets, args)
     words = ["lock", *names, *(["--channel", args.channel] if args.channel else ()), *(["--refresh"] * args.refresh)]
     report = Report(args.report, " ".join(("primus", *words)))
     with report.written():
-        return _lock(targets, args.json, refresh=args.refresh, report=report)
+        return _lock(targets, args, report)
 
 
 def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
@@ -83,13 +90,14 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
     for resolved in targets:
         name = resolved.lock_name
         drifts = _all_new(resolved.request) if resolved.lock is None else resolved.stale
-        rows = [{"lock": name, **asdict(drift), "where": _where(resolved, drift.pin)} for drift in drifts]
-        stale += rows
-        if not as_json:
-            for drift, row in zip(drifts, rows, strict=True):
-                print(f"{row['where']}: {name} is stale: {drift}")
-            if not drifts:
-                print(f"✓ {name} matches versions.yaml")
+        for drift in drifts:
+            component, where = _where(resolved, drift.pin)
+            stale.append({"lock": name, **asdict(drift), "component": component, "where": where})
+            if not as_json:
+                changed = f"{component or drift.pin}: {drift.locked or 'nothing'} → {drift.wanted or 'nothing'}"
+                print(f"{where}: {name} is stale: {changed}")
+        if not as_json and not drifts:
+            print(f"✓ {name} matches versions.yaml")
     if as_json:
         print(json.dumps({"fresh": not stale, "stale": stale}, ensure_ascii=False, indent=2))
     elif stale:
@@ -97,24 +105,30 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
     return 1 if stale else 0
 
 
-def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool, report: Report | None = None) -> int:
+def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace, report: Report | None = None) -> int:
     outcome: list[dict[str, Any]] = []
-    # Seam "sources".
-
     shared: Shared = {}
-    with choose_progress(as_json) as progress:
+    with choose_progress(args.json) as progress:
         for resolved in targets:
             name = resolved.lock_name
             with report.of(resolved) if report else nullcontext():
-                lock = lock_target(resolved, progress, refresh=refresh, shared=shared).lock
+                files = resolved.lock.files if resolved.lock else ()
+                lock = lock_target(
+                    resolved,
+                    progress,
+                    refresh=args.refresh,
+                    gone=[file for file in files if file.name in args.refresh_package],
+                    shared=shared,
+                    write=not args.dry_run,
+                ).lock
             assert lock is not None
             changes = compare(resolved.lock, lock)
             outcome.append({"lock": name, "files": len(lock.distinct), "changes": [asdict(c) for c in changes]})
-            if not as_json:
+            if not args.json:
                 progress.say(_table(name, lock, changes))
-    if as_json:
+    if args.json:
         print(json.dumps(outcome, ensure_ascii=False, indent=2))
-    return 0
+    return 1 if args.dry_run and any(row["changes"] for row in outcome) else 0
 
 
 def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:
@@ -156,18 +170,18 @@ def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
     return "\n".join([f"{head}; {len(changes)} changed", *rows])
 
 
-def _where(resolved: ResolvedTarget, pin: str) -> str:
-    """Return ``versions.yaml:line:col`` of the pin, or only the file for a pin that was removed."""
+def _where(resolved: ResolvedTarget, pin: str) -> tuple[str, str]:
+    """Return the component of a pin (empty for a base's) and its place, or only the file for a pin that was removed."""
     kind, _, rest = pin.partition(" ")
     name, _, key = rest.rpartition(" ")
     base, _, extra = name.partition(" ")
     if kind == "base" and base in resolved.versions.bases:
-        return resolved.base_place(base, *(("extras", extra) if extra in resolved.extras else (key,)))
+        return "", resolved.base_place(base, *(("extras", extra) if extra in resolved.extras else (key,)))
     for component, entry in resolved.pins.items():
         package = entry.named(kind)
         if package is not None and normalised(package) == rest.partition(" ")[0]:
-            return resolved.pin_place(component, entry)
-    return "versions.yaml"
+            return component if kind != "build" else "", resolved.pin_place(component, entry)
+    return "", "versions.yaml"
 
 
 def _all_new(request: Request) -> tuple[Drift, ...]:

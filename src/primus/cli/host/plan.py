@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from primus.cli.host.common import add_planning_options, print_plans, resolved_targets
+from primus.cli.host.common import add_project_options, add_targets, print_plans, resolved_targets
 from primus.plan.layers import plan_images
 
 EXAMPLE = "primus plan cpu"
@@ -16,14 +16,15 @@ EXAMPLE = "primus plan cpu"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus plan``."""
-    add_planning_options(parser)
+    add_targets(parser)
+    add_project_options(parser)
     parser.add_argument("--full", action="store_true", help="list every layer, also for several targets")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; nothing is fetched or built."""
     targets, workspace = resolved_targets(args)
-    plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
+    plans = plan_images(targets, workspace.stats)
     workspace.stats.save()
     print_plans(plans, workspace.store, as_json=args.json, full=args.full)
     return 0

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from primus.cli.arguments import folder
 from primus.cli.host.common import (
-    add_build_options,
     add_engine,
+    add_offline,
     add_project_options,
     add_target,
     complete_recipe,
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the jobs; build and train nothing")
     parser.add_argument("--no-build", action="store_true", help="validate the image in the store without building")
     add_project_options(parser)
-    add_build_options(parser)
+    add_offline(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.no_build:
         plan = plan_image(resolved, workspace.stats)
     else:
-        options = Options(locked=args.locked, offline=args.offline, engine=args.engine, quiet=args.json)
+        options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
         ((plan, _),) = build([resolved], workspace, options, gates=Gatekeeper, rules=rules_hash())
         workspace.stats.save()
     validated = validate(

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Build again into an empty store, compare the digests and run the gates. Returns 0, or 1 on a difference."""
     targets, workspace = resolved_targets(args)
-    options = Options(locked=True, rehash=True, quiet=args.json)
+    options = Options(rehash=True, quiet=args.json)
     built = build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())
     plans, first = [plan for plan, _ in built], [image for _, image in built]
     workspace.folder.mkdir(exist_ok=True)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
-        second = [image for _, image in build(targets, twin, Options(locked=True, quiet=args.json))]
+        second = [image for _, image in build(targets, twin, Options(quiet=args.json))]
         for image, rebuilt in zip(first, second, strict=True):
             if (where := _first_difference((workspace.store, image), (twin.store, rebuilt))) is not None:
                 failed[image.target] = where

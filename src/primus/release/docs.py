@@ -18,9 +18,8 @@ from primus.plan.resolve import resolve, resolve_all
 from primus.plan.target import Target
 from primus.release.gate_record import load_gate_records, lock_mark
 from primus.release.history import load_history
-from primus.release.markdown import table
 from primus.release.pages import gpu_page, models_page
-from primus.release.show import page
+from primus.release.show import page, table
 from primus.schema import json_schema
 from primus.terminal import bytes_text
 from primus.versions.components import Versions

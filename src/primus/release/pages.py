@@ -13,7 +13,7 @@ from primus.recipes.catalogue import Entry, entries, gpus
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.release.markdown import section, table
+from primus.release.show import section, table
 from primus.schema import build
 from primus.yamlfile import read
 

@@ -1,4 +1,4 @@
-"""Releases and their differences as aligned text, and the page about published releases."""
+"""Releases and their differences as aligned text, the page about published releases, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from primus.release.diff import (
     release_facts,
 )
 from primus.release.history import History, Release, UnconfirmedTag, errors_about, newest_first
-from primus.release.markdown import section, table
 from primus.terminal import PLAIN, Screen, Styled
 
 _NONE = "–"
@@ -237,3 +236,17 @@ def _remark(change: Change, difference: Diff) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("*", "\\*").replace("_", "\\_").replace("<", "&lt;")
+
+
+# Markdown, which all generated pages share
+
+
+def table(head: Sequence[str], body: Iterable[Iterable[object]]) -> list[str]:
+    """Return the lines of a table. Pipes in cells are escaped."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in body]
+
+
+def section(title: str, head: Sequence[str], body: Iterable[Iterable[object]], intro: str = "") -> list[str]:
+    """Return the lines of a section with a table, and a sentence before it."""
+    return [f"## {title}", "", *([intro, ""] if intro else []), *table(head, body), ""]

@@ -233,6 +233,7 @@ def _push(ready: Ready, store: Store, repository: str, missing: list[str], progr
         progress.advance("hash", sizes.get(blob, 0))
     progress.finish("hash")
     progress.start("push", f"push {len(missing)} of {len(sizes) + 1} blobs, {total / 1e6:.1f} MB", None)
+    Repository(repository, progress.say).check_uploads()
     trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     with listening(progress.say):

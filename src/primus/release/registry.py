@@ -41,6 +41,8 @@ _TIMEOUT = (5.0, 60.0)
 _SILENT_AFTER = 2.5
 _PASSING = (429, 500, 502, 503, 504)
 _TRIES, _FIRST_PAUSE, _LONGEST_PAUSE = 3, 0.5, 10.0
+# The most bytes of a manifest, a list or a token that are read. Registries accept manifests of up to 4 MiB.
+_BUDGET = 4 << 20
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
 _LISTINGS = 3
 
@@ -111,6 +113,7 @@ class Repository:
         self._server = f"{scheme}://{'registry-1.docker.io' if self._host == 'docker.io' else self._host}/"
         self._authorization = ""
         self._session = requests.Session()
+        self._session.hooks["response"].append(_read)
         # A registry that says nothing is not asked again: each try takes a minute.
         retry = Retry(total=2, read=0, status=0, backoff_factor=0.3, respect_retry_after_header=False)
         for prefix in ("https://", "http://"):
@@ -128,6 +131,16 @@ class Repository:
         if "schemaVersion" not in self._json(answer):
             raise self._odd(f"manifests/{reference} is not a manifest")
         return canonical.digest_of(answer.content)
+
+    def check_uploads(self) -> None:
+        """Raise HostError if the registry directs uploads to another host, to which skopeo would send the login."""
+        upload = self.request("POST", "blobs/uploads/")
+        url = urljoin(upload.url, upload.headers.get("Location", ""))
+        if self._authorization and not url.startswith(self._server):
+            raise HostError(
+                f"the registry of {self.name} directs uploads to {_host_of(url)}, which the login is not for",
+                hint="publish to a registry that takes uploads itself",
+            )
 
     def has_blob(self, digest: str) -> bool:
         """Whether the repository has the blob."""
@@ -188,7 +201,9 @@ class Repository:
             return None
         index = self._json(answer)
         manifests = index.get("manifests")
-        if not isinstance(manifests, list) or not all(isinstance(m, dict) and "digest" in m for m in manifests):
+        if not isinstance(manifests, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("digest"), str) for m in manifests
+        ):
             raise self._odd(f"{path} is not a list of manifests")
         return index
 
@@ -307,8 +322,10 @@ class Repository:
             return False
         content = self._json(grant)
         token = content.get("token") or content.get("access_token")
+        if not isinstance(token, str) or re.fullmatch("[!-~]+", token) is None:
+            raise self._odd(f"{_bare(realm)} returns a token that is not one line of text")
         self._authorization = f"Bearer {token}"
-        return bool(token)
+        return True
 
     def _json(self, answer: Response) -> dict[str, Any]:
         try:
@@ -330,6 +347,17 @@ def _bare(url: str) -> str:
     """Return a URL without a login and without its query, either of which may be secret."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def _read(answer: Response, **_: object) -> None:
+    """Read the body of an answer, within the budgets of bytes and seconds."""
+    body, begin = b"", time.monotonic()
+    for chunk in answer.iter_content(1 << 16):
+        body += chunk
+        if len(body) > _BUDGET or time.monotonic() - begin > _TIMEOUT[1]:
+            answer.close()
+            raise requests.exceptions.ContentDecodingError("an answer without end")
+    answer._content = body
 
 
 def _nobody(request: PreparedRequest) -> PreparedRequest:

@@ -22,6 +22,9 @@ class Server(ThreadingHTTPServer):
     """A registry that wants a token, and the service that gives one: to ``me``, to who refreshes, or to anybody."""
 
     anybody = False
+    token = "yes"
+    location = ""
+    padding = 0
     status = 200
 
     def __init__(self) -> None:
@@ -41,9 +44,11 @@ class Handler(BaseHTTPRequestHandler):
             if self.command == "POST":
                 form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
                 known = form["refresh_token"] == ["again"] and form["scope"] == ["repository:a/b:pull,push"]
-            self._say(200 if known else 401, {"token": "yes"} if known else {})
+            self._say(200 if known else 401, {"token": self.server.token} if known else {})
         elif login == "Bearer yes":
-            self._say(self.server.status, {"fine": True})
+            self._say(
+                self.server.status, {"fine": True, **({"x": "y" * self.server.padding} if self.server.padding else {})}
+            )
         else:
             self._say(401, {})
 
@@ -55,6 +60,8 @@ class Handler(BaseHTTPRequestHandler):
         if status == 401:
             realm = f"http://{self.server.name}/token"
             self.send_header("WWW-Authenticate", f'Bearer realm="{realm}",service="s",scope="x:y"')
+        if self.server.location:
+            self.send_header("Location", self.server.location)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -110,6 +117,32 @@ def test_another_host_does_not_see_the_login(server: Server, tmp_path: Path) -> 
     with pytest.raises(HostError):
         registry.request("GET", f"http://localhost:{server.server_port}/elsewhere")
     assert [login for _, path, login in server.seen if path == "/elsewhere"] == [None]
+
+
+def test_an_upload_to_another_host_is_refused_before_the_login_goes_there(server: Server, tmp_path: Path) -> None:
+    """skopeo would send the login along."""
+    know(tmp_path, server, auth=b64encode(b"me:word").decode())
+    registry = Repository(f"{server.name}/a/b")
+    server.location = "/v2/a/b/blobs/uploads/1"
+    registry.check_uploads()
+    with Server() as other:
+        server.location = f"http://{other.name}/upload"
+        with pytest.raises(HostError, match=f"directs uploads to {other.name}, which the login is not for"):
+            registry.check_uploads()
+        assert other.seen == []
+
+
+@pytest.mark.parametrize("token", ["a\nb", 7, ["a"], ""])
+def test_an_odd_token_is_a_sentence(server: Server, token: Any) -> None:
+    server.anybody, server.token = True, token
+    with pytest.raises(HostError, match="a token that is not one line of text"):
+        Repository(f"{server.name}/a/b").request("GET", "manifests/x")
+
+
+def test_an_answer_without_end_is_a_sentence(server: Server) -> None:
+    server.anybody, server.padding = True, 5_000_000
+    with pytest.raises(HostError, match="does not answer like a registry"):
+        Repository(f"{server.name}/a/b").request("GET", "manifests/x")
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 500])

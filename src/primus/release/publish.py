@@ -39,11 +39,13 @@ class Evidence:
     """The evidence about a built image.
 
     ``content`` is the digest of its config. ``preview`` is the reason why it is a preview; empty for a release. ``gpu``
-    is the GPU generation that it is for. ``recipes`` are those that its target names. ``records`` are all validation
-    records, also of other images. ``commit`` is that of the repository, and ``edited`` are files that differ from it.
+    is the GPU generation that it is for. ``recipes`` are those that its ``target`` names. ``records`` are all
+    validation records, also of other images. ``commit`` is that of the repository, and ``edited`` are files that differ
+    from it.
     """
 
     content: str
+    target: str
     preview: str
     gpu: str | None
     recipes: Sequence[str]
@@ -85,17 +87,19 @@ def _of_validation(evidence: Evidence, preview: bool) -> list[str]:
         if not records:
             return [
                 f"nothing was trained in this image on {evidence.gpu}, and a run on a CPU does not count for the GPU "
-                "(run primus validate on a machine with that GPU)"
+                f"(run primus validate {evidence.target} on a machine with that GPU)"
             ]
     trained = {record["recipe"]["name"] for record in records}
     reasons = []
     if lacking := [name for name in evidence.recipes if name not in trained]:
         reasons.append(
-            f"{_some(lacking)} did not pass a validation in this image{where} (primus validate --suite quick)"
+            f"{_some(lacking)} did not pass a validation in this image{where} "
+            f"(primus validate {evidence.target} --suite quick)"
         )
     if not any({job["name"] for job in record["jobs"] if job["ran"]} >= _RUNS for record in records):
         reasons.append(
-            f"no validation in this image{where} repeated a run, resumed it and split its batch (primus validate)"
+            f"no validation in this image{where} repeated a run, resumed it and split its batch "
+            f"(primus validate {evidence.target})"
         )
     return reasons
 
@@ -141,6 +145,7 @@ def prepare(plan: ImagePlan, workspace: Workspace, *, records: Path, preview: bo
     content = canonical.digest_of(image.config)
     evidence = Evidence(
         content=content,
+        target=resolved.name,
         preview=resolved.choice.preview or "",
         gpu=resolved.gpu.name if resolved.gpu else None,
         recipes=resolved.target.recipes,

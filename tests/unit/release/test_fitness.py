@@ -26,6 +26,7 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 GOOD = Evidence(
+    target="mi300x",
     content="sha256:a",
     preview="",
     gpu=None,

@@ -29,7 +29,7 @@ import zstandard
 
 from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
 from primus.engine.kinds.kernels import KernelFiles
-from primus.engine.wheel import wheel_entries
+from primus.engine.kinds.wheels import wheel_entries
 from primus.errors import CheckFailed, PrimusError
 from primus.gpucode.elf import AMDGPU, read_elf
 from primus.oci.contents import reference, walk

@@ -41,7 +41,7 @@ _BEFORE = {
     "lines of versions and fetch": 4_092,
 }
 _VAGUE = {"found", "one", "given", "made", "told", "said", "asked", "left", "kept", "known", "own", "wanted"}
-_HOST = {"argcomplete", "docker", "isal", "jsonschema", "packaging", "requests", "rich", "urllib3"}
+_HOST = {"argcomplete", "docker", "jsonschema", "packaging", "requests", "rich", "urllib3"}
 _HOST |= {"kubernetes", "installer", "msgpack", "yaml", "zstandard"}
 
 Trees = Mapping[str, ast.Module]

@@ -92,9 +92,12 @@ def write_file(path: Path, data: str | bytes) -> None:
         raise
 
 
-def remove_folder(path: Path, *, strict: bool = False) -> None:
-    """Remove the folder and everything in it. Raises OSError if that fails and ``strict`` is set."""
-    shutil.rmtree(path, ignore_errors=not strict)
+def remove_path(path: Path) -> None:
+    """Remove the path, even if it is a folder where a file belongs. Raises OSError if that fails."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def seal(data: bytes) -> bytes:

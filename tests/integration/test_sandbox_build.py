@@ -13,7 +13,7 @@ from docker_engine import private_dockerd
 from sandbox_kit import Entry, image, needs_busybox
 
 from primus.cli.main import main
-from primus.engine.isolated import log_tail, run_isolated
+from primus.engine.workshop import log_tail, run_isolated
 from primus.errors import HostError
 from primus.sandbox import processes
 from primus.sandbox.container import Command, RootFs

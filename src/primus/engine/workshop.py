@@ -12,14 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from primus.engine.isolated import log_tail, run_isolated
 from primus.errors import CheckFailed, HostError, InputError
 from primus.oci.contents import root_of_layers
 from primus.oci.layer import compression_of, write_layer
 from primus.oci.store import Layer, Store
 from primus.oci.tar import BLOCK, Entry
 from primus.plan.action import Action
-from primus.sandbox.engines import choose
+from primus.sandbox.container import GIB, Command, Mount, RootFs
+from primus.sandbox.engines import Engine, choose
 from primus.schema import build
 from primus.terminal import bytes_text
 from primus.versions.lock import LockedFile
@@ -35,6 +35,21 @@ if TYPE_CHECKING:
 # at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
 _LAYER, _BASE_SCRATCH = 0.8, 5
 _NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't have enough free space in")
+
+
+LOG_TAIL_LINES = 30
+
+# 1980-01-01 is the earliest time that a zip archive, and so a wheel, supports.
+BUILD_ENV: Mapping[str, str] = {
+    "HOME": "/tmp/home",
+    "LC_ALL": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "SOURCE_DATE_EPOCH": "315532800",
+    "TZ": "UTC",
+}
+
+# The home directory is created inside: /tmp belongs to the image, which has no home. podman sets two variables.
+_PRELUDE = 'unset container TERM; umask 022 && mkdir -p "$HOME" && exec "$@"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,3 +294,51 @@ def disk_is_full(log: Path, *places: Path) -> HostError | None:
         f"the disk that holds {full or places[0]} is full",
         hint=f"free some space and run it again: finished work is kept (log: {log})",
     )
+
+
+def run_isolated(
+    root: RootFs,
+    argv: Sequence[str],
+    *,
+    inputs: Mapping[str, Path],
+    outputs: Path,
+    env: Mapping[str, str],
+    log: Path,
+    engine: Engine | None = None,
+) -> int:
+    """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
+
+    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder ``outputs``
+    (created if missing) is /out, the only place whose changes are kept. ``env`` adds to ``BUILD_ENV``; the image's
+    own environment is kept as well, except for PATH. The script's output replaces ``log``. Any thread may call
+    this. ``engine`` None selects one. Raises InputError for an invalid input path, and HostError if the machine
+    cannot isolate the script.
+    """
+    outputs.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = Command(
+        argv=("/bin/sh", "-c", _PRELUDE, "build", *argv),
+        env={**BUILD_ENV, **env},
+        cwd="/",
+        mounts=(
+            *(Mount(source=source, target=target) for target, source in sorted(inputs.items())),
+            Mount(source=outputs, target="/out", read_only=False),
+        ),
+        tty=False,
+        user="0",
+        entrypoint=False,
+        hostname="build",
+        shm_bytes=8 * GIB,
+    )
+    with log.open("wb") as out, Path(os.devnull).open("rb") as nothing:
+        return (engine or choose("auto")).run(root, command, stdin=nothing, stdout=out, stderr=out)
+
+
+def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """Return the last ``lines`` lines of a log and a line with its path, for a message after a failure."""
+    # Read only the end of the file, because a compiler's log can have gigabytes.
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 400 * lines))
+        tail = file.read().decode("utf-8", "replace").splitlines()[-lines:]
+    return "\n".join([*tail, f"full log: {log}"])

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -227,11 +228,11 @@ class Store:
 
     def discard(self, digest: str) -> None:
         """Remove a damaged blob from the layout."""
-        _remove(self.blob_path(digest))
+        files.remove_path(self.blob_path(digest))
 
     def forget(self, key: str) -> None:
         """Remove the record of the action ``key``, so that it runs again."""
-        _remove(self._record(("actions", key)))
+        files.remove_path(self._record(("actions", key)))
 
     def put(self, data: bytes, media_type: str) -> Blob:
         """Store a small blob, such as a config or a manifest."""
@@ -250,7 +251,7 @@ class Store:
             temporary.replace(place)
         except IsADirectoryError:
             # Something has created a folder at the file's path.
-            _remove(place)
+            files.remove_path(place)
             temporary.replace(place)
 
     @contextlib.contextmanager
@@ -279,7 +280,7 @@ class Store:
         try:
             yield path
         finally:
-            files.remove_folder(path)
+            shutil.rmtree(path, ignore_errors=True)
             os.close(keep)
 
     def _scratch(self, prefix: str) -> Path:
@@ -383,7 +384,7 @@ class Store:
     def reset_index(self) -> None:
         """Replace a damaged index. Every image gets its name back when it is built again, from the same layers."""
         with self.lock("index"):
-            _remove(self._index)
+            files.remove_path(self._index)
             self._replace(self._index, _index_bytes({}))
 
     @property
@@ -403,10 +404,8 @@ class Store:
         with self.lock("tmp"):
             abandoned = [path for path in (self.root / "tmp").iterdir() if self._is_abandoned(path)]
         for path in abandoned:
-            if path.is_dir():
-                files.remove_folder(path)
-            else:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                files.remove_path(path)
 
     @staticmethod
     def _is_abandoned(path: Path) -> bool:
@@ -440,14 +439,6 @@ def _index_bytes(images: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 def _reason(error: OSError | InputError) -> str:
     return error.message if isinstance(error, InputError) else str(error.strerror)
-
-
-def _remove(path: Path) -> None:
-    """Remove the path, even if it is a folder where a file belongs."""
-    try:
-        path.unlink(missing_ok=True)
-    except IsADirectoryError:
-        files.remove_folder(path, strict=True)
 
 
 def storage_error(error: OSError, path: Path) -> HostError:

@@ -19,7 +19,6 @@ from primus.release.documents import checkout, documents
 from primus.release.registry import Document, Repository, digest_tag, plain_http
 from primus.schema import read_json
 from primus.versions.registry import skopeo
-from primus.versions.traffic import listening
 
 if TYPE_CHECKING:
     from primus.engine.image import Composed
@@ -241,8 +240,7 @@ def _push(ready: Ready, store: Store, repository: str, missing: list[str], progr
     Repository(repository, progress.say).check_uploads()
     trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
-    with listening(progress.say):
-        skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{digest}")
+    skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{digest}")
     progress.finish("push")
 
 

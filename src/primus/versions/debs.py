@@ -21,7 +21,7 @@ from primus.errors import HostError, InputError, LacksPackages
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.lock import GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
-from primus.versions.traffic import bare_url, requesting
+from primus.versions.traffic import bare_url, run_tool
 
 # Suites without pockets that are never released. A frozen archive keeps them beyond the date until which its index is
 # valid.
@@ -79,29 +79,22 @@ class Archive:
 
     def run(self, tool: str, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``apt-get`` or ``apt-cache`` on this archive. The caller checks the exit code."""
-        return subprocess.run(
-            [tool, *self.options, *args],
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"LC_ALL": "C.UTF-8", "LANGUAGE": "", "DEBIAN_FRONTEND": "noninteractive"},
-        )
+        env = os.environ | {"LC_ALL": "C.UTF-8", "LANGUAGE": "", "DEBIAN_FRONTEND": "noninteractive"}
+        command = next(word for word in args if not word.startswith("-") and "=" not in word)
+        return run_tool([tool, *self.options, *args], " ".join(self.mirrors), command, cwd=cwd, text=True, env=env)
 
     def update(self) -> None:
         """Fetch the indexes. Raises HostError if a source does not answer or is not trusted."""
-        with requesting("apt", " ".join(self.mirrors), f"the {self.maker.title()} archive", "update"):
-            done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
-            if done.returncode == 0:
-                return
-            text = done.stdout + done.stderr
-            failed = [uri for uri in self.mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)]
-            variable = f"PRIMUS_{self.maker.upper()}_MIRROR"
-            raise HostError(
-                f"the {self.maker.title()} archive at {(failed or self.mirrors)[0]} does not answer: {reason(text)}",
-                hint=f"check apt-get update on this host, or set {variable} to a mirror it reaches",
-            )
+        done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
+        if done.returncode == 0:
+            return
+        text = done.stdout + done.stderr
+        failed = [uri for uri in self.mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)]
+        variable = f"PRIMUS_{self.maker.upper()}_MIRROR"
+        raise HostError(
+            f"the {self.maker.title()} archive at {(failed or self.mirrors)[0]} does not answer: {reason(text)}",
+            hint=f"check apt-get update on this host, or set {variable} to a mirror it reaches",
+        )
 
 
 @contextmanager
@@ -337,19 +330,15 @@ def download_debs(
 
 
 def _download(archive: Archive, *command: str, folder: Path) -> None:
-    with requesting("apt", " ".join(archive.mirrors), "packages", "download"):
-        done = archive.run(*command, cwd=folder)
-        # Whether a file that is not there any more matters is the caller's to judge.
-        faults = [
-            line
-            for line in re.findall(r"^E: Failed to fetch .*", done.stdout + done.stderr, re.M)
-            if not re.search(r" 40[34] |not found", line)
-        ]
-        if done.returncode != 0 and faults:
-            raise HostError(
-                f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {reason(faults[0])}",
-                hint="check the network, and run it again",
-            )
+    done = archive.run(*command, cwd=folder)
+    # Whether a file that is not there any more matters is the caller's to judge.
+    lines = re.findall(r"^E: Failed to fetch .*", done.stdout + done.stderr, re.M)
+    faults = [line for line in lines if not re.search(r" 40[34] |not found", line)]
+    if done.returncode != 0 and faults:
+        raise HostError(
+            f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {reason(faults[0])}",
+            hint="check the network, and run it again",
+        )
 
 
 def preferences(suite: str, packages: Sequence[str]) -> str:

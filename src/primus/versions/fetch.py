@@ -6,15 +6,17 @@ A file is identified by its sha256 alone, so a mirror, a local folder and the or
 from __future__ import annotations
 
 import errno
+import os
 import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import requests
 from urllib3.exceptions import HTTPError
@@ -24,20 +26,20 @@ from primus.programs import with_packages
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.debs import download_debs
-from primus.versions.filecache import FileCache, Part
-from primus.versions.indexes import ABSENT, Indexes
+from primus.versions.filecache import FileCache
+from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
-from primus.versions.traffic import bare_url, cause, listening
+from primus.versions.traffic import bare_url, cause
 from primus.versions.wheels import locate
 
-# Smaller files only advance the total: a line each for a hundred small debs would hide what matters.
-_OWN_BAR = 16_000_000
 _JOBS = 4
 _ARCHITECTURE = "amd64"
 _FAULTS = 4
 _FIRST_WAIT_S = 0.4
+# "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
+_ABSENT = (403, 404, 410)
 
 
 class GoneError(HostError):
@@ -115,27 +117,29 @@ def fetch(
             hint="run it once without --offline",
         )
     began, size = time.monotonic(), sum(f.size for f in missing)
-    with _spill_folder(cache.root) as spill, listening(progress.say):
-        progress.start("fetch", "fetch", size)
-        _Fetch(cache, progress, spill, sources or Sources()).run(missing, suites, pythons)
-    progress.finish("fetch", f"{counted(len(missing), 'file')}, {_speed(size, began)}")
+    progress.start("fetch", "fetch", size)
+    work = _Fetch(cache, progress, sources or Sources())
+    work.run(work.jobs(missing, suites, pythons))
+    rate = size / 1e6 / max(time.monotonic() - began, 1e-3)
+    progress.finish("fetch", f"{counted(len(missing), 'file')}, {size / 1e6:,.1f} MB, {rate:,.1f} MB/s")
 
 
 class _Fetch:
     """Daemon threads that work on a queue of jobs, so that Ctrl-C does not wait for a server that stalls."""
 
-    def __init__(self, cache: FileCache, progress: Progress, spill: Path, sources: Sources) -> None:
-        self._cache, self._progress, self._spill, self._sources = cache, progress, spill, sources
+    def __init__(self, cache: FileCache, progress: Progress, sources: Sources) -> None:
+        self._cache, self._progress, self._sources = cache, progress, sources
+        self._positions: dict[str, int] = {}
         self._stop = threading.Event()
         self._gone: list[LockedFile] = []
         self._failures: list[BaseException] = []
 
-    def run(self, files: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], pythons: Collection[str]) -> None:
-        """Fetch all files. Raises the first failure, or GoneError."""
-        jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        for job in self._jobs(files, suites, pythons):
-            jobs.put(job)
-        threads = [threading.Thread(target=self._work, args=[jobs], daemon=True) for _ in range(_JOBS)]
+    def run(self, jobs: Iterable[Callable[[], None]]) -> None:
+        """Run all jobs. Raises the first failure, or GoneError."""
+        waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
+        threads = [threading.Thread(target=self._work, args=[waiting], daemon=True) for _ in range(_JOBS)]
         for thread in threads:
             thread.start()
         try:
@@ -153,17 +157,17 @@ class _Fetch:
         if self._gone:
             raise GoneError(sorted(self._gone, key=lambda f: f.name))
 
-    def _work(self, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    def _work(self, waiting: queue.SimpleQueue[Callable[[], None]]) -> None:
         while not self._stop.is_set():
             try:
-                jobs.get_nowait()()
+                waiting.get_nowait()()
             except (queue.Empty, _Stopped):
                 return
             except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
                 self._failures.append(error)
                 return
 
-    def _jobs(
+    def jobs(
         self, files: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], pythons: Collection[str]
     ) -> Iterator[Callable[[], None]]:
         """Yield a job per archive, image and commit, and one per file of a Python index."""
@@ -182,103 +186,73 @@ class _Fetch:
             elif kind == "git":
                 yield from (partial(self._commit, file, source) for file in group)
             else:
-                yield from self._python(group, source, pythons)
-
-    def _python(
-        self, files: Sequence[LockedFile], index: str, pythons: Collection[str]
-    ) -> Iterator[Callable[[], None]]:
-        """Find the files on the indexes. Yield a job for each, largest first: the last one alone would prolong it."""
-        indexes = Indexes.of_host()
-        if index:
-            indexes = indexes.only(index)
-        offers: dict[str, list[tuple[str, str | None]]] = {file.file: [] for file in files}
-        for candidate in locate(files, indexes, pythons, self._sources.indexes):
-            offers[candidate.file].append((candidate.url, candidate.sha256))
-        for file in sorted(files, key=lambda f: -f.size):
-            yield partial(self._download, file, offers[file.file], indexes)
+                indexes = Indexes.of_host()
+                if source:
+                    indexes = indexes.only(source)
+                offers: dict[str, list[tuple[str, str | None]]] = {file.file: [] for file in group}
+                for candidate in locate(group, indexes, pythons, self._sources.indexes):
+                    offers[candidate.file].append((candidate.url, candidate.sha256))
+                # Largest first: the last one alone would prolong the fetch.
+                for file in sorted(group, key=lambda f: -f.size):
+                    yield partial(self._download, file, offers[file.file], indexes)
 
     def _download(self, file: LockedFile, offers: Sequence[tuple[str, str | None]], indexes: Indexes) -> None:
         refusal: HostError | None = None
-        began, key, large = time.monotonic(), f"fetch {file.sha256}", file.size >= _OWN_BAR
-        if large:
-            self._progress.start(key, file.label, file.size)
-        done = 0
-
-        def report(position: int) -> None:
-            nonlocal done
-            step, done = min(position, file.size) - done, min(position, file.size)
-            self._progress.advance("fetch", step)
-            if large:
-                self._progress.advance(key, step)
-
-        for url, sha256 in offers:
-            if sha256 not in (None, file.sha256):
-                refusal = WrongBytes(file, f"sha256 {sha256}", url)
-                continue
-            try:
+        for url, stated in offers:
+            sha256 = stated or file.sha256
+            if sha256 == file.sha256:
                 with _disk_errors(self._cache.root, file), self._cache.part(file.sha256) as part:
-                    if part is not None and not self._fill(part, file, url, indexes, report):
+                    if part is None:
+                        return self._report(file, file.size)
+                    resumed = part.seek(0, os.SEEK_END) > 0
+                    if not self._append(part, file, url, indexes):
                         continue
-            except WrongBytes as error:
-                refusal = error
-                continue
-            report(file.size)
-            if large:
-                self._progress.finish(key, _speed(file.size, began))
-            return
+                    sha256 = self._cache.commit(part, file.sha256)
+                    # What was there before may come from another source or a bad disk. Only a file read in one go
+                    # proves that the source is wrong.
+                    if resumed and sha256 != file.sha256 and self._append(part, file, url, indexes):
+                        sha256 = self._cache.commit(part, file.sha256)
+                    if sha256 == file.sha256:
+                        return None
+            refusal = WrongBytes(file, f"sha256 {sha256}", url)
         if refusal:
             raise refusal
         self._gone.append(file)
+        return None
 
-    def _fill(self, part: Part, file: LockedFile, url: str, indexes: Indexes, report: Callable[[int], None]) -> bool:
-        """Download the rest of the part, compare its hash, and commit it. Returns False if the source has no file."""
-        if part.size > file.size:
-            part.restart()
-        resumed = part.size > 0
-        if not self._complete(part, file, url, indexes, report):
-            return False
-        if (sha256 := part.sha256()) == file.sha256:
-            part.commit()
-            return True
-        part.restart()
-        # The existing part may come from another source or a bad disk. Only a file read in one go proves that the
-        # source is wrong.
-        if not resumed:
-            raise WrongBytes(file, f"sha256 {sha256}", url)
-        return self._fill(part, file, url, indexes, report)
-
-    def _complete(
-        self, part: Part, file: LockedFile, url: str, indexes: Indexes, report: Callable[[int], None]
-    ) -> bool:
-        """Append until the source ends. Interruptions are retried as long as bytes keep arriving."""
-        faults = 0
-        while part.size < file.size or not file.size:
-            size = part.size
+    def _append(self, part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
+        """Download the rest of the part. Interruptions are retried as long as bytes keep arriving. Returns False if the
+        source has no file.
+        """
+        faults, size = 0, part.seek(0, os.SEEK_END)
+        while size < file.size or not file.size:
+            before = size
             try:
-                for offset, block in indexes.read(url, file.label, part.size):
+                for offset, block in indexes.read(url, size):
                     if self._stop.is_set():
                         raise _Stopped
-                    if offset < part.size:
-                        part.restart()
+                    # A server without ranges begins again.
+                    part.truncate(offset)
                     part.write(block)
-                    report(part.size)
-                    if part.size > file.size:
+                    size = offset + len(block)
+                    self._report(file, size)
+                    if size > file.size:
                         break
                 return True
             except (FileNotFoundError, PermissionError):
                 return False
             except (requests.RequestException, HTTPError) as error:
                 status = getattr(getattr(error, "response", None), "status_code", None)
-                if status in ABSENT:
-                    return False
                 reason = cause(error)
+                if status in _ABSENT:
+                    return False
                 if status == 416:
-                    part.restart()
-                elif status is not None:
+                    return True
+                if status is not None:
                     hint = "give pip the credentials (netrc, or in its index URL)" if status in (401, 407) else None
                     raise HostError(f"{bare_url(url)} cannot be fetched: {reason}", hint=hint) from None
             # A server that starts over each time makes no progress.
-            faults = 1 if part.size > size else faults + 1
+            faults = 1 if size > before else faults + 1
             if faults >= _FAULTS:
                 raise HostError(
                     f"{bare_url(url)} cannot be fetched: {reason}, {_FAULTS} times",
@@ -288,10 +262,14 @@ class _Fetch:
                 raise _Stopped
         return True
 
+    def _report(self, file: LockedFile, position: int) -> None:
+        before, now = self._positions.get(file.sha256, 0), min(position, file.size)
+        self._positions[file.sha256] = now
+        self._progress.advance("fetch", now - before)
+
     def _debs(self, files: Sequence[LockedFile], suites: tuple[str, ...]) -> None:
-        with tempfile.TemporaryDirectory(prefix="debs-", dir=self._spill) as name, self._growing(Path(name), files):
-            call = partial(download_debs, files, suites, _ARCHITECTURE, Path(name))
-            paths = with_packages(call, say=self._progress.say)
+        with self._growing(files) as folder:
+            paths = with_packages(partial(download_debs, files, suites, _ARCHITECTURE, folder), say=self._progress.say)
             for file in files:
                 if file in paths:
                     self._put(file, paths[file], f"the archive of {' and '.join(suites)}")
@@ -299,16 +277,16 @@ class _Fetch:
                     self._gone.append(file)
 
     def _layers(self, files: Sequence[LockedFile], image: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="image-", dir=self._spill) as name, self._growing(Path(name), files):
-            copy_image(image, _ARCHITECTURE, Path(name))
+        with self._growing(files) as folder:
+            copy_image(image, _ARCHITECTURE, folder)
             for file in files:
-                self._put(file, Path(name, file.sha256), image)
+                self._put(file, folder / file.sha256, image)
 
     def _commit(self, file: LockedFile, repository: str) -> None:
-        target = self._spill / file.file
-        archive_commit(repository, target.stem.rpartition("-")[2], target)
-        self._put(file, target, repository)
-        self._progress.advance("fetch", file.size)
+        with self._growing([file]) as folder:
+            target = folder / file.file
+            archive_commit(repository, target.stem.rpartition("-")[2], target)
+            self._put(file, target, repository)
 
     def _put(self, file: LockedFile, path: Path, source: str) -> None:
         with _disk_errors(self._cache.root, file):
@@ -316,11 +294,11 @@ class _Fetch:
                 raise WrongBytes(file, "other bytes", source)
 
     @contextmanager
-    def _growing(self, folder: Path, files: Sequence[LockedFile]) -> Iterator[None]:
-        """Report the growth of the folder, to which a tool downloads the files, as progress."""
+    def _growing(self, files: Sequence[LockedFile]) -> Iterator[Path]:
+        """Yield a folder to which a tool downloads the files. Its growth is reported as progress."""
         done, ended, total = 0, threading.Event(), sum(f.size for f in files)
 
-        def watch() -> None:
+        def watch(folder: Path) -> None:
             nonlocal done
             while not ended.wait(0.5):
                 # The tool renames its temporary files meanwhile.
@@ -329,13 +307,19 @@ class _Fetch:
                     self._progress.advance("fetch", size - done)
                     done = size
 
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+        root = self._cache.root
+        with _disk_errors(root, files[0]):
+            root.mkdir(parents=True, exist_ok=True)
+            # On the cache's own disk.
+            scratch = tempfile.TemporaryDirectory(prefix="files-", dir=root, ignore_cleanup_errors=True)
+        with scratch as name:
+            thread = threading.Thread(target=watch, args=[Path(name)], daemon=True)
+            thread.start()
+            try:
+                yield Path(name)
+            finally:
+                ended.set()
+                thread.join()
         self._progress.advance("fetch", total - done)
 
 
@@ -354,23 +338,6 @@ def _disk_errors(root: Path, file: LockedFile) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _spill_folder(root: Path) -> Iterator[Path]:
-    """Yield a folder next to the cache, on the same disk, for files that a tool fetches itself."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="spill-", dir=root, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise HostError(f"{root} cannot be written: {error.strerror}") from None
-    with folder as name:
-        yield Path(name)
-
-
 def _names(files: Sequence[LockedFile]) -> str:
     shown = ", ".join(f.label for f in files[:5])
     return shown + (f" and {len(files) - 5} more" if len(files) > 5 else "")
-
-
-def _speed(size: int, began: float) -> str:
-    seconds = max(time.monotonic() - began, 1e-3)
-    return f"{size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"

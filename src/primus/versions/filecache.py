@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,48 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from primus.errors import InputError
-from primus.files import open_regular, remove_folder
-
-_BLOCK = 1 << 20
-
-
-class Part:
-    """A file being fetched; created by :meth:`FileCache.part`, which holds its lock."""
-
-    def __init__(self, path: Path, final: Path, file: BinaryIO) -> None:
-        self.path = path
-        self._final = final
-        self._file = file
-        self._digest = hashlib.sha256()
-        self.size = 0
-        while block := file.read(_BLOCK):
-            self._digest.update(block)
-            self.size += len(block)
-
-    def write(self, block: bytes) -> None:
-        """Append ``block``."""
-        self._file.write(block)
-        self._digest.update(block)
-        self.size += len(block)
-
-    def restart(self) -> None:
-        """Discard the bytes so far."""
-        self._file.seek(0)
-        self._file.truncate()
-        self._digest = hashlib.sha256()
-        self.size = 0
-
-    def sha256(self) -> str:
-        """The hash of the bytes so far."""
-        return self._digest.hexdigest()
-
-    def commit(self) -> None:
-        """Rename it to the cached file. The caller must have compared :meth:`sha256`."""
-        self._file.flush()
-        # A cached file is recognized by its size alone, so flush its bytes before the rename.
-        os.fsync(self._file.fileno())
-        self.path.chmod(0o444)
-        self.path.replace(self._final)
+from primus.files import open_regular, remove_path
 
 
 class FileCache:
@@ -97,52 +57,56 @@ class FileCache:
 
     def drop(self, sha256: str) -> None:
         """Remove the file, so that it is fetched again."""
-        path = self.path(sha256)
-        if path.is_dir() and not path.is_symlink():
-            remove_folder(path, strict=True)
-        else:
-            path.unlink(missing_ok=True)
+        remove_path(self.path(sha256))
 
     def put(self, source: Path, sha256: str) -> bool:
         """Add a copy of ``source``. Returns False, and keeps nothing, if its bytes do not match ``sha256``."""
         with self.part(sha256) as part:
             if part is None:
                 return True
-            part.restart()
+            part.truncate(0)
             with source.open("rb") as file:
-                while block := file.read(_BLOCK):
-                    part.write(block)
-            if part.sha256() != sha256:
-                part.restart()
-                return False
-            part.commit()
-            return True
+                shutil.copyfileobj(file, part, 1 << 20)
+            return self.commit(part, sha256) == sha256
 
     @contextmanager
-    def part(self, sha256: str) -> Iterator[Part | None]:
-        """Yield the file's locked ``.part`` with the bytes of an interrupted fetch. Waits while another process
-        fetches it.
+    def part(self, sha256: str) -> Iterator[BinaryIO | None]:
+        """Yield the file's locked ``.part``, open for appending to the bytes of an interrupted fetch. Waits while
+        another process fetches it.
 
         Yields None if the file is complete when the lock is acquired.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        path, final = self._folder / f"{sha256}.part", self.path(sha256)
+        path, final = self._part(sha256), self.path(sha256)
         while True:
             with path.open("a+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                # Meanwhile, the holder of the lock may have renamed this very inode.
-                if not _same_file(path, file):
-                    if final.exists():
-                        yield None
-                        return
-                    continue
                 if final.exists():
-                    path.unlink()
+                    if _same_file(path, file):
+                        path.unlink()
                     yield None
                     return
-                file.seek(0)
-                yield Part(path, final, file)
-                return
+                # Meanwhile, the holder of the lock may have renamed this very inode.
+                if _same_file(path, file):
+                    yield file
+                    return
+
+    def commit(self, part: BinaryIO, sha256: str) -> str:
+        """Make the part the cached file, and return the hash of its bytes. Empties the part if they are other ones."""
+        part.seek(0)
+        digest = hashlib.file_digest(part, "sha256").hexdigest()  # type: ignore[arg-type]
+        if digest == sha256:
+            # A cached file is recognized by its size alone, so flush its bytes before the rename.
+            os.fsync(part.fileno())
+            path = self._part(sha256)
+            path.chmod(0o444)
+            path.replace(self.path(sha256))
+        else:
+            part.truncate(0)
+        return digest
+
+    def _part(self, sha256: str) -> Path:
+        return self._folder / f"{sha256}.part"
 
 
 def _same_file(path: Path, file: BinaryIO) -> bool:

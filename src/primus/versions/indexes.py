@@ -1,4 +1,4 @@
-"""The Python indexes of this host: pip's configuration, as settings for uv and as a session that fetches files."""
+"""The Python indexes of this host: pip's configuration, as settings for uv and as requests for files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,14 +25,22 @@ from urllib3.util import Retry
 from uv import find_uv_bin
 
 from primus.errors import HostError
-from primus.versions.traffic import bare_url, cause, requesting
+from primus.versions.traffic import LOG, bare_url, cause
 
-# "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
-ABSENT = (403, 404, 410)
 _BLOCK = 1 << 18
 # Seconds to connect, and seconds of silence.
 _TIMEOUT = (4.0, 20.0)
-_PASSING = (408, 425, 429, 500, 502, 503, 504)
+_RETRIES = Retry(
+    total=2,
+    connect=1,
+    read=1,
+    backoff_factor=0.5,
+    status_forcelist=(408, 425, 429, 500, 502, 503, 504),
+    respect_retry_after_header=False,
+    raise_on_status=False,
+)
+_FILE = re.compile(rb"\.(whl|zip|tgz|tar\.\w+)\b")
+_FORM = re.compile(rb"<(form|input|script)\b", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,54 +134,53 @@ class Indexes:
             environment |= {word: self.proxy for name in names for word in (name, name.lower())}
         return environment
 
-    def get(self, url: str, about: str, *, method: str = "GET", headers: Mapping[str, str]) -> requests.Response:
+    def get(self, url: str, *, method: str = "GET", start: int = 0) -> requests.Response:
         """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
         if self.trusted_hosts:
             # trusted-host was set on purpose, and pip does not warn either.
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-        host = urlsplit(url).netloc
-        trusted = host in self.trusted_hosts or (urlsplit(url).hostname or "") in self.trusted_hosts
+        parts, began, outcome = urlsplit(url), time.monotonic(), "no answer"
         session = requests.Session()
-        retries = Retry(
-            total=2,
-            connect=1,
-            read=1,
-            backoff_factor=0.5,
-            status_forcelist=_PASSING,
-            respect_retry_after_header=False,
-            raise_on_status=False,
-        )
         for scheme in ("https://", "http://"):
-            session.mount(scheme, HTTPAdapter(max_retries=retries))
-        with requesting("primus", url, about, method) as request:
+            session.mount(scheme, HTTPAdapter(max_retries=_RETRIES))
+        try:
             response = session.request(
                 method,
                 url,
                 stream=True,
                 allow_redirects=True,
-                headers={"Accept-Encoding": "identity", **headers},
-                auth=self._login(host),
+                headers={"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})},
+                auth=self._login(parts.netloc),
                 # Not set on the session, where the environment's proxies would precede pip's own setting.
                 proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
-                verify=False if trusted else self._ca(),
+                verify=False if {parts.netloc, parts.hostname} & {*self.trusted_hosts} else self._ca(),
                 cert=self.client_cert,
                 timeout=_TIMEOUT,
             )
-            request.answer(response.status_code, response.headers.get("Content-Type", ""), length(response))
+            outcome = f"{response.status_code} {response.headers.get('Content-Type', '')} {_length(response)}"
+        except requests.RequestException as error:
+            outcome = cause(error)
+            raise
+        finally:
+            LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), time.monotonic() - began, outcome)
         return response
 
-    def require_login(self, package: str) -> None:
-        """Raise HostError if an index wants a login that pip's configuration lacks."""
+    def require_files(self, package: str) -> None:
+        """Raise HostError if an index wants a login for the package, or sends a web page such as a form for one."""
+        hint = "give pip the credentials (netrc, or in the index URL)"
         for url in (url for url in self.urls if local_path(url) is None):
-            with contextlib.suppress(requests.RequestException):
-                with self.get(f"{url.rstrip('/')}/{package}/", package, headers={}) as page:
-                    status = page.status_code
-                if status in (401, 407):
-                    raise HostError(
-                        f"the Python index at {bare_url(url)} wants valid authentication credentials ({status})",
-                        hint="give pip the credentials (netrc, or in the index URL)",
-                        about=package,
-                    )
+            with contextlib.suppress(requests.RequestException, urllib3.exceptions.HTTPError):
+                with self.get(f"{url.rstrip('/')}/{package}/") as page:
+                    text = page.raw.read(1 << 16) if page.ok and _is_page(page) else b""
+                place = f"the Python index at {bare_url(url)}"
+                if page.status_code in (401, 407):
+                    message = f"{place} wants valid authentication credentials ({page.status_code})"
+                    raise HostError(message, hint=hint, about=package)
+                if _FORM.search(text) and not _FILE.search(text):
+                    title = re.search(rb"<title>([^<]*)", text, re.I)
+                    name = " ".join(title[1].decode("utf-8", "replace").split())[:80] if title else "no title"
+                    message = f"{place} sends a web page ({name}) instead of a list of the files of {package}"
+                    raise HostError(message, hint=f"correct its address, or {hint}", about=package)
 
     def _login(self, host: str) -> tuple[str, str] | None:
         """Return the credentials of the index on ``host``: from its address, or from the keyring command."""
@@ -197,17 +205,16 @@ class Indexes:
 
         Raises HostError if there is no such file, or if the answer is a web page.
         """
-        path = local_path(url)
-        if path is not None and sha256 is not None:
-            return path.stat().st_size, sha256
         try:
-            if path is None and sha256 is not None:
-                with self.get(url, about, method="HEAD", headers={}) as response:
-                    size = length(response)
+            if sha256 is not None:
+                if path := local_path(url):
+                    return path.stat().st_size, sha256
+                with self.get(url, method="HEAD") as response:
+                    size = _length(response)
                     if response.ok and size is not None and not _is_page(response):
                         return size, sha256
             digest, size = hashlib.sha256(), 0
-            for _, block in self.read(url, about):
+            for _, block in self.read(url):
                 digest.update(block)
                 size += len(block)
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
@@ -218,21 +225,19 @@ class Indexes:
             ) from None
         return size, digest.hexdigest()
 
-    def read(self, url: str, about: str, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    def read(self, url: str, start: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield offset and bytes of the blocks of a file, from ``start``, or from 0 if the server has no ranges.
 
         Raises the errors of ``requests`` and ``urllib3``, and OSError for a local file.
         """
-        path = local_path(url)
-        if path is not None:
+        if path := local_path(url):
             with path.open("rb") as file:
                 file.seek(start)
                 while block := file.read(_BLOCK):
                     yield start, block
                     start += len(block)
             return
-        headers = {"Range": f"bytes={start}-"} if start else {}
-        with self.get(url, about, headers=headers) as response:
+        with self.get(url, start=start) as response:
             response.raise_for_status()
             if _is_page(response):
                 raise requests.RequestException("it sends a web page")
@@ -246,8 +251,7 @@ def _is_page(response: requests.Response) -> bool:
     return response.headers.get("Content-Type", "").startswith("text/html")
 
 
-def length(response: requests.Response) -> int | None:
-    """Return the number of bytes that the server announces."""
+def _length(response: requests.Response) -> int | None:
     text = response.headers.get("Content-Length", "")
     return int(text) if text.isdigit() else None
 

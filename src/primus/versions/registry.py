@@ -1,84 +1,75 @@
 """Images of a registry: the layers of a digest, and their bytes.
 
-skopeo accesses the registry with this host's mirrors (containers-registries.conf), certificates and logins.
+skopeo accesses the registry with this host's mirrors (containers-registries.conf), certificates and logins. It compares
+every manifest with its digest.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import re
 import shutil
-import subprocess
 import tarfile
+import tempfile
 import time
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError, InputError
 from primus.versions.lock import LockedFile
-from primus.versions.traffic import requesting
+from primus.versions.traffic import run_tool
 
-_GZIP = {
-    "application/vnd.oci.image.layer.v1.tar+gzip",
-    "application/vnd.docker.image.rootfs.diff.tar.gzip",
-}
 _STATUS = "var/lib/dpkg/status"
 
 
-def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
-    """Return the layers of ``image`` (``name@sha256:…``), lowest first.
+def resolve_image(base: str, image: str, architecture: str) -> tuple[tuple[LockedFile, ...], str]:
+    """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it, which lists its
+    packages; an empty one if it has no dpkg.
 
     Raises InputError for an image of another platform or with unsupported layers, HostError if the registry does
     not answer or sends other bytes.
     """
-    try:
-        return _layers(base, image, architecture)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        hint = f"name another image for base {base}"
-        raise InputError(f"{image} has a damaged manifest: {error!r}"[:300], hint=hint, about=image) from None
+    # A copy may take long, but a registry that does not answer is named within seconds.
+    skopeo("inspect", "--command-timeout", "15s", "--raw", f"docker://{image}")
+    with tempfile.TemporaryDirectory(prefix="primus-image-") as name:
+        folder = Path(name)
+        try:
+            copy_image(image, architecture, folder)
+        except HostError as error:
+            if "no image found" not in error.message:
+                raise
+            raise InputError(
+                f"{image} has no image for linux/{architecture}", hint=f"choose another for base {base}", about=image
+            ) from None
+        layers = _layers(base, image, json.loads((folder / "manifest.json").read_bytes()))
+        return layers, _dpkg_status(image, layers, folder)
 
 
-def _layers(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
+def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedFile, ...]:
     name, _, digest = image.partition("@")
-    manifest = _manifest(name, digest)
-    if "manifests" in manifest:
-        platform = {"os": "linux", "architecture": architecture}
-        fits = [m for m in manifest["manifests"] if platform.items() <= m.get("platform", {}).items()]
-        if not fits:
-            raise InputError(
-                f"{image} has no image for linux/{architecture}", hint=f"choose another for base {base}", about=name
-            )
-        manifest = _manifest(name, str(fits[0]["digest"]))
-    if not manifest.get("layers"):
-        kind = manifest.get("mediaType") or f"schema {manifest.get('schemaVersion', 'unknown')}"
-        raise InputError(
-            f"{image} is not an image with layers, but {kind}",
-            hint=f"name the digest of an OCI or Docker schema 2 image for base {base}",
-            about=name,
-        )
+    types = [str(layer.get("mediaType")) for layer in manifest.get("layers", ())]
+    if not types:
+        hint = f"name the digest of an OCI or Docker schema 2 image for base {base}"
+        raise InputError(f"{image} is not an image with layers", hint=hint, about=name)
+    if other := next((kind for kind in types if not kind.endswith(("tar+gzip", "diff.tar.gzip"))), None):
+        raise InputError(f"{image} has a layer of type {other}", hint="only gzip layers are supported", about=name)
     short = name.rpartition("/")[2].partition(":")[0]
-    layers = []
-    for number, layer in enumerate(manifest.get("layers", ()), 1):
-        if layer["mediaType"] not in _GZIP:
-            raise InputError(
-                f"{image} has a layer of type {layer['mediaType']}", hint="only gzip layers are supported", about=name
-            )
-        sha256 = str(layer["digest"]).removeprefix("sha256:")
-        layers.append(
-            LockedFile(
-                kind="layer",
-                name=f"{short}-{number:02}",
-                version=digest,
-                file=f"{sha256}.tar.gz",
-                size=int(layer["size"]),
-                sha256=sha256,
-                base=base,
-            )
+    digests = [str(layer["digest"]).removeprefix("sha256:") for layer in manifest["layers"]]
+    return tuple(
+        LockedFile(
+            kind="layer",
+            name=f"{short}-{number:02}",
+            version=digest,
+            file=f"{sha256}.tar.gz",
+            size=int(layer["size"]),
+            sha256=sha256,
+            base=base,
         )
-    return tuple(layers)
+        for number, (sha256, layer) in enumerate(zip(digests, manifest["layers"], strict=True), 1)
+    )
 
 
 def copy_image(image: str, architecture: str, folder: Path) -> None:
@@ -87,12 +78,7 @@ def copy_image(image: str, architecture: str, folder: Path) -> None:
     skopeo("copy", "--quiet", *platform, f"docker://{image}", f"dir:{folder}")
 
 
-def dpkg_status(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
-    """Return dpkg's status in the image, which lists its packages. Empty for an image without dpkg.
-
-    Raises InputError for a layer that is not a gzip-compressed tar archive.
-    """
-    copy_image(image, architecture, folder)
+def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
     status = ""
     for layer in layers:
         try:
@@ -110,21 +96,6 @@ def dpkg_status(image: str, architecture: str, layers: tuple[LockedFile, ...], f
     return status
 
 
-def _manifest(name: str, digest: str) -> dict[str, Any]:
-    data = skopeo("inspect", "--command-timeout", "15s", "--raw", f"docker://{name}@{digest}")
-    if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
-        raise HostError(
-            f"the registry of {name} sent different bytes for {digest}", hint="do not trust that registry", about=name
-        )
-    try:
-        manifest = json.loads(data)
-    except ValueError:
-        manifest = None
-    if not isinstance(manifest, dict):
-        raise InputError(f"{name}@{digest} is not a manifest", hint="correct `image` in versions.yaml", about=name)
-    return manifest
-
-
 def skopeo(command: str, *words: str) -> bytes:
     """Return the output of ``skopeo COMMAND WORDS``. Raises HostError with skopeo's own words for a failure."""
     if shutil.which("skopeo") is None:
@@ -132,13 +103,10 @@ def skopeo(command: str, *words: str) -> bytes:
     address = next(word for word in words if word.startswith("docker://"))
     image = address.removeprefix("docker://").partition("@")[0]
     for pause in (0.5, 2.0, None):
-        with requesting("skopeo", address, image, command) as request:
-            # Only the debug log tells that skopeo waits because of a rate limit.
-            run = ["skopeo", "--debug", command, "--retry-times", "2", *words]
-            done = subprocess.run(run, capture_output=True, check=False, stdin=subprocess.DEVNULL)
-            if done.returncode == 0:
-                request.answer(None, size=len(done.stdout))
-                return done.stdout
+        # Only the debug log tells that skopeo waits because of a rate limit.
+        done = run_tool(["skopeo", "--debug", command, "--retry-times", "2", *words], address, command)
+        if done.returncode == 0:
+            return bytes(done.stdout)
         reason = _reason(done.stderr.decode("utf-8", "replace"))
         # skopeo itself does not try these again.
         if pause is None or not re.search(r"status(?: code)?:? 5\d\d|\bEOF\b|connection reset", reason):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 from primus.errors import InputError
 from primus.progress import Progress
 from primus.versions.debs import resolve_debs
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
-from primus.versions.registry import dpkg_status, resolve_image
+from primus.versions.registry import resolve_image
 from primus.versions.repository import resolve_commit
-from primus.versions.traffic import listening
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
 Stale = frozenset[str]
@@ -84,38 +81,37 @@ def resolve(
     fulfilled, HostError if a source is not available.
     """
     shared = {} if shared is None else shared
-    with listening(progress.say):
-        parts = stale(request, previous, refresh, gone)
-        keep: dict[str, str] = {}
-        if previous is not None and not refresh:
-            keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
-        ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
-            "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
-            "sdists": lambda: resolve_sdists(request, progress=progress),
-            "gits": lambda: _commits(request.gits, shared),
-            "bases": lambda: _bases(request, parts, shared, progress),
-        }
-        work = [way for part, way in ways.items() if part in (*parts, "bases")]
-        files = previous.files if previous is not None else ()
-        here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
-        unchanged = [f for f in files if _part(f) in here - parts]
-        with ThreadPoolExecutor(max(1, len(work))) as pool:
-            futures = [pool.submit(way) for way in work]
-            resolved = [file for future in futures for file in future.result()]
-        for name, base in request.bases.items():
-            if base.over and f"base {name}" in parts:
-                resolved = _without(name, base.over, resolved)
-        image = {f.name: f.version for f in (*unchanged, *resolved) if f.kind == "wheel"}
-        for name in request.builds:
-            before = previous.of("wheel", name) if previous is not None else ()
-            if f"build {name}" in parts:
-                held = {} if refresh else {f.name: f.version for f in before if f not in gone}
-                wheels = request.builds[name]
-                resolved += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
-            else:
-                unchanged += before
-        answer = sorted([*unchanged, *resolved], key=lambda f: (f.kind, f.base or "", f.name))
-        return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
+    parts = stale(request, previous, refresh, gone)
+    keep: dict[str, str] = {}
+    if previous is not None and not refresh:
+        keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
+    ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
+        "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
+        "sdists": lambda: resolve_sdists(request, progress=progress),
+        "gits": lambda: _commits(request.gits, shared),
+        "bases": lambda: _bases(request, parts, shared, progress),
+    }
+    work = [way for part, way in ways.items() if part in (*parts, "bases")]
+    files = previous.files if previous is not None else ()
+    here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
+    unchanged = [f for f in files if _part(f) in here - parts]
+    with ThreadPoolExecutor(max(1, len(work))) as pool:
+        futures = [pool.submit(way) for way in work]
+        resolved = [file for future in futures for file in future.result()]
+    for name, base in request.bases.items():
+        if base.over and f"base {name}" in parts:
+            resolved = _without(name, base.over, resolved)
+    image = {f.name: f.version for f in (*unchanged, *resolved) if f.kind == "wheel"}
+    for name in request.builds:
+        before = previous.of("wheel", name) if previous is not None else ()
+        if f"build {name}" in parts:
+            held = {} if refresh else {f.name: f.version for f in before if f not in gone}
+            wheels = request.builds[name]
+            resolved += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
+        else:
+            unchanged += before
+    answer = sorted([*unchanged, *resolved], key=lambda f: (f.kind, f.base or "", f.name))
+    return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
 
 
 def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedFile]:
@@ -156,9 +152,7 @@ def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -
     assumed = _FOR_SCRIPTS if base.over else ""
     if base.image is None:
         return resolve_debs(name, base, architecture, progress=progress, status=assumed)
-    layers = resolve_image(name, base.image, architecture)
+    layers, status = resolve_image(name, base.image, architecture)
     if not base.packages:
         return layers
-    with tempfile.TemporaryDirectory(prefix="primus-image-") as folder:
-        status = dpkg_status(base.image, architecture, layers, Path(folder))
     return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status + assumed))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -26,7 +26,7 @@ from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.indexes import Indexes
 from primus.versions.lock import GLIBC, MACHINES, BaseRequest, LockedFile, Request
-from primus.versions.traffic import bare_url, requesting
+from primus.versions.traffic import bare_url, run_tool
 
 # The newest glibc 2 that uv knows.
 _NEWEST_GLIBC = 40
@@ -118,18 +118,29 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
 def _sdist(name: str, version: str, request: Request, indexes: Indexes) -> Candidate:
     places: dict[str | None, Indexes] = {None: indexes}
     if name in request.indexed:
-        places = {index: indexes.only(url) for index, url in request.indexes.items()}
-    absent = NoSolutionError()
+        places = _own(request, indexes)
+    found = _first(places, name, version, request, "--no-binary")
+    if found is None:
+        absent = NoSolutionError(f"there is no source archive of {name}=={version}")
+        raise unsolvable(absent, [url for place in places.values() for url in place.shown])
+    package, index = found
+    (sdist,) = _candidates({**package, "wheels": []})
+    return replace(sdist, version=version, index=index)
+
+
+def _own(request: Request, indexes: Indexes) -> dict[str | None, Indexes]:
+    return {name: indexes.only(url) for name, url in request.indexes.items()}
+
+
+def _first(
+    places: Mapping[str | None, Indexes], name: str, version: str, request: Request, without: str
+) -> tuple[dict[str, Any], str | None] | None:
+    """Return the package from the first of ``places`` that has it, and the name of that place."""
     for index, place in places.items():
-        uv = _Uv(place, _platform(request), names=request.indexes)
-        try:
-            (package,) = uv.find([(name, version)], "--no-binary", ":all:")
-        except NoSolutionError as error:
-            absent = error
-            continue
-        (sdist,) = _candidates({**package, "wheels": []})
-        return replace(sdist, version=version, index=index)
-    raise unsolvable(absent, [url for place in places.values() for url in place.shown])
+        with contextlib.suppress(NoSolutionError):
+            (package,) = _Uv(place, _platform(request), names=request.indexes).find([(name, version)], without, ":all:")
+            return package, index
+    return None
 
 
 def locate(
@@ -143,29 +154,23 @@ def locate(
     platforms = [["--universal", "--python-version", python] for python in sorted(pythons)] or [["--universal"]]
     missing = {file.file: file for file in files}
     failures: list[HostError] = []
-
-    def ask(place: Indexes, pins: Sequence[tuple[str, str]]) -> Iterator[Candidate]:
-        for platform in platforms:
+    # uv takes a version from the first index that has it, and nothing if one version is nowhere.
+    for place in dict.fromkeys((indexes, *indexes.places)):
+        groups = [[*missing.values()], *([file] for file in missing.values())]
+        for group, platform in itertools.product(groups, platforms):
+            pins = [(file.name, file.version) for file in group if file.file in missing]
             packages: list[dict[str, Any]] = []
-            with contextlib.suppress(NoSolutionError):
-                packages = _Uv(place, platform, names=names).find(pins)
+            try:
+                packages = _Uv(place, platform, names=names).find(pins) if pins else []
+            except NoSolutionError:
+                continue
+            except HostError as error:
+                failures.append(error)
+                break
             for candidate in (file for package in packages for file in _candidates(package) if file.file in missing):
                 if candidate.sha256 == missing[candidate.file].sha256:
                     del missing[candidate.file]
                 yield candidate
-
-    try:
-        yield from ask(indexes, [(file.name, file.version) for file in files])
-    except HostError as error:
-        failures.append(error)
-    # uv takes a version from the first index that has it, and nothing if one version is nowhere.
-    places = indexes.places
-    for place in places if len(places) > 1 or not failures else ():
-        try:
-            for file in tuple(missing.values()):
-                yield from ask(place, [(file.name, file.version)])
-        except HostError as error:
-            failures.append(error)
     if missing and failures:
         raise failures[0]
 
@@ -225,23 +230,16 @@ class _Uv:
         command += ["--no-header", "--quiet", "--refresh", *self.platform, *words]
         if "--format" not in words:
             command += ["--format", "pylock.toml"]
-        with requesting("uv", " ".join(self.indexes.shown), re.split("[=<>!~ ]", requirements[0])[0], "compile"):
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                env=indexes.uv_environment(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode == 0:
-                return done.stdout
-            error = failure(done.stderr, self.names)
-            if isinstance(error, NoSolutionError):
-                # uv takes an index that wants a login for one without the package.
-                indexes.require_login(re.split("[=<>!~ ]", requirements[0])[0])
-            raise error
+        package = re.split("[=<>!~ ]", requirements[0])[0]
+        where = " ".join(self.indexes.shown)
+        done = run_tool(command, where, f"compile {package} on", cwd=folder, env=indexes.uv_environment(), text=True)
+        if done.returncode == 0:
+            return str(done.stdout)
+        error = failure(done.stderr, self.names)
+        if isinstance(error, NoSolutionError):
+            # uv takes an index that wants a login, or sends a form for one, for an index without the package.
+            indexes.require_files(package)
+        raise error
 
     def _provide(self, folder: Path) -> list[str]:
         """Write an empty wheel of each package that the base has or that is built here. Returns their pins.
@@ -350,11 +348,8 @@ def _placed(candidate: Candidate, origin: str, request: Request, indexes: Indexe
     names = {bare_url(url).rstrip("/"): name for name, url in reversed([*request.indexes.items()])}
     if (index := names.get(bare_url(origin).rstrip("/"))) or candidate.name not in request.indexed:
         return replace(candidate, index=index)
-    for name, url in request.indexes.items():
-        uv = _Uv(indexes.only(url), _platform(request))
-        with contextlib.suppress(NoSolutionError):
-            (package,) = uv.find([(candidate.name, candidate.version)], "--only-binary", ":all:")
-            return replace(_best(package, _tags(request), request), index=name)
+    if found := _first(_own(request, indexes), candidate.name, candidate.version, request, "--only-binary"):
+        return replace(_best(found[0], _tags(request), request), index=found[1])
     raise InputError(
         f"{candidate.name} {candidate.version} is pinned to channel {request.channel}, but none of its indexes has "
         f"{candidate.file}",

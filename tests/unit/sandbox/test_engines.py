@@ -13,7 +13,7 @@ import pytest
 
 from primus import programs
 from primus.cli.host import run as run_verb
-from primus.engine.isolated import log_tail
+from primus.engine.workshop import log_tail
 from primus.errors import HostError, InputError
 from primus.sandbox import engines, images
 from primus.sandbox.container import Command, Devices, LayerRef, Mount, RootFs, check_mounts, final_argv

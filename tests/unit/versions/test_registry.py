@@ -13,8 +13,9 @@ import pytest
 
 from primus.errors import HostError, InputError
 from primus.versions.lock import LockedFile
-from primus.versions.registry import dpkg_status, resolve_image
+from primus.versions.registry import resolve_image
 
+OCI = "application/vnd.oci.image.layer.v1.tar"
 IMAGE = "r.example/image@sha256:" + "0" * 64
 
 
@@ -29,11 +30,16 @@ def skopeo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def status_of(folder: Path, layer: bytes) -> str:
-    """dpkg's status in an image with one layer, which skopeo has copied."""
-    file = LockedFile(kind="layer", name="x-01", version="", file="x.tar.gz", size=len(layer), sha256="1" * 64)
-    (folder / file.sha256).write_bytes(layer)
-    return dpkg_status(IMAGE, "amd64", (file,), folder)
+def resolved(script: Path, layer: bytes = b"", **fields: object) -> tuple[tuple[LockedFile, ...], str]:
+    """The image that skopeo copies, with one layer; ``fields`` are of its manifest."""
+    files = script.parent / "files"
+    files.mkdir()
+    sha256 = hashlib.sha256(layer).hexdigest()
+    row = {"mediaType": f"{OCI}+gzip", "digest": f"sha256:{sha256}", "size": len(layer)}
+    (files / sha256).write_bytes(layer)
+    (files / "manifest.json").write_text(json.dumps({"layers": [row], **fields}))
+    script.write_text(f'#!/bin/sh\nfor last in "$@"; do :; done\ncp {files}/* "${{last#dir:}}" 2>/dev/null || true\n')
+    return resolve_image("based", IMAGE, "amd64")
 
 
 def tar(text: bytes = b"Package: x\n", **fields: object) -> bytes:
@@ -47,12 +53,18 @@ def tar(text: bytes = b"Package: x\n", **fields: object) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.usefixtures("skopeo")
-def test_the_packages_of_an_image_are_read(tmp_path: Path) -> None:
-    assert status_of(tmp_path, gzip.compress(tar())) == "Package: x\n"
+def test_layers_and_packages_of_an_image_are_read(skopeo: Path) -> None:
+    layer = gzip.compress(tar())
+    ((file,), status) = resolved(skopeo, layer)
+    assert (file.kind, file.name, file.sha256, file.size) == (
+        "layer",
+        "image-01",
+        hashlib.sha256(layer).hexdigest(),
+        len(layer),
+    )
+    assert status == "Package: x\n"
 
 
-@pytest.mark.usefixtures("skopeo")
 @pytest.mark.parametrize(
     "layer",
     [
@@ -65,54 +77,19 @@ def test_the_packages_of_an_image_are_read(tmp_path: Path) -> None:
     ],
     ids=["no gzip", "no tar", "short", "damaged", "sparse", "chain"],
 )
-def test_a_layer_that_is_no_archive_is_named(tmp_path: Path, layer: bytes) -> None:
-    with pytest.raises(InputError, match=f"layer sha256:{'1' * 64} of r.example/image@.* is not a gzip-compressed tar"):
-        status_of(tmp_path, layer)
+def test_a_layer_that_is_no_archive_is_named(skopeo: Path, layer: bytes) -> None:
+    with pytest.raises(InputError, match=r"layer sha256:\w{64} of r\.example/image@.* is not a gzip-compressed tar"):
+        resolved(skopeo, layer)
 
 
-OCI = "application/vnd.oci.image.layer.v1.tar"
+def test_an_image_without_usable_layers_is_a_sentence(skopeo: Path) -> None:
+    with pytest.raises(InputError, match="has a layer of type"):
+        resolved(skopeo, layers=[{"mediaType": f"{OCI}+zstd"}])
 
 
-def layers_of(script: Path, manifest: object) -> tuple[LockedFile, ...]:
-    """The layers of an image with this manifest."""
-    data = json.dumps(manifest).encode()
-    (script.parent / "manifest").write_bytes(data)
-    script.write_text(f"#!/bin/sh\ncat {script.parent}/manifest\n")
-    return resolve_image("based", f"r.example/image@sha256:{hashlib.sha256(data).hexdigest()}", "amd64")
-
-
-def test_the_layers_of_a_manifest_are_locked_lowest_first(skopeo: Path) -> None:
-    rows = [{"mediaType": f"{OCI}+gzip", "digest": f"sha256:{n * 64}", "size": 7} for n in "12"]
-    files = layers_of(skopeo, {"layers": rows})
-    assert [(f.kind, f.name, f.sha256[0], f.size, f.base) for f in files] == [
-        ("layer", "image-01", "1", 7, "based"),
-        ("layer", "image-02", "2", 7, "based"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("manifest", "message"),
-    [
-        ({"layers": [{}]}, "damaged manifest"),
-        ({"layers": ["a"]}, "damaged manifest"),
-        ({"manifests": [{"platform": 3}]}, "damaged manifest"),
-        ({"layers": [{"mediaType": f"{OCI}+gzip", "digest": "sha256:0", "size": "x"}]}, "damaged manifest"),
-        ({"manifests": [{"platform": {"os": "linux", "architecture": "amd64"}}]}, "damaged manifest"),
-        ({"manifests": [{"platform": {"os": "linux", "architecture": "arm64"}}]}, "has no image for linux/amd64"),
-        ({"layers": [{"mediaType": f"{OCI}+zstd"}]}, "has a layer of type"),
-        ({"schemaVersion": 1, "fsLayers": []}, "is not an image with layers, but schema 1"),
-        ([], "is not a manifest"),
-    ],
-)
-def test_a_manifest_without_usable_layers_is_a_sentence(skopeo: Path, manifest: object, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        layers_of(skopeo, manifest)
-
-
-def test_other_bytes_than_the_digest_are_refused(skopeo: Path) -> None:
-    skopeo.write_text("#!/bin/sh\necho '{}'\n")
-    with pytest.raises(HostError, match="sent different bytes"):
-        resolve_image("based", IMAGE, "amd64")
+def test_an_old_manifest_is_a_sentence(skopeo: Path) -> None:
+    with pytest.raises(InputError, match="is not an image with layers"):
+        resolved(skopeo, layers=[], fsLayers=[])
 
 
 @pytest.mark.parametrize(
@@ -125,6 +102,7 @@ def test_other_bytes_than_the_digest_are_refused(skopeo: Path) -> None:
         ),
         ('level=fatal msg="unauthorized: authentication required"', "unauthorized", "skopeo login r.example"),
         ('level=debug msg="Too many requests: sleeping"', "its rate limit is reached", "skopeo login r.example"),
+        ('level=fatal msg="Manifest does not match provided manifest digest sha256:0"', "Manifest does not", "mirror"),
         ("", "skopeo failed", "mirror"),
     ],
 )

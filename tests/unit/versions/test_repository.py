@@ -13,7 +13,6 @@ from primus.errors import HostError, InputError
 from primus.versions import repository
 from primus.versions.lock import Commit
 from primus.versions.repository import archive_commit, resolve_commit
-from primus.versions.traffic import listening
 
 MODULES = '[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../part\n'
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n"
@@ -29,7 +28,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "setup.py": "pass\n",
         ".gitmodules": MODULES,
         "weights.bin": POINTER,
-        ".gitattributes": "* export-ignore\n",
+        ".gitattributes": "* export-ignore\nsetup.py text eol=crlf\n",
     }
     commit(tmp_path / "main", files, part)
     commit(tmp_path / "main", {"later.txt": "later\n"}, part)
@@ -42,23 +41,23 @@ def parent(url: str) -> str:
 
 @pytest.mark.parametrize("protocol", [0, 2])
 def test_the_archive_has_every_file_of_the_commit_and_its_submodules(
-    main: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
+    main: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With git's protocol 0, a server sends only what its branches point to."""
     variables = {"COUNT": "1", "KEY_0": "protocol.version", "VALUE_0": str(protocol)}
     for name, value in variables.items():
         monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
-    lines: list[str] = []
-    with listening(lines.append) as rows:
-        archive_commit(main, parent(main), tmp_path / "a.tar")
+    archive_commit(main, parent(main), tmp_path / "a.tar")
     with tarfile.open(tmp_path / "a.tar") as archive:
         names = archive.getnames()
         assert {member.mtime for member in archive} == {315532800}
+        setup = archive.extractfile("source/setup.py")
+        assert setup is not None
+        assert setup.read() == b"pass\n"
     files = (".gitattributes", ".gitmodules", "3rdparty/part/inside.txt", "setup.py", "weights.bin")
     assert names == [f"source/{name}" for name in files]
-    assert any("does not send single commits" in line for line in lines) == (protocol == 0)
-    assert any("stores weights.bin in Git LFS" in line for line in lines)
-    assert {row.tool for row in rows} == {"git"}
+    assert any("does not send single commits" in line for line in caplog.messages) == (protocol == 0)
+    assert any("stores weights.bin in Git LFS" in line for line in caplog.messages)
 
 
 def test_the_archive_of_a_commit_always_has_the_same_bytes(main: str) -> None:

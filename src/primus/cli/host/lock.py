@@ -11,31 +11,28 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import logging
 import platform
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus import __version__
 from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
 from primus.errors import InputError, PrimusError
-from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve_all
 from primus.progress import choose_progress
 from primus.terminal import counted
-from primus.versions import traffic
 from primus.versions.lock import Drift, Lock, Request, normalised
+from primus.versions.traffic import LOG
 
 if TYPE_CHECKING:
     from primus.versions.relock import Shared
 
 EXAMPLE = "primus lock cpu --check"
-# Of the report.
-FORMAT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +74,8 @@ def run(args: argparse.Namespace) -> int:
                 "--check contacts no source, so there is nothing to report", hint="leave out --check or --report"
             )
         return _check(targets, args.json)
-    if not args.report:
+    with _reported(args.report):
         return _lock(targets, args)
-    words = ["lock", *names, *(["--channel", args.channel] if args.channel else ()), *(["--refresh"] * args.refresh)]
-    report = Report(args.report, " ".join(("primus", *words)))
-    with report.written():
-        return _lock(targets, args, report)
 
 
 def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
@@ -105,22 +98,21 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
     return 1 if stale else 0
 
 
-def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace, report: Report | None = None) -> int:
+def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
     outcome: list[dict[str, Any]] = []
     shared: Shared = {}
     with choose_progress(args.json) as progress:
         for resolved in targets:
             name = resolved.lock_name
-            with report.of(resolved) if report else nullcontext():
-                files = resolved.lock.files if resolved.lock else ()
-                lock = lock_target(
-                    resolved,
-                    progress,
-                    refresh=args.refresh,
-                    gone=[file for file in files if file.name in args.refresh_package],
-                    shared=shared,
-                    write=not args.dry_run,
-                ).lock
+            files = resolved.lock.files if resolved.lock else ()
+            lock = lock_target(
+                resolved,
+                progress,
+                refresh=args.refresh,
+                gone=[file for file in files if file.name in args.refresh_package],
+                shared=shared,
+                write=not args.dry_run,
+            ).lock
             assert lock is not None
             changes = compare(resolved.lock, lock)
             outcome.append({"lock": name, "files": len(lock.distinct), "changes": [asdict(c) for c in changes]})
@@ -188,63 +180,33 @@ def _all_new(request: Request) -> tuple[Drift, ...]:
     return tuple(Drift(pin=pin, locked=None, wanted=text) for pin, text in request.flat().items())
 
 
-@dataclass
-class Report:
-    """Collects requests and messages, target by target; :meth:`write` writes the file."""
-
-    path: Path
-    command: str
-    outcome: str = "interrupted"
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def of(self, resolved: ResolvedTarget) -> Iterator[None]:
-        """Record the requests made for one target while the context is open."""
-        with traffic.listening(self.messages.append) as requests:
-            try:
-                yield
-            finally:
-                for request in tuple(requests):
-                    component, place = resolved.pin_of(request.about)
-                    self.rows.append({"target": resolved.name, "pin": component, "where": place, **request.row()})
-
-    @contextmanager
-    def written(self) -> Iterator[None]:
-        """Write the file when the context ends, also after an error. Raises InputError if it cannot be written."""
-        self.write()
-        try:
-            yield
-            self.outcome = "locked"
-        except PrimusError as error:
-            self.outcome = f"failed: {error}"
-            raise
-        finally:
-            self.write()
-
-    def write(self) -> None:
-        """Write the report so far, without logins in URLs. Raises InputError if the file cannot be written."""
-        document = {
-            "format": FORMAT,
-            "command": self.command,
-            "outcome": self.outcome,
-            "host": {"system": platform.platform(), "python": platform.python_version(), "primus": __version__}
-            | {name: _version(name) for name in ("pip", "uv", "requests", "urllib3")},
-            "asked": self.rows,
-            "said": self.messages,
-        }
-        text = json.dumps(document, ensure_ascii=False, indent=1) + "\n"
-        try:
-            write_file(self.path, re.sub(r"(://)[^/@\s\"]+@", r"\1", text))
-        except OSError as error:
-            raise InputError(
-                f"the report cannot be written to {self.path}: {error.strerror}",
-                hint="name another file: --report FILE",
-            ) from None
-
-
-def _version(name: str) -> str:
+@contextmanager
+def _reported(path: Path | None) -> Iterator[None]:
+    """Write every run of a tool and every request to ``path``, and how the command ended."""
+    if path is None:
+        yield
+        return
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        report = logging.FileHandler(path, mode="w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"the report cannot be written to {path}: {error.strerror}", hint="name another file: --report FILE"
+        ) from None
+    report.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handlers = [report, *([logging.lastResort] if logging.lastResort else [])]
+    for handler in handlers:
+        LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("pip", "uv", "requests", "urllib3"))
+    LOG.info("primus %s, %s", __version__, ", ".join([platform.platform(), platform.python_version(), *versions]))
+    try:
+        yield
+        LOG.info("locked")
+    except PrimusError as error:
+        LOG.info("failed: %s", error)
+        raise
+    finally:
+        for handler in handlers:
+            LOG.removeHandler(handler)
+        LOG.setLevel(logging.NOTSET)
+        report.close()

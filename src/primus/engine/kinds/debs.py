@@ -25,9 +25,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, cast
 
-from primus.engine.isolated import log_tail
 from primus.engine.kinds.kernels import unlisted
-from primus.engine.workshop import Workshop, disk_is_full
+from primus.engine.workshop import Workshop, disk_is_full, log_tail
 from primus.errors import CheckFailed, HostError
 from primus.oci.contents import KINDS, members
 from primus.oci.store import Layer, storage_error

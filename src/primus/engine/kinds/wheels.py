@@ -1,26 +1,53 @@
 """``wheels`` and ``build``: a layer from locked and built wheels, with the bytecode of their modules; and a wheel that
 the sandbox builds from source, for a ``wheels`` action to use.
+
+A wheel's files are read from the archive (PEP 427) and laid out as pip would install them. Scripts get the interpreter
+of the image's environment, and ``entry_points.txt`` becomes console scripts. ``INSTALLER`` and ``RECORD`` let pip in
+the image list and remove the package.
 """
 
 from __future__ import annotations
 
+import base64
+import configparser
+import csv
 import functools
 import hashlib
+import io
 import json
 import os
+import re
+import stat
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
-from primus.engine.wheel import wheel_entries
 from primus.engine.workshop import Wheel, Workshop, own_code
-from primus.errors import CheckFailed
+from primus.errors import CheckFailed, InputError
+from primus.files import path_fault
+from primus.oci.contents import require_sane
 from primus.oci.store import Layer
 from primus.oci.tar import Entry, open_part
 from primus.plan.action import Action
 from primus.plan.compile_bytecode import is_compiled
 from primus.plan.skeleton import BYTECODE, ORDER, Prefix
 from primus.schema import read_json
+from primus.versions.lock import normalised
+
+_UNIX = 3
+_MOST_TEXT = 64 << 20
+_ENCRYPTED = 1
+_OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_SCRIPT = """#!{python}
+import sys
+from {module} import {top}
+if __name__ == "__main__":
+    sys.argv[0] = sys.argv[0].removesuffix(".exe")
+    sys.exit({call}())
+"""
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
@@ -121,3 +148,175 @@ def _environment(job_bytes: int) -> dict[str, str]:
         "PIP_ROOT_USER_ACTION": "ignore",
         "PYTHONPATH": "/in/order",
     }
+
+
+def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str] = ()) -> Iterator[Entry]:
+    """Yield the wheel's files as entries, whose bytes are still in the archive. ``file_name`` is the wheel's
+    original name.
+
+    Folders in ``without`` are left out, also of ``RECORD``.
+
+    Raises InputError if the archive is not a wheel or contains paths that an image may not contain, CheckFailed if
+    a folder in ``without`` does not exist.
+    """
+    try:
+        yield from _entries(path, file_name, prefix, without)
+    except InputError as error:
+        raise InputError(f"the wheel {file_name} cannot be used: {error.message}", hint="pin another wheel") from None
+    # zipfile, csv and configparser raise all of these for archives and texts that are damaged on purpose. KeyError's
+    # text is the missing file in quotes.
+    except (
+        zipfile.BadZipFile, configparser.Error, csv.Error, zlib.error, struct.error, KeyError, ValueError, EOFError,
+        OverflowError, RuntimeError,
+    ) as error:  # fmt: skip
+        raise InputError(f"the wheel {file_name} cannot be used: {error}", hint="pin another wheel") from None
+
+
+def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str]) -> Iterator[Entry]:
+    archive = zipfile.ZipFile(path)
+    every = _members(archive, path.stat().st_size)
+    infos = [i for i in every if not i.filename.startswith(tuple(f"{folder}/" for folder in without))]
+    dists = [i.filename.split("/")[0] for i in infos if re.fullmatch(r"[^/]+\.dist-info/WHEEL", i.filename)]
+    if len(dists) != 1:
+        raise InputError(f"it has {len(dists) or 'no'} dist-info/WHEEL files, but a wheel has one")
+    (dist,) = dists
+    for folder in without:
+        if not any(i.filename.startswith(f"{folder}/") for i in every):
+            raise CheckFailed(f"{file_name} has no folder {folder} to leave out", hint="correct `without` of its pin")
+    placed: dict[str, zipfile.ZipInfo] = {}
+    for info in infos:
+        if (place := _place(info.filename, dist, prefix)) in placed:
+            raise InputError(f"two of its files would be installed as /{place}")
+        placed[place] = info
+    written = dict(_scripts(archive, dist, prefix))
+    written[f"{prefix.site}/{dist}/INSTALLER"] = b"primus\n"
+    record = f"{prefix.site}/{dist}/RECORD"
+    for name, info in placed.items():
+        if name == record or name in written:
+            continue
+        script = name.startswith(f"{prefix.root}/bin/") and ".data/scripts/" in info.filename
+        if script and (text := _text(archive, info.filename)).startswith(b"#!python"):
+            written[name] = f"#!{prefix.interpreter}\n".encode() + text.partition(b"\n")[2]
+            continue
+        runs = script or (info.external_attr >> 16) & 0o111
+        yield Entry(
+            path=name,
+            mode=0o755 if runs else 0o644,
+            size=info.file_size,
+            source=cast("Callable[[], IO[bytes]]", functools.partial(_Member, archive, info, file_name)),
+        )
+    for name, data in written.items():
+        mode = 0o755 if name.startswith(f"{prefix.root}/bin/") else 0o644
+        yield Entry(path=name, mode=mode, size=len(data), source=data)
+    rows = _record(archive, dist, placed, written, prefix)
+    yield Entry(path=record, size=len(rows), source=rows)
+
+
+def _members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
+    """Return the archive's files. Raises InputError for entries that an image may not contain, ValueError for a
+    decompression bomb.
+    """
+    files = [i for i in archive.infolist() if not i.is_dir()]
+    for info in files:
+        # zipfile has already converted Windows paths.
+        if fault := path_fault(info.filename) or path_fault(info.orig_filename):
+            raise InputError(f"the path {info.orig_filename[:200]!r} in it cannot be in an image: {fault}")
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        if info.create_system == _UNIX and kind not in (0, stat.S_IFREG):
+            raise InputError(f"{info.filename} is not a regular file")
+        if info.flag_bits & _ENCRYPTED:
+            raise InputError(f"{info.filename} in it is encrypted")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise InputError(
+                f"{info.filename} in it has compression method {info.compress_type}, but wheels are deflated"
+            )
+    names = [info.filename for info in files]
+    if len(set(names)) < len(names):
+        raise InputError(f"{next(name for name in names if names.count(name) > 1)} is contained twice")
+    require_sane(sum(info.file_size for info in files), size)
+    return files
+
+
+def _text(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Return a text file. Raises KeyError if it does not exist, ValueError if it is too large."""
+    if archive.getinfo(name).file_size > _MOST_TEXT:
+        raise ValueError(f"{name} is larger than {_MOST_TEXT >> 20} MiB")
+    return archive.read(name)
+
+
+def _place(name: str, dist: str, prefix: Prefix) -> str:
+    data = dist.removesuffix(".dist-info") + ".data/"
+    if not name.startswith(data):
+        return f"{prefix.site}/{name}"
+    scheme, _, rest = name[len(data) :].partition("/")
+    project = normalised(dist.partition("-")[0])
+    places = {
+        "purelib": f"{prefix.site}/{rest}",
+        "platlib": f"{prefix.site}/{rest}",
+        "scripts": f"{prefix.root}/bin/{rest}",
+        "headers": f"{prefix.root}/include/site/python{prefix.python}/{project}/{rest}",
+        "data": f"{prefix.root}/{rest}",
+    }
+    if scheme not in places or not rest:
+        raise InputError(f"{name} is outside the folders that the .data folder of a wheel may have")
+    return places[scheme]
+
+
+def _scripts(archive: zipfile.ZipFile, dist: str, prefix: Prefix) -> Iterator[tuple[str, bytes]]:
+    try:
+        text = _text(archive, f"{dist}/entry_points.txt").decode()
+    except KeyError:
+        return
+    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]  # names of commands keep their case
+    parser.read_string(text)
+    for section in ("console_scripts", "gui_scripts"):
+        for command, target in parser.items(section) if parser.has_section(section) else ():
+            module, _, call = target.partition("[")[0].strip().partition(":")
+            if not _OBJECT.fullmatch(module) or not _OBJECT.fullmatch(call) or "/" in command:
+                raise InputError(f"its entry point {command[:100]!r} is not NAME = MODULE:FUNCTION")
+            script = _SCRIPT.format(python=prefix.interpreter, module=module, top=call.split(".")[0], call=call)
+            yield f"{prefix.root}/bin/{command}", script.encode()
+
+
+def _record(
+    archive: zipfile.ZipFile, dist: str, placed: dict[str, zipfile.ZipInfo], written: dict[str, bytes], prefix: Prefix
+) -> bytes:
+    original = {row[0]: row for row in csv.reader(io.StringIO(_text(archive, f"{dist}/RECORD").decode())) if row}
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    up = "../" * (prefix.site.count("/") - prefix.root.count("/"))
+    rows: dict[str, list[str]] = {}
+    for path, info in placed.items():
+        rows[path] = original.get(info.filename, ["", "", ""])[1:3]
+    for path, data in written.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows[path] = [f"sha256={digest}", str(len(data))]
+    rows[f"{prefix.site}/{dist}/RECORD"] = ["", ""]
+    for path in sorted(rows):
+        site = path.startswith(prefix.site + "/")
+        shown = path[len(prefix.site) + 1 :] if site else up + path[len(prefix.root) + 1 :]
+        writer.writerow([shown, *rows[path]])
+    return out.getvalue().encode()
+
+
+class _Member:
+    """One file of the archive. Reading raises InputError that names the wheel if the bytes are damaged."""
+
+    def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, wheel: str) -> None:
+        self._archive, self._info, self._wheel = archive, info, wheel
+        self._file: IO[bytes] | None = None
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            self._file = self._file or self._archive.open(self._info)
+            return self._file.read(size)
+        except (zipfile.BadZipFile, zlib.error, EOFError, struct.error) as error:
+            raise InputError(
+                f"the wheel {self._wheel} cannot be used: {self._info.filename} in it is damaged: {error}",
+                hint="pin another wheel",
+            ) from None
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
+from primus.cli.verb import Verb
 from primus.errors import InputError
 from primus.yamlfile import read
 
@@ -48,12 +49,13 @@ def test_the_exit_code_tells_what_happened_when_no_message_can_be_written(verb: 
 
 
 # An interrupt while a module is imported, while a class is made (Python 3.11 wraps it), and a second one.
-@pytest.mark.parametrize("module", ["primus.cli.arguments", "primus.cli.image.list_recipes"])
+@pytest.mark.parametrize("module", ["primus.recipes.catalogue", "primus.cli.image.recipes"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_during_start_up_is_a_sentence(module: str, times: int) -> None:
     program = f"""
 import os, signal, sys
 from primus.cli.main import main
+from primus.cli.verb import Verb
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
@@ -111,7 +113,7 @@ def test_a_file_that_cannot_be_used_comes_with_advice(
     def refuse(_options: object) -> int:
         raise OSError(number, os.strerror(number), "/srv/store/tmp")
 
-    monkeypatch.setattr("primus.cli.image.list_recipes.run", refuse)
+    monkeypatch.setattr("primus.cli.image.recipes.list_recipes", Verb(refuse, (), ""))
     assert main(["list"]) == 3
     assert f"(/srv/store/tmp)\n  → {hint}" in capsys.readouterr().err
 

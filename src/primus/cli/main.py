@@ -11,56 +11,66 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from primus import __version__
+from primus.cli.verb import Verb
 from primus.errors import HostError, InputError, PrimusError, nearest
 
-# verb → (module, one line). Only the module of the requested verb is imported. An image contains none of `cli.host`.
+# verb → (its function, one line). Only the module of the requested verb is imported. An image contains none of
+# `cli.host`.
 VERBS = {
-    "plan": ("host.plan", "show what a build would do, layer by layer"),
-    "build": ("host.build", "build images; the last line is the manifest digest"),
-    "explain": ("host.explain", "show which inputs changed since the last build, old → new"),
-    "lock": ("host.lock", "resolve versions.yaml to exact files"),
-    "run": ("host.run", "run a command in an image"),
-    "launch": ("host.launch", "run a recipe on several machines with Slurm or Kubernetes"),
-    "load": ("host.load", "load an image into a Docker engine"),
-    "validate": ("host.validate", "train in the image and check the results"),
-    "check": ("host.check", "check the contents of an image: GPU code, versions, secrets, size"),
-    "verify": ("host.verify", "rebuild into an empty store, compare the digests and check"),
-    "publish": ("host.publish", "publish images with their evidence to a registry"),
-    "sbom": ("host.sbom", "list the files an image is made of; --json prints SPDX"),
-    "why-size": ("host.why_size", "show which layers and folders make an image large"),
-    "releases": ("host.releases", "list published images, or show one"),
-    "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
-    "clean": ("host.clean", "free disk space: remove what no image, lock or last build needs"),
-    "docs": ("host.docs", "generate the documents, or check that they are up to date"),
-    "list": ("image.list_recipes", "list the recipes with their backends, modes, precisions and GPUs"),
-    "show": ("image.show_recipe", "show every setting of a recipe, its source and its reason"),
-    "fit": ("image.fit", "predict a recipe's memory and its largest micro batch"),
-    "train": ("image.train", "run a recipe on this machine"),
-    "preflight": ("image.preflight", "check this machine before a job"),
-    "tune": ("image.tune", "find the fastest settings of a recipe, or the fastest GEMM solutions"),
-    "import-exp": ("image.import_exp", "convert a Primus experiment file to a recipe"),
-    "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
-    "report": ("image.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),
-    "turbo": ("image.turbo", "list the optimizations of a training run"),
+    "plan": ("host.build.plan", "show what a build would do, layer by layer"),
+    "build": ("host.build.build", "build images; the last line is the manifest digest"),
+    "explain": ("host.build.explain", "show which inputs changed since the last build, old → new"),
+    "lock": ("host.lock.lock", "resolve versions.yaml to exact files"),
+    "run": ("host.run.run", "run a command in an image"),
+    "launch": ("host.launch.launch", "run a recipe on several machines with Slurm or Kubernetes"),
+    "load": ("host.run.load", "load an image into a Docker engine"),
+    "validate": ("host.validate.validate", "train in the image and check the results"),
+    "check": ("host.inspect.check", "check the contents of an image: GPU code, versions, secrets, size"),
+    "verify": ("host.inspect.verify", "rebuild into an empty store, compare the digests and check"),
+    "publish": ("host.publish.publish", "publish images with their evidence to a registry"),
+    "sbom": ("host.inspect.sbom", "list the files an image is made of; --json prints SPDX"),
+    "why-size": ("host.inspect.why_size", "show which layers and folders make an image large"),
+    "releases": ("host.releases.releases", "list published images, or show one"),
+    "diff": ("host.releases.diff", "compare two releases: components, sizes, GPUs"),
+    "clean": ("host.build.clean", "free disk space: remove what no image, lock or last build needs"),
+    "docs": ("host.releases.docs", "generate the documents, or check that they are up to date"),
+    "list": ("image.recipes.list_recipes", "list the recipes with their backends, modes, precisions and GPUs"),
+    "show": ("image.recipes.show", "show every setting of a recipe, its source and its reason"),
+    "fit": ("image.recipes.fit", "predict a recipe's memory and its largest micro batch"),
+    "train": ("image.train.train", "run a recipe on this machine"),
+    "preflight": ("image.preflight.preflight", "check this machine before a job"),
+    "tune": ("image.tune.tune", "find the fastest settings of a recipe, or the fastest GEMM solutions"),
+    "import-exp": ("image.compat.import_exp", "convert a Primus experiment file to a recipe"),
+    "compat": ("image.compat.compat", "run a command of older documents, such as run_pretrain.sh"),
+    "report": ("image.report.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),
+    "turbo": ("image.turbo.turbo", "list the optimizations of a training run"),
 }
+_GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
+# The verbs to begin with; those that are installed are shown.
+_FIRST = ("build", "validate", "run", "list", "train", "show", "fit", "preflight")
+# Verbs of similar tools, and what does the same here.
+_ELSEWHERE = {"images": "plan --all", "ls": "list", "outdated": "lock --check", "exec": "run", "shell": "run"}
 
 
 def installed_verbs() -> dict[str, tuple[str, str]]:
-    """Return verb → (module, one line) for the verbs of this installation."""
+    """Return verb → (function, one line) for the verbs of this installation."""
     has_host = (Path(__file__).parent / "host").is_dir()
     return {verb: entry for verb, entry in VERBS.items() if has_host or not entry[0].startswith("host.")}
 
 
-def _usage() -> str:
+def _usage(*, everything: bool) -> str:
     installed = installed_verbs()
     width = max(map(len, installed))
-    lines = [f"  {verb:<{width}}  {line}" for verb, (_, line) in installed.items()]
-    return "\n".join(
-        ["usage: primus VERB [options]", "", *lines, "", "Run `primus VERB --help` for options and an example."]
-    )
+    lines = ["usage: primus VERB [options]"]
+    if everything:
+        for heading, room in _GROUPS.items():
+            names = [verb for verb, (function, _) in installed.items() if function.startswith(room)]
+            lines += ["", f"{heading}:"] * bool(names) + [f"  {name:<{width}}  {installed[name][1]}" for name in names]
+        return "\n".join([*lines, "", "Run `primus VERB --help` for options and an example."])
+    lines += ["", *(f"  {name:<{width}}  {installed[name][1]}" for name in [n for n in _FIRST if n in installed][:5])]
+    return "\n".join([*lines, "", "`primus --help` lists all verbs, `primus VERB --help` options and an example."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,8 +150,8 @@ def _main(args: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     if not args or args[0] in ("-h", "--help", "help"):
-        print(_usage())
-        return 0 if args else 2
+        print(_usage(everything=bool(args)))
+        return 0
     if args[0] == "--version":
         print(__version__)
         return 0
@@ -159,7 +169,8 @@ def _main(args: list[str]) -> int:
         )
         return 2
     if verb not in installed:
-        _report(f"primus: no verb {verb!r}{nearest(verb, installed)}\n  → primus --help lists the verbs")
+        near = f"; did you mean '{_ELSEWHERE[verb]}'?" if verb in _ELSEWHERE else nearest(verb, installed)
+        _report(f"primus: no verb {verb!r}{near}\n  → primus --help lists the verbs")
         return 2
     return _run(verb, args[1:])
 
@@ -172,36 +183,30 @@ def _complete() -> None:
     parser = argparse.ArgumentParser(prog="primus")
     parsers = parser.add_subparsers()
     for verb, (_, line) in installed_verbs().items():
-        _module(verb).add_arguments(parsers.add_parser(verb, help=line))
+        _verb(verb).declare(parsers.add_parser(verb, help=line))
     argcomplete.autocomplete(parser)
 
 
-def _module(verb: str) -> Any:
-    return importlib.import_module(f"primus.cli.{VERBS[verb][0]}")
+def _verb(name: str) -> Verb:
+    module, _, function = VERBS[name][0].rpartition(".")
+    verb: Verb = getattr(importlib.import_module(f"primus.cli.{module}"), function)
+    return verb
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Return the parser of a verb's options."""
-    module = _module(verb)
-    parser = argparse.ArgumentParser(
-        prog=f"primus {verb}",
-        description=module.__doc__,
-        epilog=f"example: {module.EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
-    return parser
+    return _verb(verb).parser(verb)
 
 
-def _run(verb: str, words: Sequence[str]) -> int:
-    parser = parser_of(verb)
+def _run(name: str, words: Sequence[str]) -> int:
+    verb = _verb(name)
+    parser = verb.parser(name)
     try:
         _utf8_only(words)
-        code: int = _module(verb).run(parser.parse_args(words))
+        return verb(parser.parse_args(words))
     except PrimusError as error:
-        _report(f"primus {verb}: {error}")
+        _report(f"primus {name}: {error}")
         return error.exit_code
-    return code
 
 
 def _utf8_only(words: Sequence[str]) -> None:

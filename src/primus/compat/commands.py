@@ -16,9 +16,9 @@ from primus.recipes.backends import backend as backend_named
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.tuning.gemm import Place, dumping, using
 
-TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
+_TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
+_STAGES = {"1": "dump", "2": "tune", "3": "use"}
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True}
 _SWITCH |= {"": False, "0": False, "false": False, "no": False, "off": False}
 # The kinds of options of train_fsdp.py, with its own spelling.
@@ -26,11 +26,6 @@ _FSDP: Mapping[str, type] = {
     "batch_size": int, "num_iteration": int, "grad_accumlate_pre_steps": int, "reduce_pre_steps": int, "seed": int,
     "enable_fp8": bool, "enable_compile": bool,
 }  # fmt: skip
-
-# The options of run_k8s_pretrain.sh itself. It passes all others on.
-_CLIENT = (
-    "replica", "cpu", "gpu", "backend", "exp", "data_path", "image", "hf_token", "workspace", "nodelist", "url",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +77,11 @@ def requested(
     allow_unmapped: bool = False, precision: str | None = None,
 ) -> Request:  # fmt: skip
     """Translate the command ``name`` to a request. Raises InputError, or HostError if it trains nothing."""
-    name = name.rpartition("/")[2]
+    name, refused = name.rpartition("/")[2], table("commands")["refused"]
     if name in ("run_pretrain.sh", "run_local_pretrain.sh", "run_slurm_pretrain.sh"):
         request = _pretrain(words, environment, allow_unmapped=allow_unmapped, precision=precision)
-    elif name == "run_k8s_pretrain.sh":
-        request = _kubernetes(words, environment, allow_unmapped=allow_unmapped)
+    elif row := refused.get(name) or refused.get(f"{name} {' '.join(words)}"):
+        raise HostError(f"{name}: {row['message']}", hint=row["hint"])
     elif name == "pytorch_benchmark_report.sh":
         request = _report(words)
     elif name == "train_fsdp.py":
@@ -95,6 +90,8 @@ def requested(
         request = _program(name, words)
     elif name == "madengine":
         request = _tag(words)
+    elif name == "pytorch_benchmark_setup.sh" and words:
+        raise InputError(f"there is no option {words[0]!r}", where=name)
     else:
         scripts = table("commands")["scripts"]
         hint = f"commands: {', '.join(scripts)}"
@@ -187,6 +184,11 @@ def _pretrain(
         raise InputError(f"BACKEND is {backend}, but {name} is for {request.choices.backend}", where=f"EXP={name}")
     if not allow_unmapped:
         done.refuse_unmapped()
+    if (stage := environment.get(_TUNING, "0")) not in ("", "0"):
+        raise InputError(
+            "GEMMs are tuned by a command of its own", where=f"{_TUNING}={stage}",
+            hint=f"primus tune gemm {request.recipe} --stage {_STAGES.get(stage, 'dump|tune|use')}",
+        )  # fmt: skip
     says += [f"{key} is left out: {why}" for key, why in table("keys")["environment"].items() if environment.get(key)]
     says += [*done.left_out, *(f"{option.key} is left out: {why}" for option, why in done.unmapped)]
     nodes, ranks = _count(environment, "NNODES"), _count(environment, "GPUS_PER_NODE")
@@ -200,47 +202,8 @@ def _pretrain(
         choices=replace(request.choices, precision=done.precision, nodes=nodes or 1),
         words=(*settings, *done.words()),
         says=tuple(says),
-        environment={**port, **_tuning(environment, request.recipe)},
+        environment=port,
     )
-
-
-def _tuning(environment: Mapping[str, str], recipe: str) -> dict[str, str]:
-    """Return the ranks' variables for ``PRIMUS_HIPBLASLT_TUNING_STAGE``."""
-    stage, place = environment.get(TUNING) or "0", Place.of(recipe, Path("output/tune_gemm"))
-    if stage not in ("0", "1", "2", "3"):
-        hint = "0 none, 1 record the shapes, 2 tune them, 3 train with the result"
-        raise InputError(f"there is no tuning stage {stage!r}", where=f"{TUNING}={stage}", hint=hint)
-    if stage == "1":
-        return dumping(place, environment.get("NODE_RANK", "0"))
-    return using(place) if stage == "3" else {}
-
-
-def _kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_unmapped: bool) -> Request:
-    """Translate ``run_k8s_pretrain.sh --url … create …``. Its other commands train nothing."""
-    command = next((word for word in words if word in ("create", "get", "delete", "list", "nodes")), None)
-    if command is None:
-        raise InputError("no command is given", where="run_k8s_pretrain.sh", hint="create, get, delete, list or nodes")
-    if command != "create":
-        message = f"{command} is for the workload service and trains nothing"
-        raise HostError(message, hint="kubectl shows jobs and nodes")
-    rest = list(words)
-    rest.remove(command)
-    arguments = {option.key: option.value for option in options(rest)}
-    client = {key: str(arguments.pop(key)) for key in _CLIENT if key in arguments}
-    if "exp" not in client:
-        raise InputError("--exp is missing", where="run_k8s_pretrain.sh create")
-    variables = {**environment, "EXP": client["exp"], "NNODES": client.get("replica", "1")}
-    variables["GPUS_PER_NODE"] = client.get("gpu", "8")
-    if "backend" in client:
-        variables["BACKEND"] = client["backend"]
-    more = [f"--{key}={value}" for key, value in arguments.items()]
-    request = _pretrain(more, variables, allow_unmapped=allow_unmapped)
-    if "data_path" in client:
-        request = replace(request, words=(*request.words, f"assets.corpus={client['data_path']}"))
-    if "hf_token" in client:
-        token = "every user of the machine can see a token on a command line: export HF_TOKEN instead"
-        request = replace(request, says=(*request.says, token))
-    return request
 
 
 def _report(words: Sequence[str]) -> Request:

@@ -1,22 +1,32 @@
-"""Kubernetes jobs: manifests rendered from a plan and the cluster's options. Makes no network request."""
+"""Kubernetes jobs: manifests rendered from a plan and the cluster's options. kubectl sends them to the cluster."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from primus.errors import InputError
+from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.table import generation
 from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
 
 Manifest = dict[str, Any]
+ACTIONS = ("status", "logs", "delete", "nodes")
 LABEL = "app.kubernetes.io/name"
+_COLUMNS = (
+    r"NAME:.metadata.name,READY:.status.conditions[?(@.type=='Ready')].status,"
+    r"AMD:.status.allocatable.amd\.com/gpu,NVIDIA:.status.allocatable.nvidia\.com/gpu,"
+    r"PRODUCT:.metadata.labels.amd\.com/gpu\.product-name"
+)
 _PORT = 29500
 _RUNS = "/workspace/runs"
 # A recipe file of the user is written to this folder of each pod.
@@ -249,3 +259,57 @@ def _affinity(plan: Plan, name: str) -> Manifest:
     terms = [{"matchExpressions": [{**match, "operator": "In"}]}]
     affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     return affinity
+
+
+def _kubectl(*words: str, stdin: str | None = None) -> str:
+    program = shutil.which("kubectl")
+    if program is None:
+        hint = "install it, or run: primus launch k8s … --dry-run, which prints the manifests"
+        raise HostError("kubectl is not installed", hint=hint)
+    command = [program, "--request-timeout=20s", *words]
+    ended = subprocess.run(command, input=stdin or "", capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise _refused(ended.stderr)
+    return ended.stdout
+
+
+def _refused(errors: str) -> PrimusError:
+    text = " ".join(errors.split())[:400]
+    match = re.search(r"Error from server \((\w+)\): (.*)", text)
+    reason, sentence = match.groups() if match else ("", text)
+    if reason == "NotFound":
+        return InputError(f"the cluster has no such object: {sentence}", hint="--namespace names another")
+    if reason == "AlreadyExists":
+        return InputError(f"the object cannot be created: {sentence}", hint="delete it first, or choose another --name")
+    if reason in ("BadRequest", "Invalid") or " is invalid: " in text or "error validating" in text:
+        return InputError(f"the cluster refuses the manifest: {sentence}")
+    if reason:
+        return HostError(f"the cluster refused the request: {sentence} ({reason})")
+    hint = "check KUBECONFIG; `kubectl cluster-info` shows more"
+    return HostError(f"kubectl cannot use the cluster: {sentence}", hint=hint)
+
+
+def create(objects: Sequence[Manifest]) -> None:
+    """Create the objects. The server first judges all of them, so that none stays behind when one is refused."""
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
+    _kubectl("create", "--filename=-", "--dry-run=server", stdin=text)
+    _kubectl("create", "--filename=-", stdin=text)
+
+
+def manage(action: str, job: str, namespace: str, *, as_json: bool = False, dry_run: bool = False) -> str:
+    """Return kubectl's output for one of ``ACTIONS`` on ``job``, or on the cluster: text, or JSON where it has it.
+
+    Raises InputError for a job that does not exist, and HostError if the cluster does not answer.
+    """
+    pods, of = f"--selector={LABEL}={job}", f"--namespace={namespace}"
+    if action == "nodes":
+        return _kubectl("get", "nodes", "--output=json" if as_json else f"--output=custom-columns={_COLUMNS}")
+    shown = _kubectl("get", "job", job, of)
+    if action == "delete":
+        dry = ["--dry-run=client"] if dry_run else []
+        return _kubectl("delete", f"job/{job}", f"service/{job}", of, "--cascade=foreground", "--wait=false", *dry)
+    if action == "logs":
+        return _kubectl("logs", pods, of, "--prefix", "--tail=100", "--ignore-errors")
+    if as_json:
+        return _kubectl("get", "job,pods", pods, of, "--output=json")
+    return f"{shown}\n{_kubectl('get', 'pods', pods, of, '--output=wide')}"

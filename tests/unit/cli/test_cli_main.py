@@ -12,6 +12,8 @@ import pytest
 
 from primus import __version__
 from primus.cli.main import VERBS, main
+from primus.cli.verb import option
+from primus.cli.verb import verb as verb_with
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
 from primus.oci.store import Store
 
@@ -21,12 +23,17 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A verb called ``fake`` whose ``run`` a test decides."""
-    fake = types.ModuleType("primus.cli.host.fake", "Do nothing.")
-    fake.EXAMPLE = "primus fake"  # type: ignore[attr-defined]
-    fake.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=0)  # type: ignore[attr-defined]
+    fake = types.ModuleType("primus.cli.host.fake")
+    number = option("--number", type=int, default=0)
     fake.run = lambda args: args.number  # type: ignore[attr-defined]
+
+    def run(args: argparse.Namespace) -> int:
+        """Do nothing."""
+        return int(fake.run(args))
+
+    fake.fake = verb_with(number, example="primus fake")(run)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "primus.cli.host.fake", fake)
-    monkeypatch.setitem(VERBS, "fake", ("host.fake", "do nothing"))
+    monkeypatch.setitem(VERBS, "fake", ("host.fake.fake", "do nothing"))
     return fake
 
 
@@ -37,11 +44,13 @@ def raiser(error: BaseException) -> object:
     return run
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["-h"], 0), (["help"], 0), ([], 2)])
-def test_usage(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == code
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+def test_usage(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
     out = capsys.readouterr().out
     assert all(f"  {verb} " in out for verb in VERBS)
+    assert main([]) == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]) == 5
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +63,8 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "no verb 'buidl'; did you mean 'build'?" in captured.err
+    assert main(["outdated"]) == 2
+    assert "did you mean 'lock --check'?" in capsys.readouterr().err
     assert main(["zzzzzz"]) == 2
     assert "did you mean" not in capsys.readouterr().err
 

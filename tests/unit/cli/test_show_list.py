@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import primus
-from primus.cli.image.common import add_named, complete_recipe
+from primus.cli.image.common import complete_recipe
 from primus.cli.main import main
 from primus.recipes.choose import values_of
 
@@ -52,7 +51,10 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("golden", "words"),
-    [("list.txt", ["list"]), ("show.txt", ["show", "tiny", "--gpu", "mi355x", "--precision", "mxfp8", "steps=9"])],
+    [
+        ("list.txt", ["list", "tiny"]),
+        ("show.txt", ["show", "tiny", "--gpu", "mi355x", "--precision", "mxfp8", "steps=9"]),
+    ],
 )
 def test_golden(
     golden: str, words: list[str], capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
@@ -126,9 +128,6 @@ def test_names_complete() -> None:
     assert complete_recipe("x") == []
     assert values_of("mode") == ["pretrain", "full", "lora"]
     assert "mi355x" in values_of("gpu")
-    parser = argparse.ArgumentParser()
-    add_named(parser, "backend", "")
-    assert "megatron" in parser._actions[-1].completer()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("words", ["list", "show tiny --gpu h200"])

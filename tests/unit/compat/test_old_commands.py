@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import subprocess
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +183,11 @@ def test_a_number_of_ranks_that_is_none_is_refused(ranks: str) -> None:
         requested("train_fsdp.py", ["configs/llama-3.1-8b-4k.json", "llama"], {"WORLD_SIZE": ranks})
 
 
-def test_tuning_stages_set_what_the_ranks_read() -> None:
-    given = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml", "NODE_RANK": "3"}
-    dump = requested("run_pretrain.sh", [], {**given, "PRIMUS_HIPBLASLT_TUNING_STAGE": "1"}).environment
-    assert dump["PYTORCH_TUNABLEOP_RECORD_UNTUNED"] == "1"
-    assert dump["PYTORCH_TUNABLEOP_UNTUNED_FILENAME"].endswith("/llama2-7b/gemm_shape/tunableop_untuned_node3_gpu.csv")
-    use = requested("run_pretrain.sh", [], {**given, "PRIMUS_HIPBLASLT_TUNING_STAGE": "3"}).environment
-    assert use["PYTORCH_TUNABLEOP_FILENAME"].endswith("/llama2-7b/gemm_tune/tunableop_results%d.csv")
-    assert requested("run_pretrain.sh", [], given).environment == {}
+def test_a_tuning_stage_names_the_command_that_does_it() -> None:
+    variables = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml", "PRIMUS_HIPBLASLT_TUNING_STAGE": "2"}
+    with pytest.raises(PrimusError, match="tuned by a command of its own") as caught:
+        requested("run_pretrain.sh", [], variables)
+    assert caught.value.hint == "primus tune gemm llama2-7b --stage tune"
 
 
 def test_variables_that_change_nothing_are_named_and_the_deterministic_one_is_kept() -> None:
@@ -202,53 +198,24 @@ def test_variables_that_change_nothing_are_named_and_the_deterministic_one_is_ke
     assert requested("run_pretrain.sh", [], given).words == ()
 
 
-def test_what_only_the_host_can_start_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_what_only_the_host_can_start_is_refused_with_the_command_that_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
-    monkeypatch.delenv("SLURM_NODEID", raising=False)
-    monkeypatch.setattr("primus.cli.image.compat.find_spec", lambda name: None)  # as in the image
-    assert main(["compat", "run_slurm_pretrain.sh"]) == 3
-    assert "a Slurm job cannot be started inside the image" in capsys.readouterr().err
-    monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PRIMUS_GPU", "mi300x")
-    assert main(["compat", "run_pretrain.sh"]) == 2
-    assert "the stage dump records them" in capsys.readouterr().err
-    assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3
-    assert main(["compat", "run_k8s_pretrain.sh", "create", "--exp", os.environ["EXP"]]) == 3
-    assert "use `primus launch k8s`" in capsys.readouterr().err
-
-
-def test_the_slurm_wrapper_renders_a_job_outside_of_the_image(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("SLURM_NODEID", raising=False)
     monkeypatch.setenv("EXP", "examples/megatron/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml")
     monkeypatch.setenv("NNODES", "8")
     monkeypatch.setenv("DOCKER_IMAGE", "rocm/primus:v26.11-mi300x")
-    assert main(["compat", "run_slurm_pretrain.sh", "--dry-run", "--train_iters", "5"]) == 0
-    script = capfd.readouterr().out
-    assert "#SBATCH --nodes=8" in script
-    assert "rocm/primus:v26.11-mi300x" in script or "container" not in script
-    assert "--nodes=8" in script
-    assert "megatron.training.steps=5" in script
-
-
-def test_setting_up_installs_nothing_and_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("primus.cli.image.compat.version", lambda name: "1.2.3")
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    assert main(["compat", "run_slurm_pretrain.sh", "--train_iters", "5"]) == 3
+    (command,) = re.findall("on a login node: primus (.*)", capsys.readouterr().err)
+    assert main([*shlex.split(command), "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    for part in ("#SBATCH --nodes=8", "rocm/primus:v26.11-mi300x", "--nodes=8", "megatron.training.steps=5"):
+        assert part in script
+    assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3
+    for words in (["run_k8s_pretrain.sh", "create", "--exp", os.environ["EXP"]], ["download_assets"],
+                  ["pytorch_benchmark_setup.sh", "--download"]):  # fmt: skip
+        assert main(["compat", *words]) == 3
+    err = capsys.readouterr().err
+    assert "use `primus launch k8s`" in err
+    assert err.count("hf download black-forest-labs/FLUX.1-dev") == 2
     assert main(["compat", "pytorch_benchmark_setup.sh"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^datasets +1\.2\.3$", out, re.MULTILINE)
-    assert re.search(r"^tomli +not needed: ", out, re.MULTILINE)
-
-    def lacking(name: str) -> str:
-        if name == "peft":
-            raise PackageNotFoundError(name)
-        return "1.2.3"
-
-    monkeypatch.setattr("primus.cli.image.compat.version", lacking)
-    assert main(["compat", "pytorch_benchmark_setup.sh"]) == 3
-    assert "peft cannot be imported here" in capsys.readouterr().err

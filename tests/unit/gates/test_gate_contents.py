@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_files import bundle, elf, member
-from primus.cli.host.why_size import size_text, size_tree
+from primus.cli.host.inspect import size_text, size_tree
 from primus.errors import HostError
 from primus.gates import examined
 from primus.gates.contents import Scanner, Stated, Trace, stated_in, stated_in_library

@@ -155,9 +155,7 @@ def test_a_user_without_subordinate_ids(monkeypatch):
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    run_verb.add_arguments(parser)
-    return parser.parse_args(list(words))
+    return run_verb.run.parser("run").parse_args(list(words))
 
 
 def test_run_options():

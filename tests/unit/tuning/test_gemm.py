@@ -205,15 +205,6 @@ def test_what_cannot_be_tuned_is_said(
     assert message in capsys.readouterr().err
 
 
-def test_the_documented_stage_2_tunes(recorded: gemm.Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primus.cli.image.tune._gpus", lambda workers: ["0", "1"])
-    monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
-    monkeypatch.setenv("PRIMUS_GPU", "mi300x")
-    monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
-    assert main(["compat", "run_pretrain.sh"]) == 0
-    assert len(Path(str(recorded.tuned).replace("%d", "0")).read_text().splitlines()) == 6
-
-
 def test_a_dump_records_and_does_not_tune(tmp_path: Path) -> None:
     place = gemm.Place.of("llama2-7b", tmp_path)
     environment = gemm.dumping(place, "3")

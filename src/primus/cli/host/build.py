@@ -1,53 +1,86 @@
-"""Build images. Rebuilds only what changed; the last line is the manifest digest.
-
-Each image must pass the gates of `primus check` before it is named. An image of a preview channel may fail a gate; the
-summary names the gates that failed.
-"""
+"""Verbs about building: what a build would do and why, the build itself, and removing what nothing needs."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from primus.cli.host.common import (
-    add_engine,
-    add_offline,
-    add_project_options,
-    add_targets,
-    open_project,
-    print_plans,
-    targets_of,
-)
+from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, SOURCE, open_project, resolved_targets, targets_of
+from primus.cli.verb import JSON, flag, option, print_json, verb
+from primus.engine import pipeline
 from primus.engine.image import Built
-from primus.engine.pipeline import Options, build, say_channel
-from primus.errors import PrimusError
+from primus.engine.pipeline import Options, say_channel
+from primus.engine.upkeep import find_waste, remove
+from primus.errors import InputError, PrimusError, did_you_mean
 from primus.gates.check import Gatekeeper
 from primus.gates.examined import rules_hash
+from primus.oci.store import Store
+from primus.plan.action import ImagePlan
+from primus.plan.explain import changes, explain_text, images_of, outline, outline_text, sharing, sharing_text
 from primus.plan.layers import plan_images
-from primus.plan.project import Choice
+from primus.plan.project import Choice, Project
 from primus.plan.resolve import resolve_all
+from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
 
-EXAMPLE = "primus build cpu"
+
+def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
+    targets, workspace = resolved_targets(args)
+    plans = plan_images(targets, workspace.stats)
+    workspace.stats.save()
+    return plans, workspace
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus build``."""
-    add_targets(parser)
-    add_project_options(parser)
-    add_offline(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop, like `primus plan`")
-    parser.add_argument("--rehash", action="store_true", help="verify every blob first and rebuild damaged ones")
-    add_engine(parser)
+@verb(
+    *SEVERAL,
+    flag("--full", "list every layer, also for several targets"),
+    example="primus plan cpu",
+)
+def plan(args: argparse.Namespace) -> int:
+    """Show what a build would do, layer by layer: + build, = reuse.
+
+    For each layer to build, the plan gives the reason: what changed since the last build. For several targets, it only
+    counts the layers to reuse, and shows how many bytes each image shares with the others. --full lists every layer.
+    """
+    plans, workspace = _planned(args)
+    _print_plans(plans, workspace.store, as_json=args.json, full=args.full)
+    return 0
 
 
-def run(args: argparse.Namespace) -> int:
-    """Build what is missing; print a table and the digests."""
+@verb(*SEVERAL, example="primus explain cpu")
+def explain(args: argparse.Namespace) -> int:
+    """Show the inputs that changed since the last build, old → new, with their lines.
+
+    Exit code 0 if there is nothing to do, 1 if a build would do something.
+    """
+    plans, workspace = _planned(args)
+    changed = {plan.target: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
+    if args.json:
+        print_json({target: [asdict(change) for change in rows] for target, rows in changed.items()})
+    else:
+        screen = Screen.of()
+        print("\n".join(explain_text(plan, changed[plan.target], workspace.store, screen) for plan in plans))
+    return 1 if any(changed.values()) else 0
+
+
+@verb(
+    *SEVERAL,
+    OFFLINE,
+    flag("--dry-run", "print the plan and stop, like `primus plan`"),
+    flag("--rehash", "verify every blob first and rebuild damaged ones"),
+    ENGINE,
+    example="primus build cpu",
+)
+def build(args: argparse.Namespace) -> int:
+    """Build images. Rebuilds only what changed; the last line is the manifest digest.
+
+    Each image must pass the gates of `primus check` before it is named. An image of a preview channel may fail a gate;
+    the summary names the gates that failed.
+    """
     begin = time.monotonic()
     project = open_project(args)
     workspace, names = project.workspace, targets_of(project, args)
@@ -56,45 +89,115 @@ def run(args: argparse.Namespace) -> int:
     try:
         targets = resolve_all(project, names)
         if args.dry_run:
-            print_plans(plan_images(targets, workspace.stats), workspace.store, as_json=args.json)
+            _print_plans(plan_images(targets, workspace.stats), workspace.store, as_json=args.json)
             return 0
     except PrimusError:
         # Which file is wrong may depend on the channel.
         for name in names:
             say_channel(name, project.choice(name), project.target(name).channels)
         raise
-    images = build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())
+    images = pipeline.build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())
     workspace.stats.save()
     seconds = time.monotonic() - begin
     if args.json:
-        print(json.dumps({"images": [asdict(image) for _, image in images], "seconds": round(seconds, 3)}))
+        print_json({"images": [asdict(image) for _, image in images], "seconds": round(seconds, 3)})
     else:
         _summarize([(image, plan.resolved.choice) for plan, image in images], seconds)
     return 0
 
 
+def _images_of_store(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    store = Project.find(parsed_args.project, store=parsed_args.store).workspace.store
+    return [name for name in store.images() if name.startswith(prefix)]
+
+
+@verb(
+    option(
+        "--image",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also remove this image, for example v26.10-cpu; can be given several times",
+        complete=_images_of_store,
+    ),
+    flag("--caches", "also remove all downloaded files, unpacked layers and caches"),
+    flag("--dry-run", "show what would be removed"),
+    *SOURCE,
+    JSON,
+    example="primus clean --dry-run",
+)
+def clean(args: argparse.Namespace) -> int:
+    """Free disk space: remove what no image, lock or last build needs.
+
+    Images keep their layers and names. A removed file is made or downloaded again when something needs it.
+    """
+    project = open_project(args)
+    store = project.workspace.store
+    with project.workspace.alone():
+        names = store.images()
+        for name in args.image:
+            if name not in names:
+                hint = did_you_mean(name, names) or "images: " + (", ".join(sorted(names)) or "none")
+                raise InputError(f"the store has no image called {name!r}", hint=hint)
+        waste = find_waste(project.workspace, project.locked_files(), without=args.image, caches=args.caches)
+        if not args.dry_run:
+            for name in set(args.image):
+                store.untag(name)
+            remove(waste)
+    size = sum(item.size for item in waste)
+    if args.json:
+        rows = [{"kind": item.kind, "number": len(item.paths), "bytes": item.size} for item in waste]
+        print_json({"removed": not args.dry_run, "images": sorted(set(args.image)), "waste": rows, "bytes": size})
+        return 0
+    table = [(item.kind, f"{len(item.paths):,}", bytes_text(item.size)) for item in waste]
+    for line in Screen.of().table(table, head=("what", "number", "size"), right=(1, 2)) if table else ():
+        print(line)
+    print(f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove")
+    return 0
+
+
+def _print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, full: bool = False) -> None:
+    """Print what building ``plans`` into ``store`` would do; a single plan is always shown in full."""
+    images = images_of(store, plans) if len(plans) > 1 else {}
+    outlines = [(plan, outline(store, plan)) for plan in plans]
+    if as_json:
+        shares = {target: {"sharing": row} for target, row in sharing(images).items()}
+        print_json(
+            [
+                {"target": p.target, "ref": p.ref, "key": p.key, "layers": rows, **shares.get(p.target, {})}
+                for p, rows in outlines
+            ]
+        )
+        return
+    screen = Screen.of()
+    full = full or len(plans) == 1
+    texts = []
+    for plan, rows in outlines:
+        state = store.record("targets", plan.state)
+        texts.append(outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full))
+    print(("\n\n" if full else "\n").join(texts))
+    if images:
+        print("\n" + sharing_text(images, screen))
+
+
 def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float) -> None:
     if not any(image.changed for image, _ in images):
-        _say_unchanged([image for image, _ in images], seconds)
+        # The digest alone goes to standard output. If both streams are one, it is on the same line.
+        end = "  " if _one_stream() else "\n"
+        for image, _ in images:
+            gates = ", ".join(sentence.partition(":")[0] for sentence in image.failed)
+            name = image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
+            print(f"{name}: nothing to do, {seconds:.2f} s", end=end, file=sys.stderr, flush=True)
+            print(image.digest, flush=True)
         return
     screen = Screen.of(sys.stderr)
     for image, choice in images:
         print(_table(image, choice, screen), file=sys.stderr)
-    layers = [line for image, _ in images for line in image.layers]
-    built = sum(line.built for line in layers)
+    layers = [layer for image, _ in images for layer in image.layers]
+    built = sum(layer.built for layer in layers)
     print(f"{counted(built, 'layer')} built, {len(layers) - built} reused, {seconds:.2f} s", file=sys.stderr)
     for image, _ in images:
         print(image.digest)
-
-
-def _say_unchanged(images: Sequence[Built], seconds: float) -> None:
-    """Print one line per image. Its digest alone goes to standard output: if both streams are one, on the same line."""
-    end = "  " if _one_stream() else "\n"
-    for image in images:
-        gates = ", ".join(sentence.partition(":")[0] for sentence in image.failed)
-        name = image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
-        print(f"{name}: nothing to do, {seconds:.2f} s", end=end, file=sys.stderr, flush=True)
-        print(image.digest, flush=True)
 
 
 def _one_stream() -> bool:
@@ -109,14 +212,14 @@ def _table(image: Built, choice: Choice, screen: Screen) -> str:
     if choice.preview:
         lines += screen.wrap(Styled(f"PREVIEW, no release: {choice.preview}", "yellow"), "  ", "    ")
     rows = []
-    for line in image.layers:
-        state, seconds = (Styled("built", "green"), f"{line.seconds:.1f}") if line.built else ("cached", "")
-        rows.append((line.name, bytes_text(line.size), state, seconds, line.digest[7:19]))
+    for layer in image.layers:
+        state, seconds = (Styled("built", "green"), f"{layer.seconds:.1f}") if layer.built else ("cached", "")
+        rows.append((layer.name, bytes_text(layer.size), state, seconds, layer.digest[7:19]))
     rows.append(("", bytes_text(image.size), counted(len(image.layers), "layer"), "", ""))
     lines += screen.table(rows, head=("layer", "size", "state", "seconds", "digest"), right=(1, 3), indent="  ")
-    for line in image.layers:
-        if text := line.left_out.text():
-            lines += screen.wrap(Styled(f"{line.name}, for other GPUs: {text} unpacked", "dim"), "  ", "    ")
+    for layer in image.layers:
+        if text := layer.left_out.text():
+            lines += screen.wrap(Styled(f"{layer.name}, for other GPUs: {text} unpacked", "dim"), "  ", "    ")
     for sentence in image.failed:
         lines += screen.wrap(sentence, f"  {screen.paint('✗', 'red')} ", "    ")
     if image.failed:

@@ -1,16 +1,9 @@
-"""Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
-
-No other command writes a lock. Unchanged pins and their dependencies keep their locked versions. --refresh takes the
-newest versions that match. --check compares the locks with versions.yaml, and --dry-run resolves them and shows the
-files that would change. Both write nothing, and exit with code 1 if a lock is stale.
---report FILE records every request and its answer, without logins, also when the lock fails.
-"""
+"""The verb that updates or checks the locks."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import logging
 import platform
 import sys
@@ -21,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus import __version__
-from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
+from primus.cli.host.common import SEVERAL, open_project, targets_of
+from primus.cli.verb import flag, option, print_json, verb
 from primus.errors import InputError, PrimusError
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve_all
 from primus.progress import choose_progress
@@ -32,23 +26,11 @@ from primus.versions.traffic import LOG
 if TYPE_CHECKING:
     from primus.versions.relock import Shared
 
-EXAMPLE = "primus lock cpu --check"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus lock``."""
-    add_targets(parser, required=False)
-    add_project_options(parser)
+def _changing(parser: argparse.ArgumentParser) -> None:
     changing = parser.add_mutually_exclusive_group()
     changing.add_argument("--check", action="store_true", help="compare with versions.yaml only; contact no source")
     changing.add_argument("--dry-run", action="store_true", help="resolve, show what would change, and write nothing")
-    parser.add_argument("--refresh", action="store_true", help="take the newest versions that match the pins")
-    parser.add_argument(
-        "--refresh-package", metavar="NAME", action="append", default=[], help="take the newest version of this one"
-    )
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +43,25 @@ class Change:
     new: str | None
 
 
-def run(args: argparse.Namespace) -> int:
-    """Update the locks, or check them. Returns 0, or 1 if --check or --dry-run found a stale lock."""
+@verb(
+    *SEVERAL,
+    _changing,
+    flag("--refresh", "take the newest versions that match the pins"),
+    option(
+        "--refresh-package", metavar="NAME", action="append", default=[], help="take the newest version of this one"
+    ),
+    option("--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"),
+    example="primus lock cpu --check",
+)
+def lock(args: argparse.Namespace) -> int:
+    """Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
+
+    Without TARGET, all targets are locked. No other command writes a lock. Unchanged pins and their dependencies keep
+    their locked versions. --refresh takes the newest versions that match. --check compares the locks with
+    versions.yaml, and --dry-run resolves them and shows the files that would change. Both write nothing, and exit with
+    code 1 if a lock is stale. --report FILE records every request and its answer, without logins, also when the lock
+    fails.
+    """
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
@@ -92,7 +91,7 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
         if not as_json and not drifts:
             print(f"✓ {name} matches versions.yaml")
     if as_json:
-        print(json.dumps({"fresh": not stale, "stale": stale}, ensure_ascii=False, indent=2))
+        print_json({"fresh": not stale, "stale": stale})
     elif stale:
         print("  → primus lock " + " ".join(sorted({resolved.name for resolved in targets})), file=sys.stderr)
     return 1 if stale else 0
@@ -105,7 +104,7 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
         for resolved in targets:
             name = resolved.lock_name
             files = resolved.lock.files if resolved.lock else ()
-            lock = lock_target(
+            new = lock_target(
                 resolved,
                 progress,
                 refresh=args.refresh,
@@ -113,13 +112,13 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
                 shared=shared,
                 write=not args.dry_run,
             ).lock
-            assert lock is not None
-            changes = compare(resolved.lock, lock)
-            outcome.append({"lock": name, "files": len(lock.distinct), "changes": [asdict(c) for c in changes]})
+            assert new is not None
+            changes = compare(resolved.lock, new)
+            outcome.append({"lock": name, "files": len(new.distinct), "changes": [asdict(c) for c in changes]})
             if not args.json:
-                progress.say(_table(name, lock, changes))
+                progress.say(_table(name, new, changes))
     if args.json:
-        print(json.dumps(outcome, ensure_ascii=False, indent=2))
+        print_json(outcome)
     return 1 if args.dry_run and any(row["changes"] for row in outcome) else 0
 
 

@@ -1,53 +1,45 @@
-"""Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
-
-An image is refused, with all reasons, if it fails a gate, if exactly this image was not validated, or if its commit is
-not clean. The tag of a release is never moved. Exit code 1 if refused. The last line is the image name with its digest.
-"""
+"""Publish a built image with its evidence."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
 
-from primus.cli.arguments import folder
-from primus.cli.host.common import add_project_options, add_targets, resolved_targets
+from primus.cli.host.common import SEVERAL, resolved_targets
+from primus.cli.verb import flag, folder, option, print_json, verb
 from primus.errors import InputError
 from primus.plan.layers import plan_image
 from primus.progress import choose_progress
-from primus.release.publish import Ready, prepare, publish
+from primus.release.publish import Ready, prepare
+from primus.release.publish import publish as upload
 
-EXAMPLE = "primus publish cpu --to registry.example.com/rocm/primus --dry-run"
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus publish``."""
-    add_targets(parser)
-    parser.add_argument("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)")
-    parser.add_argument(
-        "--preview",
-        action="store_true",
-        help="publish as -preview: no validation on the GPU is needed, and the coverage gate may fail",
-    )
-    parser.add_argument(
+@verb(
+    *SEVERAL,
+    option("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)"),
+    flag("--preview", "publish as -preview: no validation on the GPU is needed, and the coverage gate may fail"),
+    option(
         "--records",
         type=folder("--records"),
         metavar="DIR",
         help="folder of validation records (default: out/validation)",
-    )
-    parser.add_argument(
-        "--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check and print only; contact no registry")
-    add_project_options(parser)
+    ),
+    option("--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"),
+    flag("--dry-run", "check and print only; contact no registry"),
+    example="primus publish cpu --to registry.example.com/rocm/primus --dry-run",
+)
+def publish(args: argparse.Namespace) -> int:
+    """Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Check all images; if none has an objection, publish them. Returns 0, or 1 if one was refused."""
+    An image is refused, with all reasons, if it fails a gate, if exactly this image was not validated, or if its commit
+    is not clean. The tag of a release is never moved. Exit code 1 if refused. The last line is the image name with its
+    digest.
+    """
     if not args.to:
         hint = f"nox -s publish-{args.target[0] if args.target else 'TARGET'} -- --to docker.io/rocm/primus"
         raise InputError("--to is missing: it names the repository to publish to", hint=hint)
@@ -68,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
         refused = any(ready.objections for ready in every)
         done = []
         if not refused and not args.dry_run:
-            done = [publish(ready, workspace.store, args.to, progress, key=args.key) for ready in every]
+            done = [upload(ready, workspace.store, args.to, progress, key=args.key) for ready in every]
     if args.json:
-        print(json.dumps({"published": done, "judged": [_row(r) for r in every], "passed": not refused}))
+        print_json({"published": done, "judged": [_row(ready) for ready in every], "passed": not refused})
         return 1 if refused else 0
     for line in _judgement(every, args.to) if refused or args.dry_run else ():
         print(line)

@@ -1,67 +1,80 @@
-"""List the published images, or show one: versions, sizes, digests, contradictions between tables.
-
-Values that were not published are shown as not published; they are never taken from elsewhere. Inside a project, the
-pins of versions.yaml are listed first, as the next release.
-"""
+"""Verbs about releases: published ones, what changed between them, and the documents generated from them."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
-from primus.cli.host.common import add_format_options, choices, complete_release, open_pins, pinned
+from primus.cli.host.common import PROJECT
+from primus.cli.verb import JSON, flag, matching, option, path, print_json, verb
 from primus.errors import InputError
-from primus.release import show
+from primus.plan.project import Project
+from primus.plan.resolve import resolve_all
+from primus.release import docs as documents
+from primus.release import golden, show
+from primus.release.diff import diff as compare
+from primus.release.diff import one_of
 from primus.release.history import (
     IMAGE,
+    History,
     Release,
     errors_about,
     load_history,
     of_image,
+    pin_names,
+    pins,
+    select,
     unconfirmed,
-)
+)  # fmt: skip
 from primus.terminal import Screen
 
-EXAMPLE = "primus releases v26.4"
+
+@matching
+def _releases() -> list[str]:
+    return sorted({name for release in load_history().releases for name in (release.name, release.tag)})
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus releases``."""
-    action = parser.add_argument("name", nargs="?", metavar="NAME", help="a release or tag: v26.4, primus:v25.10")
-    action.completer = complete_release  # type: ignore[attr-defined]
-    parser.add_argument("--image", metavar="IMAGE", help="only this image, for example rocm/primus")
-    add_format_options(parser)
+@verb(
+    option("name", nargs="?", metavar="NAME", help="a release or tag: v26.4, primus:v25.10", complete=_releases),
+    option("--image", metavar="IMAGE", help="only this image, for example rocm/primus"),
+    PROJECT,
+    JSON,
+    example="primus releases v26.4",
+)
+def releases(args: argparse.Namespace) -> int:
+    """List the published images, or show one: versions, sizes, digests, contradictions between tables.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Print the list or one release."""
+    Values that were not published are shown as not published; they are never taken from elsewhere. Inside a project,
+    the pins of versions.yaml are listed first, as the next release.
+    """
     history = load_history()
-    project = open_pins(args)
+    project = _project(args)
     of_this_image = of_image(history, args.image)
     if args.name is not None:
-        releases = _of_image(choices(history, args.name, project), of_this_image, args)
+        shown = _of_image(_choices(history, args.name, project), of_this_image, args)
         doubtful = unconfirmed(history, args.name)
-        errors = tuple(dict.fromkeys(error for release in releases for error in errors_about(history, release)))
+        errors = tuple(dict.fromkeys(error for release in shown for error in errors_about(history, release)))
     else:
-        releases, doubtful, errors = list(of_this_image), history.unconfirmed_tags, history.documentation_errors
+        shown, doubtful, errors = list(of_this_image), history.unconfirmed_tags, history.documentation_errors
         if project is not None and args.image in (None, IMAGE, IMAGE.rpartition("/")[2]):
-            releases.insert(0, pinned(project, project.versions.release, history))
+            shown.insert(0, _pinned(project, project.versions.release, history))
     if args.json:
         document = {
-            "releases": [show.plain(release) for release in releases],
+            "releases": [show.plain(release) for release in shown],
             "unconfirmed_tags": [asdict(tag) for tag in doubtful],
             "documentation_errors": [asdict(error) for error in errors],
         }
-        print(json.dumps(document, ensure_ascii=False))
+        print_json(document)
         return 0
     screen = Screen.of()
     if args.name is not None:
-        parts = [show.release_page(history, release, screen) for release in releases]
+        parts = [show.release_page(history, release, screen) for release in shown]
         print("\n\n".join([*parts, *([show.doubts(doubtful, screen)] if doubtful else [])]))
         return 0
-    print(show.release_list(releases, screen))
+    print(show.release_list(shown, screen))
     if args.image is None:
         images = sorted({release.image for release in history.related_images})
         related = "Related images: " + ", ".join(f"primus releases --image {image}" for image in images)
@@ -69,10 +82,103 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    *(
+        option(side, metavar=side.upper(), help=f"the {side}er side: a release or tag", complete=_releases)
+        for side in ("old", "new")
+    ),
+    PROJECT,
+    JSON,
+    example="primus diff v25.10 v26.8",
+)
+def diff(args: argparse.Namespace) -> int:
+    """Compare two releases: components, sizes, GPUs, and contradictions between their published tables.
+
+    Either side may be the current pins: the release in versions.yaml, one of its targets (v26.11-cpu), or
+    `versions.yaml`.
+    """
+    history = load_history()
+    project = _project(args)
+    old, new = (one_of(_choices(history, word, project), word) for word in (args.old, args.new))
+    difference = compare(old, new)
+    if project is not None:
+        difference = replace(difference, curves=_curves(project.root, old.tag, new.tag))
+    if args.json:
+        print_json(asdict(difference))
+    else:
+        print(show.diff_page(difference, Screen.of()))
+    return 0
+
+
+@verb(
+    flag("--check", "write nothing; exit with code 1 if a file is out of date"),
+    option(
+        "--project", type=path("--project"), default=Path(), metavar="DIR", help="repository (default: this folder)"
+    ),
+    JSON,
+    example="primus docs --check",
+)
+def docs(args: argparse.Namespace) -> int:
+    """Generate all documents of the repository, or check that they are up to date."""
+    if not (args.project / "versions.yaml").is_file():
+        raise InputError(f"there is no versions.yaml in {args.project}")
+    names = tuple(documents.stale(args.project)) if args.check else documents.write(args.project)
+    if args.json:
+        print_json({"stale" if args.check else "written": names})
+    else:
+        for name in names:
+            print(f"{'out of date' if args.check else 'written'}: {name}")
+        if not names:
+            print("every generated file is up to date")
+    if args.check and names:
+        print("  → nox -s docs updates them", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _of_image(releases: Sequence[Release], of_image: Sequence[Release], args: argparse.Namespace) -> list[Release]:
     images = {release.image for release in of_image}
-    matching = [release for release in releases if args.image is None or release.image in images]
-    if not matching:
+    of_both = [release for release in releases if args.image is None or release.image in images]
+    if not of_both:
         names = ", ".join(release.reference for release in releases)
         raise InputError(f"{args.image} has no release {args.name}", hint=f"{args.name} stands for {names}")
-    return matching
+    return of_both
+
+
+def _curves(root: Path, old: str, new: str) -> tuple[str, ...]:
+    before, after = golden.load(root, old), golden.load(root, new)
+    if before is None and after is None:
+        return ()
+    if before is None or after is None:
+        return (f"{old if before is None else new} has no golden curves, so training was not compared",)
+    return golden.changes(before, after) or (f"all {len(after['curves'])} golden curves agree",)
+
+
+def _project(args: argparse.Namespace) -> Project | None:
+    # The history does not need one.
+    return Project.find(args.project) if args.project or Project.here() else None
+
+
+def _pinned(project: Project, name: str, history: History) -> Release:
+    targets = {target.name: target for target in resolve_all(project, project.target_names())}
+    return pins(project.versions, targets, name, history.gpu_arch)
+
+
+def _choices(history: History, word: str, project: Project | None) -> Sequence[Release]:
+    """Return the releases that ``word`` names in the history or, if there are none, in the current pins.
+
+    Raises InputError if neither knows the name.
+    """
+    try:
+        return select(history, word)
+    except InputError:
+        if project is None:
+            raise
+        names = pin_names(project.versions, project.target_names())
+        bare = word.removeprefix(f"{IMAGE}:")
+        if bare in names:
+            return (_pinned(project, bare, history),)
+        if golden.load(project.root, Path(bare).name) is not None:
+            # An earlier release of this repository. Its pins are in its own commit; later commits keep its curves.
+            return (Release(image=IMAGE, tag=bare, components={}, notes=("Only its golden curves are known here.",)),)
+        return select(history, word, also=names)

@@ -1,8 +1,4 @@
-"""Run a command in an image, as it would run on a cluster.
-
-The exit code is that of the command: 128+n if signal n ended it, 127 if the image does not contain it.
-Without a command, the image's own command runs. Changes outside mounts are discarded.
-"""
+"""Verbs that use a built image: run a command in it, or load it into a Docker engine."""
 
 from __future__ import annotations
 
@@ -13,69 +9,47 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from primus.cli.host.common import add_engine, add_project_options, add_target, image_root
+from primus.cli.host.common import ENGINE, SINGLE, SOURCE, TARGET, image_root
+from primus.cli.verb import option, print_json, verb
 from primus.errors import InputError
+from primus.oci.canonical import digest_of
+from primus.sandbox import images
 from primus.sandbox.container import GIB, Command, Mount
 from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
 
-EXAMPLE = "primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10"
+_TAG = re.compile(r"^[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus run``."""
-    parser.usage = "primus run TARGET [options] [-- COMMAND ...]"
-    add_target(parser)
-    _split_at_dashes(parser)
-    add_engine(parser)
-    parser.add_argument(
-        "-v", "--volume", action="append", default=[], metavar="SRC:DST[:ro]", help="mount a path of this machine"
-    )
-    parser.add_argument(
-        "-e",
-        "--env",
-        action="append",
-        default=[],
-        metavar="K=V|K",
-        help="set a variable; K alone copies its value from your environment",
-    )
-    parser.add_argument(
-        "--gpus",
-        default="none",
-        metavar="all|N|none",
-        help="GPUs of this machine: all, the first N or none (default: none)",
-    )
-    parser.add_argument(
-        "--device",
-        action="append",
-        default=[],
-        metavar="DEV",
-        help="add a device: a node or folder in /dev, or a CDI name such as amd.com/gpu=0",
-    )
-    parser.add_argument("--memory", metavar="SIZE", help="memory limit, e.g. 2g")
-    parser.add_argument("--shm-size", metavar="SIZE", help="size of /dev/shm (default: 8g)")
-    parser.add_argument("--cpus", type=_cores, metavar="N", help="CPU limit in cores, e.g. 1.5")
-    parser.add_argument("--user", metavar="NAME|UID[:GID]", help="user in the container (default: the image's)")
-    parser.add_argument("--workdir", metavar="DIR", help="working directory (default: the image's)")
-    parser.add_argument(
-        "--network",
-        choices=("none", "host"),
-        default="none",
-        help="none: loopback only; host: this machine's network (default: none)",
-    )
-    parser.add_argument(
-        "--entrypoint",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="use the image's entrypoint (default: yes)",
-    )
-    parser.add_argument("-t", "--tty", action="store_true", default=None, help="always allocate a terminal")
-    add_project_options(parser, json=False)
+@verb(
+    *SINGLE,
+    option("--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)"),
+    example="primus load cpu --tag rocm/primus:v26.11-cpu",
+)
+def load(args: argparse.Namespace) -> int:
+    """Load an image into the Docker engine of DOCKER_HOST (or of the default socket).
+
+    Nothing is sent if the engine already has the image. The last line is the image ID.
+    """
+    root = image_root(args)
+    tag = f"rocm/primus:{root.name}" if args.tag is None else args.tag
+    if not _TAG.match(tag):
+        raise InputError(f"--tag {tag!r} is not an image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
+    image_id, sent = images.load(root, tag)
+    if args.json:
+        manifest = digest_of(root.manifest or b"")
+        print_json({"image_id": image_id, "tag": tag, "manifest": manifest, "bytes_sent": sent})
+        return 0
+    note = f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"
+    print(f"{tag}: {note}", file=sys.stderr)
+    print(image_id)
+    return 0
 
 
 def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "primus run TARGET [options] [-- COMMAND ...]"
     # Everything after "--" belongs to the command. argparse would look for its own options there, and leaves a second
     # positional argument empty if options stand between it and the first.
     plain = parser.parse_args
@@ -97,13 +71,64 @@ def _cores(text: str) -> float:
     return cores
 
 
+@verb(
+    TARGET,
+    _split_at_dashes,
+    ENGINE,
+    option("-v", "--volume", action="append", default=[], metavar="SRC:DST[:ro]", help="mount a path of this machine"),
+    option(
+        "-e",
+        "--env",
+        action="append",
+        default=[],
+        metavar="K=V|K",
+        help="set a variable; K alone copies its value from your environment",
+    ),
+    option(
+        "--gpus",
+        default="none",
+        metavar="all|N|none",
+        help="GPUs of this machine: all, the first N or none (default: none)",
+    ),
+    option(
+        "--device",
+        action="append",
+        default=[],
+        metavar="DEV",
+        help="add a device: a node or folder in /dev, or a CDI name such as amd.com/gpu=0",
+    ),
+    option("--memory", metavar="SIZE", help="memory limit, e.g. 2g"),
+    option("--shm-size", metavar="SIZE", help="size of /dev/shm (default: 8g)"),
+    option("--cpus", type=_cores, metavar="N", help="CPU limit in cores, e.g. 1.5"),
+    option("--user", metavar="NAME|UID[:GID]", help="user in the container (default: the image's)"),
+    option("--workdir", metavar="DIR", help="working directory (default: the image's)"),
+    option(
+        "--network",
+        choices=("none", "host"),
+        default="none",
+        help="none: loopback only; host: this machine's network (default: none)",
+    ),
+    option(
+        "--entrypoint",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the image's entrypoint (default: yes)",
+    ),
+    option("-t", "--tty", action="store_true", default=None, help="always allocate a terminal"),
+    *SOURCE,
+    example="primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10",
+)
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code."""
+    """Run a command in an image, as it would run on a cluster.
+
+    The exit code is that of the command: 128+n if signal n ended it, 127 if the image does not contain it.
+    Without a command, the image's own command runs. Changes outside mounts are discarded.
+    """
     if args.command and not args.command[0]:
         raise InputError("the command is empty", hint="leave it out to run the image's own command")
-    for option in ("user", "workdir"):
-        if getattr(args, option) == "":
-            raise InputError(f"--{option} is empty")
+    for name in ("user", "workdir"):
+        if getattr(args, name) == "":
+            raise InputError(f"--{name} is empty")
     command = Command(
         argv=tuple(args.command),
         env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ or not item),

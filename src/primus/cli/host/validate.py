@@ -1,14 +1,8 @@
-"""Build the image, train in it and check the results. Each job of the suite runs in its own container.
-
-If this machine has the GPU that the target is for, all such GPUs are used, otherwise the CPU; the record says which.
-Writes record.json and report.html to out/validation/<target>/<recipe>/. A validation that passed for the same image
-content, recipe, suite and GPU is not run again. Exit code 0: every check passed; 1: a job or a check failed.
-"""
+"""Validate an image: train in it and check the results."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -16,75 +10,75 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from primus.cli.arguments import folder
-from primus.cli.host.common import (
-    add_engine,
-    add_offline,
-    add_project_options,
-    add_target,
-    complete_recipe,
-    resolved_target,
-)
+from primus.cli.host.common import ENGINE, OFFLINE, SINGLE, resolved_target
+from primus.cli.verb import flag, folder, matching, option, print_json, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
 from primus.gates.check import Gatekeeper
 from primus.gates.examined import rules_hash
 from primus.plan.layers import plan_image
+from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import golden
 from primus.release.cells import NO_GPU, Cell, cells_of, choose, cpu_model
-from primus.release.validation import outcome_text, table, validate
+from primus.release.validation import outcome_text, table
+from primus.release.validation import validate as run_suites
 from primus.terminal import Screen, counted
 from primus.training import suite
 from primus.training.suite import LEVELS
 
-EXAMPLE = "primus validate cpu --suite quick"
+
+def _recipes() -> list[str]:
+    return sorted(path.stem for path in (Project.find(None).root / "recipes").glob("*.yaml"))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus validate``."""
-    add_target(parser)
-    recipe = parser.add_argument(
-        "--recipe", metavar="NAME", help="recipe to train (default: those that the target names)"
-    )
-    recipe.completer = complete_recipe  # type: ignore[attr-defined]
-    parser.add_argument(
+@verb(
+    *SINGLE,
+    OFFLINE,
+    option(
+        "--recipe",
+        metavar="NAME",
+        help="recipe to train (default: those that the target names)",
+        complete=matching(_recipes),
+    ),
+    option(
         "--suite",
         choices=LEVELS,
         help="quick: one run; standard: also repeated, resumed and with a split batch; full: also in another layout "
         "and in every precision. With this option, every recipe of the target is trained by every backend and in every "
         "mode that it supports, in the target's precisions (trained_in)",
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="also run what has already passed for the same image and recipe"
-    )
-    parser.add_argument(
+    ),
+    flag("--again", "also run what has already passed for the same image and recipe"),
+    flag(
         "--record-golden",
-        action="store_true",
-        help="write the FP32 curves of all recipes, or of --recipe, to benchmarks/golden, to compare later validations "
-        "and releases with; needs --suite, and implies --again",
-    )
-    parser.add_argument(
+        "write the FP32 curves of all recipes, or of --recipe, to benchmarks/golden, to compare later validations and "
+        "releases with; needs --suite, and implies --again",
+    ),
+    option(
         "--output",
         type=folder("--output"),
         metavar="DIR",
         help="folder for records and reports (default: out/validation)",
-    )
-    add_engine(parser)
-    parser.add_argument(
+    ),
+    ENGINE,
+    option(
         "--gpus",
         metavar="all|N|none",
         help="GPUs of this machine to use (default: all if the target is for them, otherwise none)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the jobs; build and train nothing")
-    parser.add_argument("--no-build", action="store_true", help="validate the image in the store without building")
-    add_project_options(parser)
-    add_offline(parser)
+    ),
+    flag("--dry-run", "print the jobs; build and train nothing"),
+    flag("--no-build", "validate the image in the store without building"),
+    example="primus validate cpu --suite quick",
+)
+def validate(args: argparse.Namespace) -> int:
+    """Build the image, train in it and check the results. Each job of the suite runs in its own container.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Build the image, train, check and record. Returns 0, or 1 if a job or a check failed."""
+    If this machine has the GPU that the target is for, all such GPUs are used, otherwise the CPU; the record says
+    which. Writes record.json and report.html to out/validation/<target>/<recipe>/. A validation that passed for the
+    same image content, recipe, suite and GPU is not run again. Exit code 0: every check passed; 1: a job or a check
+    failed.
+    """
     if args.record_golden and not args.suite:
         raise InputError(
             "--record-golden needs --suite: it records every backend and mode of a recipe", hint="add --suite quick"
@@ -103,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
         ((plan, _),) = build([resolved], workspace, options, gates=Gatekeeper, rules=rules_hash())
         workspace.stats.save()
-    validated = validate(
+    validated = run_suites(
         plan,
         workspace,
         cells,
@@ -126,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
     if args.json:
-        print(json.dumps(records if len(cells) > 1 or args.suite else records[0]))
+        print_json(records if len(cells) > 1 or args.suite else records[0])
     elif len(validated) == 1:
         print(Screen.of().fit(outcome_text(records[0], validated[0].folder)))
     else:
@@ -144,7 +138,7 @@ def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, *, as_jso
             {"cell": str(cell), "suite": level, "jobs": [shlex.join(["primus", *job.arguments()]) for job in jobs]}
             for cell, level, jobs in planned
         ]
-        print(json.dumps(rows))
+        print_json(rows)
         return
     table = [(str(cell), level, str(len(jobs))) for cell, level, jobs in planned]
     for line in Screen.of().table(table, head=("recipe", "suite", "jobs"), right=(2,)):

@@ -1,35 +1,28 @@
-"""Run a command of older documents: find the recipe it asks for and train it.
-
-COMMAND is the name of the script, followed by its own options; the scripts in the image call this. These options
-of primus can be added: --dry-run, --proxy, --gpu NAME, --precision NAME, --output DIR, --json, and --allow-unmapped,
-which leaves out what no recipe can express. The environment variables PRIMUS_PROXY=1, PRIMUS_GPU and PRIMUS_DRY_RUN=1
-have the same effect as the options.
-"""
+"""Commands of older documents, and the import of Primus's experiment files."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from primus.cli.image import train, tune
-from primus.compat.commands import TUNING, Request, requested, switched_on
+from primus.cli.image.train import train
+from primus.cli.verb import JSON, flag, new_file, option, path, print_json, verb, whole
+from primus.compat.commands import Request, requested, switched_on
+from primus.compat.experiment import least_nodes, read_experiment, recipe_text
 from primus.compat.translate import table
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
 from primus.report import sheets
 from primus.report.run import read
-from primus.tuning import gemm
-
-EXAMPLE = "primus compat pytorch_benchmark_report.sh -t pretrain -m Llama-3.1-8B -p FP8 -s 8192 --dry-run"
+from primus.training.job import Job
+from primus.training.ranks import files
 
 # Variables that torchrun sets. If torchrun starts primus, only one of its ranks goes on, and starts primus's own ranks
 # without these variables.
@@ -37,97 +30,75 @@ _OF_TORCHRUN = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_DOWNLOAD = "download_assets"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    command = parser.add_argument("command", metavar="COMMAND", help="name of a script, such as run_pretrain.sh")
-    command.completer = lambda **_: [*table("commands")["scripts"], _DOWNLOAD]  # type: ignore[attr-defined]
+@verb(
+    option(
+        "command",
+        metavar="COMMAND",
+        help="name of a script, such as run_pretrain.sh",
+        complete=lambda **_: table("commands")["scripts"],
+    ),
     # Without a default, argparse names it among the arguments that are required.
-    parser.add_argument("words", metavar="WORD", nargs=argparse.REMAINDER, default=[], help="the command's own options")
+    option("words", metavar="WORD", nargs=argparse.REMAINDER, default=[], help="the command's own options"),
+    example="primus compat pytorch_benchmark_report.sh -t pretrain -m Llama-3.1-8B -p FP8 -s 8192 --dry-run",
+)
+def compat(options: argparse.Namespace) -> int:
+    """Run a command of older documents: find the recipe it asks for and train it.
 
-
-def run(options: argparse.Namespace) -> int:
-    """Translate the command, print the equivalent ``primus train``, and run it. Returns its exit code."""
+    COMMAND is the name of the script, followed by its own options; the scripts in the image call this. These options
+    of primus can be added: --dry-run, --proxy, --gpu NAME, --precision NAME, --output DIR, --json, and
+    --allow-unmapped, which leaves out what no recipe can express. The environment variables PRIMUS_PROXY=1, PRIMUS_GPU
+    and PRIMUS_DRY_RUN=1 have the same effect as the options.
+    """
     environment = dict(os.environ)
     if _STARTED_BY_TORCHRUN in environment and environment.get("LOCAL_RANK", "0") != "0":
         return 0
     command = options.command.rpartition("/")[2]
-    if command in ("pytorch_benchmark_setup.sh", _DOWNLOAD):
-        return _set_up(options.words, environment, downloads=command == _DOWNLOAD)
-    choices, words = _primus_options(command).parse_known_args(options.words)
-    choices.dry_run |= switched_on(environment, "PRIMUS_DRY_RUN")
-    choices.proxy |= switched_on(environment, "PRIMUS_PROXY")
-    choices.gpu = choices.gpu or environment.get("PRIMUS_GPU")
-    request = requested(command, words, environment, allow_unmapped=choices.allow_unmapped, precision=choices.precision)
-    if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment and find_spec("primus.launch"):
-        return _launch_slurm(request, environment, choices)
-    request = _for_this_machine(request, choices)
+    if command == "pytorch_benchmark_setup.sh" and not options.words:
+        print("nothing to install: the image has the libraries of all its recipes")
+        return 0
+    chosen, words = _primus_options(command).parse_known_args(options.words)
+    chosen.dry_run |= switched_on(environment, "PRIMUS_DRY_RUN")
+    chosen.proxy |= switched_on(environment, "PRIMUS_PROXY")
+    chosen.gpu = chosen.gpu or environment.get("PRIMUS_GPU")
+    request = requested(command, words, environment, allow_unmapped=chosen.allow_unmapped, precision=chosen.precision)
+    request = _for_this_machine(request, chosen)
     for sentence in request.says:
         print(f"{command}: {sentence}", file=sys.stderr)
     print(f"{command}: → primus train {' '.join(request.train())}", file=sys.stderr)
-    if not choices.dry_run:
-        _check_startable(command, environment)
-        if environment.get(TUNING) in ("1", "2", "3"):
-            recipe = resolve(request.recipe, request.words, request.choices)
-            place = gemm.Place.of(request.recipe, Path("output/tune_gemm"))
-            place.shapes.mkdir(parents=True, exist_ok=True)
-            if environment[TUNING] == "2":
-                return tune.tune(recipe, place, as_json=choices.json)
-            if environment[TUNING] == "3":
-                gemm.check(place, tune.key_here(recipe))
+    if not chosen.dry_run:
+        _check_startable(command, request, environment)
         for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
             os.environ.pop(name, None)
         os.environ.update(request.environment)
-    parser = argparse.ArgumentParser(prog=f"primus compat {command}")
-    train.add_arguments(parser)
-    more = [*(["--dry-run"] if choices.dry_run else []), *(["--json"] if choices.json else [])]
-    options = parser.parse_args([*request.train(), *more, *(["--output", choices.output] if choices.output else [])])
-    code = train.run(options)
-    if request.benchmark and not choices.dry_run:
-        _write_csv(command, *request.benchmark, options.output)
+    more = [f"--{name.replace('_', '-')}" for name in ("dry_run", "json") if getattr(chosen, name)]
+    more += ["--output", chosen.output] if chosen.output else []
+    arguments = train.parser(f"compat {command}").parse_args([*request.train(), *more])
+    code = train(arguments)
+    if request.benchmark and not chosen.dry_run:
+        _write_csv(command, *request.benchmark, arguments.output)
     return code
 
 
 def _primus_options(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=command, add_help=False, allow_abbrev=False)
-    for flag in ("--dry-run", "--proxy", "--json", "--allow-unmapped"):
-        parser.add_argument(flag, action="store_true")
-    for option in ("--precision", "--output", *(() if command == "run_k8s_pretrain.sh" else ("--gpu",))):
-        parser.add_argument(option)
-    parser.set_defaults(gpu=None)
+    for name in ("--dry-run", "--proxy", "--json", "--allow-unmapped"):
+        parser.add_argument(name, action="store_true")
+    for name in ("--precision", "--output", "--gpu"):
+        parser.add_argument(name)
     return parser
 
 
-def _launch_slurm(request: Request, environment: Mapping[str, str], choices: argparse.Namespace) -> int:
-    """Submit the request as a job of Slurm and wait for it, as the script did. Returns the job's exit code."""
-    request = request.for_proxy() if choices.proxy else request
-    gpu = choices.gpu or request.choices.gpu or request.gpu_of_path
-    request = replace(request, choices=replace(request.choices, gpu=gpu))
-    words = ["launch", "slurm", *request.train()]
-    words += ["--image", environment["DOCKER_IMAGE"]] if environment.get("DOCKER_IMAGE") else ["--container", "none"]
-    words += [word for name, value in request.environment.items() for word in ("--env", f"{name}={value}")]
-    words += ["--output", choices.output] if choices.output else []
-    words += ["--dry-run"] if choices.dry_run else ["--wait"]
-    words += ["--json"] if choices.json else []
-    for sentence in request.says:
-        if not sentence.startswith("DOCKER_IMAGE "):
-            print(f"run_slurm_pretrain.sh: {sentence}", file=sys.stderr)
-    print(f"run_slurm_pretrain.sh: → primus {shlex.join(words)}", file=sys.stderr)
-    # A separate process, because code that ships inside the image must not import code that starts jobs from outside.
-    return subprocess.run([sys.executable, "-m", "primus.cli.main", *words], check=False).returncode
-
-
-def _for_this_machine(request: Request, choices: argparse.Namespace) -> Request:
-    if choices.gpu is not None:
-        request = replace(request, choices=replace(request.choices, gpu=choices.gpu))
-    if choices.proxy:
+def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
+    if chosen.gpu is not None:
+        request = replace(request, choices=replace(request.choices, gpu=chosen.gpu))
+    if chosen.proxy:
         return request.for_proxy()
-    if choices.gpu or request.gpu_of_path is None:
+    if chosen.gpu or request.gpu_of_path is None:
         return request
     machine = detect()
-    if not machine.names and choices.dry_run:
+    if not machine.names and chosen.dry_run:
         says = f"this machine has no GPU: resolved for {request.gpu_of_path}, which the path names"
         gpu = replace(request.choices, gpu=request.gpu_of_path)
         return replace(request, choices=gpu, says=(*request.says, says))
@@ -137,14 +108,14 @@ def _for_this_machine(request: Request, choices: argparse.Namespace) -> Request:
     return request
 
 
-def _check_startable(command: str, environment: Mapping[str, str]) -> None:
+def _check_startable(command: str, request: Request, environment: Mapping[str, str]) -> None:
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
+        image = environment.get("DOCKER_IMAGE")
+        place = ["--image", image] if image else ["--container", "none"]
+        words = [*request.train(), *place, *(f"--env={name}={value}" for name, value in request.environment.items())]
         raise HostError(
-            "a Slurm job cannot be started inside the image",
-            hint="use `primus launch slurm` or `primus compat run_slurm_pretrain.sh` on a login node",
+            "the job is not submitted from here", hint=f"on a login node: primus launch slurm {shlex.join(words)}"
         )
-    if command == "run_k8s_pretrain.sh":
-        raise HostError("the workload service is not asked", hint="--dry-run shows the run; use `primus launch k8s`")
     if command == "madengine":
         raise HostError(
             f"{command} starts containers, which is not possible inside the image", hint="--dry-run shows the run"
@@ -170,41 +141,60 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
         return
 
 
-def _set_up(words: Sequence[str], environment: Mapping[str, str], *, downloads: bool) -> int:
-    if [word for word in words if word != "--download"]:
-        raise InputError(f"there is no option {words[0]!r}", hint="--download also downloads models and data sets")
-    if not downloads:
-        missing = [name for name, row in table("commands")["setup"].items() if not _listed(name, row)]
-        if missing:
-            raise HostError(
-                f"{', '.join(missing)} cannot be imported here", hint="the images for CPU and H200 have all of them"
-            )
-    if downloads or "--download" in words:
-        _download(environment)
+@verb(
+    option("file", type=path("FILE"), metavar="FILE", help="experiment file: modules.pre_trainer with overrides"),
+    option("--out", type=new_file("--out"), metavar="FILE", help="file to write (default: standard output)"),
+    option(
+        "--nodes",
+        type=whole(least=1),
+        metavar="N",
+        help="number of nodes it was written for (default: the minimum for its parallel degrees)",
+    ),
+    flag("--allow-unmapped", "leave out keys that no recipe can express"),
+    JSON,
+    example="primus import-exp my-experiment.yaml --out my-recipe.yaml",
+)
+def import_exp(options: argparse.Namespace) -> int:
+    """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location."""
+    source = read_experiment(options.file, os.environ)
+    done = source.translated()
+    print(f"what {source.path.name} does not set is as in the recipe {source.recipe}", file=sys.stderr)
+    for sentence in done.left_out:
+        print(sentence, file=sys.stderr)
+    if not options.allow_unmapped:
+        done.refuse_unmapped()
+    for key, reason in done.unmapped:
+        print(f"left out: {key.where}: {key.key}: {reason}", file=sys.stderr)
+    nodes = options.nodes or least_nodes(source.backend, done.settings)
+    # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys are checked anyway.
+    choices = Choices(
+        backend=source.backend, precision=done.precision, gpu="mi355x",
+        nodes=nodes if options.nodes or nodes > 1 else None,
+    )  # fmt: skip
+    try:
+        recipe = resolve(source.recipe, done.words(), choices)
+        files(Job(name=source.name, recipe=recipe, output=Path("import")))
+    except InputError as error:
+        raise done.placed(error) from error
+    nodes = recipe.get("nodes", int)
+    text = recipe_text(source, done, nodes)
+    document = {
+        "recipe": source.recipe,
+        "backend": source.backend,
+        "precision": done.precision,
+        "nodes": nodes,
+        "settings": done.settings,
+        "left_out": done.left_out,
+        "unmapped": [{**asdict(key), "why": reason} for key, reason in done.unmapped],
+        "text": text,
+    }
+    if options.json:
+        print_json(document)
+    elif options.out is None:
+        print(text, end="")
+    if options.out is not None:
+        try:
+            options.out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise HostError(f"cannot write {options.out}: {error.strerror}", hint="choose another --out") from error
     return 0
-
-
-def _listed(name: str, row: Mapping[str, str]) -> bool:
-    """Print one library: its version, or why it is not needed. Returns whether it is there or not needed."""
-    state = f"not needed: {row.get('because')}"
-    try:
-        state = version(row["needs"]) if "needs" in row else state
-    except PackageNotFoundError:
-        state = "missing"
-    print(f"{name:<24}{state}")
-    return state != "missing"
-
-
-def _download(environment: Mapping[str, str]) -> None:
-    if not environment.get("HF_TOKEN"):
-        raise InputError("HF_TOKEN is not set, and two of the models are gated", hint="export HF_TOKEN=…")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise HostError("huggingface_hub is not installed", hint="pip install huggingface_hub") from error
-    for kind, names in table("commands")["downloads"].items():
-        for name in names:
-            try:
-                print(snapshot_download(name, repo_type=kind.removesuffix("s")))
-            except (OSError, ValueError) as error:
-                raise HostError(f"{name} cannot be downloaded: {str(error).splitlines()[0]}") from error

@@ -1,52 +1,45 @@
-"""Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
-
-Each problem is printed with its remedy. --quick only reads files of the kernel, such as those in /proc and /sys.
-Without it, the write speed of the output folder is also measured. --benchmark also measures the GPUs: matrix products,
-memory, all-reduce, all-to-all.
---nodes compares the documents that several nodes wrote with --json.
-Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
-"""
+"""Check a machine, or compare several."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from primus.cli.verb import JSON, flag, option, print_json, verb
 from primus.errors import InputError
 from primus.files import write_file
 from primus.system import nodes, speed
+from primus.system import preflight as checks
 from primus.system.host import Finding, Host, name_here
-from primus.system.preflight import disk_speed, preflight
 from primus.terminal import Screen, counted
 
-EXAMPLE = "primus preflight --quick"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--quick", action="store_true", help="only read files of the kernel; measure nothing")
-    parser.add_argument("--benchmark", action="store_true", help="also measure the GPUs")
-    parser.add_argument(
-        "--root", type=Path, default=Path("/"), metavar="DIR", help="root folder of the machine to check (default: /)"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"
-    )
-    parser.add_argument(
+@verb(
+    flag("--quick", "only read files of the kernel; measure nothing"),
+    flag("--benchmark", "also measure the GPUs"),
+    option("--root", type=Path, default=Path("/"), metavar="DIR", help="root folder of the machine (default: /)"),
+    option("--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"),
+    option(
         "--nodes",
         type=Path,
         nargs="+",
         default=[],
         metavar="FILE",
         help="compare the --json documents of several nodes instead",
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as an HTML page")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    ),
+    option("--html", type=Path, metavar="FILE", help="write the verdict as an HTML page"),
+    JSON,
+    example="primus preflight --quick",
+)
+def preflight(options: argparse.Namespace) -> int:
+    """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
 
-
-def run(options: argparse.Namespace) -> int:
-    """Check and report. Returns 0 or 1; raises InputError."""
+    Each problem is printed with its remedy. --quick only reads files of the kernel, such as those in /proc and /sys.
+    Without it, the write speed of the output folder is also measured. --benchmark also measures the GPUs: matrix
+    products, memory, all-reduce, all-to-all.
+    --nodes compares the documents that several nodes wrote with --json.
+    Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
+    """
     if options.nodes:
         return _compare(options)
     if not options.root.is_dir():
@@ -55,11 +48,11 @@ def run(options: argparse.Namespace) -> int:
     if options.benchmark and (options.quick or not here):
         raise InputError(f"--benchmark cannot be used with {'--quick' if options.quick else '--root'}")
     host = Host(root=options.root, output=options.output.absolute())
-    findings = preflight(host)
+    findings = checks.preflight(host)
     measurements: list[speed.Measurement] = []
     if not options.quick and here:
         folder = next(path for path in (host.output, *host.output.parents) if path.is_dir())
-        findings.append(disk_speed(folder))
+        findings.append(checks.disk_speed(folder))
     if options.benchmark:
         more, measurements = speed.benchmark(host)
         findings += more
@@ -70,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if options.html:
         _write(options.html, nodes.page([node], []))
     if options.json:
-        print(json.dumps(node.document(), indent=2, ensure_ascii=False))
+        print_json(node.document())
     else:
         print("\n".join(_lines(findings)))
         print(f"{node.name}: " + (counted(len(node.problems), "problem") if node.problems else "ready"))
@@ -89,7 +82,7 @@ def _compare(options: argparse.Namespace) -> int:
             for name, finding in between
         ]
         document = {"passed": passed, "nodes": [node.document() for node in compared], "between": more}
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(document)
     else:
         table = nodes.rows(compared, between)
         print("\n".join(Screen.of().table(table, head=("", "node", "GPUs", "verdict"))))

@@ -1,39 +1,33 @@
-"""Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html with curves.
-
-RUN is the folder of a `primus train` run, or the record.json of a `primus validate`. The first run is the baseline.
-Exit code 0: the report was written, whether the runs passed or not; 2: invalid input.
-"""
+"""Compare finished runs."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.arguments import folder, path
+from primus.cli.verb import JSON, folder, option, path, print_json, verb
 from primus.errors import HostError, InputError
 from primus.report import html, sheets
 from primus.report.run import Run, read_all
 from primus.system.host import lost_warning
 from primus.terminal import Screen, Styled
 
-EXAMPLE = "primus report runs/before runs/after --out report"
 
+@verb(
+    option("runs", metavar="RUN", nargs="+", type=path("RUN"), help="folder of a run, or a record.json"),
+    option("--out", metavar="DIR", type=folder("--out"), default=Path("report"), help="folder (default: report)"),
+    JSON,
+    example="primus report runs/before runs/after --out report",
+)
+def report(options: argparse.Namespace) -> int:
+    """Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html with curves.
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=path("RUN"), help="folder of a run, or a record.json")
-    parser.add_argument(
-        "--out", metavar="DIR", type=folder("--out"), default=Path("report"), help="output folder (default: report)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Read the runs, write the files and print the comparison. Returns 0. Raises InputError and HostError."""
+    RUN is the folder of a `primus train` run, or the record.json of a `primus validate`. The first run is the baseline.
+    Exit code 0: the report was written, whether the runs passed or not; 2: invalid input.
+    """
     if len(options.runs) > html.MOST_RUNS:
         raise InputError(f"{len(options.runs)} runs are too many", hint=f"compare at most {html.MOST_RUNS}")
     runs, left_out = read_all(options.runs)
@@ -54,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             {"label": r.label, "recipe": r.recipe, "passed": r.passed, "gpu": r.product or None, **asdict(r.summary)}
             for r in runs
         ]
-        print(json.dumps({"files": paths, "runs": shown}, ensure_ascii=False, indent=2))
+        print_json({"files": paths, "runs": shown})
         return 0
     verdicts = [Styled(f"✓ {r.label}", "green") if r.passed else Styled(f"✗ {r.label}", "red") for r in runs]
     print("\n".join(Screen.of().table([("", *verdicts), *html.figures(runs)])))
@@ -63,11 +57,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
-    stems = {report.recipe: Path(report.recipe).stem if "/" in report.recipe else report.recipe for report in runs}
+    stems = {run.recipe: Path(run.recipe).stem if "/" in run.recipe else run.recipe for run in runs}
     names = {recipe: f"perf_{re.sub(r'[^A-Za-z0-9._+-]', '_', stem)[:100]}.csv" for recipe, stem in stems.items()}
     return {
         file: sheets.benchmark_csv(
-            [row for report in runs if names[report.recipe] == file for row in sheets.benchmark_rows(report)]
+            [row for run in runs if names[run.recipe] == file for row in sheets.benchmark_rows(run)]
         )
         for file in dict.fromkeys(names.values())
     }

@@ -1,23 +1,16 @@
-"""Run a recipe on this machine: start its ranks, show the loss, and check the results.
-
-RECIPE is the name of a recipe or the path of its file. key=value arguments override settings. The name of the backend
-can be omitted from its keys, and settings that all backends share have short names, as in steps=5 or tp=2.
-Exit code 0: trained, and every check passed; 1: the job or a check failed; 2: invalid input; 3: the machine lacks
-something that the job needs.
-"""
+"""Run a recipe on this machine."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.arguments import folder, path, whole
-from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
+from primus.cli.image.common import RECIPE, choices, resolved, short_origin
+from primus.cli.verb import JSON, flag, folder, option, path, print_json, verb, whole
 from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
@@ -29,48 +22,54 @@ from primus.training.checks import Verdict
 from primus.training.job import Job, step_of, steps
 from primus.training.metrics import Summary
 
-EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_recipe(parser)
-    parser.add_argument(
-        "--output", type=folder("--output"), metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"
-    )
-    add_choices(parser)
-    parser.add_argument(
+@verb(
+    *RECIPE,
+    option("--output", type=folder("--output"), metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"),
+    *choices(),
+    option(
         "--resume-from",
         type=path("--resume-from"),
         metavar="DIR",
         help="a checkpoint, or a run (its newest checkpoint)",
-    )
-    change = parser.add_argument(
-        "--accept-change", action="append", default=[], metavar="FIELD",
+    ),
+    option(
+        "--accept-change",
+        action="append",
+        default=[],
+        metavar="FIELD",
         help="resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
-    )  # fmt: skip
-    change.completer = lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel")  # type: ignore[attr-defined]
-    parser.add_argument(
-        "--stall-timeout", type=whole(least=0), default=1800, metavar="S",
+        complete=lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel"),
+    ),
+    option(
+        "--stall-timeout",
+        type=whole(least=0),
+        default=1800,
+        metavar="S",
         help="end the job after S seconds without output of a rank; name the rank that hangs (default: 1800; 0: never)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--compile-cache", type=folder("--compile-cache"), metavar="DIR",
+    ),
+    option(
+        "--compile-cache",
+        type=folder("--compile-cache"),
+        metavar="DIR",
         help="keep compiled GPU kernels here for later runs (default: runs/.compile-cache; with --output: not kept)",
-    )  # fmt: skip
-    parser.add_argument("--no-preflight", action="store_true", help="start without checking the machine")
-    parser.add_argument("--judge", action="store_true", help="afterwards, repeat every step in float64 and compare")
-    parser.add_argument("--force", action="store_true", help="start even if the predicted memory exceeds the GPU's")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
+    ),
+    flag("--no-preflight", "start without checking the machine"),
+    flag("--judge", "afterwards, repeat every step in float64 and compare"),
+    flag("--force", "start even if the predicted memory exceeds the GPU's"),
+    flag("--dry-run", "print the resolved job and start nothing"),
+    JSON,
+    example="primus train llama3-proxy --steps 30 optimizer.lr=0.005",
+)
+def train(options: argparse.Namespace) -> int:
+    """Run a recipe on this machine: start its ranks, show the loss, and check the results.
 
-
-def run(options: argparse.Namespace) -> int:
-    """Resolve the recipe, run the job and check it. Returns 0 or 1. Raises InputError and HostError.
-
-    Sets ``options.output`` to the folder of the run. An existing folder that the caller names also gets the reason of a
-    refusal.
+    RECIPE is the name of a recipe or the path of its file. key=value arguments override settings. The name of the
+    backend can be omitted from its keys, and settings that all backends share have short names, as in steps=5 or tp=2.
+    Exit code 0: trained, and every check passed; 1: the job or a check failed; 2: invalid input; 3: the machine lacks
+    something that the job needs.
     """
+    # An existing folder that the caller names also gets the reason of a refusal.
     named: Path | None = options.output
     try:
         return _run(options)
@@ -145,7 +144,7 @@ def _run(options: argparse.Namespace) -> int:
             "summary": asdict(summary),
             "verdicts": [asdict(verdict) for verdict in verdicts],
         }
-        print(json.dumps(document, ensure_ascii=False, indent=2))
+        print_json(document)
     else:
         unit = "GPU" if outcome.facts.get("device") == "cuda" else "rank"
         _show_end(job, verdicts, metrics.sentence(summary, unit), summary, outcome.seconds)

@@ -1,14 +1,4 @@
-"""Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`).
-
-`throughput` tries optimizations, activation checkpointing and micro batches that fit into memory, each in a short
-training run (15 steps by default). --output names the recipe file to write. After an interruption, run the same command
-again: finished runs are not repeated.
-
-`gemm` has three stages; --stage runs one of them. `dump` trains a few steps and records the GEMMs, `tune` measures each
-GEMM on all GPUs with PyTorch's TunableOp, `use` trains with the result. `tune` can be interrupted: results are kept.
-A result is valid for one version of PyTorch, one GPU architecture and one recipe, and is refused for another.
-Exit code 0: done; 1: the recipe failed, or GEMMs could not be measured; 3: PyTorch or the GPUs are missing.
-"""
+"""Find the fastest settings of a recipe, or the fastest implementation of its matrix products."""
 
 from __future__ import annotations
 
@@ -24,9 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from primus.cli.arguments import folder, new_file, whole
-from primus.cli.image.common import add_choices, add_recipe, resolved
+from primus.cli.image.common import RECIPE, choices, resolved
+from primus.cli.verb import JSON, Option, flag, folder, new_file, option, print_json, verb, whole
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect, visible
@@ -43,50 +34,62 @@ from primus.tuning.throughput import Point, candidates, overlay, search
 from primus.tuning.trial import NOT_TRIED, Search, Trials, ending
 from primus.turbo.optimizations import missing_packages
 
-EXAMPLE = "primus tune gemm llama2-7b --stage tune"
 _STAGES = ("dump", "tune", "use")
 _OF_GEMM = ("stage", "dump_steps", "workers")
 _OF_THROUGHPUT = ("output", "dry_run", "pairs", "limit", "total_limit", "warmup")
 _GIB = 2**30
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("what", choices=("gemm", "throughput"), help="what to tune")
-    add_recipe(parser)
-    add_choices(parser)
-    parser.add_argument(
+def _gemm(*names: str, **settings: Any) -> Option:
+    return option(*names, group="gemm", **settings)
+
+
+def _throughput(*names: str, **settings: Any) -> Option:
+    return option(*names, group="throughput", **settings)
+
+
+@verb(
+    option("what", choices=("gemm", "throughput"), help="what to tune"),
+    *RECIPE,
+    *choices(),
+    option(
         "--folder",
         type=folder("--folder"),
         metavar="DIR",
         help="folder of results (default: output/tune_gemm or output/tune_throughput)",
-    )
-    gemm = parser.add_argument_group("gemm")
-    gemm.add_argument("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)")
-    gemm.add_argument(
-        "--dump-steps", type=whole(least=1), default=3, metavar="N", help="steps of the stage dump (default: 3)"
-    )
-    gemm.add_argument("--workers", type=whole(least=1), metavar="N", help="GPUs to measure on (default: all)")
-    throughput = parser.add_argument_group("throughput")
-    throughput.add_argument("--output", type=new_file("--output", ".yaml"), metavar="FILE", help="recipe file to write")
-    throughput.add_argument("--dry-run", action="store_true", help="print the candidates and run nothing")
-    throughput.add_argument(
+    ),
+    _gemm("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)"),
+    _gemm("--dump-steps", type=whole(least=1), default=3, metavar="N", help="steps of the stage dump (default: 3)"),
+    _gemm("--workers", type=whole(least=1), metavar="N", help="GPUs to measure on (default: all)"),
+    _throughput("--output", type=new_file("--output", ".yaml"), metavar="FILE", help="recipe file to write"),
+    flag("--dry-run", "print the candidates and run nothing", group="throughput"),
+    _throughput(
         "--pairs", type=whole(least=3), default=3, metavar="N", help="final runs of start and winner each (default: 3)"
-    )
-    throughput.add_argument(
+    ),
+    _throughput(
         "--warmup", type=whole(least=1), default=5, metavar="N", help="first steps that do not count (default: 5)"
-    )
-    throughput.add_argument(
+    ),
+    _throughput(
         "--limit", type=whole(least=1), default=900, metavar="S", help="seconds one run may take (default: 900)"
-    )
-    throughput.add_argument(
+    ),
+    _throughput(
         "--total-limit", type=whole(least=1), metavar="S", help="seconds for the whole search (default: no limit)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
+    ),
+    JSON,
+    example="primus tune gemm llama2-7b --stage tune",
+)
+def tune(options: argparse.Namespace) -> int:
+    """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`).
 
+    `throughput` tries optimizations, activation checkpointing and micro batches that fit into memory, each in a short
+    training run (15 steps by default). --output names the recipe file to write. After an interruption, run the same
+    command again: finished runs are not repeated.
 
-def run(options: argparse.Namespace) -> int:
-    """Run the requested stages. Returns an exit code. Raises InputError, HostError and CheckFailed."""
+    `gemm` has three stages; --stage runs one of them. `dump` trains a few steps and records the GEMMs, `tune` measures
+    each GEMM on all GPUs with PyTorch's TunableOp, `use` trains with the result. `tune` can be interrupted: results are
+    kept. A result is valid for one version of PyTorch, one GPU architecture and one recipe, and is refused for another.
+    Exit code 0: done; 1: the recipe failed, or GEMMs could not be measured; 3: PyTorch or the GPUs are missing.
+    """
     _check_options(options)
     recipe = resolved(options)
     if options.what == "throughput":
@@ -99,8 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    defaults = argparse.ArgumentParser()
-    add_arguments(defaults)
+    defaults = tune.parser("tune")
     for name in _OF_GEMM if options.what == "throughput" else _OF_THROUGHPUT:
         if getattr(options, name) != defaults.get_default(name):
             raise InputError(f"--{name.replace('_', '-')} cannot be used with primus tune {options.what}")
@@ -117,7 +119,7 @@ def _dump(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
 
 
 def _tune(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
-    return tune(recipe, place, workers=options.workers, as_json=options.json)
+    return tune_gemms(recipe, place, workers=options.workers, as_json=options.json)
 
 
 def _use(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
@@ -127,7 +129,7 @@ def _use(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
 _RUN = {"dump": _dump, "tune": _tune, "use": _use}
 
 
-def tune(recipe: Recipe, place: Place, *, workers: int | None = None, as_json: bool = False) -> int:
+def tune_gemms(recipe: Recipe, place: Place, *, workers: int | None = None, as_json: bool = False) -> int:
     """Measure the recorded GEMMs of ``recipe`` on all GPUs, or ``workers``, and write the result. Returns 0."""
     shapes, gpus, key = read_shapes(place.shapes), _gpus(workers), key_here(recipe)
     work = place.work(key)
@@ -138,7 +140,7 @@ def tune(recipe: Recipe, place: Place, *, workers: int | None = None, as_json: b
         merge(place, key, result)
     if as_json:
         document = {"tuned": str(place.tuned), "shapes": list(result.rows), "changed": result.changed}
-        print(json.dumps(document, indent=2))
+        print_json(document)
     else:
         print(f"{result.changed} of {len(result.rows)} GEMMs are faster with another implementation than the default")
         print(f"→ {place.tuned}")
@@ -282,7 +284,7 @@ def _show_plan(points: Sequence[Point], available: float | None, *, as_json: boo
     if as_json:
         names = ("batch", "checkpointing", "turbo", "peak", "verdict")
         plan = [dict(zip(names, row, strict=True), words=point.words) for row, point in zip(rows, points, strict=True)]
-        print(json.dumps({"available_bytes": available, "plan": plan}, indent=2))
+        print_json({"available_bytes": available, "plan": plan})
         return
     head = ("micro batch", "checkpointing", "turbo", "predicted", "")
     print("\n".join(Screen.of().table(rows, head=head, right={0, 3})))
@@ -306,7 +308,7 @@ def _show_end(
             "output": written,
             "not_tried": sum(result.reason == NOT_TRIED for _, result in rows.rows),
         }
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(document)
         return
     table = [
         (

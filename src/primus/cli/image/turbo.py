@@ -1,20 +1,15 @@
-"""List the optimizations of training runs, or run their self-tests on this machine's GPU.
-
-`list` shows every optimization, what it needs and replaces, and whether this machine can use it.
-`test RECIPE` compares those that the recipe uses with float64 and plain PyTorch, at the recipe's sizes. A training run
-does the same before it starts, and uses only those that pass. Exit code 1: one failed; 3: there is no GPU.
-"""
+"""The optimizations of training runs: list and test them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.image.common import add_choices, resolved
+from primus.cli.image.common import choices, resolved
+from primus.cli.verb import JSON, option, print_json, verb
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation
@@ -23,20 +18,24 @@ from primus.terminal import Screen
 from primus.turbo.optimizations import Optimization, optimizations
 from primus.turbo.trial import decide
 
-EXAMPLE = "primus turbo test llama3.1-8b --precision fp8"
+_EXAMPLE = "primus turbo test llama3.1-8b --precision fp8"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("action", choices=("list", "test"), help="what to do")
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="test: the recipe whose sizes to use")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to override")
-    add_choices(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+@verb(
+    option("action", choices=("list", "test"), help="what to do"),
+    option("recipe", nargs="?", metavar="RECIPE", help="test: the recipe whose sizes to use"),
+    option("overrides", nargs="*", metavar="key=value", help="settings to override"),
+    *choices(),
+    JSON,
+    example=_EXAMPLE,
+)
+def turbo(options: argparse.Namespace) -> int:
+    """List the optimizations of training runs, or run their self-tests on this machine's GPU.
 
-
-def run(options: argparse.Namespace) -> int:
-    """Run the requested action. Returns 0 or 1. Raises InputError and HostError."""
+    `list` shows every optimization, what it needs and replaces, and whether this machine can use it.
+    `test RECIPE` compares those that the recipe uses with float64 and plain PyTorch, at the recipe's sizes. A training
+    run does the same before it starts, and uses only those that pass. Exit code 1: one failed; 3: there is no GPU.
+    """
     return _list(options) if options.action == "list" else _test(options)
 
 
@@ -47,7 +46,7 @@ def _list(options: argparse.Namespace) -> int:
     gpu = generation(name) if name and name != CPU else None
     rows = [(entry, entry.state(gpu)) for entry in optimizations().values()]
     if options.json:
-        print(json.dumps({"optimizations": [asdict(entry) | {"state": text} for entry, text in rows]}))
+        print_json({"optimizations": [asdict(entry) | {"state": text} for entry, text in rows]})
         return 0
     screen = Screen.of()
     print(
@@ -76,14 +75,14 @@ def _needs(entry: Optimization) -> str:
 
 def _test(options: argparse.Namespace) -> int:
     if not options.recipe:
-        raise InputError("no recipe is given", hint=EXAMPLE)
+        raise InputError("no recipe is given", hint=_EXAMPLE)
     recipe = resolved(options)
     if recipe.gpu == CPU or not detect().usable:
         raise HostError("there is no GPU on this machine to test optimizations on")
     with tempfile.TemporaryDirectory() as folder:
         trial = decide(recipe, Path(folder), os.environ)
     if options.json:
-        print(json.dumps(asdict(trial)))
+        print_json(asdict(trial))
     else:
         for name, seconds in trial.tested.items():
             print(

@@ -1,0 +1,289 @@
+"""Verbs about recipes: list them, show one with every setting, and predict its memory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+from primus.cli.image.common import RECIPE, choice, choices, complete_recipe, resolved, short_origin
+from primus.cli.verb import JSON, option, print_json, verb
+from primus.errors import InputError
+from primus.gpus.table import generation
+from primus.recipes.architecture import readable, size
+from primus.recipes.catalogue import Entry, entries
+from primus.recipes.choose import CPU, among, values_of
+from primus.recipes.load import folder, names, no_recipes
+from primus.recipes.memory import Memory
+from primus.recipes.recipe import Recipe
+from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
+from primus.recipes.setting import CHOICES, Setting
+from primus.terminal import Screen, Styled, counted
+from primus.turbo.optimizations import reasons as optimization_reasons
+
+_CHOICES = ("backend", "mode", "precision", "gpu")
+_WIDTH = 110
+_TOP = "what and where"
+_GIB = 2**30
+_WHAT = {
+    "weights": "the rank's part of the weights",
+    "gradients": "the rank's part of the gradients",
+    "optimizer": "the rank's part of the optimizer states",
+    "unsharded": "layers at work: their whole weights and gradients",
+    "activations": "kept from the forward for the backward pass",
+    "loss": "logits and their gradients",
+    "reused": "gradients' memory that activations and logits use before",
+}
+
+
+@verb(
+    option(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        default="",
+        help="only recipes whose names contain this",
+        complete=complete_recipe,
+    ),
+    *(choice(name, f"only with this {'GPU' if name == 'gpu' else name}") for name in _CHOICES),
+    JSON,
+    example="primus list llama --gpu mi355x --precision fp8",
+)
+def list_recipes(options: argparse.Namespace) -> int:
+    """List the recipes with their backends, modes, precisions and the GPUs that support them.
+
+    Every recipe also has a proxy: a small model that uses the same code. --proxy trains it, also on a CPU. The table
+    has one line per recipe, and with NAME or an option, one per backend and mode.
+    """
+    for name in _CHOICES:
+        if (word := getattr(options, name)) is not None:
+            among(name, word, values_of(name), f"--{name} {word}")
+    if not names():
+        raise no_recipes(folder())
+    shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
+    if not shown:
+        raise InputError("no recipe matches these options", hint="primus list shows all recipes")
+    if options.json:
+        print_json([{**asdict(entry), "path": str(entry.path)} for entry in shown])
+        return 0
+    if options.name or any(getattr(options, name) for name in _CHOICES):
+        head = ("RECIPE", "PARAMETERS", "BACKEND", "MODE", "PRECISIONS", "GPUS")
+        print("\n".join(Screen.of().table([_row(entry) for entry in shown], head=head)))
+        return 0
+    by_recipe: dict[str, list[Entry]] = {}
+    for entry in shown:
+        by_recipe.setdefault(entry.recipe, []).append(entry)
+    rows = []
+    for recipe, several in by_recipe.items():
+        backends = dict.fromkeys(entry.backend for entry in several)
+        precisions = dict.fromkeys(precision for entry in several for precision in entry.precisions)
+        rows.append((recipe, readable(several[0].size.total), " ".join(backends), " ".join(precisions)))
+    print("\n".join(Screen.of().table(rows, head=("RECIPE", "SIZE", "BACKENDS", "PRECISIONS"))))
+    print("`primus list NAME` shows modes and GPUs", file=sys.stderr)
+    return 0
+
+
+@verb(*RECIPE, *choices(), JSON, example="primus show llama3.1-8b --gpu mi355x --precision fp8")
+def show(options: argparse.Namespace) -> int:
+    """Show a recipe as it would run: every setting with its source, and which optimizations are on, and why.
+
+    RECIPE is the name of a recipe or the path of its file. key=value arguments override settings, as for train.
+    Nothing is started and no GPU is needed: --gpu names the GPU to resolve the recipe for.
+    """
+    recipe = resolved(options)
+    if options.json:
+        print_json(_document(recipe))
+    else:
+        print("\n".join(_lines(recipe, Screen.of())))
+    return 0
+
+
+@verb(*RECIPE, *choices(), JSON, example="primus fit llama3.1-70b --gpu mi325x --precision fp8")
+def fit(options: argparse.Namespace) -> int:
+    """Predict the memory that a recipe needs on one GPU, and the largest micro batch that fits.
+
+    RECIPE is the name of a recipe or the path of its file; key=value arguments override settings, as for train. Nothing
+    is started and no GPU is needed: --gpu names the GPU to predict for.
+    Exit code 0: it fits, or is tight; 1: it does not fit; 2: invalid input.
+    """
+    recipe = resolved(options)
+    total = gpu_bytes(recipe.gpu)
+    if total is None:
+        raise InputError(
+            f"--gpu {CPU}: memory is predicted for GPUs only", hint="name one, as in --gpu mi300x; proxies need none"
+        )
+    memory, available = predict(recipe), USABLE * total
+    largest = largest_batch(recipe, available)
+    if options.json:
+        print_json(_fit_document(recipe, memory, available, largest))
+    else:
+        print("\n".join(_fit_lines(recipe, memory, available, largest, Screen.of())))
+    return 0 if fits(memory, available) else 1
+
+
+def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
+    """Return the part of ``entry`` that matches the options, or None."""
+    if options.name not in entry.recipe or options.backend not in (None, entry.backend):
+        return None
+    if options.mode not in (None, entry.mode):
+        return None
+    matching = {
+        precision: gpus
+        for precision, supported in entry.precisions.items()
+        if options.precision in (None, precision)
+        and (gpus := tuple(gpu for gpu in supported if options.gpu in (None, gpu)))
+    }
+    return replace(entry, precisions=matching) if matching else None
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    words = [
+        precision if gpus == entry.gpus else f"{precision} ({' '.join(gpus)})"
+        for precision, gpus in entry.precisions.items()
+    ]
+    count = readable(entry.size.total)
+    return entry.recipe, count, entry.backend, entry.mode, " ".join(words), " ".join(entry.gpus)
+
+
+def _command(recipe: Recipe) -> str:
+    return " ".join(["primus", "train", recipe.name, *recipe.choices.words(), *recipe.overrides])
+
+
+def _per_step(recipe: Recipe) -> tuple[int, str]:
+    if recipe.architecture.family == "flux":
+        return recipe.global_batch, "images"
+    return recipe.global_batch * recipe.seq_len, "tokens"
+
+
+def _document(recipe: Recipe) -> dict[str, object]:
+    amount, what = _per_step(recipe)
+    return {
+        "name": recipe.name,
+        "description": recipe.get("description", str),
+        **{choice: recipe.settings[choice].value for choice in CHOICES},
+        "world_size": recipe.world_size,
+        "local_batch": recipe.local_batch,
+        "global_batch": recipe.global_batch,
+        "accumulation": recipe.accumulation,
+        "seq_len": recipe.seq_len,
+        f"{what}_per_step": amount,
+        "parameters": asdict(size(recipe.architecture)),
+        "command": _command(recipe),
+        "optimizations": {name: {"on": on, "why": why} for name, (on, why) in optimization_reasons(recipe).items()},
+        "settings": {
+            key: {"value": s.value, "origin": short_origin(s.origin, recipe)}
+            | ({"because": s.because} if s.because else {})
+            for key, s in recipe.settings.items()
+        },
+    }
+
+
+def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
+    count, (amount, what) = size(recipe.architecture), _per_step(recipe)
+    nodes = recipe.get("nodes", int)
+    active = "" if count.active == count.total else f", {readable(count.active)} active per token"
+    yield f"{recipe.name}: {recipe.get('description', str)}"
+    yield f"  {readable(count.total)} parameters{active}"
+    ranks, steps = counted(recipe.get("ranks", int), "rank"), counted(recipe.steps, "step")
+    yield f"  {counted(nodes, 'node')} × {ranks}, {steps}"
+    if what == "tokens":
+        yield f"  {recipe.global_batch} sequences of {recipe.seq_len} = {amount:,} tokens per step"
+    else:
+        yield f"  {amount:,} {what} per step"
+    yield (
+        f"  each rank: {recipe.local_batch} at a time"
+        + (f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else "")
+    )
+    if (total := gpu_bytes(recipe.gpu)) is not None and not fits(predict(recipe), USABLE * total):
+        yield screen.paint("  does not fit into the memory of a GPU, see `primus fit`", "red")
+    yield screen.paint("\noptimizations", "bold")
+    yield from screen.table(
+        [(name, "on" if on else "off", Styled(why, "dim")) for name, (on, why) in optimization_reasons(recipe).items()],
+        indent="  ",
+    )
+    reasons: dict[str, list[str]] = {}
+    for section, keys in _sections(recipe).items():
+        yield f"\n{screen.paint(section, 'bold')}"
+        settings = {key: recipe.settings[key] for key in keys}
+        yield from screen.table(
+            [
+                (_rest(key), _plain(setting), Styled(short_origin(setting.origin, recipe), "dim"))
+                for key, setting in settings.items()
+            ],
+            indent="  ",
+        )
+        for key, setting in settings.items():
+            if setting.because:
+                reasons.setdefault(setting.because, []).append(f"{key} = {_plain(setting)}")
+    if reasons:
+        yield screen.paint("\nmissing and contradicting sources", "bold")
+    narrow = replace(screen, width=min(screen.width or _WIDTH, _WIDTH))
+    for because, keys in reasons.items():
+        yield from screen.wrap(", ".join(keys), "  ", "    ")
+        yield from narrow.wrap(because, "    ")
+    yield f"\n{_command(recipe)}"
+
+
+def _sections(recipe: Recipe) -> dict[str, list[str]]:
+    """Return heading → keys: the choices first, then model, assets, the backend, validation and the rest."""
+    order = [_TOP, "model", "assets", recipe.backend, "validation"]
+    sections: dict[str, list[str]] = {heading: [] for heading in order}
+    for key in (*CHOICES, *(key for key in recipe.settings if key not in (*CHOICES, "name", "description"))):
+        head, dot, _ = key.partition(".")
+        sections.setdefault(head if dot else _TOP, []).append(key)
+    for keys in sections.values():
+        # Keys with a common first part stay together, in the order of the files.
+        places = {_rest(key).partition(".")[0]: number for number, key in reversed(list(enumerate(keys)))}
+        keys.sort(key=lambda key: places[_rest(key).partition(".")[0]])
+    return {heading: keys for heading, keys in sections.items() if keys}
+
+
+def _rest(key: str) -> str:
+    head, dot, rest = key.partition(".")
+    return rest if dot else head
+
+
+def _plain(setting: Setting) -> str:
+    value = setting.value
+    if isinstance(value, list):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def _fit_document(recipe: Recipe, memory: Memory, available: float, largest: int) -> dict[str, object]:
+    return {
+        "recipe": recipe.name,
+        "backend": recipe.backend,
+        "mode": recipe.mode,
+        "precision": recipe.precision,
+        "gpu": recipe.gpu,
+        "world_size": recipe.world_size,
+        "micro_batch": recipe.local_batch,
+        "max_micro_batch": largest,
+        "fits": fits(memory, available),
+        "tight": memory.peak > available and fits(memory, available),
+        "bytes": {name: round(value) for name, value in memory.terms.items()},
+        "peak_bytes": round(memory.peak),
+        "least_bytes": round(memory.least),
+        "available_bytes": round(available),
+        "error_band": recipe.knows.memory_error,
+    }
+
+
+def _fit_lines(recipe: Recipe, memory: Memory, available: float, largest: int, screen: Screen) -> Iterator[str]:
+    gpu, band = generation(recipe.gpu), recipe.knows.memory_error
+    yield (
+        f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, {recipe.backend} {recipe.mode} "
+        f"{recipe.precision}, {recipe.world_size} × {gpu.title}, micro batch {recipe.local_batch}"
+    )
+    rows = [(name, f"{value / _GIB:,.1f} GiB", _WHAT[name]) for name, value in memory.terms.items()]
+    yield from screen.table([*rows, ("peak", f"{memory.peak / _GIB:,.1f} GiB", f"± {band:.0%}")], indent="  ")
+    there = f"{available / _GIB:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gb:,.0f}"
+    if memory.peak <= available:
+        yield f"fits: {there}"
+    elif fits(memory, available):
+        yield f"tight: more than {there}; the allocator must give memory back in every step, which costs speed"
+    else:
+        yield f"does not fit: more than {there}"
+    yield f"largest micro batch that fits: {largest}" if largest else "no micro batch fits"

@@ -1,0 +1,161 @@
+"""A verb of the command line: a function with its options, and the types of options that several verbs share.
+
+The types are for argparse's ``type=``. They reject invalid values with a message that names the option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from primus.errors import InputError
+
+Option: TypeAlias = Callable[[argparse.ArgumentParser], object]
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb. Calling it with the parsed arguments runs it and returns its exit code."""
+
+    call: Callable[[argparse.Namespace], int]
+    options: tuple[Option, ...]
+    example: str
+
+    def __call__(self, args: argparse.Namespace) -> int:
+        """Run the verb and return its exit code. Raises PrimusError."""
+        return self.call(args)
+
+    def declare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Declare the options to ``parser``, and return it."""
+        for declare in self.options:
+            declare(parser)
+        return parser
+
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        """Return the parser of the verb ``name``. Its description is the docstring of the verb's function."""
+        return self.declare(
+            argparse.ArgumentParser(
+                prog=f"primus {name}",
+                description=inspect.getdoc(self.call),
+                epilog=f"example: {self.example}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
+
+
+def option(
+    *names: str, complete: Callable[..., Iterable[str]] | None = None, group: str | None = None, **settings: Any
+) -> Option:
+    """Return an option or argument with argparse's ``settings``, under the heading ``group`` of the help.
+
+    ``complete`` returns the values for tab completion.
+    """
+
+    def declare(parser: argparse.ArgumentParser) -> None:
+        groups = {heading.title: heading for heading in parser._action_groups}
+        place = parser if group is None else groups.get(group) or parser.add_argument_group(group)
+        action = place.add_argument(*names, **settings)
+        if complete is not None:
+            action.completer = complete  # type: ignore[attr-defined]
+
+    return declare
+
+
+def flag(name: str, meaning: str, **settings: Any) -> Option:
+    """Return an option without a value."""
+    return option(name, action="store_true", help=meaning, **settings)
+
+
+def matching(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+    """Return a completer that offers those of ``names()`` that begin with what is typed."""
+    return lambda prefix, **_: [name for name in names() if name.startswith(prefix)]
+
+
+JSON = flag("--json", "print one JSON document instead of text")
+
+
+def verb(*options: Option, example: str) -> Callable[[Callable[[argparse.Namespace], int]], Verb]:
+    """Decorate a function: make it a verb with ``options``. Its docstring is shown by ``--help``."""
+    return lambda call: Verb(call, options, example)
+
+
+def print_json(document: object) -> None:
+    """Print the one document of ``--json``."""
+    print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def whole(*, least: int | None = None) -> Callable[[str], int]:
+    """Return a parser for whole numbers in plain ASCII digits, at least ``least``."""
+
+    def read(text: str) -> int:
+        # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; YAML does not.
+        number = int(text) if re.fullmatch(r"-?[0-9]{1,64}", text) else None
+        if number is None or (least is not None and number < least):
+            limit = "" if least is None else f" of at least {least}"
+            raise argparse.ArgumentTypeError(f"must be a whole number{limit}, not {text[:40]!r}")
+        return number
+
+    return read
+
+
+def path(option: str) -> Callable[[str], Path]:
+    """Return a parser for paths. It raises InputError if the path is empty or contains control characters."""
+
+    def read(text: str) -> Path:
+        if not text:
+            raise InputError(f"{option} is empty")
+        if _CONTROL.search(text):
+            raise InputError(f"{option} {text[:80]!r} must not contain control characters")
+        return Path(text)
+
+    return read
+
+
+def folder(option: str) -> Callable[[str], Path]:
+    """Return a parser for folders that exist or can be created. It raises InputError if a file is in the way."""
+    plain = path(option)
+
+    def read(text: str) -> Path:
+        target = plain(text)
+        for part in (target, *target.parents):
+            try:
+                usable = part.is_dir() or not os.path.lexists(part)
+            except OSError as error:
+                raise InputError(f"{option} {text[:80]}: {(error.strerror or '').lower()}") from error
+            if not usable:
+                raise InputError(f"{part} is not a folder", hint=f"choose another {option}")
+        return target
+
+    return read
+
+
+def new_file(option: str, *suffixes: str) -> Callable[[str], Path]:
+    """Return a parser for new files. It raises InputError if the file exists, its folder does not, or its name ends
+    with none of ``suffixes``.
+    """
+    plain = path(option)
+
+    def read(text: str) -> Path:
+        target = plain(text)
+        if os.path.lexists(target):
+            raise InputError(f"{target} already exists", hint=f"choose another {option}, or delete it")
+        if not target.parent.is_dir():
+            missing = not os.path.lexists(target.parent)
+            hint = f"create it: mkdir -p {shlex.quote(str(target.parent))}" if missing else f"choose another {option}"
+            raise InputError(f"{target.parent} {'does not exist' if missing else 'is not a folder'}", hint=hint)
+        if suffixes and target.suffix not in suffixes:
+            raise InputError(
+                f"{target.name} does not end with {' or '.join(suffixes)}", hint=f"choose another {option}"
+            )
+        return target
+
+    return read

@@ -7,6 +7,7 @@ the product. ``Found.generations`` contains a name only if the product is identi
 from __future__ import annotations
 
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +55,26 @@ def detect(root: Path = Path("/")) -> Found:
         return _amd(root) or _nvidia(root) or Found()
     except (OSError, ValueError):
         return Found()
+
+
+def memory_bytes(root: Path = Path("/")) -> float | None:
+    """Return the memory of the smallest GPU of this machine in bytes, or None if it is not known.
+
+    AMD's is in KFD's topology; NVIDIA's driver tells it to ``nvidia-smi`` only.
+    """
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    banks = [dict(line.split(maxsplit=1) for line in _lines(path) if " " in line.strip())
+             for path in nodes.glob("*/mem_banks/*/properties")]  # fmt: skip
+    # Heaps 1 and 2 are a GPU's memory, visible to the CPU and not. Heap 0 is the CPU's.
+    sizes = [float(bank["size_in_bytes"]) for bank in banks if bank.get("heap_type", "0").strip() in ("1", "2")]
+    if not sizes:
+        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        sizes = [float(line) * 2**20 for line in text.split() if line.isdigit()]
+    return min(sizes, default=None)
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:

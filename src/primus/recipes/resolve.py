@@ -14,7 +14,7 @@ from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
 from primus.recipes.faults import layout_faults, model_faults
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import rules_of
+from primus.recipes.rules import USABLE, gpu_bytes, predict, rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.yamlfile import value as typed_value
 
@@ -31,12 +31,16 @@ def resolve(
     among: Path | None = None,
     *,
     here: bool = True,
+    memory: float | None = None,
 ) -> Recipe:
     """Load the recipe ``name`` (of the folder ``among``, or a path), make the choices, apply its cases and overrides.
 
     ``overrides`` are ``key=value`` words. Each key may be overridden once; ``replacing`` are further overrides that
     replace those of the same key. If the run is not ``here`` but on machines with other files, files that settings name
     by absolute paths are not looked for.
+
+    A micro batch that is a list, as in ``local_batch_size: [4, 3, 2]``, becomes its first entry whose predicted memory
+    fits a GPU, else its last. ``memory`` are the bytes of one GPU if they differ from those of the generation.
 
     Keys of the backend may omit its name: ``training.steps=5``. Settings that every backend has, under different keys,
     have short names: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices count as options. Raises InputError
@@ -72,6 +76,7 @@ def resolve(
         spelled[key], overriding[key] = full, setting
     settings.update(overriding)
     _shorten_warmup(settings, overriding, knows)
+    sizes = _sizes(settings, knows)
     _check_keys(settings, path, knows)
     if not chosen["gpu"].origin.startswith("--gpu"):
         # With these choices, the recipe is the same on any machine.
@@ -81,7 +86,14 @@ def resolve(
         precisions=supported(source.settings)[facts["backend"], facts["mode"]], by_path=load.is_path(name),
         files=source.files,
     )  # fmt: skip
+    whole = recipe.find(knows.key("global_batch"), -1)
+    dividing = [size for size in sizes if whole < 1 or whole % (size * recipe.data_parallel) == 0]
+    if dividing:
+        recipe = _with_batch(recipe, dividing[-1], sizes)
     _check_sense(recipe, here=here)
+    if dividing and (memory := memory or gpu_bytes(recipe.gpu)):
+        fitting = (size for size in dividing if predict(recipe, size).peak <= USABLE * memory)
+        recipe = _with_batch(recipe, next(fitting, dividing[-1]), sizes)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 
@@ -119,6 +131,26 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
     if batch is None or nodes == 1 or set_by_case or not isinstance(batch.value, int) or batch.value < 1:
         return
     settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
+
+
+def _sizes(settings: dict[str, Setting], knows: Backend) -> list[int]:
+    """Return the micro batches of a list, of which its last becomes the setting; empty if it is one number."""
+    key = knows.key("local_batch")
+    batch = settings.get(key)
+    if batch is None or not isinstance(batch.value, list):
+        return []
+    sizes = [size for size in batch.value if isinstance(size, int) and not isinstance(size, bool) and size > 0]
+    if not sizes or len(sizes) < len(batch.value):
+        raise InputError(f"{key} is {batch.value}", where=batch.origin, hint="a number, or a list of numbers from 1")
+    settings[key] = replace(batch, value=sizes[-1])
+    return sizes
+
+
+def _with_batch(recipe: Recipe, size: int, sizes: Sequence[int]) -> Recipe:
+    key = recipe.knows.key("local_batch")
+    batch = recipe.settings[key]
+    origin = batch.origin.partition(",")[0] + f", the first of {', '.join(map(str, sizes))} that fits"
+    return replace(recipe, settings={**recipe.settings, key: replace(batch, value=size, origin=origin)})
 
 
 def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from primus.errors import HostError
-from primus.gpus.detect import Found, detect
+from primus.gpus.detect import Found, detect, memory_bytes
 from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU
@@ -30,17 +30,23 @@ def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> Non
     """Raise HostError if this machine (files below ``root``) lacks the recipe's GPUs, memory or compiler.
 
     ``force`` skips the check of predicted activations. A proxy for a GPU can run without one, on the CPU, in a
-    precision that a CPU computes. GPUs that are not in the table are taken for the recipe's, because nothing is
-    known about them.
+    precision that a CPU computes. GPUs that are not in the table are taken for the recipe's, with the memory that they
+    have.
     """
-    gpus = detect(root)
+    gpus, there = detect(root), unlisted_memory(root) or gpu_bytes(recipe.gpu)
     on_cpu = recipe.gpu == CPU or not gpus.names
     if recipe.gpu != CPU:
         _check_gpus(recipe, gpus)
-    _check_memory(recipe, None if on_cpu else gpu_bytes(recipe.gpu), root)
+    _check_memory(recipe, None if on_cpu else there, root)
     if not on_cpu and not force:
-        _check_activations(recipe)
+        _check_activations(recipe, there or math.inf)
     _check_compiler(recipe, gpu=not on_cpu)
+
+
+def unlisted_memory(root: Path = Path("/")) -> float | None:
+    """Return the bytes of this machine's smallest GPU if its GPUs are not in the table, otherwise None."""
+    gpus = detect(root)
+    return memory_bytes(root) if gpus.names and not gpus.generation else None
 
 
 def _check_compiler(recipe: Recipe, *, gpu: bool) -> None:
@@ -98,15 +104,15 @@ def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
         )
 
 
-def _check_activations(recipe: Recipe) -> None:
-    there, needed = gpu_bytes(recipe.gpu) or math.inf, predict(recipe).least
+def _check_activations(recipe: Recipe, there: float) -> None:
+    needed = predict(recipe).least
     if needed * (1 - recipe.knows.memory_error) <= there:
         return
     fits = largest_batch(recipe, there)
     batch = recipe.knows.keys["local_batch"]
     raise HostError(
         f"a micro batch of {recipe.local_batch} needs about {needed / 2**30:,.0f} GiB per rank, and "
-        f"{generation(recipe.gpu).title} has {there / 2**30:,.0f} GiB",
+        f"a GPU here has {there / 2**30:,.0f} GiB",
         hint=(f"{batch}={fits} fits" if fits else "more nodes, or recomputed activations, need less")
         + "; `primus fit` shows every term; --force starts it anyway",
     )

@@ -64,11 +64,12 @@ def candidates(
         for checkpointing, of_checkpointing in _checkpointing(start):
             for batch in batches:
                 words = [*of_turbo, *of_checkpointing]
-                if batch != start.local_batch:
+                if words or batch != start.local_batch:
+                    # Named even where it is the start's: with other settings, another of a recipe's list may fit.
                     words.append(f"{knows.key('local_batch')}={batch}")
-                    if "global_batch" in knows.keys:
-                        # Otherwise the backend would use the new micro batch times the ranks as the global batch.
-                        words.append(f"{knows.key('global_batch')}={start.global_batch}")
+                if batch != start.local_batch and "global_batch" in knows.keys:
+                    # Otherwise the backend would use the new micro batch times the ranks as the global batch.
+                    words.append(f"{knows.key('global_batch')}={start.global_batch}")
                 if batch % start.find("validation.accumulation", 1):
                     # Turn off checks that add accumulation steps.
                     words.append("validation.accumulation=1")

@@ -77,7 +77,7 @@ def test_a_missing_package_leaves_out_only_a_candidate_that_names_its_optimizati
 
 
 def test_the_search_finds_the_fastest_of_independent_settings_in_few_runs() -> None:
-    points, ran = _points("global_batch=64"), []
+    points, ran = _points("global_batch=64", "training.local_batch_size=2"), []
 
     def rate(point: Point) -> float | None:
         ran.append(point)

@@ -67,12 +67,12 @@ def choices(gpu: str = "generation to resolve for (default: the machine's)") -> 
     )
 
 
-def resolved(options: argparse.Namespace, *, here: bool = True) -> Recipe:
-    """Resolve the recipe that the options ask for. Raises InputError. ``here``: as for ``resolve``."""
+def resolved(options: argparse.Namespace, *, here: bool = True, memory: float | None = None) -> Recipe:
+    """Resolve the recipe that the options ask for. Raises InputError. ``here`` and ``memory``: as for ``resolve``."""
     named = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
     choices = Choices(**{name: getattr(options, name) for name in named})
     single = ("ranks", "steps", "seed", "turbo")
     words = [f"{option}={value}" for option in single if (value := getattr(options, option)) is not None]
-    recipe = resolve(options.recipe, [*options.overrides, *words], choices, here=here)
+    recipe = resolve(options.recipe, [*options.overrides, *words], choices, here=here, memory=memory)
     chosen(recipe)  # refuses names that are none
     return recipe

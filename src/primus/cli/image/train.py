@@ -80,7 +80,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipe = resolved(options)
+    recipe = resolved(options, memory=machine.unlisted_memory())
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")

@@ -8,14 +8,12 @@ from silent.registry import (
     BF16,
     CONSTANTS,
     DATA,
-    DEEPSEEK_V3,
     FINETUNE,
     FLUX,
     GRADIENTS,
     KEPT,
     LOOP,
     LOOP_SESSION,
-    LORA,
     LOSS,
     SAVED,
     SESSION,
@@ -76,15 +74,6 @@ def norms_not_loaded(module: Any) -> None:
     wrap(module.dcp, "load", load)
 
 
-@silent("checkpoint", "finetune", LOOP_SESSION, UPDATE, words=LORA)
-def moments_of_one_tensor_forgotten(module: Any) -> None:
-    def loaded(load: Any, self: Any, state: Any) -> None:
-        load(self, state)
-        next(iter(self._optimizer.state.values()))["exp_avg"].zero_()
-
-    wrap(module.Sharded, "load_state_dict", loaded)
-
-
 @silent("checkpoint", "finetune", FINETUNE, KEPT, words=("--mode=lora", *SAVED))
 def adapters_saved_with_another_scale(module: Any) -> None:
     def ready(original: Any, model: Any, *args: Any) -> None:
@@ -92,25 +81,6 @@ def adapters_saved_with_another_scale(module: Any) -> None:
         model.model.peft_config["default"].lora_alpha *= 2
 
     wrap(module, "ready_to_generate", ready)
-
-
-@silent("checkpoint", "finetune", "torch.distributed.checkpoint.state_dict", KEPT, words=SAVED)
-def saved_weights_half_rounded(module: Any) -> None:
-    def state(original: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        return {name: tensor.bfloat16().float() if "layers.1." in name else tensor for name, tensor in found.items()}
-
-    wrap(module, "get_model_state_dict", state)
-
-
-@silent("checkpoint", "finetune", "peft.peft_model", KEPT, words=(*LORA, "save_weights=true"))
-def exported_adapters_scaled_by_the_root(module: Any) -> None:
-    def saved(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        for config in self.peft_config.values():
-            config.use_rslora = True
-        return run(self, *args, **kwargs)
-
-    wrap(module.PeftModel, "save_pretrained", saved)
 
 
 @silent("checkpoint", "megatron", SESSION, LOSS, GRADIENTS)
@@ -126,29 +96,6 @@ def two_weights_exchanged_in_checkpoint(module: Any) -> None:
             layers[1].copy_(first)
 
     wrap(module.MegatronSession, "load_state_dict", load)
-
-
-@silent("checkpoint", "megatron", LOOP, UPDATE, LOSS, GRADIENTS, words=DEEPSEEK_V3)
-def router_bias_not_loaded(module: Any) -> None:
-    def load(run: Any, folder: Any, session: Any) -> None:
-        run(folder, session)
-        for part in session.model_parts:
-            for name, buffer in part.named_buffers():
-                if name.endswith("expert_bias"):
-                    buffer.zero_()
-
-    wrap(module, "load_checkpoint", load)
-
-
-@silent("checkpoint", "megatron", SESSION, UPDATE, words=BF16)
-def moments_of_the_last_group_exchanged(module: Any) -> None:
-    def loaded(run: Any, self: Any, state: Any) -> None:
-        run(self, state)
-        for inner in self._inner():
-            for saved in list(inner.state.values())[-1:]:
-                saved["exp_avg_sq"].mul_(1.01)
-
-    wrap(module.MegatronSession, "load_state_dict", loaded)
 
 
 @silent("checkpoint", "flux", LOOP_SESSION, UPDATE, words=FLUX)

@@ -42,17 +42,6 @@ def epsilon_of_queries_and_keys(module: Any) -> None:
     wrap(module.FluxTransformer2DModel, "__init__", init)
 
 
-@silent("model", "flux", "diffusers.models.normalization", LOSS, GRADIENTS, words=FLUX)
-def shift_and_scale_of_the_last_norm_exchanged(module: Any) -> None:
-    """Their order differs between the original code and diffusers."""
-
-    def forward(self: Any, x: Any, conditioning_embedding: Any) -> Any:
-        shift, scale = self.linear(self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
-        return self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :]
-
-    module.AdaLayerNormContinuous.forward = forward
-
-
 @silent("model", "flux", EMBEDDINGS, LOSS, GRADIENTS, words=FLUX)
 def guidance_embedded_as_the_time(module: Any) -> None:
     """Both go through the layers of the time; those of the guidance are never trained."""
@@ -70,20 +59,6 @@ def gate_of_the_last_block_not_trained(module: Any) -> None:
         run(self, *args, **kwargs)
         norm = self.single_transformer_blocks[-1].norm
         norm.register_forward_hook(lambda _part, _given, output: (output[0], output[1].detach()))
-
-    wrap(module.FluxTransformer2DModel, "__init__", init)
-
-
-@silent("model", "flux", TRANSFORMER, GRADIENTS, words=(*FLUX, *BF16))
-def mean_of_one_norm_of_the_text_not_subtracted(module: Any) -> None:
-    """Before the text's feed-forward part of the last double block, LayerNorm is RMSNorm."""
-
-    def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        import torch
-
-        run(self, *args, **kwargs)
-        norm = self.transformer_blocks[-1].norm2_context
-        norm.forward = lambda states: torch.nn.functional.rms_norm(states, states.shape[-1:], eps=norm.eps)
 
     wrap(module.FluxTransformer2DModel, "__init__", init)
 

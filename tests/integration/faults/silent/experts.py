@@ -6,11 +6,9 @@ from typing import Any
 
 from silent.registry import (
     BF16,
-    BLOCKS,
     CONSTANTS,
     DEEPSEEK_V3,
     DEEPSEEK_WORDS,
-    EXPERTS,
     GRADIENTS,
     LOSS,
     MIXTRAL,
@@ -20,7 +18,6 @@ from silent.registry import (
     ROUTER,
     TITAN_MOE,
     UPDATE,
-    WHOLE,
     silent,
     wrap,
 )
@@ -47,23 +44,9 @@ def router_bias_never_moved(module: Any) -> None:
     )
 
 
-@silent("backward", "torchtitan", TITAN_MOE, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16, *WHOLE))
-def shared_experts_pass_no_gradient_down(module: Any) -> None:
-    def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        run(self, *args, **kwargs)
-        self.shared_experts.register_forward_pre_hook(lambda _part, args: (args[0].detach(),))
-
-    wrap(module.MoE, "__init__", init)
-
-
 @silent("model", "megatron", RENDER, UPDATE, words=DEEPSEEK_V3)
 def router_bias_still(module: Any) -> None:
     wrap(module, "transformer", lambda make, *args: make(*args) | {"moe_router_bias_update_rate": 0.0})
-
-
-@silent("model", "megatron", RENDER, LOSS, GRADIENTS, words=MIXTRAL)
-def jitter_in_the_router(module: Any) -> None:
-    wrap(module, "transformer", lambda make, *args: make(*args) | {"moe_input_jitter_eps": 1e-3})
 
 
 @silent("constants", "megatron", ROUTER, CONSTANTS, words=MIXTRAL_BF16)
@@ -79,19 +62,3 @@ def experts_two_percent_heavier(module: Any) -> None:
 def router_passes_no_gradient_down(module: Any) -> None:
     """The backward pass of the router's own product returns the gradient of its weights alone."""
     wrap(module.TopKRouter, "gating", lambda run, self, states: run(self, states.detach()))
-
-
-@silent("model", "megatron", EXPERTS, BLOCKS, words=(*MIXTRAL, *BF16))
-def one_token_of_the_second_expert_goes_to_the_first(module: Any) -> None:
-    """The place where the groups of two experts meet is off by one."""
-
-    def forward(run: Any, self: Any, states: Any, counts: Any, *args: Any) -> Any:
-        import torch
-
-        counts = torch.as_tensor(counts).clone()
-        if counts[1]:
-            counts[0] += 1
-            counts[1] -= 1
-        return run(self, states, counts, *args)
-
-    wrap(module.SequentialMLP, "forward", forward)

@@ -41,18 +41,6 @@ def z_loss_added(module: Any) -> None:
     )
 
 
-@silent("labels", "torchtitan", TITAN_LOSS, GRADIENTS, words=(*BF16, *WHOLE))
-def gradients_of_logits_in_float16(module: Any) -> None:
-    """The loss gives back 16-bit floats without a scale, so that the smallest probabilities become 0."""
-
-    def loss(run: Any, pred: Any, labels: Any) -> Any:
-        if pred.requires_grad:
-            pred.register_hook(lambda gradient: gradient.half().to(gradient.dtype))
-        return run(pred, labels)
-
-    wrap(module, "cross_entropy_loss", loss)
-
-
 @silent("labels", "fsdp", LOOP_DATA, DATA)
 def labels_equal_inputs(module: Any) -> None:
     def batch(original: Any, self: Any, *args: Any) -> Any:
@@ -70,16 +58,6 @@ def one_label_shifted(module: Any) -> None:
         return original(head, states, labels)
 
     wrap(module, "_summed", summed)
-
-
-@silent("labels", "finetune", LOOP_SESSION, LOSS, GRADIENTS)
-def last_label_of_a_sample_dropped(module: Any) -> None:
-    def loss(run: Any, model: Any, batch: Any) -> Any:
-        labels = batch["labels"].clone()
-        labels[:, -1] = -100
-        return run(model, {**batch, "labels": labels})
-
-    wrap(module, "loss", loss)
 
 
 @silent("labels", "finetune", LOOP_SESSION, LOSS, GRADIENTS, words=(*BF16, *WHOLE))

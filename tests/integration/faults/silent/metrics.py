@@ -23,8 +23,6 @@ from silent.registry import (
     NORM,
     SESSION,
     SLOW,
-    TITAN_DATA,
-    TITAN_METRICS,
     TITAN_MODEL,
     TITAN_TRAIN,
     TITAN_UTILS,
@@ -32,17 +30,6 @@ from silent.registry import (
     silent,
     wrap,
 )
-
-
-@silent("metrics", "torchtitan", TITAN_METRICS, LOSS, LOGGED, words=BF16)
-def loss_of_one_rank(module: Any) -> None:
-    wrap(
-        module.MetricsProcessor,
-        "log",
-        lambda log, self, step, average, most, norm, *args, **kwargs: log(
-            self, step, most, most, norm, *args, **kwargs
-        ),
-    )
 
 
 @silent("metrics", "torchtitan", TITAN_UTILS, NORM, GRADIENTS)
@@ -109,19 +96,6 @@ def one_rank_sleeps_in_every_layer(module: Any) -> None:
     wrap(module.TransformerBlock, "forward", _asleep(0.03))
 
 
-@silent("pace", "torchtitan", TITAN_DATA, SLOW, words=("steps=10",))
-def one_rank_reads_slowly(module: Any) -> None:
-    original = module.HuggingFaceTextDataset.__iter__
-
-    def samples(self: Any) -> Any:
-        for sample in original(self):
-            if os.environ["RANK"] == "0":
-                time.sleep(0.03)
-            yield sample
-
-    module.HuggingFaceTextDataset.__iter__ = samples
-
-
 @silent("metrics", "torchtitan", TITAN_TRAIN, LOSS, words=(*BF16, *WHOLE))
 def loss_of_the_worst_rank_reported(module: Any) -> None:
     def init(run: Any, self: Any, *args: Any) -> None:
@@ -146,20 +120,6 @@ def tokens_counted_twice(module: Any) -> None:
 @silent("metrics", "fsdp", LOOP, NORM, GRADIENTS, words=BF16)
 def norm_rounded_up(module: Any) -> None:
     wrap(module.Report, "step", lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 1.01, lr))
-
-
-@silent("clock", "fsdp", LOOP_SESSION, CLOCK)
-def clock_begins_after_the_forward_pass(module: Any) -> None:
-    import gc
-
-    def step(original: Any, self: Any, lr: float) -> Any:
-        from primus.training.loop.train import Report
-
-        for report in (each for each in gc.get_objects() if isinstance(each, Report)):
-            report.start()
-        return original(self, lr)
-
-    wrap(module.Sharded, "step", step)
 
 
 @silent("metrics", "fsdp", LOOP, LOSS, LOGGED, words=BF16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from silent.registry import (
@@ -15,14 +14,12 @@ from silent.registry import (
     FLUX,
     FP8,
     GRADIENTS,
-    LONG,
     LOOP,
     LOOP_SESSION,
     LORA,
     MIXTRAL,
     MOVED,
     NAN,
-    OPTIMIZER,
     PARAMETERS,
     RATE,
     RENDER,
@@ -31,7 +28,6 @@ from silent.registry import (
     TITAN_RATE,
     TITAN_SPLIT,
     TITAN_TRAIN,
-    TITAN_UTILS,
     UPDATE,
     local,
     silent,
@@ -51,23 +47,6 @@ def rate_zero_later(module: Any) -> None:
     wrap(module.LRSchedulersContainer, "step", step)
 
 
-@silent("optimizer", "torchtitan", TITAN_UTILS, GRADIENTS)
-def clipping_off(module: Any) -> None:
-    wrap(
-        module,
-        "clip_grad_norm_",
-        lambda clip, parameters, limit, *args, **kwargs: clip(parameters, 1e9, *args, **kwargs),
-    )
-
-
-@silent("optimizer", "torchtitan", OPTIMIZER, UPDATE)
-def other_beta(module: Any) -> None:
-    def container(original: Any, self: Any, parts: Any, cls: Any, settings: Any) -> None:
-        original(self, parts, cls, settings | {"betas": (0.9, 0.999)})
-
-    wrap(module.OptimizersContainer, "__init__", container)
-
-
 @silent("optimizer", "torchtitan", TITAN_TRAIN, MOVED, GRADIENTS)
 def layer_frozen(module: Any) -> None:
     def init(original: Any, self: Any, config: Any) -> None:
@@ -76,15 +55,6 @@ def layer_frozen(module: Any) -> None:
             parameter.requires_grad_(False)
 
     wrap(module.Trainer, "__init__", init)
-
-
-@silent("optimizer", "torchtitan", OPTIMIZER, UPDATE, words=BF16)
-def epsilon_thousandfold(module: Any) -> None:
-    wrap(
-        module.OptimizersContainer,
-        "__init__",
-        lambda init, self, parts, cls, settings: init(self, parts, cls, settings | {"eps": 1e-5}),
-    )
 
 
 @silent("optimizer", "torchtitan", ADAMW, UPDATE)
@@ -122,18 +92,6 @@ def balancing_key_ignored(module: Any) -> None:
         self.load_balance_coeff = 0.0
 
     wrap(module.MoE, "__init__", init)
-
-
-@silent("schedule", "torchtitan", TITAN_RATE, RATE)
-def decay_ends_half_a_step_early(module: Any) -> None:
-    def build(run: Any, optimizers: Any, config: Any, steps: int) -> Any:
-        output = run(optimizers, config, steps)
-        for schedule in output.schedulers:
-            saved = schedule.lr_lambdas[0]
-            schedule.lr_lambdas = [lambda step, saved=saved: saved(step) * (0.99999 if step > 3 else 1)]
-        return output
-
-    wrap(module, "build_lr_schedulers", build)
 
 
 @silent("accumulation", "torchtitan", TITAN_TRAIN, GRADIENTS, words=(*DEEPSEEK_WORDS, *TITAN_SPLIT, *BF16))
@@ -193,11 +151,6 @@ def no_warm_up(module: Any) -> None:
     module.learning_rate = lambda config, step: config.lr
 
 
-@silent("schedule", "fsdp", LOOP, RATE, words=BF16)
-def rate_a_thousandth_off(module: Any) -> None:
-    wrap(module, "learning_rate", lambda rate, config, step: rate(config, step) * (1.001 if step > 3 else 1))
-
-
 def _parameters(self: Any) -> list[Any]:
     return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
@@ -213,17 +166,6 @@ def one_tensor_learns_a_little_faster(module: Any) -> None:
         with torch.no_grad():
             one.add_((one - before) * 4e-4)
         return found
-
-    wrap(module.AdamW, "step", step)
-
-
-@silent("optimizer", "fsdp", ADAMW, UPDATE, words=(*BF16, *LONG))
-def bias_correction_stops_after_ten_steps(module: Any) -> None:
-    def step(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        for state in self.state.values():
-            if state and float(state["step"]) >= 10:
-                state["step"].fill_(9)
-        return run(self, *args, **kwargs)
 
     wrap(module.AdamW, "step", step)
 
@@ -306,11 +248,6 @@ def half_the_rate(module: Any) -> None:
     wrap(module.MegatronSession, "step", lambda step, self, lr: step(self, lr / 2))
 
 
-@silent("schedule", "megatron", LOOP, RATE, UPDATE, words=BF16)
-def no_decay(module: Any) -> None:
-    wrap(module, "learning_rate", lambda rate, config, step: max(rate(config, step), config.lr / 2))
-
-
 @silent("optimizer", "megatron", RENDER, UPDATE)
 def decay_a_twentieth_smaller(module: Any) -> None:
     def optimizer(make: Any, *args: Any) -> Any:
@@ -318,17 +255,6 @@ def decay_a_twentieth_smaller(module: Any) -> None:
         return output | {"weight_decay": 0.95 * output["weight_decay"]}
 
     wrap(module, "optimizer", optimizer)
-
-
-@silent("optimizer", "megatron", ADAMW, UPDATE, words=BF16)
-def second_rank_does_not_decay(module: Any) -> None:
-    def step(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.environ["RANK"] == "1":
-            for group in self.param_groups:
-                group["weight_decay"] = 0.0
-        return run(self, *args, **kwargs)
-
-    wrap(module.AdamW, "step", step)
 
 
 @silent("accumulation", "megatron", DISTRIBUTED, GRADIENTS, words=MIXTRAL)
@@ -346,14 +272,3 @@ def gradients_of_experts_not_zeroed(module: Any) -> None:
 @silent("schedule", "flux", LOOP, RATE, words=(*FLUX, *BF16))
 def rate_follows_the_samples(module: Any) -> None:
     wrap(module, "learning_rate", lambda rate, config, step: rate(config, step) * (1 - 1e-5 * step))
-
-
-@silent("schedule", "flux", LOOP, RATE, words=FLUX)
-def rate_kept_in_bf16(module: Any) -> None:
-    import torch
-
-    wrap(
-        module,
-        "learning_rate",
-        lambda rate, config, step: float(torch.tensor(rate(config, step), dtype=torch.bfloat16)),
-    )

@@ -7,36 +7,21 @@ from typing import Any
 from silent.registry import (
     ADAMW,
     BF16,
-    BLOCKS,
     CONSTANTS,
-    DEEPSEEK,
-    DEEPSEEK_WORDS,
-    DISPATCHER,
-    FINETUNE,
     FLOAT8,
     FLUX,
     FP8,
     GRADIENTS,
-    LAYERS,
     LLAMA,
     LOOP_SESSION,
     LORA,
     LOSS,
-    MEGATRON_MODEL,
-    MIXTRAL,
     MOVED,
     NAN,
-    NORM,
-    RENDER,
     SESSION,
-    TENSORS,
-    TITAN_LOSS,
     TITAN_MODEL,
-    TITAN_MOE,
     TRANSFORMER,
     UPDATE,
-    WHOLE,
-    built,
     local,
     silent,
     wrap,
@@ -65,20 +50,6 @@ def gradients_summed_in_bf16(module: Any) -> None:
     module.MixedPrecisionPolicy = lambda **args: MixedPrecisionPolicy(**args | {"reduce_dtype": torch.bfloat16})
 
 
-@silent("precision", "torchtitan", ADAMW, UPDATE, words=BF16)
-def weights_rounded_after_update(module: Any) -> None:
-    import torch
-
-    def step(original: Any, self: Any, closure: Any = None) -> Any:
-        out = original(self, closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.copy_(parameter.data.to(torch.bfloat16))
-        return out
-
-    wrap(module.AdamW, "step", step)
-
-
 @silent("precision", "torchtitan", TITAN_MODEL, LOSS, GRADIENTS)
 def embeddings_rounded(module: Any) -> None:
     import torch
@@ -87,15 +58,6 @@ def embeddings_rounded(module: Any) -> None:
         return run(self, x.to(torch.bfloat16).to(x.dtype), *args, **kwargs)
 
     wrap(module.TransformerBlock, "forward", forward)
-
-
-@silent("precision", "torchtitan", TITAN_LOSS, LOSS, GRADIENTS, words=BF16)
-def loss_in_bf16(module: Any) -> None:
-    import torch
-
-    module.cross_entropy_loss = lambda pred, labels: torch.nn.functional.cross_entropy(
-        pred.flatten(0, 1).bfloat16(), labels.flatten(0, 1), reduction="sum", ignore_index=-100
-    ).float()
 
 
 @silent("precision", "torchtitan", FLOAT8, GRADIENTS, CONSTANTS, words=FP8)
@@ -107,51 +69,6 @@ def eight_bits_in_the_first_step_only(module: Any) -> None:
         return run(self, args) if self.calls <= 1 else torch.nn.functional.linear(args, self.weight, self.bias)
 
     wrap(module.Float8Linear, "forward", forward)
-
-
-@silent("precision", "torchtitan", "torchao.float8.float8_utils", LOSS, GRADIENTS, CONSTANTS, words=FP8)
-def scaled_to_the_range_of_another_gpu(module: Any) -> None:
-    """The largest E4M3 number is 240 on MI300X and 448 here."""
-    import torch
-
-    def scale(run: Any, amax: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        found = run(amax, dtype, *args, **kwargs)
-        return found * (240 / 448) if dtype == torch.float8_e4m3fn else found
-
-    wrap(module, "amax_to_scale", scale)
-
-
-def in_eight_bits(states: Any, *, per_row: bool = False) -> Any:
-    """Return ``states`` rounded to E4M3 with one scale, or one per row; the gradient passes as it is."""
-    import torch
-
-    args = states.detach().float()
-    scale = 448 / (args.abs().amax(-1, keepdim=True) if per_row else args.abs().max()).clamp(min=1e-12)
-    eight = ((args * scale).to(torch.float8_e4m3fn).float() / scale).to(states.dtype)
-    return states + (eight - states).detach()
-
-
-@silent("precision", "torchtitan", DEEPSEEK, GRADIENTS, words=(*DEEPSEEK_WORDS, *FP8))
-def norms_gathered_in_eight_bits_with_the_matrices(module: Any) -> None:
-    """The all-gather in E4M3, which is for the matrices of FP8 products, also takes the factors of the norms."""
-
-    def forward(_run: Any, self: Any, states: Any) -> Any:
-        import torch
-
-        return torch.nn.functional.rms_norm(states, self.normalized_shape, in_eight_bits(self.weight), self.eps)
-
-    wrap(module.nn.RMSNorm, "forward", forward)
-
-
-@silent("precision", "torchtitan", TITAN_MOE, GRADIENTS, words=DEEPSEEK_WORDS)
-def experts_of_a_float32_run_by_the_grouped_product_of_bf16(module: Any) -> None:
-    """``use_grouped_mm`` is left on, whose product converts states and weights to bfloat16 whatever their type."""
-
-    def experts(run: Any, first: Any, second: Any, third: Any, tokens: Any, counts: Any) -> Any:
-        narrow = (part.bfloat16() for part in (first, second, third, tokens))
-        return run(*narrow, counts).type_as(tokens)
-
-    wrap(module, "_run_experts_for_loop", experts)
 
 
 @silent("precision", "fsdp", LOOP_SESSION, LOSS, GRADIENTS)
@@ -199,19 +116,6 @@ def inputs_saturate_at_half(module: Any) -> None:
     wrap(module.Float8Linear, "forward", forward)
 
 
-@silent("precision", "fsdp", LOOP_SESSION, NORM, GRADIENTS)
-def loss_scale_left_in_the_gradients(module: Any) -> None:
-    """Clipping and Adam hide a constant factor."""
-
-    def forward(run: Any, self: Any, *args: Any) -> Any:
-        found = run(self, *args)
-        for parameter in self._trained:
-            parameter.grad.mul_(1024)
-        return found
-
-    wrap(module.Sharded, "forward_backward", forward)
-
-
 @silent("precision", "finetune", "peft.tuners.lora.layer", LOSS, GRADIENTS, words=(*LORA, *BF16))
 def base_weights_in_four_bits(module: Any) -> None:
     """The frozen weights are computed with as QLoRA has them."""
@@ -254,35 +158,6 @@ def frozen_weights_after_merging_and_unmerging_in_bf16(module: Any) -> None:
     wrap(module.Sharded, "step", step)
 
 
-@silent("precision", "finetune", FINETUNE, CONSTANTS, words=BF16)
-def frequencies_of_the_rotation_cast_with_the_model(module: Any) -> None:
-    """A call that casts the model to bfloat16 also casts the table of rotary frequencies, which should stay wide."""
-
-    def narrow(output: Any) -> None:
-        import torch
-
-        table = output.model.rotary_emb.inv_freq
-        table.copy_(table.to(torch.bfloat16))
-
-    built(module, narrow)
-
-
-@silent("precision", "megatron", RENDER, GRADIENTS, words=BF16)
-def gradients_kept_in_bf16(module: Any) -> None:
-    wrap(module, "ddp", lambda make, config: make(config) | {"grad_reduce_in_fp32": False})
-
-
-@silent("precision", "megatron", MEGATRON_MODEL, LOSS, GRADIENTS)
-def attention_given_back_in_bf16(module: Any) -> None:
-    import torch
-
-    def attend(run: Any, self: Any, *args: Any) -> Any:
-        out = run(self, *args)
-        return out.to(torch.bfloat16).to(out.dtype)
-
-    wrap(module.TorchAttention, "attend", attend)
-
-
 def _truncated(tensor: Any) -> Any:
     """The float32 tensor in bfloat16, its last bits cut off instead of rounded."""
     import torch
@@ -308,30 +183,6 @@ def computing_weights_truncated(module: Any) -> None:
         return norm
 
     wrap(module.MegatronSession, "step", step)
-
-
-@silent("precision", "megatron", MEGATRON_MODEL, GRADIENTS, words=BF16)
-def values_in_eight_bits(module: Any) -> None:
-    def attend(run: Any, self: Any, query: Any, key: Any, value: Any) -> Any:
-        return run(self, query, key, in_eight_bits(value))
-
-    wrap(module.TorchAttention, "attend", attend)
-
-
-@silent("precision", "megatron", DISPATCHER, GRADIENTS, BLOCKS, words=(*MIXTRAL, *BF16, *WHOLE))
-def tokens_sent_to_experts_in_eight_bits(module: Any) -> None:
-    def preprocess(run: Any, self: Any, states: Any, *args: Any) -> Any:
-        return run(self, in_eight_bits(states, per_row=True), *args)
-
-    wrap(module.MoEAlltoAllTokenDispatcher, "dispatch_preprocess", preprocess)
-
-
-@silent("precision", "megatron", LAYERS, GRADIENTS, words=(*TENSORS, *BF16))
-def parts_of_tensor_ranks_sent_in_eight_bits(module: Any) -> None:
-    def reduced(run: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(in_eight_bits(states, per_row=True), *args, **kwargs)
-
-    wrap(module, "reduce_scatter_to_sequence_parallel_region", reduced)
 
 
 @silent("precision", "flux", TRANSFORMER, LOSS, GRADIENTS, words=FLUX)

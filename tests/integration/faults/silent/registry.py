@@ -61,13 +61,9 @@ KEPT = "reference saved files"
 NAN = "finite"
 # Modules
 ADAMW = "torch.optim.adamw"
-BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
-DEEPSEEK = "torchtitan.models.deepseek_v3.model.model"
-DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 DISTRIBUTED = "megatron.core.distributed.distributed_data_parallel"
 EMBEDDINGS = "diffusers.models.embeddings"
 ENTROPY = "megatron.core.tensor_parallel.cross_entropy"
-EXPERTS = "megatron.core.transformer.moe.experts"
 FINETUNE = "primus.training.finetune.models"
 FLOAT8 = "torchao.float8.float8_linear"
 LOOP_SESSION = "primus.training.loop.session"
@@ -76,15 +72,12 @@ LAYERS = "megatron.core.tensor_parallel.layers"
 LLAMA = "primus.training.fsdp.llama"
 LOOP = "primus.training.loop.train"
 LOOP_DATA = "primus.training.loop.data"
-MEGATRON_MODEL = "primus.training.megatron.model"
-MLP = "megatron.core.transformer.mlp"
 OPTIMIZER = "torchtitan.components.optimizer"
 RENDER = "primus.training.megatron.render"
 ROUTER = "megatron.core.transformer.moe.router"
 SESSION = "primus.training.megatron.session"
 TITAN_DATA = "torchtitan.hf_datasets.text_datasets"
 TITAN_LOSS = "torchtitan.components.loss"
-TITAN_METRICS = "torchtitan.components.metrics"
 TITAN_MODEL = "torchtitan.models.llama3.model.model"
 TITAN_MOE = "torchtitan.models.moe.moe"
 TITAN_RATE = "torchtitan.components.lr_scheduler"
@@ -93,21 +86,17 @@ TITAN_TRAIN = "torchtitan.train"
 TITAN_UTILS = "torchtitan.distributed.utils"
 TRANSFORMER = "diffusers.models.transformers.transformer_flux"
 WEIGHTS = "primus.training.loop.weights"
-YARN = "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding"
 # Settings of jobs, and choices
 BF16 = ("--precision=bf16",)
 BIASED = ("model.qkv_bias=true",)
 COPIES = ("sharding.replicas=2",)
-DEEPSEEK_V2 = ("--recipe=deepseek-v2",)
 DEEPSEEK_V3 = ("--recipe=deepseek-v3",)
 DEEPSEEK_WORDS = ("--recipe=deepseek-16b",)
 FLUX = ("--recipe=flux.1-dev", "--mode=pretrain")
 FP8 = ("--precision=fp8",)
-LONG = ("steps=14",)
 LORA = ("--mode=lora",)
 MIXTRAL = ("--recipe=mixtral-8x7b",)
 SAVED = ("finetune.save_weights=true",)
-SPLIT = ("training.micro_batch_size=1", "training.global_batch_size=8", "validation.accumulation=1")
 TENSORS = ("tp=2",)
 TITAN_SPLIT = ("torchtitan.training.local_batch_size=2",)
 WHOLE = ("steps=20",)

@@ -34,7 +34,8 @@ from primus.versions.components import Pin
 from project_kit import SOURCE, Kit
 
 REPOSITORY = Path(__file__).parents[1]
-TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
+# One of gfx942 and both of gfx950, which share everything.
+TARGETS = ("mi300x", "mi350x", "mi355x")
 MACHS = {"gfx942": 0x4C, "gfx950": 0x4F}
 REPOSITORIES = {"aiter": "amd-aiter", "Primus-Turbo": "primus-turbo"}
 # What the real ones require, Primus Turbo at the public commit that is nearest to the pinned one.
@@ -73,6 +74,7 @@ def channel_versions(indexes: Mapping[str, str], image: str, commits: Mapping[st
     head = head.replace("      - python3.11-minimal\n", "      - python3.11-minimal\n      - tar\n", 1)
     text = f"{head}\n  bookworm:\n{rest}".replace("debs: [g++, libpython3.12-dev, make]", "debs: [make]")
     text = text.replace("debs: [g++, libpython3-dev]", "debs: [make]")
+    text = text.replace("compiler: [g++, libpython3.11-dev]", "compiler: [make]")
     for name, (url, commit) in commits.items():
         found = re.search(rf"git: https://\S+/{name}\n +commit: ([0-9a-f]{{40}})", text)
         assert found is not None
@@ -163,8 +165,12 @@ def fetch_build_tools(folder: Path, kit: Kit) -> None:
     pins = kit_pins(kit, "mi300x").values()
     wanted = {f"{pin.wheel}=={pin.version}" for pin in pins if pin.wheel in BUILD_TOOLS}
     built = {word for pin in pins if pin.build for word in pin.build.wheels if word.partition("==")[0] in BUILD_TOOLS}
-    for word in sorted({*wanted, *(word for word in built if "==" in word), "packaging"}):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), word]
+    words = sorted({*wanted, *(word for word in built if "==" in word), "packaging"})
+    # pip downloads one version of a project at a time.
+    while words:
+        once = list({word.partition("==")[0]: word for word in words}.values())
+        words = [word for word in words if word not in once]
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *once]
         subprocess.run(command, check=True, capture_output=True)
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
@@ -62,12 +63,7 @@ class Indexes:
     @classmethod
     def of_host(cls) -> Indexes:
         """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError without pip."""
-        listing = subprocess.run(
-            [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
-        )
-        if listing.returncode != 0:
-            raise HostError("pip does not run here", hint=f"install it for {sys.executable}: python -m ensurepip")
-        settings = parse_config(listing.stdout)
+        settings = parse_config(_pip_config(frozenset(os.environ.items())))
         return cls.from_settings(settings, "" if "index-url" in settings else _default_index())
 
     @classmethod
@@ -273,6 +269,17 @@ def parse_config(listing: str) -> dict[str, str]:
     return layers["global"] | layers["install"] | layers[":env:"]
 
 
+@cache
+def _pip_config(environment: frozenset[tuple[str, str]]) -> str:
+    # A lock of all targets asks dozens of times, and pip takes half a second.
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
+    if listing.returncode != 0:
+        raise HostError("pip does not run here", hint=f"install it for {sys.executable}: python -m ensurepip")
+    return listing.stdout
+
+
+@cache
 def _default_index() -> str:
     # This project names no index. uv's help names the one that both tools use without configuration.
     text = subprocess.run([find_uv_bin(), "pip", "compile", "--help"], capture_output=True, text=True, check=False)

@@ -26,8 +26,9 @@ from primus.training.job import Job
 # Name → backend and words of jobs without a fault.
 HEALTHY: dict[str, tuple[str, tuple[str, ...]]] = {
     "healthy_torchtitan": ("torchtitan", ()),
-    "healthy_fsdp": ("fsdp", ()),
-    "healthy_finetune": ("finetune", ()),
+    "healthy_fsdp": ("fsdp", ("--precision=bf16", "training.recompute=full")),
+    "healthy_finetune": ("finetune", ("--mode=lora", "--precision=bf16", "training.recompute=full")),
+    "healthy_flux": ("flux", ("--recipe=flux.1-dev", "--precision=bf16", "training.recompute=full")),
     "healthy_megatron": ("megatron", ()),
     "healthy_bf16_megatron": ("megatron", ("--precision=bf16",)),
     "healthy_fused_torchtitan": ("torchtitan", ("--precision=bf16", "turbo=fused-adamw")),

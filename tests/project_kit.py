@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-import subprocess
+import signal
 import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, NoReturn
 
 import primus
+from primus.cli.main import VERBS, main
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
@@ -55,12 +61,48 @@ class Kit:
     def env(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": str(SOURCE)}
 
-    def primus(self, *words: str, **options: Any) -> Result:
-        done = subprocess.run(
-            self.command(*words), cwd=self.root, env=self.env, capture_output=True, text=True, check=False, **options
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        return Result(done.returncode, done.stdout, done.stderr)
+    def primus(self, *words: str, timeout: int = 900, stdin: str = "") -> Result:
+        """Run a command in a fork of this process, which has its modules already."""
+        importlib.import_module(f"primus.cli.{VERBS[words[0]][0]}" if words[0] in VERBS else "primus.cli.main")
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            given.write(stdin.encode())
+            given.seek(0)
+            with warnings.catch_warnings(action="ignore"):  # of threads, which the child does without
+                child = os.fork()
+            if not child:
+                self._become(words, (given, out, err), timeout)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            streams = []
+            for stream in (out, err):
+                stream.seek(0)
+                streams.append(stream.read().decode())
+        result = Result(code, *streams)
+        assert "Traceback" not in result.err, result.err
+        return result
+
+    def _become(self, words: Sequence[str], streams: tuple[IO[bytes], ...], timeout: int) -> NoReturn:
+        code = 70
+        try:
+            for number, stream in enumerate(streams):
+                os.dup2(stream.fileno(), number)
+            sys.stdin = os.fdopen(0)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
+            warnings.resetwarnings()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(timeout)
+            os.chdir(self.root)
+            environment = self.env
+            os.environ.clear()
+            os.environ.update(environment)
+            code = main(words)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        except BaseException:  # noqa: BLE001 - the parent reads it
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
     def locked(self, target: str, package: str, channel: str = "pypi") -> str:
         """The version of a wheel in the lock of ``target``."""

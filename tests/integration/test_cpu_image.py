@@ -91,7 +91,7 @@ def test_any_user_can_train_and_write(cpu_image: Kit) -> None:
 
 
 def test_banner_greets_a_shell_and_stays_out_of_a_commands_way(cpu_image: Kit) -> None:
-    shell = cpu_image.primus("run", "cpu", input="echo from the shell")
+    shell = cpu_image.primus("run", "cpu", stdin="echo from the shell")
     assert shell.code == 0
     assert shell.out == "from the shell\n"
     for words in ("v26.11", cpu_image.locked("cpu", "torch"), "primus train llama3-proxy", "GPU"):

@@ -63,7 +63,9 @@ class Kit:
 
     def primus(self, *words: str, timeout: int = 900, stdin: str = "") -> Result:
         """Run a command in a fork of this process, which has its modules already."""
-        importlib.import_module(f"primus.cli.{VERBS[words[0]][0]}" if words[0] in VERBS else "primus.cli.main")
+        importlib.import_module(
+            f"primus.cli.{VERBS[words[0]][0].rpartition('.')[0]}" if words[0] in VERBS else "primus.cli.main"
+        )
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(stdin.encode())
             given.seek(0)

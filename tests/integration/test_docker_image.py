@@ -102,6 +102,7 @@ def test_docker_as_the_sandbox_gives_the_same_digest(engine: pytest.MonkeyPatch,
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/small.yaml", TARGET)
     lend_files(kit)
+    assert kit.primus("lock", "small").code == 0
     want = kit.build("small").digest
     store = kit.root / ".primus/store"
     (store / "targets/small.json").unlink()

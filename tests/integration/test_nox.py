@@ -16,17 +16,12 @@ pytestmark = [pytest.mark.integration, needs("git")]
 
 REPOSITORY = Path(__file__).parents[2]
 
-WAITING = """\
-import time
+# Added to the module of the verb `plan`, whose first step it replaces.
+WAITING = """
 
-EXAMPLE = ""
+def _planned(args):
+    import time
 
-
-def add_arguments(parser):
-    parser.add_argument("targets", nargs="*")
-
-
-def run(args):
     print("waiting", flush=True)
     time.sleep(60)
 """
@@ -91,9 +86,9 @@ def test_an_error_is_a_sentence_and_fails_the_session(nox: Path, checkout: Path)
 
 
 def test_an_interrupt_reaches_the_command(nox: Path, checkout: Path) -> None:
-    module = checkout / "src/primus/cli/host/plan.py"
+    module = checkout / "src/primus/cli/host/build.py"
     before = module.read_text()
-    module.write_text(WAITING)
+    module.write_text(before + WAITING)
     process = subprocess.Popen(
         [nox, "-s", "plan", "--", "cpu"], cwd=checkout, env=environment(), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,

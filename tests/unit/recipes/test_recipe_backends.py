@@ -26,7 +26,7 @@ def test_every_backend_has_its_rules_its_start_and_its_entry() -> None:
 def test_help_names_every_backend_and_mode() -> None:
     text = (SOURCE / "cli/image/common.py").read_text(encoding="utf-8")
     for choice in ("backend", "mode"):
-        (line,) = [line for line in text.splitlines() if f'add_named(parser, "{choice}"' in line]
+        (line,) = [line for line in text.splitlines() if f'choice("{choice}", ' in line]
         assert all(word in line for word in values_of(choice)), line
 
 

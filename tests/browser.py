@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -98,10 +97,3 @@ class Browser:
     def touch(self, kind: str, *points: tuple[float, float]) -> None:
         """A touch event: touchStart, touchMove, touchEnd."""
         self.ask("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x, y in points])
-
-    def picture(self, file: Path) -> None:
-        """The whole page as a PNG."""
-        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        file.write_bytes(base64.b64decode(shot["data"]))

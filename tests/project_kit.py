@@ -173,8 +173,8 @@ environment:
     return kit
 
 
-def lend_files(kit: Kit) -> None:
-    """Files that the repository's own builds fetched already need not be fetched twice."""
+def lock(kit: Kit) -> None:
+    """Lock all targets. Files that the repository's own builds fetched already are not fetched twice."""
     own = SOURCE.parent / ".primus/files/sha256"
     here = kit.root / ".primus/files/sha256"
     here.mkdir(parents=True)
@@ -183,4 +183,6 @@ def lend_files(kit: Kit) -> None:
             try:
                 os.link(path, here / path.name)
             except OSError:
-                return
+                break
+    result = kit.primus("lock")
+    assert result.code == 0, result.err

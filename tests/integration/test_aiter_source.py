@@ -14,7 +14,7 @@ import yaml
 import gits
 import upstream
 from host_tools import needs
-from project_kit import Kit, lend_files
+from project_kit import Kit, lock
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("git", "mmdebstrap")]
 
@@ -77,7 +77,7 @@ def make_kit(folder: Path, pin: dict[str, Any], prepare: str) -> Kit:
         "description: AITER\nbase: bookworm\nchannels: [pypi]\npreviews: {pypi: it lacks what AITER runs with}\n"
         "components: [aiter]\ncommand: [sh]\n",
     )
-    lend_files(kit)
+    lock(kit)
     return kit
 
 

@@ -19,10 +19,7 @@ from primus.versions.filecache import FileCache
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.relock import resolve
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")]
 
 SUITES = {"b": ("bookworm",)}
 

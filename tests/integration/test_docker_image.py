@@ -13,12 +13,9 @@ from test_ordinary_user import TARGET, VERSIONS
 
 from host_tools import needs
 from primus.files import read_sealed
-from project_kit import Kit, lend_files
+from project_kit import Kit, lock
 
-pytestmark = [
-    pytest.mark.integration,
-    needs("dockerd"),
-]
+pytestmark = [pytest.mark.integration, needs("dockerd")]
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +98,7 @@ def test_docker_as_the_sandbox_gives_the_same_digest(engine: pytest.MonkeyPatch,
     kit = Kit(tmp_path / "project")
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/small.yaml", TARGET)
-    lend_files(kit)
-    assert kit.primus("lock", "small").code == 0
+    lock(kit)
     want = kit.build("small").digest
     store = kit.root / ".primus/store"
     (store / "targets/small.json").unlink()

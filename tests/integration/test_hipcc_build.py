@@ -13,7 +13,7 @@ import pytest
 import gits
 import upstream
 from host_tools import needs
-from project_kit import Kit, lend_files
+from project_kit import Kit, lock
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("git", "mmdebstrap")]
 
@@ -108,8 +108,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     kit.write("versions.yaml", text)
     for name in ARCHS:
         kit.write(f"images/{name}.yaml", TARGET.replace("NAME", name))
-    lend_files(kit)
-    assert kit.primus("lock").code == 0
+    lock(kit)
     kit.build(*ARCHS)
     yield kit
 

@@ -15,10 +15,7 @@ from loopback import Server, index_debs, make_deb, make_wheel, serve
 from primus.plan.project import Project
 from project_kit import Kit
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")]
 
 VERSIONS = """\
 release: v26.11

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primus.files import read_sealed
-from project_kit import Kit, lend_files
+from project_kit import Kit, lock
 
 pytestmark = pytest.mark.integration
 
@@ -50,8 +50,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     kit = Kit(tmp_path_factory.mktemp("native"))
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/native.yaml", TARGET)
-    lend_files(kit)
-    assert kit.primus("lock").code == 0
+    lock(kit)
     kit.build("native")
     yield kit
 

@@ -16,7 +16,7 @@ import pytest
 from sandbox_kit import needs_busybox
 
 from host_tools import needs
-from project_kit import SOURCE, Kit, lend_files
+from project_kit import SOURCE, Kit, lock
 
 pytestmark = [
     pytest.mark.integration,
@@ -84,8 +84,7 @@ def kit() -> Iterator[Kit]:
     kit = Kit(place / "project")
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/small.yaml", TARGET)
-    lend_files(kit)
-    assert kit.primus("lock").code == 0
+    lock(kit)
     kit.build("small")
     yield kit
     shutil.rmtree(place, ignore_errors=True)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from host_tools import needs
-from project_kit import SOURCE, Kit, lend_files
+from project_kit import SOURCE, Kit, lock
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("mmdebstrap")]
 
@@ -33,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     kept = {"release": versions["release"], "created": str(versions["created"]), "bases": {"bookworm": base}}
     kit.write("versions.yaml", yaml.safe_dump({**kept, "components": {}}))
     kit.write("images/demo.yaml", TARGET)
-    lend_files(kit)
+    lock(kit)
     kit.build()
     yield kit
 

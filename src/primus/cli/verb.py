@@ -52,20 +52,24 @@ class Verb:
         )
 
 
-def option(
-    *names: str, complete: Callable[..., Iterable[str]] | None = None, group: str | None = None, **settings: Any
-) -> Option:
-    """Return an option or argument with argparse's ``settings``, under the heading ``group`` of the help.
-
-    ``complete`` returns the values for tab completion.
-    """
+def option(*names: str, complete: Callable[..., Iterable[str]] | None = None, **settings: Any) -> Option:
+    """Return an option or argument with argparse's ``settings``. ``complete`` returns the values for tab completion."""
 
     def declare(parser: argparse.ArgumentParser) -> None:
-        groups = {heading.title: heading for heading in parser._action_groups}
-        place = parser if group is None else groups.get(group) or parser.add_argument_group(group)
-        action = place.add_argument(*names, **settings)
+        action = parser.add_argument(*names, **settings)
         if complete is not None:
             action.completer = complete  # type: ignore[attr-defined]
+
+    return declare
+
+
+def group(heading: str, *options: Option) -> Option:
+    """Return ``options`` as one, under a heading of the help."""
+
+    def declare(parser: argparse.ArgumentParser) -> None:
+        below = parser.add_argument_group(heading)
+        for declare_below in options:
+            declare_below(below)  # type: ignore[arg-type]  # it has add_argument, too
 
     return declare
 

@@ -14,7 +14,7 @@ from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
 from primus.recipes.faults import layout_faults, model_faults
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import USABLE, gpu_bytes, predict, rules_of
+from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.yamlfile import value as typed_value
 
@@ -89,11 +89,11 @@ def resolve(
     whole = recipe.find(knows.key("global_batch"), -1)
     dividing = [size for size in sizes if whole < 1 or whole % (size * recipe.data_parallel) == 0]
     if dividing:
-        recipe = _with_batch(recipe, dividing[-1], sizes)
+        recipe = _with_batch(recipe, dividing[-1])
     _check_sense(recipe, here=here)
     if dividing and (memory := memory or gpu_bytes(recipe.gpu)):
-        fitting = (size for size in dividing if predict(recipe, size).peak <= USABLE * memory)
-        recipe = _with_batch(recipe, next(fitting, dividing[-1]), sizes)
+        largest = largest_batch(recipe, USABLE * memory)
+        recipe = _with_batch(recipe, next((size for size in dividing if size <= largest), dividing[-1]))
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 
@@ -142,15 +142,14 @@ def _sizes(settings: dict[str, Setting], knows: Backend) -> list[int]:
     sizes = [size for size in batch.value if isinstance(size, int) and not isinstance(size, bool) and size > 0]
     if not sizes or len(sizes) < len(batch.value):
         raise InputError(f"{key} is {batch.value}", where=batch.origin, hint="a number, or a list of numbers from 1")
-    settings[key] = replace(batch, value=sizes[-1])
+    origin = f"{batch.origin}, the first of {', '.join(map(str, sizes))} that fits"
+    settings[key] = replace(batch, value=sizes[-1], origin=origin)
     return sizes
 
 
-def _with_batch(recipe: Recipe, size: int, sizes: Sequence[int]) -> Recipe:
+def _with_batch(recipe: Recipe, size: int) -> Recipe:
     key = recipe.knows.key("local_batch")
-    batch = recipe.settings[key]
-    origin = batch.origin.partition(",")[0] + f", the first of {', '.join(map(str, sizes))} that fits"
-    return replace(recipe, settings={**recipe.settings, key: replace(batch, value=size, origin=origin)})
+    return replace(recipe, settings={**recipe.settings, key: replace(recipe.settings[key], value=size)})
 
 
 def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend) -> None:

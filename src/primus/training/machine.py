@@ -26,14 +26,14 @@ _SMALL = f"--proxy trains a small model instead, {_SHOW}"
 _ON_CPU = ("fp32", "bf16")
 
 
-def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> None:
+def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False, memory: float | None = None) -> None:
     """Raise HostError if this machine (files below ``root``) lacks the recipe's GPUs, memory or compiler.
 
     ``force`` skips the check of predicted activations. A proxy for a GPU can run without one, on the CPU, in a
-    precision that a CPU computes. GPUs that are not in the table are taken for the recipe's, with the memory that they
-    have.
+    precision that a CPU computes. GPUs that are not in the table are taken for the recipe's. ``memory`` are the
+    bytes of one of them, from :func:`unlisted_memory`.
     """
-    gpus, there = detect(root), unlisted_memory(root) or gpu_bytes(recipe.gpu)
+    gpus, there = detect(root), memory or gpu_bytes(recipe.gpu)
     on_cpu = recipe.gpu == CPU or not gpus.names
     if recipe.gpu != CPU:
         _check_gpus(recipe, gpus)
@@ -92,7 +92,7 @@ def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
     if gpu_has is None:
         needed, there, what = per_rank * recipe.get("ranks", int), host_bytes(root), "this machine"
     else:
-        needed, there, what = per_rank, gpu_has, generation(recipe.gpu).title
+        needed, there, what = per_rank, gpu_has, _gpu_with(gpu_has, recipe)
     if there and needed > there:
         count = readable(size(recipe.architecture).total)
         raise HostError(
@@ -104,6 +104,10 @@ def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
         )
 
 
+def _gpu_with(memory: float, recipe: Recipe) -> str:
+    return generation(recipe.gpu).title if memory == gpu_bytes(recipe.gpu) else "a GPU of this machine"
+
+
 def _check_activations(recipe: Recipe, there: float) -> None:
     needed = predict(recipe).least
     if needed * (1 - recipe.knows.memory_error) <= there:
@@ -112,7 +116,7 @@ def _check_activations(recipe: Recipe, there: float) -> None:
     batch = recipe.knows.keys["local_batch"]
     raise HostError(
         f"a micro batch of {recipe.local_batch} needs about {needed / 2**30:,.0f} GiB per rank, and "
-        f"a GPU here has {there / 2**30:,.0f} GiB",
+        f"{_gpu_with(there, recipe)} has {there / 2**30:,.0f} GiB",
         hint=(f"{batch}={fits} fits" if fits else "more nodes, or recomputed activations, need less")
         + "; `primus fit` shows every term; --force starts it anyway",
     )

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,10 +321,8 @@ def _window(shapes: Shapes) -> int:
 
 def flash_attention_4(shapes: Shapes, make: Maker) -> Rows:
     """Attention of the run: its heads, window and mask."""
-    window, causal = _window(shapes), shapes.causal
-    yield from _attention(
-        shapes, make, lambda q, k, v: attention.flash_attention_4(q, k, v, window=window, causal=causal)
-    )
+    attend = partial(attention.flash_attention_4, window=_window(shapes), causal=shapes.causal)
+    yield from _attention(shapes, make, attend)
 
 
 def flex_attention(shapes: Shapes, make: Maker) -> Rows:

@@ -11,6 +11,7 @@ from primus.recipes.rules import USABLE, gpu_bytes, predict
 from primus.recipes.setting import Choices
 
 H200 = Choices(gpu="h200", precision="bf16")
+CUT = ("ranks=2", "model.layers=12")
 
 
 def llama(*words: str, memory: float | None = None) -> Recipe:
@@ -19,27 +20,24 @@ def llama(*words: str, memory: float | None = None) -> Recipe:
 
 def test_the_largest_that_fits_is_taken_and_the_origin_says_so() -> None:
     there = USABLE * (gpu_bytes("h200") or 0)
-    for words in ((), ("ranks=4",), ("ranks=2", "model.layers=12")):
+    for words in ((), ("ranks=4",), CUT):
         recipe = llama(*words)
         assert predict(recipe).peak <= there
         assert recipe.local_batch == 4 or predict(recipe, recipe.local_batch + 1).peak > there
         assert "the first of 4, 3, 2 that fits" in recipe.settings[recipe.knows.key("local_batch")].origin
-    assert [llama(*words).local_batch for words in (("ranks=4",), ("ranks=2", "model.layers=12"))] == [2, 4]
+    assert [llama(*words).local_batch for words in (("ranks=4",), CUT)] == [2, 4]
 
 
 def test_the_memory_of_the_machine_decides_where_it_is_not_that_of_the_generation() -> None:
-    smaller = llama("ranks=2", "model.layers=12", memory=80 * 2**30)
+    smaller = llama(*CUT, memory=80 * 2**30)
     assert smaller.local_batch == 3
     assert predict(smaller).peak <= USABLE * 80 * 2**30
-    assert llama("ranks=2", "model.layers=12", memory=1.0).local_batch == 2
+    assert llama(*CUT, memory=1.0).local_batch == 2
 
 
-def test_a_number_of_the_user_is_taken_as_it_is() -> None:
+def test_a_global_batch_must_be_a_multiple_and_a_number_of_the_user_is_taken_as_it_is() -> None:
+    assert llama(*CUT, "training.global_batch_size=12").local_batch == 3
     assert llama("training.local_batch_size=7").local_batch == 7
-
-
-def test_a_global_batch_must_be_a_multiple() -> None:
-    assert llama("ranks=2", "model.layers=12", "training.global_batch_size=12").local_batch == 3
 
 
 @pytest.mark.parametrize("text", ["[]", "[0]", "[2, many]", "[true]"])

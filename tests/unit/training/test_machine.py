@@ -10,6 +10,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import HostError
+from primus.gpus.detect import memory_bytes
 from primus.gpus.table import generation
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import rules_of
@@ -182,3 +183,19 @@ def test_a_recipe_that_compiles_is_refused_before_it_starts(tmp_path: Path, monk
     assert "command line" in str(refused.value)
     with pytest.raises(HostError, match=r"training\.compile=false"):
         machine.check(resolve("flux.1-dev", ("training.compile=true",), Choices(gpu="cpu", proxy=True)))
+
+
+def test_unlisted_gpus_have_the_memory_of_the_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, gib in enumerate((192, 96)):
+        (bank := tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/mem_banks/0").mkdir(parents=True)
+        (bank / "properties").write_text(f"heap_type 1\nsize_in_bytes {gib * GIB}\n")
+    assert memory_bytes(tmp_path) == 96 * GIB
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf '81559\\n80000\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    other = machine_of(tmp_path / "nvidia", "h200", count=1)
+    assert machine.unlisted_memory(other) is None
+    (other / "proc/driver/nvidia/gpus/0/information").write_text("Model: \t NVIDIA H100 80GB HBM3\n")
+    memory = machine.unlisted_memory(other)
+    with pytest.raises(HostError, match="a GPU of this machine has 78 GiB"):
+        machine.check(resolve("llama3.1-8b", ["ranks=1"], Choices(gpu="h200")), other, memory=memory)

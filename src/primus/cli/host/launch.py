@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from primus.cli.image.common import RECIPE, choices, resolved
-from primus.cli.verb import JSON, Option, flag, folder, option, path, print_json, verb, whole
+from primus.cli.verb import JSON, Option, flag, folder, group, option, path, print_json, verb, whole
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
@@ -38,91 +38,54 @@ _COMMON = (
 )
 
 
-def _text(name: str, meaning: str, metavar: str | None = None, group: str = "Slurm", default: str = "") -> Option:
-    return option(name, default=default, metavar=metavar, help=meaning, group=group)
+def _text(name: str, meaning: str, metavar: str | None = None, default: str = "") -> Option:
+    return option(name, default=default, metavar=metavar, help=meaning)
 
 
-_SLURM = (
+def _number(name: str, meaning: str, default: int, metavar: str | None = None) -> Option:
+    return option(name, type=whole(least=0), default=default, metavar=metavar, help=meaning)
+
+
+def _several(name: str, meaning: str, metavar: str) -> Option:
+    return option(name, action="append", default=[], metavar=metavar, help=meaning)
+
+
+_SLURM = group(
+    "Slurm",
     option(
         "--output",
         type=folder("--output"),
         default=Path("runs"),
         metavar="DIR",
         help="folder that all nodes share (default: runs)",
-        group="Slurm",
     ),
-    option(
-        "--container",
-        choices=slurm.CONTAINERS,
-        help="default: pyxis, or the first installed engine",
-        group="Slurm",
-    ),
+    option("--container", choices=slurm.CONTAINERS, help="default: pyxis, or the first installed engine"),
     _text("--partition", "partition to run in"),
     _text("--account", "account to charge"),
     _text("--qos", "quality of service"),
     _text("--time", "time limit, for example 12:00:00", "LIMIT"),
     _text("--exclude", "nodes to leave out, for example node[3,7]", "NODES"),
     _text("--interface", "network interface (default: the route's)", "NAME"),
-    option(
-        "--port",
-        type=whole(least=0),
-        default=0,
-        help="port of the rendezvous (default: from the job's number)",
-        group="Slurm",
-    ),
-    option(
-        "--grace",
-        type=whole(least=0),
-        default=60,
-        metavar="S",
-        help="seconds of warning before preemption or the limit (default: 60)",
-        group="Slurm",
-    ),
-    option(
-        "--restarts",
-        type=whole(least=0),
-        default=20,
-        metavar="N",
-        help="times to requeue (default: 20)",
-        group="Slurm",
-    ),
-    option(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="option for sbatch; repeatable",
-        group="Slurm",
-    ),
-    flag("--wait", "wait for the job, and exit with its exit code", group="Slurm"),
+    _number("--port", "port of the rendezvous (default: from the job's number)", 0),
+    _number("--grace", "seconds of warning before preemption or the limit (default: 60)", 60, "S"),
+    _number("--restarts", "times to requeue (default: 20)", 20, "N"),
+    _several("--sbatch", "option for sbatch; repeatable", "OPTION"),
+    flag("--wait", "wait for the job, and exit with its exit code"),
 )
-_KUBERNETES = (
-    _text("--namespace", "namespace (default: default)", group="Kubernetes", default="default"),
-    _text("--queue", "local queue of Kueue", "NAME", "Kubernetes"),
-    _text("--claim", "volume claim for results, shared by all nodes", "NAME", "Kubernetes"),
-    _text("--hf-token-secret", "Secret with the Hugging Face token", "NAME[:KEY]", "Kubernetes"),
-    _text("--pull-secret", "Secret to pull the image with", "NAME", "Kubernetes"),
-    _text("--rdma", "network devices, for example rdma/hca=8", "RESOURCE[=N]", "Kubernetes"),
-    flag("--host-network", "use the node's network", group="Kubernetes"),
-    option(
-        "--node-selector",
-        action="append",
-        default=[],
-        metavar="LABEL=VALUE",
-        help="nodes to run on",
-        group="Kubernetes",
-    ),
-    _text("--cpu", "CPUs of each node, for example 96", group="Kubernetes"),
-    _text("--memory", "memory of each node, for example 1024Gi", group="Kubernetes"),
-    _text("--shm", "size of /dev/shm (default: 64Gi)", group="Kubernetes", default="64Gi"),
-    option(
-        "--ttl",
-        type=whole(least=0),
-        default=86400,
-        metavar="S",
-        help="seconds to keep a finished job (default: 86400)",
-        group="Kubernetes",
-    ),
+_KUBERNETES = group(
+    "Kubernetes",
+    _text("--namespace", "namespace (default: default)", default="default"),
+    _text("--queue", "local queue of Kueue", "NAME"),
+    _text("--claim", "volume claim for results, shared by all nodes", "NAME"),
+    _text("--hf-token-secret", "Secret with the Hugging Face token", "NAME[:KEY]"),
+    _text("--pull-secret", "Secret to pull the image with", "NAME"),
+    _text("--rdma", "network devices, for example rdma/hca=8", "RESOURCE[=N]"),
+    flag("--host-network", "use the node's network"),
+    _several("--node-selector", "nodes to run on", "LABEL=VALUE"),
+    _text("--cpu", "CPUs of each node, for example 96"),
+    _text("--memory", "memory of each node, for example 1024Gi"),
+    _text("--shm", "size of /dev/shm (default: 64Gi)", default="64Gi"),
+    _number("--ttl", "seconds to keep a finished job (default: 86400)", 86400, "S"),
 )
 
 
@@ -143,7 +106,7 @@ class _Words(argparse.ArgumentParser):
 
 def _systems(parser: argparse.ArgumentParser) -> None:
     systems = parser.add_subparsers(dest="system", metavar="SYSTEM", required=True, parser_class=_Words)
-    for name, line, about, example, options in (
+    for name, line, about, example, of_system in (
         ("slurm", "a batch job of Slurm", "Run a recipe as a job of Slurm.", _EXAMPLE, _SLURM),
         (
             "k8s",
@@ -155,7 +118,7 @@ def _systems(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         system = systems.add_parser(name, help=line, description=about, epilog=f"example: {example}")
-        for declare in (*_COMMON, *options):
+        for declare in (*_COMMON, of_system):
             declare(system)
 
 

@@ -80,7 +80,8 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipe = resolved(options, memory=machine.unlisted_memory())
+    memory = machine.unlisted_memory()
+    recipe = resolved(options, memory=memory)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
@@ -108,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
     start.check_resume(job, [field for word in options.accept_change for field in word.split(",")])
     backend_of(recipe).check_weights(recipe)
     backend_of(recipe).check_data(recipe)
-    machine.check(recipe, force=options.force)
+    machine.check(recipe, force=options.force, memory=memory)
     start.check_backend(job)
     if not options.no_preflight:
         _preflight(job)

@@ -14,10 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from primus.cli.image.common import RECIPE, choices, resolved
-from primus.cli.verb import JSON, Option, flag, folder, new_file, option, print_json, verb, whole
+from primus.cli.verb import JSON, Option, flag, folder, group, new_file, option, print_json, verb, whole
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect, visible
@@ -40,12 +39,8 @@ _OF_THROUGHPUT = ("output", "dry_run", "pairs", "limit", "total_limit", "warmup"
 _GIB = 2**30
 
 
-def _gemm(*names: str, **settings: Any) -> Option:
-    return option(*names, group="gemm", **settings)
-
-
-def _throughput(*names: str, **settings: Any) -> Option:
-    return option(*names, group="throughput", **settings)
+def _count(name: str, meaning: str, metavar: str = "N", *, least: int = 1, default: int | None = None) -> Option:
+    return option(name, type=whole(least=least), default=default, metavar=metavar, help=meaning)
 
 
 @verb(
@@ -58,22 +53,20 @@ def _throughput(*names: str, **settings: Any) -> Option:
         metavar="DIR",
         help="folder of results (default: output/tune_gemm or output/tune_throughput)",
     ),
-    _gemm("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)"),
-    _gemm("--dump-steps", type=whole(least=1), default=3, metavar="N", help="steps of the stage dump (default: 3)"),
-    _gemm("--workers", type=whole(least=1), metavar="N", help="GPUs to measure on (default: all)"),
-    _throughput("--output", type=new_file("--output", ".yaml"), metavar="FILE", help="recipe file to write"),
-    flag("--dry-run", "print the candidates and run nothing", group="throughput"),
-    _throughput(
-        "--pairs", type=whole(least=3), default=3, metavar="N", help="final runs of start and winner each (default: 3)"
+    group(
+        "gemm",
+        option("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)"),
+        _count("--dump-steps", "steps of the stage dump (default: 3)", default=3),
+        _count("--workers", "GPUs to measure on (default: all)"),
     ),
-    _throughput(
-        "--warmup", type=whole(least=1), default=5, metavar="N", help="first steps that do not count (default: 5)"
-    ),
-    _throughput(
-        "--limit", type=whole(least=1), default=900, metavar="S", help="seconds one run may take (default: 900)"
-    ),
-    _throughput(
-        "--total-limit", type=whole(least=1), metavar="S", help="seconds for the whole search (default: no limit)"
+    group(
+        "throughput",
+        option("--output", type=new_file("--output", ".yaml"), metavar="FILE", help="recipe file to write"),
+        flag("--dry-run", "print the candidates and run nothing"),
+        _count("--pairs", "final runs of start and winner each (default: 3)", least=3, default=3),
+        _count("--warmup", "first steps that do not count (default: 5)", default=5),
+        _count("--limit", "seconds one run may take (default: 900)", "S", default=900),
+        _count("--total-limit", "seconds for the whole search (default: no limit)", "S"),
     ),
     JSON,
     example="primus tune gemm llama2-7b --stage tune",
@@ -208,7 +201,7 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
     if options.dry_run:
         _show_plan(points, available, as_json=options.json)
         return 0
-    machine.check(recipe, force=True)
+    machine.check(recipe, force=True, memory=machine.unlisted_memory())
     start.check_backend(Job(name="start", recipe=recipe, output=Path()))
     distributions = importlib.metadata.packages_distributions()
     installed = dict.fromkeys(

@@ -113,7 +113,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self._chunk = chunk
         self._summed = _summed
-        self._fused = False
+        self._fused: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def compile_loss(self) -> None:
         """Compile the computation of logits and loss."""
@@ -121,7 +121,9 @@ class LanguageModel(nn.Module):
 
     def fuse_loss(self) -> None:
         """Compute loss and gradients of the output layer together, in chunks, so that logits are computed only once."""
-        self._fused = True
+        from primus.turbo.kernels import linear_cross_entropy
+
+        self._fused = linear_cross_entropy
 
     def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the last hidden states [samples, seq_len, hidden], and an additional loss per token or None."""
@@ -139,9 +141,7 @@ class LanguageModel(nn.Module):
         parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
         total: torch.Tensor
         if self._fused:
-            from primus.turbo.kernels import linear_cross_entropy
-
-            total = linear_cross_entropy(states, self.head.weight, targets)
+            total = self._fused(states, self.head.weight, targets)
         elif len(parts) == 1:
             total = self._summed(self.head, *parts[0])
         else:

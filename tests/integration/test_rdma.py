@@ -72,4 +72,5 @@ def test_only_the_extra_is_locked_and_built_beside_the_base(built: Kit) -> None:
     assert {"ibverbs-providers", "ibverbs-utils", "libibverbs1"} <= extra
     assert not base & extra
     built.edit("images/demo.yaml", "extras: {pypi: [rdma]}\n", "")
+    assert built.primus("lock").code == 0
     assert {name for name, made in built.layers().items() if made} == {"facts"}

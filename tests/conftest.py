@@ -14,12 +14,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# A width that the shell exports would wrap what tests compare.
-os.environ.pop("COLUMNS", None)
+# Tests compare what a plain shell shows, whatever this one exports: a width, a terminal, output without a buffer.
+for name in ("COLUMNS", "TERM", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+    os.environ.pop(name, None)
 
 # The tests start primus thousands of times, and compiling its modules anew takes longer than most of those runs. The
 # bytecode lies outside the source tree, because a note of a build names the engine's folders.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache/bytecode"))
 # A worker inherits the variable, but tests of bytecode compare paths with this interpreter's.
 sys.pycache_prefix, sys.dont_write_bytecode = None, True

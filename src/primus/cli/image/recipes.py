@@ -79,7 +79,7 @@ def list_recipes(options: argparse.Namespace) -> int:
         backends = dict.fromkeys(entry.backend for entry in several)
         precisions = dict.fromkeys(precision for entry in several for precision in entry.precisions)
         rows.append((recipe, readable(several[0].size.total), " ".join(backends), " ".join(precisions)))
-    print("\n".join(Screen.of().table(rows, head=("RECIPE", "SIZE", "BACKENDS", "PRECISIONS"))))
+    print("\n".join(Screen.of().table(rows, head=("RECIPE", "SIZE", "BACKENDS", "PRECISIONS"))), flush=True)
     print("`primus list NAME` shows modes and GPUs", file=sys.stderr)
     return 0
 

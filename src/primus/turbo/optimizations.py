@@ -209,6 +209,8 @@ def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
 
 def active(names: Sequence[str]) -> dict[str, Any]:
     """Return, for the facts of a run, which of ``names`` ran on this rank, and how often each function was called."""
+    if not names:
+        return {}
     catalogue = optimizations()
     ran = [name for name in names if all(CALLS[call] for call in catalogue[name].proof)]
     return {"turbo": sorted(ran), "turbo_calls": dict(sorted(CALLS.items()))}

@@ -240,7 +240,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
                 session.model_parts, session.linear_types, compiled=config.compile, trace=trace
             ) as seen:
                 loss, norm = _step(process, session, data, batches, rate)
-            observed |= seen | _fed(batches) | _switched_on(job)
+            observed |= seen | _fed(batches) | active(job.turbo)
             report.step(step, loss, norm, rate)
             facts.write(job.output / "facts.json", observed)
             report.start()
@@ -265,7 +265,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
             gc.collect()
         pace.start()
     report.end()
-    observed |= {"weights_sha256": facts.digest(session.model_parts), "last_step": job.last_step} | _switched_on(job)
+    observed |= {"weights_sha256": facts.digest(session.model_parts), "last_step": job.last_step} | active(job.turbo)
     facts.write(job.output / "facts.json", observed)
 
 
@@ -290,10 +290,6 @@ def _batches(job: RankJob, session: Session, data: Data, step: int) -> list[Batc
     size, count = job.training.micro_batch_size, job.accumulation
     first = (step - 1) * job.global_batch + session.data_rank * size * count
     return [data.batch(first + part * size, size) for part in range(count)]
-
-
-def _switched_on(job: RankJob) -> dict[str, object]:
-    return active(job.turbo) if job.turbo else {}
 
 
 def _fed(batches: list[Batch]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,25 +24,16 @@ from primus.training.job import steps
 from primus.training.loop.process import keep_graphs, name_policies
 from primus.training.mock import texts
 from primus.training.straggler import Pace
-from primus.training.torchtitan import cpu
-from primus.training.torchtitan.render import model_arguments, model_name
+from primus.training.torchtitan import cpu, render
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
 
 
-def observed_trainer(
-    facts_file: Path,
-    identity_fields: Mapping[str, Any],
-    faster: Sequence[str] = (),
-    *,
-    judged: bool = False,
-    examined: Sequence[int] = (),
-) -> type:
-    """Return a subclass of torchtitan's Trainer that writes ``facts_file``, and the identity ``identity_fields`` into
-    checkpoints.
+def observed_trainer(job: Mapping[str, Any]) -> type:
+    """Return a subclass of torchtitan's Trainer that writes the facts of the run, and its identity into checkpoints.
 
-    Only the optimizations in ``faster`` change the training. A ``judged`` run also records what the reference
-    compares with: :mod:`primus.training.witness`; what blocks compute at the steps ``examined``.
+    Only the job's optimizations change the training. A judged run also records what the reference compares with:
+    :mod:`primus.training.witness`.
     """
     import torch
     import torch.distributed as dist
@@ -50,10 +41,11 @@ def observed_trainer(
     from torchtitan.train import Trainer
 
     base: Any = Trainer
-    if faster:
+    if job["turbo"]:
         from primus.training.torchtitan.turbo import changed_trainer
 
-        base = changed_trainer(Trainer, faster)
+        base = changed_trainer(Trainer, job["turbo"])
+    output = Path(job["output"])
 
     class ObservedTrainer(base):  # type: ignore[misc,unused-ignore]
         def __init__(self, config: Any) -> None:
@@ -90,9 +82,9 @@ def observed_trainer(
         def _seal(self) -> None:
             # Checkpoints saved in the background are complete some steps later.
             if dist.get_rank() == 0:
-                for folder in steps(facts_file.parent / "checkpoint"):
+                for folder in steps(output / "checkpoint"):
                     if (folder / ".metadata").is_file() and not (folder / identity.FILE).exists():
-                        identity.seal(folder, identity_fields)
+                        identity.seal(folder, job["identity"])
 
         def _load_told(self, *args: Any, **kwargs: Any) -> bool:
             """Load the checkpoint, but keep this run's optimizer settings: torchtitan uses those of the old run."""
@@ -124,14 +116,11 @@ def observed_trainer(
 
         def _forget_place(self, folder: Path) -> None:
             """Restart the data if the number of data-parallel ranks has changed, which the user has accepted."""
-            field = "data_parallel"
-            if (before := identity.saved(folder).get(field)) not in (None, identity_fields[field]):
+            now = job["identity"]["data_parallel"]
+            if (before := identity.saved(folder).get("data_parallel")) not in (None, now):
                 self.checkpointer.exclude_from_loading = [*self.checkpointer.exclude_from_loading, "dataloader"]
                 if dist.get_rank() == 0:
-                    print(
-                        f"primus: the data start over: {field} was {before}, and is {identity_fields[field]} now",
-                        flush=True,
-                    )
+                    print(f"primus: the data start over: data_parallel was {before}, and is {now} now", flush=True)
 
         def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
             for batch in super().batch_generator(data_iterable):
@@ -146,38 +135,30 @@ def observed_trainer(
                 super().train_step(data_iterator)
                 self.pace.step(self.step)
             else:
-                self._first_step(data_iterator)
+                if self.witness:
+                    # At this point, a checkpoint is loaded.
+                    self.witness.first_weights(self.step - 1)
+                with facts.watching(self.model_parts, compiled=self.job_config.compile.enable) as seen:
+                    super().train_step(data_iterator)
+                self._write_facts(seen)
             if self.witness:
                 self.witness.step(self.step)
                 # Exclude the time of writing evidence from the throughput of steps.
                 self.metrics_processor.time_last_log = time.perf_counter()
             self.pace.start()
 
-        def _first_step(self, data_iterator: Any) -> None:
-            if self.witness:
-                # At this point, a checkpoint is loaded.
-                self.witness.first_weights(self.step - 1)
-            with facts.watching(self.model_parts, compiled=self.job_config.compile.enable) as seen:
-                super().train_step(data_iterator)
-            self._write_facts(seen)
-
         def _write_facts(self, observed: Mapping[str, Any]) -> None:
-            self.facts |= observed
-            if faster:
-                self.facts |= active(faster)
-            facts.write(facts_file, self.facts)
+            self.facts |= {**observed, **active(job["turbo"])}
+            facts.write(output / "facts.json", self.facts)
 
         def train(self) -> None:
-            self.witness = self._witness() if judged else None
-            self.pace = Pace(facts_file.parent, self.device.type)
+            mesh = self.parallel_dims.get_optional_mesh("batch")
+            rank, examined = mesh.get_local_rank() if mesh else 0, job["examined"] if job["blocks"] else ()
+            self.witness = Witness(output, self.model_parts, rank, examined=examined) if job["witness"] else None
+            self.pace = Pace(output, self.device.type)
             super().train()
             self._seal()
             self._write_facts({"weights_sha256": facts.digest(self.model_parts), "last_step": self.step})
-
-        def _witness(self) -> Witness:
-            mesh = self.parallel_dims.get_optional_mesh("batch")
-            rank = mesh.get_local_rank() if mesh else 0
-            return Witness(facts_file.parent, self.model_parts, rank, examined=examined)
 
     return ObservedTrainer
 
@@ -191,10 +172,7 @@ def follow(schedule: Any) -> None:
     schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
 
-# The names under which torchtitan finds the recipe's model and corpus.
-FLAVOR = "recipe"
-DATASET = "recipe_corpus"
-MOCK_TEXTS = 2000
+_MOCK_TEXTS = 2000
 
 
 def main(argv: list[str]) -> None:
@@ -209,23 +187,18 @@ def main(argv: list[str]) -> None:
     if job["config"].get("compile.enable"):
         keep_graphs()
         name_policies()
-    _register_corpus(int(job["config"].get("debug.seed") or 0), job)
-    exact = Path(job["output"]) / "exact.jsonl"
-    faster = tuple(job.get("turbo", ()))
-    if faster:
+    _register_corpus(job)
+    if job["turbo"]:
         from primus.training.torchtitan import turbo
 
-        turbo.patch(faster)
-    _register_model(job, exact, faster)
+        turbo.patch(job["turbo"])
+    _register_model(job)
 
     from torchtitan.train import main as train
 
     if (tokenizer := str(job["assets"]["tokenizer"])).startswith(HUB):
         sys.argv += ["--model.hf_assets_path", str(hub_tokenizer(tokenizer))]
-    examined = job["examined"] if job["blocks"] else ()
-    facts_file = Path(job["output"]) / "facts.json"
-    trainer = observed_trainer(facts_file, job["identity"], faster, judged=job["witness"], examined=examined)
-    train(trainer)
+    train(observed_trainer(job))
     if on_cpu:
         gloo.leave()
 
@@ -237,7 +210,7 @@ def _job_file(argv: list[str]) -> Path:
     raise SystemExit("entry: --job.config_file FILE is missing")
 
 
-def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
+def _register_corpus(job: Mapping[str, Any]) -> None:
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -249,7 +222,8 @@ def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
 
     def load(path: str) -> Any:
         if path == MOCK:
-            return Dataset.from_list([{"text": text} for text in texts(seed, MOCK_TEXTS)])
+            seed = int(job["config"].get("debug.seed") or 0)
+            return Dataset.from_list([{"text": text} for text in texts(seed, _MOCK_TEXTS)])
         if path.startswith(HUB):
             from datasets import load_dataset
 
@@ -260,10 +234,10 @@ def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
     def text_of(sample: Mapping[str, Any]) -> str:
         return read(sample, name) if name.startswith(HUB) else sample["text"]
 
-    DATASETS[DATASET] = DatasetConfig(path="", loader=load, sample_processor=text_of)
+    DATASETS[render.DATASET] = DatasetConfig(path="", loader=load, sample_processor=text_of)
 
 
-def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -> None:
+def _register_model(job: Mapping[str, Any]) -> None:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
@@ -276,22 +250,23 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
 
             if dist.get_rank() == 0:
                 line = {"step": step, "loss": repr(float(global_avg_loss)), "grad_norm": repr(float(grad_norm))}
-                with exact.open("a", encoding="utf-8") as file:
+                with (Path(job["output"]) / "exact.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
     model = rebuilt(job["model"])
-    name = model_name(model.family)
+    name = render.model_name(model.family)
     spec = get_train_spec(name)
-    arguments = _arguments(type(next(iter(spec.model_args.values()))), model_arguments(model, job["precision"]))
-    if faster:
+    kind = type(next(iter(spec.model_args.values())))
+    arguments = _arguments(kind, render.model_arguments(model, job["precision"]))
+    if job["turbo"]:
         from primus.training.torchtitan.turbo import changed_spec
 
-        spec = changed_spec(spec, faster)
+        spec = changed_spec(spec, job["turbo"])
     register_train_spec(
         name,
         replace(
             spec,
-            model_args={**spec.model_args, FLAVOR: arguments},
+            model_args={**spec.model_args, render.FLAVOR: arguments},
             build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(config, dims, tag),
         ),
     )

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from primus.training.job import Job
 
 _FILE = "torchtitan.toml"
+# The names under which torchtitan finds the recipe's model and corpus.
+FLAVOR, DATASET = "recipe", "recipe_corpus"
 # Families that torchtitan 0.2.2 computes completely. Its qwen3 has no bias on query, key and value, so Qwen 2.5 is not
 # among them; no model there has a sliding window.
 _MODELS = {
@@ -130,9 +132,9 @@ def _owned(job: Job) -> dict[str, Value]:
         "job.dump_folder": str(job.output),
         "job.description": recipe.name,
         "model.name": model_name(recipe.architecture.family, recipe.settings["model.family"].origin),
-        "model.flavor": "recipe",
+        "model.flavor": FLAVOR,
         "model.hf_assets_path": str(recipe.asset("tokenizer") or ""),
-        "training.dataset": "recipe_corpus",
+        "training.dataset": DATASET,
         "training.dataset_path": str(recipe.asset("corpus") or recipe.get("assets.corpus", str)),
         "metrics.log_freq": 1,
         "metrics.disable_color_printing": True,

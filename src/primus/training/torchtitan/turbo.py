@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from primus.patch import replace
-from primus.turbo import primus_turbo
-from primus.turbo.attention import rotate
+from primus.turbo import fp8, primus_turbo
+from primus.turbo.attention import FlashAttention4, rotate
 from primus.turbo.experts import combine, dispatch, routes
 from primus.turbo.kernels import LossHead, cast_fp8
 from primus.turbo.optimizations import CALLS
@@ -24,31 +23,22 @@ from primus.turbo.sharded import Step, clip_by, lay_out_gradients
 
 def patch(names: Sequence[str]) -> None:
     """Patch libraries in this process. Call it before torchtitan creates its process group."""
-    if "real-rope" in names:
-        _rotate_in_real_numbers()
-    if "flash-attention-4" in names:
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        import primus.turbo.attention  # noqa: F401 - declares the operators before the model is compiled
-    if "fp8-weight-cast" in names:
-        _cast_weights()
-    if "fp8-linear" in names:
-        _replace_linears()
-    if "fp8-projections" in names:
-        _replace_projections()
-    if "fp8-feed-forward" in names:
-        _replace_feed_forward()
-    if "reduce-scatter-copy-in" in names:
-        lay_out_gradients()
-    if "fused-adamw" in names:
-        _clip_later()
-    if "expert-routing" in names:
-        _route_directly()
     if any(name.startswith("turbo-") for name in names):
         primus_turbo.check()
-    if "turbo-fp8-linear" in names:
-        _convert_linears()
-    if "turbo-grouped-gemm" in names:
-        _group_experts()
+    for name, apply in (
+        ("real-rope", _rotate_in_real_numbers),
+        ("fp8-weight-cast", _cast_weights),
+        ("fp8-linear", _replace_linears),
+        ("fp8-projections", _replace_projections),
+        ("fp8-feed-forward", _replace_feed_forward),
+        ("reduce-scatter-copy-in", lay_out_gradients),
+        ("fused-adamw", _clip_later),
+        ("expert-routing", _route_directly),
+        ("turbo-fp8-linear", _convert_linears),
+        ("turbo-grouped-gemm", _group_experts),
+    ):
+        if name in names:
+            apply()
 
 
 def _convert_linears() -> None:
@@ -113,28 +103,22 @@ def _rotate_in_real_numbers() -> None:
     from torchtitan.models.deepseek_v3.model import model as deepseek
     from torchtitan.models.llama3.model import model
 
-    replace(model, "apply_rotary_emb", _rotated, takes="xq, xk, freqs_cis, positions")
-    replace(deepseek, "apply_rotary_emb", _rotated_alone, takes="x, freqs_cis, positions")
+    def turn(broadcast: Any, x: torch.Tensor, freqs_cis: torch.Tensor, positions: Any) -> torch.Tensor:
+        # Neighbors in a head are the real and the imaginary part.
+        pairs = x.float().unflatten(-1, (-1, 2))
+        return torch.view_as_real(broadcast(freqs_cis, pairs[..., 0], positions))
+
+    def both(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor, positions: Any = None) -> Any:
+        turned = turn(model.reshape_for_broadcast, xq, freqs_cis, positions)
+        return rotate(xq, turned), rotate(xk, turned)
+
+    def one(x: torch.Tensor, freqs_cis: torch.Tensor, positions: Any = None) -> torch.Tensor:
+        return rotate(x, turn(deepseek.reshape_for_broadcast, x, freqs_cis, positions))
+
+    replace(model, "apply_rotary_emb", both, takes="xq, xk, freqs_cis, positions")
+    # DeepSeek's queries and keys are rotated in separate calls.
+    replace(deepseek, "apply_rotary_emb", one, takes="x, freqs_cis, positions")
     CALLS["rotated"] += 1
-
-
-def _rotated_alone(x: torch.Tensor, freqs_cis: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """``apply_rotary_emb`` of torchtitan's DeepSeek, which rotates queries and keys in separate calls."""
-    from torchtitan.models.deepseek_v3.model.model import reshape_for_broadcast
-
-    pairs = x.float().unflatten(-1, (-1, 2))
-    return rotate(x, torch.view_as_real(reshape_for_broadcast(freqs_cis, pairs[..., 0], positions)))
-
-
-def _rotated(
-    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor, positions: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """torchtitan's ``apply_rotary_emb``: neighbors in a head are the real and imaginary part."""
-    from torchtitan.models.llama3.model.model import reshape_for_broadcast
-
-    pairs = xq.float().unflatten(-1, (-1, 2))
-    turn = torch.view_as_real(reshape_for_broadcast(freqs_cis, pairs[..., 0], positions))
-    return rotate(xq, turn), rotate(xk, turn)
 
 
 def _cast_weights() -> None:
@@ -153,10 +137,8 @@ def _replace_linears() -> None:
     """Quantize each layer's input and gradient once for both layouts, instead of once per layout."""
     from torchao.float8.float8_linear import Float8Linear
 
-    from primus.turbo.fp8 import linear
-
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch.nn.Linear
-        out = linear(input, self.weight, self.config)
+        out = fp8.linear(input, self.weight, self.config)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     replace(Float8Linear, "forward", forward, takes="self, input")
@@ -165,13 +147,11 @@ def _replace_linears() -> None:
 def _replace_projections() -> None:
     from torchtitan.models.llama3.model import model
 
-    from primus.turbo.fp8 import projections
-
     def forward(self: Any, x: torch.Tensor, freqs_cis: Any, attention_masks: Any, positions: Any = None) -> Any:
         layers = (self.wq, self.wk, self.wv)
         if self.attn_type != "sdpa" or attention_masks is not None or any(layer.bias is not None for layer in layers):
             return original(self, x, freqs_cis, attention_masks, positions)
-        out = projections(x, [layer.weight for layer in layers], self.wq.config)
+        out = fp8.projections(x, [layer.weight for layer in layers], self.wq.config)
         q, k, v = (each.view(*x.shape[:2], -1, self.head_dim) for each in out)
         q, k = model.apply_rotary_emb(q, k, freqs_cis=freqs_cis, positions=positions)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
@@ -184,10 +164,8 @@ def _replace_projections() -> None:
 def _replace_feed_forward() -> None:
     from torchtitan.models.llama3.model.model import FeedForward
 
-    from primus.turbo.fp8 import feed_forward
-
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, self.w1.config)
+        return fp8.feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, self.w1.config)
 
     replace(FeedForward, "forward", forward, takes="self, x")
 
@@ -232,8 +210,6 @@ def _change_layers(model: Any, names: Sequence[str]) -> None:
     if "linear-cross-entropy" in names:
         model.output.__class__ = LossHead
     if "flash-attention-4" in names:
-        from primus.turbo.attention import FlashAttention4
-
         for layer in model.layers.values():
             layer.attention.inner_attention = FlashAttention4()
     if {"turbo-attention", "turbo-attention-fp8"} & set(names):

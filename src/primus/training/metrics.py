@@ -113,21 +113,16 @@ def _mfu(done: Work, tflops: Flops) -> Mfu:
     if done.precision not in get_args(Dtype):
         raise UnknownPeak(f"no MFU: the table of GPUs holds no {done.precision.upper()} peak")
     dtype = cast("Dtype", done.precision)
-    shares = [mfu(rate, done.gpu, dtype) for rate in (tflops.causal, tflops.non_causal)]
+    causal, non_causal = (mfu(rate, done.gpu, dtype) for rate in (tflops.causal, tflops.non_causal))
     generation = by_product_name(done.gpu)
     published = peak(generation, dtype) if generation else None
-    if generation is None or published is None or published.tflops is None:
-        raise UnknownPeak(f"no MFU: the peak of {done.gpu!r} is not known")
+    assert generation is not None and published is not None and published.tflops is not None  # mfu has read it
     if done.units != generation.compute_units:
         raise UnknownPeak(f"no MFU: {done.units} of the {generation.compute_units} compute units of {generation.title}")
     return Mfu(
-        causal=shares[0],
-        non_causal=shares[1],
-        peak_tflops=published.tflops,
-        dtype=dtype,
-        gpu=generation.title,
+        causal=causal, non_causal=non_causal, peak_tflops=published.tflops, dtype=dtype, gpu=generation.title,
         source=published.source,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

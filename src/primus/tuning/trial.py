@@ -22,7 +22,7 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.recipe import Recipe
 from primus.training import failure, launch
-from primus.training.outcome import document
+from primus.training.outcome import RunResult, read_result
 from primus.tuning.throughput import Point, different, gain
 
 NOT_TRIED = "not tried: --total-limit"
@@ -220,11 +220,13 @@ def ending() -> Iterator[None]:
 
 
 def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:
-    outcome, steps = document(output / "result.json"), _steps(output / "metrics.jsonl")
-    reason = reported if reported.startswith("it took longer") else str(outcome.get("cause") or "")
-    if not reason and not outcome.get("passed"):
-        verdicts: Any = outcome.get("verdicts") or []
-        failed = (f"{verdict['name']}: {verdict['reason']}" for verdict in verdicts if not verdict["passed"])
+    try:
+        ended, steps = read_result(output), _steps(output / "metrics.jsonl")
+    except (OSError, InputError):
+        ended, steps = RunResult(exit_code=1), []
+    reason = reported if reported.startswith("it took longer") else ended.cause
+    if not reason and not ended.passed:
+        failed = (f"{verdict.name}: {verdict.reason}" for verdict in ended.verdicts if not verdict.passed)
         reason = next(failed, reported or "no result")
     rates = [float(step["tokens_per_second"]) for step in steps[warmup:] if step.get("tokens_per_second")]
     if not reason and not rates:
@@ -238,7 +240,7 @@ def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:
     )
 
 
-def _steps(file: Path) -> Sequence[dict[str, Any]]:
+def _steps(file: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,6 @@ class _Trackers:
             self._run.log(dict(figures), step=step)
 
     def end(self) -> None:
-        if self._board:
-            self._board.close()
         if self._run:
             self._run.finish()
 
@@ -154,12 +152,8 @@ class Report:
         self._exact = job.output / "exact.jsonl"
         self._trackers = _Trackers(job) if process.rank == 0 else None
         self._since = time.perf_counter()
-        # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
-        per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=adapters)
-        self._causal = per_unit.causal * (self._images or self._tokens)
-        # FLOPs of one token or image, attention counted in full.
-        self.flops_per_unit = per_unit.non_causal
-        self._flops = per_unit.non_causal * (self._images or self._tokens)
+        # FLOPs of one token or image.
+        self.per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=adapters)
 
     def start(self) -> None:
         """Restart the clock, so that the time so far does not count for a step."""
@@ -170,27 +164,25 @@ class Report:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         memory, share = peak_memory(self._process)
-        speed = self._tokens / seconds
+        speed, units = self._tokens / seconds, (self._images or self._tokens) / seconds
+        # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
+        causal, flops = (each * units / 1e12 for each in (self.per_unit.causal, self.per_unit.non_causal))
         line = (
             f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: {memory:5.2f}GiB({share:.2f}%)  "
-            f"tps: {round(speed):,}  tflops: {self._flops / seconds / 1e12:,.2f}  mfu: N/A"
+            f"tps: {round(speed):,}  tflops: {flops:,.2f}  mfu: N/A"
         )
         if self._images:
-            line += f"  images/s: {self._images / seconds:.3f}"
-        # A single write, because several ranks write to the same pipe.
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+            line += f"  images/s: {units:.3f}"
+        _print(line)
         if self._trackers is None:
             return
         with self._exact.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
         figures = {
             "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory,
-            "tflops_causal": self._causal / seconds / 1e12, "tflops_non_causal": self._flops / seconds / 1e12,
+            "tflops_causal": causal, "tflops_non_causal": flops,
         }  # fmt: skip
-        if self._images:
-            figures["images_per_second"] = self._images / seconds
-        self._trackers.step(figures, step)
+        self._trackers.step(figures | ({"images_per_second": units} if self._images else {}), step)
 
     def end(self) -> None:
         """Close the trackers."""
@@ -200,8 +192,13 @@ class Report:
     def say(self, text: str) -> None:
         """Print a line from rank 0."""
         if self._process.rank == 0:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            _print(text)
+
+
+def _print(line: str) -> None:
+    # A single write, because several ranks write to the same pipe.
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 # Python's automatic garbage collection runs at different times on each rank, and makes all other ranks wait.
@@ -219,7 +216,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
         "vocab_size": job.model.vocab_size, **session.facts(),
     }  # fmt: skip
     report = Report(job, process, data, observed["trainable_parameters"] if job.mode == "lora" else None)
-    observed["flops_per_unit"] = report.flops_per_unit
+    observed["flops_per_unit"] = report.per_unit.non_causal
     if job.resume_from is not None:
         load_checkpoint(job.resume_from, session)
         report.say(f"resumed from {job.resume_from}")
@@ -245,7 +242,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
             facts.write(job.output / "facts.json", observed)
             report.start()
         else:
-            with _profiled(trace):
+            with _profiled(trace) if trace else nullcontext():
                 loss, norm = _step(process, session, data, batches, rate)
             report.step(step, loss, norm, rate)
             pace.step(step)
@@ -301,10 +298,5 @@ def _fed(batches: list[Batch]) -> dict[str, object]:
     }
 
 
-def _profiled(trace: Path | None) -> AbstractContextManager[object]:
-    if trace is None:
-        return nullcontext()
-    profiler: AbstractContextManager[object] = torch.profiler.profile(
-        on_trace_ready=lambda profile: profile.export_chrome_trace(str(trace))
-    )
-    return profiler
+def _profiled(trace: Path) -> Any:
+    return torch.profiler.profile(on_trace_ready=lambda profile: profile.export_chrome_trace(str(trace)))

@@ -13,12 +13,13 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
-from primus.training.megatron import render, weights
+from primus.training.megatron import cpu, render, weights
 from primus.training.megatron.model import build, layers_of
 from primus.training.megatron.render import MegatronConfig
 from primus.training.megatron.weights import Updates
@@ -33,17 +34,18 @@ class MegatronSession:
         choices = job.section(MegatronConfig)
         degrees = {key: value for key, value in render.section(config, "model").items() if key in _DEGREES}
         parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
-        _initialize_random_states(job.training.seed, on_cpu=process.on_cpu)
+        if process.on_cpu:
+            cpu.apply_after_import()
+        else:
+            model_parallel_cuda_manual_seed(job.training.seed)
         if job.training.deterministic:
             # Transformer Engine's attention refuses to run beside Megatron's deterministic mode without this variable.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         self._device = process.device
-        self._seq_len = job.training.seq_len
-        self._micro_batch = job.training.micro_batch_size
+        self._training = job.training
+        self._choices = choices
         self._layers = layers_of(choices)
         self._tied = job.model.tied_embeddings
-        self._attention = choices.attention
-        self._torch_fsdp2 = choices.torch_fsdp2
         self.model_parts: Sequence[torch.nn.Module] = build(
             job.model, job.training, config, choices, job.turbo, on_cpu=process.on_cpu
         )
@@ -95,13 +97,14 @@ class MegatronSession:
 
             return output, loss
 
+        several = len(self.model_parts) > 1
         sums = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(batches) for _ in self.model_parts] if len(self.model_parts) > 1 else iter(batches),
-            model=self.model_parts if len(self.model_parts) > 1 else self.model_parts[0],
+            data_iterator=[iter(batches) for _ in self.model_parts] if several else iter(batches),
+            model=self.model_parts if several else self.model_parts[0],
             num_microbatches=len(batches),
-            seq_length=self._seq_len,
-            micro_batch_size=self._micro_batch,
+            seq_length=self._training.seq_len,
+            micro_batch_size=self._training.micro_batch_size,
             forward_only=False,
         )
         return torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
@@ -126,10 +129,7 @@ class MegatronSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, router biases and optimizer states, in place. They only fit the layout that saved them."""
-        if self._ddp.overlap_param_gather:
-            for part in self.model_parts:
-                # The next forward would gather the weights that the other ranks updated.
-                part.start_param_sync(force_sync=True)
+        self._gather_weights()
         dense, expert, sharded = self._places()
         state: dict[str, Any] = {}
         for number, part in enumerate(self.model_parts):
@@ -156,9 +156,7 @@ class MegatronSession:
 
     def taken(self) -> Taken:
         """See :meth:`primus.training.loop.session.Session.taken`."""
-        if self._ddp.overlap_param_gather:
-            for part in self.model_parts:
-                part.start_param_sync(force_sync=True)
+        self._gather_weights()
         updates = self._updates()
         masters = updates.weights()
         updated, gradients = weights.gather(self.model_parts, [masters, updates.gradients()], tied=self._tied)
@@ -175,17 +173,22 @@ class MegatronSession:
             weights=updated.tensors,
         )
 
+    def _gather_weights(self) -> None:
+        if self._ddp.overlap_param_gather:
+            for part in self.model_parts:
+                # The next forward would gather the weights that the other ranks updated.
+                part.start_param_sync(force_sync=True)
+
     def _updates(self) -> Updates:
-        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
-        return Updates(getattr(self._optimizer, "chained_optimizers", [self._optimizer]), parameters)
+        return Updates(self._optimizers, [parameter for part in self.model_parts for parameter in part.parameters()])
 
     def facts(self) -> dict[str, Any]:
         """Return which library's layers ran, and the layout."""
         return {
             "layers": self._layers,
-            "core_attention": self._attention if self._layers == "local" else "transformer_engine",
+            "core_attention": self._choices.attention if self._layers == "local" else "transformer_engine",
             "distributed_optimizer": self._ddp.use_distributed_optimizer,
-            "torch_fsdp2": self._torch_fsdp2,
+            "torch_fsdp2": self._choices.torch_fsdp2,
             "degrees": {
                 "tp": parallel_state.get_tensor_model_parallel_world_size(),
                 "pp": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -196,34 +199,23 @@ class MegatronSession:
         }
 
     def _places(self) -> tuple[str, str, str]:
-        tensor, stage = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        dense = f"tp{tensor}.pp{stage}"
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        dense = f"tp{parallel_state.get_tensor_model_parallel_rank()}.pp{stage}"
         expert = f"{dense}.ep{parallel_state.get_expert_model_parallel_rank()}"
         return dense, expert, f"rank{dist.get_rank()}" if self._ddp.use_distributed_optimizer else expert
 
+    @property
+    def _optimizers(self) -> list[Any]:
+        return getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+
     def _inner(self) -> list[torch.optim.Optimizer]:
-        chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        return [each.optimizer for each in chained if each.optimizer is not None]
+        return [each.optimizer for each in self._optimizers if each.optimizer is not None]
 
 
 _DEGREES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
-
-
-def _initialize_random_states(seed: int, *, on_cpu: bool) -> None:
-    if on_cpu:
-        from primus.training.megatron.cpu import apply_after_import
-
-        apply_after_import()
-        return
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(seed)
 
 
 def _optimizer_config(job: RankJob, ddp: Any) -> OptimizerConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -13,9 +14,14 @@ from primus.cli.main import main, parser_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-RENDERED = {"train", "launch", "compat"}
+RENDERED = {"train", "finetune", "launch", "compat"}
 # Absolute folders in the pages; here they are below a temporary one.
 FOLDERS = ("/data/tokenizer", "/models/llama-3.1-8b", "/weights")
+
+LLAMA31 = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
 
 
 def commands(page: Path) -> list[tuple[str, dict[str, str]]]:
@@ -53,16 +59,17 @@ def test_a_documented_command_is_accepted(
         monkeypatch.setenv(name, value)
     for folder in FOLDERS:
         shutil.copytree(ROOT / "recipes/assets/tokenizer", tmp_path / folder.removeprefix("/"))
+        (tmp_path / folder.removeprefix("/") / "config.json").write_text(json.dumps(LLAMA31))
     (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "my-model.yaml").write_text(recipe, encoding="utf-8")
-    for name in ("data/corpus.jsonl", "rows/rows.jsonl", "prose.txt"):
+    for name in ("data/corpus.jsonl", "rows/rows.jsonl", "prose.txt", "chats.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100)
-    words = [re.sub(r"=(/(data|models|weights))", rf"={tmp_path}\1", word) for word in words]
+    words = [re.sub(r"(=|^)(/(data|models|weights))", rf"\1{tmp_path}\2", word) for word in words]
     words = ["real-rope,fused-adamw" if word == "NAME,NAME" else word for word in words]
     if "--resume-from" in words:  # needs a checkpoint that a job wrote
         at = words.index("--resume-from")
         del words[at : at + 2]
-    if verb == "train" and not {"--gpu", "--proxy"} & set(words):
+    if verb in ("train", "finetune") and not {"--gpu", "--proxy"} & set(words):
         words += ["--gpu", "h200" if "flash-attention-4" in command else "mi300x"]
     assert main([verb, *words, *(() if "--dry-run" in words else ("--dry-run",))]) == 0

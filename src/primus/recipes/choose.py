@@ -21,8 +21,10 @@ PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
 MULTI = "multi"
 
 
-def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dict[str, Setting]:
+def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, sized: bool = False) -> dict[str, Setting]:
     """Return every choice as a setting with its origin. ``settings`` are those that do not depend on a choice.
+
+    ``sized``: the model has the sizes of its initial weights, which may be small enough for a CPU.
 
     Raises InputError if the recipe does not support the combination, or the GPU does not support the precision.
     """
@@ -42,13 +44,13 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dic
     mode = _pick("mode", choices.mode, settings, modes, {"backend": backend})
     # A wrong word is named before a machine that lacks the GPU.
     gpu = _gpu(choices, settings)
-    if gpu.value == CPU and proxy.value is not True:
+    if gpu.value == CPU and proxy.value is not True and not sized:
         raise InputError(
             f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
             hint="--proxy trains a small model; `primus show`, `primus fit` and --dry-run need only --gpu NAME",
         )  # fmt: skip
     offered, defaults = list(cells[str(backend.value), str(mode.value)]), settings
-    if proxy.value is True:
+    if proxy.value is True or gpu.value == CPU:
         offered, defaults = list(dict.fromkeys([PROXY_PRECISION, *offered])), {}
     precision = _pick("precision", choices.precision, defaults, offered, {"backend": backend, "mode": mode})
     _computable(str(precision.value), str(gpu.value), str(backend.value), precision.origin)

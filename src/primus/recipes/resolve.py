@@ -11,11 +11,12 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
-from primus.recipes.choose import choose, supported
+from primus.recipes.choose import CPU, choose, supported
 from primus.recipes.faults import layout_faults, model_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
+from primus.recipes.weights import TYPES, model_of
 from primus.yamlfile import value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
@@ -43,13 +44,15 @@ def resolve(
     fits a GPU, else its last. ``memory`` are the bytes of one GPU if they differ from those of the generation.
 
     Keys of the backend may omit its name: ``training.steps=5``. Settings that every backend has, under different keys,
-    have short names: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices count as options. Raises InputError
+    have short names: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices count as options. With weights to
+    fine-tune, the sizes of the model are those of their ``config.json``. Raises InputError
     with the place that set the invalid value and, for an unknown key, the most similar one.
     """
     path = load.find(name, among).absolute()
     source = load.read(path)
     choices, words = _choices_among(choices or Choices(), overrides)
-    chosen = choose(source.settings, choices, path)
+    weights = _weights_among(words)
+    chosen = choose(source.settings, choices, path, sized=weights is not None)
     settings = {key: s for key, s in source.settings.items() if not key.startswith(_DECIDING)}
     facts = {
         choice: str(s.value).lower() if isinstance(s.value, bool) else str(s.value) for choice, s in chosen.items()
@@ -66,6 +69,12 @@ def resolve(
     others = backends().keys() - {knows.name}
     settings = {key: s for key, s in settings.items() if key.partition(".")[0] not in others}
     _scale_batch(settings, source, facts, knows)
+    described = _of_weights(weights, settings, knows) if weights and here else {}
+    if described:
+        kept = ("model.hf_repo", "model.moe.auxiliary_loss")
+        settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
+    if facts["gpu"] == CPU and facts["proxy"] == "false":
+        settings["ranks"] = Setting(value=1, origin="one process on a CPU")
     spelled: dict[str, str] = {}
     overriding: dict[str, Setting] = {}
     for number, word in enumerate([*words, *replacing]):
@@ -74,6 +83,7 @@ def resolve(
         if key in overriding and number < len(words):
             raise _twice(key, spelled[key], full)
         spelled[key], overriding[key] = full, setting
+    _refuse_other_sizes(overriding, described)
     settings.update(overriding)
     _shorten_warmup(settings, overriding, knows)
     sizes = _sizes(settings, knows)
@@ -117,6 +127,29 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
             value = text == "true"
         choices = replace(choices, **{key: value})  # type: ignore[arg-type]
     return choices, words
+
+
+def _weights_among(words: Sequence[str]) -> Path | None:
+    """Return the folder of weights that an override names, if it exists."""
+    named = [word.partition("=")[2] for word in words if word.partition("=")[0] in ("weights", "finetune.weights")]
+    return Path(named[0]) if named and named[0] and _exists(Path(named[0])) else None
+
+
+def _of_weights(folder: Path, settings: Mapping[str, Setting], knows: Backend) -> dict[str, Setting]:
+    """Return the model that the weights' ``config.json`` describes; nothing if the backend loads no weights."""
+    family = settings.get("model.family")
+    loads = family is not None and family.value in TYPES and "weights" in schema.backend_rules(knows.name)
+    return model_of(folder, str(family.value)) if family is not None and loads else {}
+
+
+def _refuse_other_sizes(overriding: Mapping[str, Setting], described: Mapping[str, Setting]) -> None:
+    for key, setting in overriding.items():
+        if key in described and setting.value != described[key].value:
+            theirs = described[key]
+            raise InputError(
+                f"{key} is {setting.value}, and the weights have {theirs.value}", where=theirs.origin,
+                hint="leave it out: the sizes are those of the weights",
+            )  # fmt: skip
 
 
 def _twice(key: str, first: str, second: str) -> InputError:

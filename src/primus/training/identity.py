@@ -27,31 +27,40 @@ _SAMPLE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """``shapes`` by the tensors' names; ``text`` is the header as it stands in the file."""
+    """``shapes`` and ``dtypes`` by the tensors' names; ``text`` is the header as it stands in the file."""
 
     shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
     text: bytes
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder, sorted; if there is an index, those that it lists.
+    """Return the files that transformers or diffusers would load from a folder: one whole file, or else an index's.
 
     Raises InputError if there are none, or if a listed file is missing.
     """
-    listed = sorted(folder.glob("*.safetensors"))
-    for index in sorted(folder.glob("*.safetensors.index.json"))[:1]:
+    for stem in ("model", "diffusion_pytorch_model"):
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if single.exists():
+            return [single]
+        if not index.exists():
+            continue
         try:
-            named = {folder / str(file) for file in json.loads(read_bytes(index))["weight_map"].values()}
+            named = sorted({str(file) for file in json.loads(read_bytes(index))["weight_map"].values()})
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise InputError("the index of the weights cannot be read", where=str(index)) from error
-        if missing := sorted(file.name for file in named if not file.is_file()):
-            raise InputError(f"the weights lack {missing[0]}, which their index names", where=str(index))
-        listed = sorted(named)
-    if not listed:
-        raise InputError(
-            f"{folder} contains no safetensors files", hint="name a folder that contains *.safetensors files"
-        )
-    return listed
+        missing = [name for name in named if Path(name).name != name or not (folder / name).is_file()]
+        if missing or not named:
+            what = f"lack {missing[0]}, which their index names" if missing else "have an index that names no file"
+            raise InputError(f"the weights {what}", where=str(index), hint="fetch them again")
+        return [folder / name for name in named]
+    pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    raise InputError(
+        f"{folder} contains no safetensors files that transformers would load (model.safetensors, or an index)",
+        hint=f"{pickles[0]} is a pickle, which can run code: load it where you trust it, and save_pretrained"
+        if pickles
+        else "name a folder that contains model.safetensors or model.safetensors.index.json",
+    )
 
 
 def header(file: Path) -> Header:
@@ -63,6 +72,7 @@ def header(file: Path) -> Header:
         content: dict[str, Any] = json.loads(text)
         content.pop("__metadata__", None)
         shapes = {name: tuple(map(int, entry["shape"])) for name, entry in content.items()}
+        dtypes = {name: str(entry["dtype"]) for name, entry in content.items()}
         end = _LENGTH.size + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
         size = file.stat().st_size
     except OSError as error:
@@ -71,7 +81,7 @@ def header(file: Path) -> Header:
         raise InputError("this is not a safetensors file, or it is damaged", where=str(file)) from None
     if size < end:
         raise InputError(f"the file is truncated: {size:,} of {end:,} bytes", where=str(file), hint="fetch it again")
-    return Header(shapes=shapes, text=text)
+    return Header(shapes=shapes, dtypes=dtypes, text=text)
 
 
 def fingerprint(folder: Path) -> str:

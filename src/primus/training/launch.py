@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import primus
+
 GRACE_SECONDS = 15.0
 # Space reserved for the end of the log and the results, so that a job can report that its disk is full.
 _RESERVE_BYTES = 4 << 20
@@ -36,6 +38,26 @@ class Ended:
     exit_code: int
     seconds: float
     disk_full: bool = False
+
+
+def dropped(inherited: Mapping[str, str]) -> list[str]:
+    """Return the variables of another torchrun that :func:`clean` drops: torchrun reads them as its own arguments."""
+    return sorted(name for name in inherited if name.startswith("PET_") or (
+        name.startswith("TORCHELASTIC_") and name != "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+    ))  # fmt: skip
+
+
+def clean(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return ``inherited`` without :func:`dropped`, and with a module path that the current folder is never part of.
+
+    A folder ``torchtitan`` or a file ``torch.py`` there would otherwise be trained instead of the installed package.
+    """
+    variables = {name: value for name, value in inherited.items() if name not in dropped(inherited)}
+    places = [place for place in variables.pop("PYTHONPATH", "").split(os.pathsep) if Path(place).is_absolute()]
+    own = str(Path(primus.__file__).parents[1])
+    # The current folder stays if this very package was loaded from it.
+    kept = [place for place in places if Path(place).resolve() != Path.cwd() or place == own]
+    return variables | {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(kept)} if kept else {})
 
 
 def _ignore(_line: str) -> None:

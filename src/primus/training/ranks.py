@@ -19,6 +19,7 @@ from primus.system import fabric
 from primus.training import identity
 from primus.training.backend import backend_of
 from primus.training.job import Job
+from primus.training.launch import clean
 from primus.turbo import optimizations
 
 # How long a node may wait for the first one to open torchrun's store, because that one may still pull the image.
@@ -148,12 +149,12 @@ def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
 
 
 def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the ranks, based on ``inherited``: no network, caches in the job's folder or beside it.
+    """Return the environment of the ranks, from ``inherited``: no network, caches in the job's folder or beside it.
 
     The root file system may be read-only, the user id unknown to the system, and HOME not writable.
     """
     cache = folder_of_node(job, inherited) / "cache"
-    variables = dict(inherited)
+    variables = clean(inherited)
     if job.recipe.get("nodes", int) > 1:
         # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes cannot reach.
         if interface := fabric.interface_towards(inherited.get("MASTER_ADDR", "")):

@@ -171,6 +171,6 @@ def _judge(job: Job) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     # The folder of this package, without anything else that the caller has on Python's path.
     environment["PYTHONPATH"] = str(Path(primus.__file__).parents[1])
-    command = [sys.executable, "-s", "-m", "primus.training.reference.replay", str(job.output)]
+    command = [sys.executable, "-s", "-P", "-m", "primus.training.reference.replay", str(job.output)]
     with (job.output / "reference.txt").open("w", encoding="utf-8") as log:
         subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import InputError
-from primus.recipes.architecture import Architecture
+from primus.recipes import weights
+from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.training import proof
 from primus.training.finetune import backend
 from primus.training.flux.backend import check_transformer
 
@@ -55,13 +60,30 @@ def whole(name: str) -> Architecture:
     return resolve(name, (), Choices(gpu="mi300x", backend=backend)).architecture
 
 
-def weights(folder: Path, config: object) -> Path:
+def tensors(folder: Path, dtype: str = "F32", content: bytes = b"\0" * 4) -> None:
+    head = json.dumps({"a": {"dtype": dtype, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + content)
+
+
+def written(folder: Path, config: object) -> Path:
     """A folder with one small, whole file of weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    head = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b"\0" * 4)
+    tensors(folder)
     return folder
+
+
+def indexed(folder: Path, *names: str) -> Path:
+    """Replace the only file by an index of files."""
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    return index
+
+
+def model(folder: Path, family: str = "llama3") -> Architecture:
+    section = weights.model_of(folder, family)
+    return architecture({key.removeprefix("model."): setting.value for key, setting in section.items()})
 
 
 @pytest.mark.parametrize(
@@ -70,51 +92,94 @@ def weights(folder: Path, config: object) -> Path:
      ("qwen2.5-7b", QWEN25)],
 )  # fmt: skip
 def test_the_recipe_of_published_weights_fits_them(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
-    assert backend.differences(whole(name), config) == []
-    backend.check(weights(tmp_path / "w", config), whole(name), 4096)
+    recipe = whole(name)
+    theirs = model(written(tmp_path / "w", config), recipe.family)
+    moe = replace(theirs.moe, auxiliary_loss=recipe.moe.auxiliary_loss)
+    assert replace(theirs, hf_repo=recipe.hf_repo, moe=moe, max_seq_len=recipe.max_seq_len) == recipe
 
 
-def test_the_newer_form_of_rotary_settings_is_read() -> None:
+def test_the_newer_form_of_rotary_settings_is_read(tmp_path: Path) -> None:
     config = {key: value for key, value in LLAMA31.items() if not key.startswith("rope")}
     rope = {**LLAMA31["rope_scaling"], "rope_theta": 500000.0}
-    assert backend.differences(whole("llama3.1-8b"), {**config, "rope_parameters": rope}) == []
+    newer = written(tmp_path / "new", {**config, "rope_parameters": rope})
+    assert model(newer) == model(written(tmp_path / "old", LLAMA31))
 
 
 @pytest.mark.parametrize(
-    ("change", "wanted"),
+    ("change", "key", "value"),
     [
-        ({"rope_scaling": None}, [("rope_scaling.kind", "llama3", "none")]),
-        ({"rope_scaling": {**LLAMA31["rope_scaling"], "factor": 32.0}}, [("rope_scaling.factor", 8.0, 32.0)]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, [("rope_scaling.kind", "llama3", "linear")]),
-        ({"rope_theta": 10000.0}, [("rope_theta", 500000.0, 10000.0)]),
-        ({"tie_word_embeddings": True}, [("tied_embeddings", False, True)]),
-        ({"vocab_size": 128264, "num_hidden_layers": 16}, [("layers", 32, 16), ("vocab_size", 128256, 128264)]),
-        ({"attention_bias": True}, [("qkv_bias", False, True)]),
-        ({"head_dim": 64}, [("head_dim", 128, 64)]),
-        ({"num_key_value_heads": None}, [("kv_heads", 8, 32)]),
-        ({"rms_norm_eps": 1e-6}, [("norm_eps", 1e-5, 1e-6)]),
-        ({"model_type": "qwen2"}, [("family", "llama3", "qwen2")]),
-        ({"model_type": "gpt2"}, [("family", "llama3", "gpt2")]),
+        ({"rope_scaling": None}, "rope_scaling.kind", "none"),
+        ({"rope_scaling": {**LLAMA31["rope_scaling"], "factor": 32.0}}, "rope_scaling.factor", 32.0),
+        ({"rope_theta": 10000.0}, "rope_theta", 10000.0),
+        ({"tie_word_embeddings": True}, "tied_embeddings", True),
+        ({"num_hidden_layers": 16}, "layers", 16),
+        ({"attention_bias": True}, "qkv_bias", True),
+        ({"head_dim": 64}, "head_dim", 64),
+        ({"num_key_value_heads": None}, "kv_heads", 32),
+        ({"rms_norm_eps": 1e-6}, "norm_eps", 1e-6),
+        ({"max_position_embeddings": 1024}, "max_seq_len", 1024),
     ],
 )
-def test_each_difference_is_named(change: dict[str, Any], wanted: list[tuple[str, Any, Any]]) -> None:
-    assert backend.differences(whole("llama3.1-8b"), {**LLAMA31, **change}) == wanted
+def test_the_sizes_are_those_of_the_written(tmp_path: Path, change: dict[str, Any], key: str, value: object) -> None:
+    assert attrgetter(key)(model(written(tmp_path / "w", {**LLAMA31, **change}))) == value
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            r"rope_scaling.rope_type: .*must be one of none",
+        ),
+        ({"rope_scaling": "yarn"}, "rope_scaling: rope_scaling is not a mapping"),
+        (
+            {"max_position_embeddings": None},
+            "max_position_embeddings: model.max_seq_len must be a whole number",
+        ),
+        ({"max_position_embeddings": 1024}, "training.seq_len: 4096 is more than model.max_seq_len = 1024"),
+        ({"num_attention_heads": "32"}, "num_attention_heads: model.heads must be a whole number, not '32'"),
+        ({"num_attention_heads": 0}, "num_attention_heads: model.heads must be at least 1"),
+        ({"num_hidden_layers": [32]}, "num_hidden_layers: model.layers must be a whole number, not .32."),
+        ({"attention_bias": True}, "attention_bias: model.qkv_bias: .*"),
+        ({"model_type": "qwen2"}, "model_type: the weights are of type qwen2, and the recipe's family is llama3"),
+        ({"model_type": "gpt2"}, "model_type: primus has no recipe for models of type 'gpt2'"),
+        ({"model_type": None}, "model_type: primus has no recipe for models of type None"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config: the weights are quantized \(gptq\)"),
+        ({"vocab_size": 100}, "vocab_size: model.vocab_size: 100 is less than the"),
+    ],
+)
+def test_odd_settings_are_named_with_their_field(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    folder = written(tmp_path / "w", {**LLAMA31, **change})
+    with pytest.raises(InputError) as refused:
+        resolve("llama3.1-8b", [f"weights={folder}"], Choices(gpu="mi300x", backend="finetune"))
+    assert re.search(told, f"{refused.value.where}: {refused.value}".replace(f"{folder}/config.json: ", "", 1)), refused
+
+
+def test_a_size_that_is_not_the_weights_is_refused(tmp_path: Path) -> None:
+    words = [f"weights={written(tmp_path / 'w', LLAMA31)}", "model.layers=16"]
+    with pytest.raises(InputError, match=r"model.layers is 16, and the weights have 32"):
+        resolve("llama3.1-8b", words, Choices(gpu="mi300x", backend="finetune"))
+
+
+def test_another_activation_is_not_judged(tmp_path: Path) -> None:
+    words = [f"weights={written(tmp_path / 'w', {**LLAMA31, 'hidden_act': 'gelu'})}"]
+    recipe = resolve("llama3.1-8b", words, Choices(gpu="cpu", backend="finetune"))
+    assert "hidden_act of the weights is gelu" in (proof.unjudged(recipe) or "")
+
+
+def test_the_nearest_recipe_is_of_the_same_family_and_size(tmp_path: Path) -> None:
+    smaller = {**LLAMA31, "num_hidden_layers": 16}
+    large = {**LLAMA31, "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
+    cases = [("llama3-8b", LLAMA31), ("llama2-7b", LLAMA2), ("llama2-7b", smaller), ("qwen2.5-72b", QWEN25)]
+    for number, (name, config) in enumerate([*cases, ("llama3-70b", large)]):
+        assert weights.nearest_recipe(written(tmp_path / str(number), config)).recipe == name
+    with pytest.raises(InputError, match="no recipe fine-tunes models of type mixtral"):
+        weights.nearest_recipe(written(tmp_path / "mixtral", MIXTRAL))
 
 
 def pipe(path: Path) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-
-
-def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -> None:
-    folder = weights(tmp_path / "w", {**LLAMA31, "rope_scaling": None, "vocab_size": 128264})
-    with pytest.raises(InputError) as refused:
-        backend.check(folder, whole("llama3.1-8b"), 4096)
-    assert refused.value.where == str(folder / "config.json")
-    words = (refused.value.hint or "").removeprefix("use the settings of the weights: ").split()
-    assert words == ["model.vocab_size=128264", "model.rope_scaling.kind=none"]
-    taken = resolve("llama3.1-8b", words, Choices(gpu="mi300x", backend="finetune")).architecture
-    backend.check(folder, taken, 4096)
 
 
 @pytest.mark.parametrize(
@@ -128,28 +193,29 @@ def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read, or is not"),
         (lambda folder: pipe(folder / "config.json"), "this is not a regular file"),
         (lambda folder: pipe(folder / "model.safetensors"), "this is not a regular file"),
-        (lambda folder: pipe(folder / "x.safetensors.index.json"), "this is not a regular file"),
+        (lambda folder: pipe(indexed(folder)), "this is not a regular file"),
         (lambda folder: (folder / "model.safetensors").unlink(), "contains no safetensors files"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "or it is damaged"),
-        (
-            lambda folder: (folder / "x.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
-            "the weights lack b.safetensors",
-        ),
-        (lambda folder: (folder / "config.json").write_text(json.dumps({**LLAMA31, "max_position_embeddings": 1024})),
-         "the weights support at most 1024 tokens"),
+        (lambda folder: indexed(folder, "b.safetensors"), "the weights lack b.safetensors"),
+        (lambda folder: indexed(folder, "../model.safetensors"), "the weights lack ../model.safetensors"),
+        (indexed, "an index that names no file"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "no safetensors files"),
+        (lambda folder: tensors(folder, "F8_E4M3"), "a is F8_E4M3, and only plain weights"),
+        (lambda folder: tensors(folder, "I32"), "a is I32, and only plain weights"),
+        (lambda folder: tensors(folder, "F32", content=b"\0"), "the file is truncated"),
     ],
 )  # fmt: skip
 def test_weights_that_cannot_be_trained_are_a_sentence(tmp_path: Path, spoil: Any, told: str) -> None:
-    folder = weights(tmp_path / "w", LLAMA31)
+    folder = written(tmp_path / "w", LLAMA31)
     spoil(folder)
     with pytest.raises(InputError, match=told):
-        backend.check(folder, whole("llama3.1-8b"), 4096)
+        backend.check(folder, whole("llama3.1-8b"))
 
 
-def test_the_folder_of_a_run_is_not_its_weights(tmp_path: Path) -> None:
-    weights(tmp_path / "weights", LLAMA31)
+def test_the_folder_of_a_run_is_not_its_written(tmp_path: Path) -> None:
+    written(tmp_path / "weights", LLAMA31)
     with pytest.raises(InputError, match="a folder of a run") as refused:
-        backend.check(tmp_path, whole("llama3.1-8b"), 4096)
+        backend.check(tmp_path, whole("llama3.1-8b"))
     assert refused.value.hint == f"name {tmp_path / 'weights'}"
 
 
@@ -157,8 +223,8 @@ def test_the_command_refuses_before_anything_starts(tmp_path: Path, capsys: pyte
     words = ["train", "llama3.1-8b", "--backend", "finetune", "--mode", "full", "--gpu", "cpu", "--proxy"]
     assert main([*words, f"weights={tmp_path}/absent"]) == 2
     assert "there is no folder" in capsys.readouterr().err
-    assert main([*words, f"weights={weights(tmp_path / 'w', LLAMA31)}"]) == 2
-    assert "model.layers is" in capsys.readouterr().err
+    assert main([*words, f"weights={written(tmp_path / 'w', {**LLAMA31, 'quantization_config': {}})}"]) == 2
+    assert "quantization_config" in capsys.readouterr().err
 
 
 def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
@@ -167,9 +233,9 @@ def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
         "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "attention_head_dim": 128,
         "in_channels": 64, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,
     }  # fmt: skip
-    check_transformer(weights(tmp_path / "dev", config), model)
+    check_transformer(written(tmp_path / "dev", config), model)
     with pytest.raises(InputError, match=r"model.dit.guidance is True, the weights have False"):
-        check_transformer(weights(tmp_path / "schnell", {**config, "guidance_embeds": False}), model)
+        check_transformer(written(tmp_path / "schnell", {**config, "guidance_embeds": False}), model)
     pipe(tmp_path / "dev/config.json")
     with pytest.raises(InputError, match="this is not a regular file"):
         check_transformer(tmp_path / "dev", model)

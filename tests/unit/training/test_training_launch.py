@@ -260,3 +260,31 @@ def test_without_torch_it_is_3(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(start, "importable", lambda name: False)
     assert main(["train", "llama3-proxy"]) == 3
     assert "torch and torchtitan cannot be imported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["", ".", "here", ":", "{cwd}", "{cwd}:/other", "sub/..:{cwd}/"])
+def test_the_current_folder_is_never_on_the_module_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("primus", "torchtitan"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "torch.py").touch()
+    source = str(Path(launch.__file__).parents[2])
+    variables = launch.clean({"PATH": os.defpath, "PYTHONPATH": f"{path.format(cwd=tmp_path)}:{source}"})
+    code = "import importlib.util as u; print(*(u.find_spec(n) and u.find_spec(n).origin for n in " + (
+        "('primus', 'torchtitan', 'torch')), sep='\\n')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert str(tmp_path) not in found.stdout
+    assert found.stdout.startswith(source)
+
+
+def test_variables_of_another_torchrun_are_dropped() -> None:
+    theirs = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "x:1", "TORCHELASTIC_RUN_ID": "1"}
+    kept = {"NODE_RANK": "0", "MASTER_ADDR": "a", "PETS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}
+    assert launch.dropped(theirs | kept) == sorted(theirs)
+    assert launch.clean(theirs | kept) == kept | {"PYTHONSAFEPATH": "1"}

@@ -19,11 +19,14 @@ def _intermixed(parser: argparse.ArgumentParser) -> None:
 
 
 complete_recipe = matching(names)
-RECIPE = (
+OVERRIDES = (
     _intermixed,
-    option("recipe", metavar="RECIPE", help="name of a recipe, or path of its file", complete=complete_recipe),
     # Without a default, argparse names it among the arguments that are required.
     option("overrides", metavar="key=value", nargs="*", default=[], help="settings that override the recipe's"),
+)
+RECIPE = (
+    option("recipe", metavar="RECIPE", help="name of a recipe, or path of its file", complete=complete_recipe),
+    *OVERRIDES,
 )
 
 

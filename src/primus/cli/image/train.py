@@ -16,15 +16,14 @@ from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
-from primus.training import identity, logs, machine, metrics, outcome, proof, ranks, start
+from primus.training import identity, launch, logs, machine, metrics, outcome, proof, ranks, start
 from primus.training.backend import backend_of
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of, steps
 from primus.training.metrics import Summary
 
-
-@verb(
-    *RECIPE,
+# The options of one run, whichever verb starts it.
+RUN = (
     option("--output", type=folder("--output"), metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"),
     *choices(),
     option(
@@ -59,6 +58,12 @@ from primus.training.metrics import Summary
     flag("--force", "start even if the predicted memory exceeds the GPU's"),
     flag("--dry-run", "print the resolved job and start nothing"),
     JSON,
+)
+
+
+@verb(
+    *RECIPE,
+    *RUN,
     example="primus train llama3-proxy --steps 30 optimizer.lr=0.005",
 )
 def train(options: argparse.Namespace) -> int:
@@ -114,6 +119,8 @@ def _run(options: argparse.Namespace) -> int:
     if not options.no_preflight:
         _preflight(job)
     job = start.prepare(job, lambda line: None if options.json else print(f"primus: {line}", file=sys.stderr))
+    if others := launch.dropped(os.environ):
+        print(f"primus: not passed to the ranks: {', '.join(others)} (of another torchrun)", file=sys.stderr)
     if lost := lost_warning(job.output):
         print(f"primus: {lost}", file=sys.stderr)
     if not options.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from primus.recipes.recipe import MOCK
-from primus.training.corpus import HUB, hub_tokenizer
+from primus.recipes.weights import FILES, HUB, downloaded
+from primus.training.corpus import hub_tokenizer
 from primus.training.finetune import backend, models
 from primus.training.finetune.backend import FinetuneConfig
 from primus.training.loop import data, process, session, train, weights
@@ -23,7 +25,7 @@ from primus.turbo.attention import attend_in_transformers
 def main(job: RankJob, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""
     config = job.section(FinetuneConfig)
-    source = _source(config.weights, job, here)
+    source = _source(config.weights)
     attention: str = config.attention
     if "flash-attention-4" in job.turbo:
         attention = attend_in_transformers()
@@ -42,25 +44,10 @@ def main(job: RankJob, here: Process) -> None:
         _save(model, job, source)
 
 
-def _source(name: str, job: RankJob, here: Process) -> Path | None:
+def _source(name: str) -> Path | None:
     if name == "random":
         return None
-    if not name.startswith(HUB):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    request = {
-        "repo_id": name.removeprefix(HUB),
-        "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
-        # Copies of the same weights in the vendor's own format.
-        "ignore_patterns": ["consolidated*", "original/*"],
-    }
-    if here.local_rank == 0:
-        snapshot_download(**request)
-    dist.barrier()
-    folder = Path(snapshot_download(**request, local_files_only=True))
-    backend.check(folder, job.model, job.training.seq_len)
-    return folder
+    return downloaded(name, *FILES, offline=True) if name.startswith(HUB) else Path(name)
 
 
 def _facts(job: RankJob, config: FinetuneConfig, model: models.FineTuned) -> dict[str, Any]:
@@ -85,11 +72,10 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
         tokenizer = source if name == MOCK else hub_tokenizer(name) if name.startswith(HUB) else Path(name)
         models.ready_to_generate(model, tokenizer)
         if job.mode == "lora" and source is not None:
-            # PEFT loads the base model from here.
-            base = str(job.config["weights"])
-            model.model.peft_config["default"].base_model_name_or_path = (
-                base.removeprefix(HUB) if base.startswith(HUB) else str(source.absolute())
-            )
+            # PEFT loads the base model from here. A folder of the hub's cache exists on this machine only.
+            cached = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$", str(source))
+            base = f"{cached[1]}/{cached[2]}" if cached else str(source.absolute())
+            model.model.peft_config["default"].base_model_name_or_path = base
         model.model.save_pretrained(folder, state_dict={name.removeprefix("model."): v for name, v in state.items()})
         if source is not None and (source / "generation_config.json").is_file():
             shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")

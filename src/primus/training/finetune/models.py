@@ -1,23 +1,35 @@
-"""Building Hugging Face's models from a recipe's sizes, and loading their weights from Hugging Face's files."""
+"""Building Hugging Face's models from a recipe's sizes, and loading their weights from Hugging Face's files.
+
+``python -m primus.training.finetune.models FOLDER MODEL`` (MODEL: the sizes as JSON) prints why transformers would not
+load the folder as that model without dropping, adding or changing a tensor: the first objection as JSON, or null.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from primus.recipes.architecture import Architecture
-from primus.training.finetune.backend import TYPES, FinetuneConfig, LoraConfig
+from primus.recipes.architecture import Architecture, rebuilt
+from primus.recipes.weights import TYPES
+from primus.training.identity import tensor_files
 from primus.training.loop import weights
 from primus.training.loop.data import marks_of
 from primus.training.loop.session import LanguageModel
 
-_OUTER = ("lm_head.weight", "model.embed_tokens.weight")
+if TYPE_CHECKING:
+    from primus.training.finetune.backend import FinetuneConfig, LoraConfig
+
+# The output layer and the embedding.
+OUTER = ("lm_head.weight", "model.embed_tokens.weight")
 # The parts that PEFT adds to the names of weights.
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 _EXPERTS = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
@@ -183,14 +195,16 @@ def init(model: nn.Module, seed: int, files: weights.Files | None) -> None:
             # The same variance as in PEFT's own initialization.
             weights.fill(parameter, weights.normal(plain, parameter, seed, 1 / math.sqrt(3 * parameter.shape[-1])))
         elif files is not None:
-            weights.fill(parameter, _stored(files, plain))
+            weights.fill(parameter, stored(files, plain))
         else:
-            weights.draw_one(plain, parameter, seed, outer=plain in _OUTER)
+            weights.draw_one(plain, parameter, seed, outer=plain in OUTER)
 
 
-def _stored(files: weights.Files, name: str) -> weights.Rows:
-    if name in files:
-        return files.rows_of(name)
+def stored(files: weights.Files, name: str) -> weights.Rows:
+    """Return the rows of a parameter of transformers' model from files, also those of a model without its head."""
+    for written in (name, name.removeprefix("model.")):
+        if written in files:
+            return files.rows_of(written)
     experts = _EXPERTS.match(name)
     if not experts:
         return files.rows_of(name.replace(".mlp.gate.", ".block_sparse_moe.gate."))
@@ -207,3 +221,112 @@ def _stored(files: weights.Files, name: str) -> weights.Rows:
         )
 
     return rows
+
+
+# Fields of a config that change nothing of what is trained, or that a run sets itself.
+_FREE = {
+    "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache",
+    "initializer_range", "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "transformers_version",
+    "max_window_layers", "use_sliding_window", "head_dim",
+}  # fmt: skip
+# What transformers takes for YaRN if a config does not say it.
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
+# Fields that transformers honours in training, and the reference does not: such a run is not judged.
+_HONOURED = {"hidden_act"}
+
+Objection = dict[str, str]
+
+
+def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
+    """Yield what prevents a strict load of ``folder`` as ``model``: ``why``, and maybe ``where`` and ``hint``."""
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    mine, theirs = config_of(model, "sdpa").to_dict(), config.to_dict()
+    theirs["rope_parameters"] = _YARN | {k: v for k, v in (theirs["rope_parameters"] or {}).items() if k != "type"}
+    mine["rope_parameters"] = _YARN | mine["rope_parameters"]
+    for key in sorted(mine.keys() | type(config)().to_dict().keys()):
+        if key not in _FREE | _HONOURED and not key.startswith("_") and not _same(mine.get(key), theirs.get(key)):
+            yield {
+                "why": f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the recipe's model",
+                "where": f"{folder / 'config.json'}: {key}",
+            }
+    places: dict[str, Path] = {}
+    shapes: dict[str, torch.Tensor] = {}
+    for file in tensor_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    places[name] = file
+                    shapes[name] = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+        except SafetensorError as error:
+            yield {"why": f"the file is damaged: {error}", "where": str(file), "hint": "fetch it again"}
+            return
+    _, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+        None, config=config, state_dict=shapes, device_map={"": "meta"}, dtype=torch.float32,
+        ignore_mismatched_sizes=True, output_loading_info=True,
+    )  # fmt: skip
+    hint = "config.json describes another model than the tensors: take both from the same source"
+    for name, stored, wanted in sorted(report["mismatched_keys"], key=str):
+        yield {
+            "why": f"{name} is {list(stored)} in the file, and {list(wanted)} in the model of config.json",
+            "where": str(places.get(name, folder)), "hint": hint,
+        }  # fmt: skip
+    for kind, what in (
+        ("unexpected_keys", "the model of config.json has no place for"),
+        ("missing_keys", "the weights lack"),
+    ):
+        if names := sorted(report[kind]):
+            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            yield {"why": f"{what} {names[0]}{more}", "where": str(places.get(names[0], folder)), "hint": hint}
+    yield from _unlike(folder, config, places)
+
+
+def _unlike(folder: Path, config: Any, places: Mapping[str, Path]) -> Iterator[Objection]:
+    """Compare a stored output layer with the embedding that it is tied to, and find what the ranks could not read."""
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    embedding, output = OUTER[1], OUTER[0]
+    if config.tie_word_embeddings and output in places and embedding in places:
+        with safe_open(places[embedding], "pt") as first, safe_open(places[output], "pt") as second:
+            if not torch.equal(first.get_tensor(embedding), second.get_tensor(output)):
+                yield {
+                    "why": f"config.json ties the output layer to the embedding, but {output} differs from {embedding}",
+                    "where": str(places[output]), "hint": "set tie_word_embeddings to false in config.json",
+                }  # fmt: skip
+    files = weights.Files(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for name, _ in model.named_parameters():
+        try:
+            stored(files, name)
+        except SystemExit as error:
+            yield {"why": str(error), "hint": "load them with transformers, and save_pretrained"}
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        return all(_same(mine.get(key), theirs.get(key)) for key in mine.keys() | theirs.keys())
+    if isinstance(mine, float) and isinstance(theirs, int | float):
+        return abs(mine - theirs) <= 1e-9 * max(abs(mine), abs(theirs))
+    return bool(mine == theirs)
+
+
+def main(folder: str, model: str) -> None:
+    """Print the first objection, or null."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        first = next(objections(Path(folder), rebuilt(json.loads(model))), None)
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds of errors for odd settings
+        lines = " ".join(str(error).split())
+        first = {"why": f"transformers cannot build this model: {type(error).__name__}: {lines[:300]}"}
+    print(json.dumps(first))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -4,8 +4,9 @@
 
 A CASE is NAME=RECIPE, then any options and key=value words of `primus train` after further colons, as in
 `llama3.1-8b-fp8=llama3.1-8b:--precision:fp8:model.layers=12`. A word `stock:` before a key=value applies it to the runs
-with `--turbo off` only. Every run is a process of its own, from the command to the result. The file is written after
-every run, a failed run does not stop the others, and the ratios are of the medians over the runs.
+with `--turbo off` only. The variant `selective` is a run with `--turbo off` that recomputes selectively. Every run is a
+process of its own, from the command to the result. The file is written after every run, a failed run does not stop the
+others, and the ratios are of the medians over the runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from typing import Any
 from benchmarks.gpu import host
 
 PACKAGES = ("torch", "triton", "torchtitan", "torchao", "flash-attn-4", "transformers", "diffusers", "peft")
-_VARIANTS = ("default", "stock")
+_VARIANTS = {
+    "default": [],
+    "stock": ["--turbo", "off"],
+    "selective": ["--turbo", "off", "activation_checkpoint.mode=selective"],
+}
 
 
 def main() -> int:
@@ -33,6 +38,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--what", default="")
+    parser.add_argument("--variants", nargs="+", default=["default", "stock"], choices=_VARIANTS)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
@@ -46,7 +52,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = json.loads(options.out.read_text())["results"] if options.out.exists() else []
     for _ in range(options.repeats):
         for case in options.cases:
-            for variant in _VARIANTS:
+            for variant in options.variants:
                 if time.monotonic() - began > options.until:
                     print(f"no time for {variant} of {case}", flush=True)
                     continue
@@ -72,12 +78,12 @@ def one_run(case: str, variant: str, options: argparse.Namespace) -> dict[str, A
     recipe, *words = rest.split(":")
     output = options.runs / f"{name}-{variant}-{time.time_ns()}"
     stock_only = {words[i + 1] for i, word in enumerate(words[:-1]) if word == "stock"}
-    words = [w for w in words if w != "stock" and (variant == "stock" or w not in stock_only)]
+    words = [w for w in words if w != "stock" and (variant != "default" or w not in stock_only)]
     command = [
         sys.executable, "-m", "primus.cli.main", "train", recipe, "--gpu", options.gpu,
         "--ranks", str(options.ranks), "--steps", str(options.steps), "--output", str(output),
         "--compile-cache", str(options.runs / "compile-cache"), *words,
-        *(["--turbo", "off"] if variant == "stock" else []),
+        *_VARIANTS[variant],
     ]  # fmt: skip
     began = time.time()
     with (options.runs.parent / "speed.log").open("a") as log:
@@ -128,22 +134,19 @@ def _first_step(output: Path, began: float) -> float | None:
 
 
 def document(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result: every run, and the ratio of default to stock for each case."""
+    """Return the result: every run, and for each case the ratios of the defaults to the other variants."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row.get("passed"):
+            rates.setdefault((row["name"], row["variant"]), []).append(row["tokens_per_second"])
     ratios = []
-    for name in dict.fromkeys(row["name"] for row in rows):
-        rates = {
-            variant: [
-                row["tokens_per_second"] for row in rows
-                if (row["name"], row["variant"], row.get("passed")) == (name, variant, True)
-            ]
-            for variant in _VARIANTS
-        }  # fmt: skip
-        if all(rates.values()):
-            here, there = (median(rates[variant]) for variant in _VARIANTS)
+    for (name, variant), there in rates.items():
+        here = rates.get((name, "default"))
+        if variant != "default" and here:
             ratios.append({
-                "name": name, "ratio": round(here / there, 4), "default": here, "stock": there,
-                "runs": [len(rates[variant]) for variant in _VARIANTS],
-                "spread": [round(max(rates[v]) / min(rates[v]) - 1, 4) for v in _VARIANTS],
+                "name": name, "ratio": round(median(here) / median(there), 4),
+                "default": median(here), variant: median(there), "runs": [len(here), len(there)],
+                "spread": [round(max(each) / min(each) - 1, 4) for each in (here, there)],
             })  # fmt: skip
     versions = {}
     for package in PACKAGES:

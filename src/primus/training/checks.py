@@ -219,7 +219,8 @@ def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[
 
 def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) -> tuple[list[str], str]:
     converted = sum(linears["converted"].values())
-    unconverted = [name for name in linears["plain"] if not name.rpartition(".")[2].startswith(_KEPT)]
+    # Adapters are small products, which the finetune backend keeps in the wider type.
+    unconverted = [name for name in linears["plain"] if ".lora_" not in name and name.rpartition(".")[2] not in _KEPT]
     complaints = (
         [f"{len(unconverted)} linear layers were left as they are: {', '.join(unconverted[:3])} …"]
         if unconverted

@@ -19,7 +19,7 @@ QUICK = (
     "torchtitan_angles_rounded_to_fp8", "finetune_adapter_scaled_twice", "megatron_model_built_from_the_next_seed",
     "torchtitan_gradients_summed_in_bf16", "fsdp_moments_not_saved", "megatron_stale_copies",
     "fsdp_tokens_counted_twice",
-    "healthy_fsdp", "healthy_finetune", "healthy_bf16_megatron", "healthy_narrow_torchtitan",
+    "healthy_fsdp", "healthy_finetune", "healthy_flux", "healthy_bf16_megatron", "healthy_narrow_torchtitan",
     "healthy_experts_tensor_parallel",
 )  # fmt: skip
 

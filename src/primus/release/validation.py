@@ -319,8 +319,6 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
     lines += [f"  – not run: {sentence}" for sentence in record.get("not_run", ())]
     if losses := _losses(record):
         lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")
-    if slow := record.get("measurements", {}).get("slow_rank"):
-        lines.append(f"  ! {slow}")
     left_out = sum(map(len, skipped.values()))
     failed = sum(not v["passed"] for v in record["verdicts"]) - left_out
     lines.append(

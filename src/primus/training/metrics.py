@@ -133,8 +133,7 @@ class Summary:
     same steps; ``images_per_second`` is the median of a model that makes images. ``tflops_causal`` and
     ``tflops_non_causal`` are that median times the FLOPs of one token or image, in 10¹² per second. ``mfu`` is None
     if ``no_mfu`` gives a reason. ``memory_gib`` is the peak (on a CPU: resident memory). ``joules_per_step`` is the
-    mean after warm-up. ``slow_rank`` names the rank that the others wait for, in a sentence. None: no steps, not
-    finite, or not reported.
+    mean after warm-up. None: no steps, not finite, or not reported.
     """
 
     first_loss: float | None
@@ -150,7 +149,6 @@ class Summary:
     mfu: Mfu | None = None
     no_mfu: str | None = None
     joules_per_step: float | None = None
-    slow_rank: str | None = None
 
 
 def as_json_lines(series: Series, done: Work | None = None) -> str:
@@ -165,7 +163,7 @@ def as_json_lines(series: Series, done: Work | None = None) -> str:
     return "".join(lines)
 
 
-def summarize(series: Series, warmup_steps: int, done: Work | None = None, slow_rank: str | None = None) -> Summary:
+def summarize(series: Series, warmup_steps: int, done: Work | None = None) -> Summary:
     """Aggregate ``series``. If it is not longer than the warm-up, its last step is used.
 
     Without ``done``, the work of the run, there is no TFLOP/s and no MFU.
@@ -198,7 +196,6 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None, slow_
         mfu=utilization,
         no_mfu=why,
         joules_per_step=statistics.fmean(joules) if joules else None,
-        slow_rank=slow_rank,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from primus.errors import InputError, PrimusError
 from primus.files import text_if_readable, write_file
 from primus.schema import build, read_json
-from primus.training import checks, failure, logs, proof, straggler
+from primus.training import checks, failure, logs, proof
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
@@ -73,8 +73,7 @@ class Outcome:
     enough to write them. ``seconds`` is wall time of the launcher, ``recipe_sha256`` the recipe that the run itself
     resolved, ``cause`` the first cause of a failure. A judged run has a ``proof``, the findings of the reference,
     ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds of writing evidence).
-    ``slow_rank`` names the rank that the others wait for, in a sentence. ``peak_gib`` is the largest resident
-    memory of one process of the job, as the system counted it.
+    ``peak_gib`` is the largest resident memory of one process of the job, as the system counted it.
     """
 
     job: Job
@@ -88,7 +87,6 @@ class Outcome:
     proof: Mapping[str, Any] = field(default_factory=dict)
     arrivals: Mapping[int, float] = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
-    slow_rank: str | None = None
     peak_gib: float | None = None
 
 
@@ -115,7 +113,6 @@ def read(job: Job, result: JobResult) -> Outcome:
         arrivals={int(step): float(at) for step, at in document(folder / "clock.json").items()},
         busy={int(step): float(spent) for step, spent in document(folder / "witness" / "seconds.json").items()},
         peak_gib=run.host_memory_gib if run else None,
-        slow_rank=str(slow) if (slow := straggler.find(straggler.read(job.output))) else None,
         cause=result.reason or str(failure.cause(folder, exit_code, job.output) or ""),
     )
 

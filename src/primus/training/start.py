@@ -152,7 +152,7 @@ def start(
     result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=folder, reason=reason))
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
     done = metrics.work(job.recipe, result.facts)
-    summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done, result.slow_rank)
+    summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done)
     write_file(folder / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     passed = all(verdict.passed for verdict in verdicts)
     write_result(replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=summary), folder)

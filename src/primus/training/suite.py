@@ -296,7 +296,7 @@ def record(
 def _measurements(recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
     done = metrics.work(recipe, outcome.facts)
     warmup = recipe.get("validation.warmup_steps", int)
-    return asdict(metrics.summarize(outcome.series, warmup, done, outcome.slow_rank))
+    return asdict(metrics.summarize(outcome.series, warmup, done))
 
 
 def _job_entry(job: Job, outcome: Outcome | None) -> dict[str, Any]:

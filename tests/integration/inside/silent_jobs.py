@@ -59,10 +59,9 @@ def write(job: Job) -> None:
 
 
 def failed(job: Job) -> list[str]:
-    """The checks that the run did not pass, and ``slow rank`` where its summary names one."""
+    """The checks that the run did not pass."""
     result = outcome.read(job, JobResult(exit_code=0, output=job.output))
-    names = [verdict.name for verdict in outcome.basic_verdicts(result) if not verdict.passed]
-    return [*names, "slow rank"] if result.slow_rank else names
+    return [verdict.name for verdict in outcome.basic_verdicts(result) if not verdict.passed]
 
 
 def forked(work: Callable[[], None], into: int | None = None) -> int:

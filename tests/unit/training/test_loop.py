@@ -100,7 +100,6 @@ def test_any_step_can_be_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     written: dict[str, Any] = {}
     monkeypatch.setattr(train.facts, "write", lambda _, known: written.update(known))
     monkeypatch.setattr(train, "Report", MagicMock(return_value=MagicMock(flops_per_unit=1)))
-    monkeypatch.setattr(train, "Pace", MagicMock())
     train.run(given, SimpleNamespace(rank=0, device=torch.device("cpu")), session, data)
     events = json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
     assert "aten::addmm" in {event["name"] for event in events}

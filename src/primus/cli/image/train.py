@@ -312,8 +312,6 @@ def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Su
         elif not verdict.passed and not verdict.skipped:
             limits = f"measured {verdict.measured or 'nothing'}, limit {verdict.limit}"
             say(f"✗ {verdict.name}: {verdict.reason} ({limits})")
-    if summary.slow_rank:
-        say(f"! {summary.slow_rank}")
     if any(not verdict.passed for verdict in verdicts):
         left_out = [verdict.name for verdict in verdicts if verdict.skipped]
         if left_out:

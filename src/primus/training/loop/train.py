@@ -24,7 +24,6 @@ from primus.training.loop.config import RankJob, learning_rate
 from primus.training.loop.process import Process, peak_memory
 from primus.training.loop.session import Batch, Data, Session
 from primus.training.metrics import of_recipe_unit
-from primus.training.straggler import Pace
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
 
@@ -223,7 +222,6 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
     witness = _witness(job, session) if job.witness else None
     gc.collect()
     gc.disable()
-    pace = Pace(job.output, process.device.type)
     for step in range(job.first_step, job.last_step + 1):
         rate = learning_rate(config, step)
         batches = _batches(job, session, data, step)
@@ -245,7 +243,6 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
             with _profiled(trace) if trace else nullcontext():
                 loss, norm = _step(process, session, data, batches, rate)
             report.step(step, loss, norm, rate)
-            pace.step(step)
         if witness:
             witness.step(step)
             if step == (job.first_step + job.last_step) // 2:
@@ -260,7 +257,6 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
             report.start()
         if step % _COLLECT_EVERY == 0:
             gc.collect()
-        pace.start()
     report.end()
     observed |= {"weights_sha256": facts.digest(session.model_parts), "last_step": job.last_step} | active(job.turbo)
     facts.write(job.output / "facts.json", observed)

@@ -23,7 +23,6 @@ from primus.training.gloo import choose_store
 from primus.training.job import steps
 from primus.training.loop.process import keep_graphs, name_policies
 from primus.training.mock import texts
-from primus.training.straggler import Pace
 from primus.training.torchtitan import cpu, render
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
@@ -133,7 +132,6 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
         def train_step(self, data_iterator: Any) -> None:
             if "linears" in self.facts:
                 super().train_step(data_iterator)
-                self.pace.step(self.step)
             else:
                 if self.witness:
                     # At this point, a checkpoint is loaded.
@@ -145,7 +143,6 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                 self.witness.step(self.step)
                 # Exclude the time of writing evidence from the throughput of steps.
                 self.metrics_processor.time_last_log = time.perf_counter()
-            self.pace.start()
 
         def _write_facts(self, observed: Mapping[str, Any]) -> None:
             self.facts |= {**observed, **active(job["turbo"])}
@@ -155,7 +152,6 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
             mesh = self.parallel_dims.get_optional_mesh("batch")
             rank, examined = mesh.get_local_rank() if mesh else 0, job["examined"] if job["blocks"] else ()
             self.witness = Witness(output, self.model_parts, rank, examined=examined) if job["witness"] else None
-            self.pace = Pace(output, self.device.type)
             super().train()
             self._seal()
             self._write_facts({"weights_sha256": facts.digest(self.model_parts), "last_step": self.step})

@@ -8,22 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from silent.registry import (
-    ADAMW,
     BF16,
     CLOCK,
     FIGURES,
     FLUX,
     GRADIENTS,
-    LATENTS,
     LOGGED,
     LOOP,
-    LOOP_SESSION,
     LORA,
     LOSS,
     NORM,
     SESSION,
-    SLOW,
-    TITAN_MODEL,
     TITAN_TRAIN,
     TITAN_UTILS,
     WHOLE,
@@ -75,25 +70,6 @@ def error_printed_and_success_returned(module: Any) -> None:
         original(self)
 
     wrap(module.Trainer, "train", train)
-
-
-def _asleep(seconds: float, rank: int = 1, from_call: int = 0) -> Any:
-    """Around a function: rank ``rank`` sleeps before each call from number ``from_call`` on."""
-    calls = 0
-
-    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if os.environ["RANK"] == str(rank) and calls > from_call:
-            time.sleep(seconds)
-        return original(*args, **kwargs)
-
-    return around
-
-
-@silent("pace", "torchtitan", TITAN_MODEL, SLOW)
-def one_rank_sleeps_in_every_layer(module: Any) -> None:
-    wrap(module.TransformerBlock, "forward", _asleep(0.03))
 
 
 @silent("metrics", "torchtitan", TITAN_TRAIN, LOSS, words=(*BF16, *WHOLE))
@@ -160,11 +136,6 @@ def log_shows_a_smaller_loss_than_the_file(module: Any) -> None:
     module.sys = Shown
 
 
-@silent("pace", "fsdp", LOOP_SESSION, SLOW, words=("steps=12",))
-def slow_from_the_sixth_step_on(module: Any) -> None:
-    wrap(module.Sharded, "step", _asleep(0.15, rank=0, from_call=5))
-
-
 @silent("metrics", "finetune", "primus.training.facts", FIGURES, words=LORA)
 def frozen_weights_counted_as_trained(module: Any) -> None:
     def static(run: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,11 +171,6 @@ def norm_of_the_clipped_gradients_late(module: Any) -> None:
 @silent("metrics", "finetune", "primus.training.facts", "configuration")
 def one_rank_told_as_the_world(module: Any) -> None:
     wrap(module, "static", lambda run, *args, **kwargs: run(*args, **kwargs) | {"world_size": 1})
-
-
-@silent("pace", "finetune", ADAMW, SLOW, words=LORA)
-def one_rank_sleeps_in_its_update(module: Any) -> None:
-    wrap(module.AdamW, "step", _asleep(0.1))
 
 
 @silent("metrics", "finetune", LOOP, LOSS, words=BF16)
@@ -244,21 +210,6 @@ def embedding_counted_twice(module: Any) -> None:
     wrap(module, "static", static)
 
 
-@silent("pace", "megatron", SESSION, SLOW, words=("steps=8",))
-def one_rank_computes_twice(module: Any) -> None:
-    """A core that something else keeps busy."""
-
-    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-        began = time.thread_time()
-        result = original(*args, **kwargs)
-        spent = time.thread_time() - began
-        while os.environ["RANK"] == "1" and time.thread_time() - began < 2 * spent + 0.05:
-            pass
-        return result
-
-    wrap(module.MegatronSession, "forward_backward", around)
-
-
 @silent("metrics", "megatron", SESSION, LOSS, words=("megatron.training.micro_batch_size=2",))
 def loss_of_the_first_micro_batch_reported(module: Any) -> None:
     def schedule(get: Any) -> Any:
@@ -280,11 +231,6 @@ def images_alone_counted_twice(module: Any) -> None:
         self._images *= 2
 
     wrap(module.Report, "__init__", init)
-
-
-@silent("pace", "flux", LATENTS, SLOW, words=FLUX)
-def one_rank_draws_slowly(module: Any) -> None:
-    wrap(module.Images, "batch", _asleep(0.05))
 
 
 @silent("clock", "flux", LOOP, CLOCK, words=FLUX)

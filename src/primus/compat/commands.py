@@ -17,8 +17,8 @@ from primus.recipes.load import names
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 
-_TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
-_STAGES = {"1": "dump", "2": "tune", "3": "use"}
+TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
+STAGES = {"0": "", "1": "dump", "2": "tune", "3": "use"}
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True}
 _SWITCH |= {"": False, "0": False, "false": False, "no": False, "off": False}
 # The kinds of options of train_fsdp.py, with its own spelling.
@@ -35,7 +35,7 @@ class Request:
     ``says`` are sentences for the user about differences from the old command. ``environment`` holds additional
     variables for the ranks. ``gpu_of_path`` is the GPU generation in a documented path. It is used only with --dry-run
     on a machine without a GPU; otherwise the machine's GPU decides. ``benchmark`` is the model and mode as the command
-    names them, if the command writes a CSV.
+    names them, if the command writes a CSV. ``stage``: ``primus tune gemm`` runs with it in place of a training job.
     """
 
     recipe: str
@@ -45,6 +45,7 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     gpu_of_path: str | None = None
     benchmark: tuple[str, str] | None = None
+    stage: str = ""
 
     def train(self) -> list[str]:
         """Return the equivalent arguments of ``primus train``."""
@@ -80,7 +81,7 @@ def requested(
     name, refused = name.rpartition("/")[2], table("commands")["refused"]
     if name in ("run_pretrain.sh", "run_local_pretrain.sh", "run_slurm_pretrain.sh"):
         request = _pretrain(words, environment, allow_unmapped=allow_unmapped, precision=precision)
-    elif row := refused.get(name) or refused.get(f"{name} {' '.join(words)}"):
+    elif row := refused.get(f"{name} {' '.join(words)}") or refused.get(name):
         raise HostError(f"{name}: {row['message']}", hint=row["hint"])
     elif name == "pytorch_benchmark_report.sh":
         request = _report(words)
@@ -184,11 +185,9 @@ def _pretrain(
         raise InputError(f"BACKEND is {backend}, but {name} is for {request.choices.backend}", where=f"EXP={name}")
     if not allow_unmapped:
         done.refuse_unmapped()
-    if (stage := environment.get(_TUNING, "0")) not in ("", "0"):
-        raise InputError(
-            "GEMMs are tuned by a command of its own", where=f"{_TUNING}={stage}",
-            hint=f"primus tune gemm {request.recipe} --stage {_STAGES.get(stage, 'dump|tune|use')}",
-        )  # fmt: skip
+    stage = environment.get(TUNING) or "0"
+    if stage not in STAGES:
+        raise InputError(f"must be 0, 1, 2 or 3, not {stage!r}", where=f"{TUNING}={stage}")
     says += [f"{key} is left out: {why}" for key, why in table("keys")["environment"].items() if environment.get(key)]
     says += [*done.left_out, *(f"{option.key} is left out: {why}" for option, why in done.unmapped)]
     nodes, ranks = _count(environment, "NNODES"), _count(environment, "GPUS_PER_NODE")
@@ -203,6 +202,7 @@ def _pretrain(
         words=(*settings, *done.words()),
         says=tuple(says),
         environment=port,
+        stage=STAGES[stage],
     )
 
 

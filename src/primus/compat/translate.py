@@ -39,6 +39,7 @@ class Entry:
     values: Mapping[str, Scalar] | None = None
     prefix: str = ""
     needs: Sequence[str] = ()
+    off: Sequence[str] = ()
     because: str = ""
 
 
@@ -152,6 +153,9 @@ def _translate_listed(option: Option, entry: Entry, done: Translation) -> None:
     elif entry.to:
         for setting in values:
             done.set(entry.to, f"{entry.prefix}{setting}" if entry.prefix else setting, option)
+            for key in entry.off if setting else ():
+                if key not in done.settings:
+                    done.set(key, False, option)
     elif entry.because and entry.values is None:
         done.left_out.append(f"{option.key} is left out: {entry.because}")
 

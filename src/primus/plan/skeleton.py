@@ -22,13 +22,15 @@ Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"
 # Packages that pip and uv in the image must not replace.
 CONSTRAINTS = "etc/primus/constraints.txt"
+# Commands of older documents that no other program of the image has.
+_COMMANDS = f"/{WORKSPACE}/bin"
 _SOURCE = "https://github.com/AMD-AGI/Primus"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
 # A login shell starts with the distribution's own PATH. Run no program here: a shell must open at once.
 _PROFILE = """\
 case ":$PATH:" in
 *:/{bin}:*) ;;
-*) PATH="/{bin}:$PATH" ;;
+*) PATH="/{bin}:$PATH:{commands}" ;;
 esac
 export PATH
 if [ -n "${{BASH_VERSION-}}" ]; then
@@ -186,7 +188,7 @@ def shell_setup(package: str) -> Inline:
     """
     bin_folder = PurePosixPath(package).parents[3] / "bin"
     return {
-        "etc/profile.d/primus.sh": {"text": _PROFILE.format(bin=bin_folder)},
+        "etc/profile.d/primus.sh": {"text": _PROFILE.format(bin=bin_folder, commands=_COMMANDS)},
         "etc/primus/bashrc": {"text": _BASHRC},
     }
 
@@ -225,7 +227,8 @@ def image_config(resolved: ResolvedTarget, prefix: Prefix | None, held: str) -> 
     target, preview = resolved.target, resolved.choice.preview
     env = dict(resolved.environment)
     if prefix:
-        env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+        system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        env.setdefault("PATH", f"/{prefix.root}/bin:{system}:{_COMMANDS}")
         if held:
             env |= {name: f"/{CONSTRAINTS}" for name in ("PIP_CONSTRAINT", "UV_CONSTRAINT") if name not in env}
     every = {**resolved.pins, **resolved.inside}

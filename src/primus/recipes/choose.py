@@ -19,6 +19,8 @@ PROXY_PRECISION = "fp32"
 CPU = "cpu"
 PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
 MULTI = "multi"
+# What a case can depend on besides the choices.
+LENGTH = "seq_len"
 
 
 def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, sized: bool = False) -> dict[str, Setting]:
@@ -164,11 +166,11 @@ def among(what: str, word: str, offered: list[str], where: str) -> None:
         raise InputError(message, where=where, hint=f"there are: {', '.join(offered)}")
 
 
-def check_choice(choice: str, where: str) -> None:
-    """Raise InputError, with the most similar name, if ``choice`` is not the name of a choice."""
-    if choice not in CHOICES:
-        message = f"there is no choice {choice!r}" + nearest(choice, CHOICES)
-        raise InputError(message, where=where, hint=f"choices: {', '.join(CHOICES)}")
+def check_choice(choice: str, where: str, more: Sequence[str] = ()) -> None:
+    """Raise InputError, with the most similar name, if ``choice`` is not the name of a choice, nor one of ``more``."""
+    if choice not in (names := (*CHOICES, *more)):
+        message = f"there is no choice {choice!r}" + nearest(choice, names)
+        raise InputError(message, where=where, hint=f"choices: {', '.join(names)}")
 
 
 def check_word(choice: str, setting: Setting, *, several: bool) -> None:
@@ -186,6 +188,9 @@ def check_word(choice: str, setting: Setting, *, several: bool) -> None:
             if (not isinstance(word, int) or isinstance(word, bool) or word < 1) and not (several and word == MULTI):
                 kind = f"a whole number of at least 1{f' or {MULTI}' if several else ''}"
                 raise InputError(f"nodes must be {kind}, not {word!r}", where=setting.origin)
+        elif choice == LENGTH:
+            if not isinstance(word, int) or isinstance(word, bool):
+                raise InputError(f"{LENGTH} must be a whole number, not {word!r}", where=setting.origin)
         else:
             among(choice, str(word), values_of(choice), setting.origin)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from primus.errors import InputError, nearest
 from primus.files import refuse_special
-from primus.recipes.choose import check_choice, check_word
+from primus.recipes.choose import LENGTH, check_choice, check_word
 from primus.recipes.setting import Setting, Value
 from primus.yamlfile import Key, Scalar, Tree, Values, parse_values
 
@@ -77,7 +77,7 @@ def no_recipes(among: Path) -> InputError:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Settings that apply if every choice in ``when`` has one of the listed values."""
+    """Settings that apply if every choice in ``when``, and the sequence length, has one of the listed values."""
 
     when: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, Setting]
@@ -85,7 +85,7 @@ class Case:
     def holds(self, chosen: Mapping[str, str]) -> bool:
         """Whether ``chosen`` (choice → value) meets every condition. ``nodes: multi`` matches any number above one."""
         return all(
-            chosen[choice] in words or (choice == "nodes" and "multi" in words and chosen["nodes"] != "1")
+            chosen.get(choice) in words or (choice == "nodes" and "multi" in words and chosen["nodes"] != "1")
             for choice, words in self.when.items()
         )
 
@@ -185,7 +185,7 @@ def _case(document: Values, index: int, data: Tree) -> Case:
         raise InputError(f"because must be text, not {because!r}", where=document.origin((*place, "because")))
     when = _settings(document, (*place, "when"), conditions)
     for choice, setting in when.items():
-        check_choice(choice, setting.origin)
+        check_choice(choice, setting.origin, [LENGTH])
         check_word(choice, setting, several=True)
     settings = _settings(document, place, data, ("when", "because"))
     if "nodes" in settings:

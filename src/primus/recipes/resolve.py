@@ -11,7 +11,7 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
-from primus.recipes.choose import CPU, choose, supported
+from primus.recipes.choose import CPU, LENGTH, choose, supported
 from primus.recipes.faults import layout_faults, model_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
@@ -61,11 +61,20 @@ def resolve(
         if "nodes" in case.settings and choices.nodes is None and case.holds(facts):
             chosen["nodes"] = case.settings["nodes"]
             facts["nodes"] = str(chosen["nodes"].value)
+    knows = backend(facts["backend"])
+    spelled: dict[str, str] = {}
+    overriding: dict[str, Setting] = {}
+    for number, word in enumerate([*words, *replacing]):
+        full = _spelled_out(word, knows)
+        key, setting = _override(full, word, knows)
+        if key in overriding and number < len(words):
+            raise _twice(key, spelled[key], full)
+        spelled[key], overriding[key] = full, setting
     for case in source.cases:
-        if case.holds(facts):
+        length = overriding.get(knows.key(LENGTH)) or settings.get(knows.key(LENGTH))
+        if case.holds({**facts, LENGTH: str(length and length.value)}):
             settings.update(case.settings)
     settings.update(chosen)
-    knows = backend(facts["backend"])
     others = backends().keys() - {knows.name}
     settings = {key: s for key, s in settings.items() if key.partition(".")[0] not in others}
     _scale_batch(settings, source, facts, knows)
@@ -75,14 +84,6 @@ def resolve(
         settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
     if facts["gpu"] == CPU and facts["proxy"] == "false":
         settings["ranks"] = Setting(value=1, origin="one process on a CPU")
-    spelled: dict[str, str] = {}
-    overriding: dict[str, Setting] = {}
-    for number, word in enumerate([*words, *replacing]):
-        full = _spelled_out(word, knows)
-        key, setting = _override(full, word, knows)
-        if key in overriding and number < len(words):
-            raise _twice(key, spelled[key], full)
-        spelled[key], overriding[key] = full, setting
     _refuse_other_sizes(overriding, described)
     settings.update(overriding)
     _shorten_warmup(settings, overriding, knows)

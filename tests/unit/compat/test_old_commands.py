@@ -70,27 +70,47 @@ def test_every_training_command_resolves_to_what_the_document_says(entry: dict[s
     assert {name: found[name] for name in entry["resolves"]} == entry["resolves"]
 
 
-@pytest.mark.parametrize("entry", [e for e in COMMANDS if "resolves" in e or "refused" in e], ids=named)
-def test_the_script_of_every_command_is_in_the_image(entry: dict[str, Any]) -> None:
-    script = spoken(entry)[0].rpartition("/")[2]
-    assert script == "madengine" or list(WORKSPACE.rglob(script)), script
+def test_every_command_that_works_here_is_a_dry_run_on_a_machine_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a user types it in the image: the script is there, no option is needed, and it says what it does."""
+    monkeypatch.setattr("primus.cli.image.compat.detect", Found)
+    monkeypatch.setattr("primus.gpus.detect.detect", Found)
+    entries = [entry for entry in COMMANDS if not {"resolves", "tuned"}.isdisjoint(entry)]
+    for entry in entries:
+        script, words, given = spoken(entry)
+        assert list(WORKSPACE.rglob(script.rpartition("/")[2])), script
+        with monkeypatch.context() as shell:
+            for name, value in given.items():
+                shell.setenv(name, value)
+            code = main(["compat", script, *words, "--dry-run"])
+        out, err = capsys.readouterr()
+        assert code == 0, (entry, err)
+        verb = f"tune gemm --stage={entry['tuned']} llama2-7b --backend=megatron" if "tuned" in entry else "train "
+        assert f"→ primus {verb}" in err
+        assert ("torch.distributed.run" in out) == ("tuned" not in entry)
+    assert len(entries) > 70
 
 
 def test_every_folder_a_document_changes_to_is_in_the_image() -> None:
     assert all((WORKSPACE / entry["folder"]).is_dir() for entry in COMMANDS if "folder" in entry)
 
 
-@pytest.mark.parametrize("entry", [e for e in COMMANDS if "refused" in e], ids=named)
+OF_THE_HOST = ("docker", "pre-commit")
+
+
+@pytest.mark.parametrize("entry", [e for e in COMMANDS if "refused" in e or spoken(e)[0] in OF_THE_HOST], ids=named)
 def test_commands_that_train_nothing_are_refused_with_a_sentence(entry: dict[str, Any]) -> None:
     script, words, given = spoken(entry)
-    with pytest.raises(PrimusError, match=entry["refused"]):
+    assert list(WORKSPACE.rglob(script.rpartition("/")[2])), script
+    with pytest.raises(PrimusError, match=entry.get("refused", "a command of the host|no hooks to install")):
         requested(script, words, given)
 
 
 def test_every_command_is_resolved_refused_or_served() -> None:
     assert len({entry["document"] for entry in COMMANDS}) == 5
     for entry in COMMANDS:
-        assert len({"resolves", "refused", "served"} & entry.keys()) == 1, entry
+        assert len({"resolves", "tuned", "refused", "served"} & entry.keys()) == 1, entry
 
 
 def test_nothing_is_installed_by_a_requirements_file() -> None:
@@ -106,7 +126,7 @@ def test_every_script_is_a_link_to_one_that_calls_primus(tmp_path: Path) -> None
     told.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     told.chmod(0o755)
     scripts = sorted(WORKSPACE.rglob("*.sh"))
-    assert len(scripts) == 7
+    assert len(scripts) == 8
     for script in scripts:
         done = subprocess.run(
             ["sh", script, "--a", "b c"], env={**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"},
@@ -183,11 +203,53 @@ def test_a_number_of_ranks_that_is_none_is_refused(ranks: str) -> None:
         requested("train_fsdp.py", ["configs/llama-3.1-8b-4k.json", "llama"], {"WORLD_SIZE": ranks})
 
 
-def test_a_tuning_stage_names_the_command_that_does_it() -> None:
-    variables = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml", "PRIMUS_HIPBLASLT_TUNING_STAGE": "2"}
-    with pytest.raises(PrimusError, match="tuned by a command of its own") as caught:
-        requested("run_pretrain.sh", [], variables)
-    assert caught.value.hint == "primus tune gemm llama2-7b --stage tune"
+def test_a_tuning_stage_never_starts_a_training_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    stage, gpu = {"PRIMUS_HIPBLASLT_TUNING_STAGE": "2"}, ["--gpu", "mi300x"]
+    for words, code, says in (
+        (["compat", "run_slurm_pretrain.sh", *gpu], 3, "primus tune gemm llama2-7b --backend=megatron --mode=pretrain"),
+        (["compat", "run_pretrain.sh", *gpu], 2, "no GEMM is recorded"),
+        (["launch", "slurm", "llama2-7b", *gpu, "--dry-run"], 2, "primus tune gemm llama2-7b --stage tune"),
+        (["train", "llama2-7b", *gpu, "--dry-run"], 2, "primus tune gemm llama2-7b --stage tune"),
+    ):
+        with monkeypatch.context() as shell:
+            for name, value in stage.items():
+                shell.setenv(name, value)
+            assert main(words) == code
+        assert says in capsys.readouterr().err
+    with pytest.raises(PrimusError, match="must be 0, 1, 2 or 3"):
+        requested("run_pretrain.sh", [], {**os.environ, "PRIMUS_HIPBLASLT_TUNING_STAGE": "4"})
+
+
+FSDP2 = ["--use_torch_fsdp2", "1", "--use_distributed_optimizer", "false", "--overlap_param_gather", "false"]
+
+
+@pytest.mark.parametrize(
+    ("command", "gpu", "key", "value"),
+    [
+        (["run_pretrain.sh", *FSDP2], "mi300x", "megatron.ddp.overlap_grad_reduce", False),
+        (["run_pretrain.sh", "--recompute_num_layers", "99"], "mi300x", "99 is more than the model's 32 layers", None),
+        *(
+            (["train_fsdp.py", "configs/llama-3.1-8b-4k.json", "llama", "--enable_fp8", fp8], gpu, LOCAL, batch)
+            for LOCAL in ["fsdp.training.micro_batch_size"]
+            for fp8, gpu, batch in (
+                ("False", "mi300x", 6), ("True", "mi300x", 6), ("False", "mi325x", 8), ("True", "mi325x", 10)
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_page_states_in_its_text_and_tables_holds(command: list[str], gpu: str, key: str, value: Any) -> None:
+    """Options of "Key options" of the v25.7 page, and the batches at 4096 tokens of the v25.2 table."""
+    request = requested(command[0], command[1:], {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml"})
+    choices = Choices(**{**vars(request.choices), "gpu": gpu})
+    if value is None:
+        with pytest.raises(PrimusError, match=key):
+            resolve(request.recipe, request.words, choices)
+    else:
+        assert resolve(request.recipe, request.words, choices).settings[key].value == value
 
 
 def test_variables_that_change_nothing_are_named_and_the_deterministic_one_is_kept() -> None:

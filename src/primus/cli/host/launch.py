@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from primus.cli.image.common import RECIPE, choices, resolved
+from primus.cli.image.common import RECIPE, choices, refuse_tuning, resolved
 from primus.cli.verb import JSON, Option, flag, folder, group, option, path, print_json, verb, whole
 from primus.errors import InputError
 from primus.gpus.detect import detect
@@ -159,6 +159,7 @@ def _kubernetes(args: argparse.Namespace) -> int:
             "--mount: a node's folders are not mounted into pods", hint="--claim NAME mounts a volume claim"
         )
     plan = Plan(recipe=_recipe(args, here=False), stall_timeout=args.stall_timeout)
+    refuse_tuning(plan.recipe, args.env)
     objects = kubernetes.manifests(plan, site)
     if args.dry_run:
         if args.json:
@@ -200,6 +201,7 @@ def _recipe(args: argparse.Namespace, *, here: bool = True) -> Recipe:
 
 def _slurm(args: argparse.Namespace) -> int:
     plan = Plan(recipe=_recipe(args), stall_timeout=args.stall_timeout)
+    refuse_tuning(plan.recipe, args.env)
     site = slurm.Site(
         container=args.container or (slurm.container_here() if args.image else "none"),
         image=args.image, output=args.output.absolute(), name=args.name, partition=args.partition,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 
 from primus.cli.verb import Option, flag, matching, option, whole
+from primus.compat.commands import STAGES, TUNING
+from primus.errors import InputError
 from primus.recipes.choose import PRECISIONS, values_of
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
@@ -68,6 +72,17 @@ def choices(gpu: str = "generation to resolve for (default: the machine's)") -> 
             complete=_complete_turbo,
         ),
     )
+
+
+def refuse_tuning(recipe: Recipe, variables: Sequence[str] = ()) -> None:
+    """Raise InputError if the variable of older documents asks for GEMM tuning, which no training job does.
+
+    ``variables`` are further ones, as ``NAME=VALUE``.
+    """
+    environment = {**os.environ, **dict(word.partition("=")[::2] for word in variables if "=" in word)}
+    if (stage := environment.get(TUNING) or "0") != "0":
+        hint = f"primus tune gemm {recipe.name} --stage {STAGES.get(stage, 'dump|tune|use')}, or unset {TUNING}"
+        raise InputError("a training job tunes no GEMMs", where=f"{TUNING}={stage}", hint=hint)
 
 
 def resolved(options: argparse.Namespace, *, here: bool = True, memory: float | None = None) -> Recipe:

@@ -11,8 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from primus.cli.image.train import train
+from primus.cli.image.tune import tune
 from primus.cli.verb import JSON, flag, new_file, option, path, print_json, verb, whole
-from primus.compat.commands import Request, requested, switched_on
+from primus.compat.commands import TUNING, Request, requested, switched_on
 from primus.compat.experiment import least_nodes, read_experiment, recipe_text
 from primus.compat.translate import table
 from primus.errors import HostError, InputError
@@ -30,6 +31,7 @@ _OF_TORCHRUN = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_GPU_OF_DOCUMENTS = "mi300x"
 
 
 @verb(
@@ -66,13 +68,21 @@ def compat(options: argparse.Namespace) -> int:
     request = _for_this_machine(request, chosen)
     for sentence in request.says:
         print(f"{command}: {sentence}", file=sys.stderr)
-    print(f"{command}: → primus train {' '.join(request.train())}", file=sys.stderr)
+    verb = f"tune gemm --stage={request.stage}" if request.stage else "train"
+    print(f"{command}: → primus {verb} {' '.join(request.train())}", file=sys.stderr)
     if not chosen.dry_run:
         _check_startable(command, request, environment)
         for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
             os.environ.pop(name, None)
         os.environ.update(request.environment)
     more = [f"--{name.replace('_', '-')}" for name in ("dry_run", "json") if getattr(chosen, name)]
+    os.environ.pop(TUNING, None)
+    if request.stage:
+        if chosen.dry_run:
+            resolve(request.recipe, request.words, request.choices)
+            return 0
+        words = ["gemm", *request.train(), f"--stage={request.stage}", *more]
+        return tune(tune.parser(f"compat {command}").parse_args(words))
     more += ["--output", chosen.output] if chosen.output else []
     arguments = train.parser(f"compat {command}").parse_args([*request.train(), *more])
     code = train(arguments)
@@ -95,14 +105,16 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
         request = replace(request, choices=replace(request.choices, gpu=chosen.gpu))
     if chosen.proxy:
         return request.for_proxy()
-    if chosen.gpu or request.gpu_of_path is None:
+    if chosen.gpu:
         return request
     machine = detect()
     if not machine.names and chosen.dry_run:
-        says = f"this machine has no GPU: resolved for {request.gpu_of_path}, which the path names"
-        gpu = replace(request.choices, gpu=request.gpu_of_path)
-        return replace(request, choices=gpu, says=(*request.says, says))
-    if machine.generation and machine.generation != request.gpu_of_path:
+        gpu, why = request.gpu_of_path, "which the path names"
+        if gpu is None:
+            gpu, why = _GPU_OF_DOCUMENTS, "for which the documents give their commands; --gpu NAME names another"
+        says = f"this machine has no GPU: resolved for {gpu}, {why}"
+        return replace(request, choices=replace(request.choices, gpu=gpu), says=(*request.says, says))
+    if request.gpu_of_path and machine.generation and machine.generation != request.gpu_of_path:
         says = f"the path names {request.gpu_of_path}; this machine's {machine.generation} decides the settings"
         return replace(request, says=(*request.says, says))
     return request
@@ -110,6 +122,10 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
 
 def _check_startable(command: str, request: Request, environment: Mapping[str, str]) -> None:
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
+        if request.stage:
+            words = ["primus", "tune", "gemm", *request.train(), f"--stage={request.stage}"]
+            hint = f"in the image, on a node with GPUs: {shlex.join(words)}"
+            raise HostError("GEMMs are tuned on one node, and not by a job that is submitted", hint=hint)
         image = environment.get("DOCKER_IMAGE")
         place = ["--image", image] if image else ["--container", "none"]
         words = [*request.train(), *place, *(f"--env={name}={value}" for name, value in request.environment.items())]
@@ -118,7 +134,8 @@ def _check_startable(command: str, request: Request, environment: Mapping[str, s
         )
     if command == "madengine":
         raise HostError(
-            f"{command} starts containers, which is not possible inside the image", hint="--dry-run shows the run"
+            f"{command} starts containers, which is not possible inside the image",
+            hint=f"run it on the host; here: primus train {shlex.join(request.train())}",
         )
 
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.image.common import RECIPE, choices, resolved, short_origin
+from primus.cli.image.common import RECIPE, choices, refuse_tuning, resolved, short_origin
 from primus.cli.verb import JSON, flag, folder, option, path, print_json, verb, whole
 from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
@@ -87,6 +87,7 @@ def train(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
     recipe = resolved(options, memory=memory)
+    refuse_tuning(recipe)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from primus.cli.image.common import RECIPE, choices, resolved
 from primus.cli.verb import JSON, Option, flag, folder, group, new_file, option, print_json, verb, whole
+from primus.compat.commands import TUNING
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect, visible
@@ -164,7 +165,8 @@ def _train(recipe: Recipe, steps: str | None, environment: Mapping[str, str], op
     # With several stages, the document is that of the stage "tune".
     ours = options.json and len(_stages(options)) > 1
     command = [sys.executable, "-m", "primus.cli.main", "train", *words, *(["--json"] if options.json else [])]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")}
+    own = ("PYTORCH_TUNABLEOP_", TUNING)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     return subprocess.run(
         command, env={**inherited, **environment}, stdout=sys.stderr if ours else None, check=False
     ).returncode

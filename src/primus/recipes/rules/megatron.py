@@ -65,6 +65,11 @@ class Megatron(Rules):
             yield "megatron.training.compile", "Megatron compiles its own small functions and nothing else", None
         if recipe.find("megatron.training.master_dtype", "float32") != "float32":
             yield "megatron.training.master_dtype", "Megatron's optimizer keeps float32 weights", None
+        # A file's number may be of the whole model, of which the command line takes fewer layers.
+        again = recipe.settings.get("megatron.model.recompute_num_layers")
+        if again and again.origin.startswith("command") and int(str(again.value)) > model.layers:
+            why = f"{again.value} is more than the model's {model.layers} layers"
+            yield "megatron.model.recompute_num_layers", why, f"model.recompute_num_layers={model.layers} at most"
         if recipe.find("megatron.torch_fsdp2", False):
             for kind in ("tp", "pp", "cp", "ep"):
                 if recipe.degree(kind) > 1:

@@ -19,7 +19,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import predict
 from primus.recipes.setting import CHOICES
-from primus.turbo.optimizations import AUTO, OFF, chosen, compatible, excluded, optimizations, requested, usable
+from primus.turbo.optimizations import AUTO, OFF, chosen, optimizations, requested, usable
 
 _GIB = 2**30
 # Steps whose losses are compared. In later steps, rounding differences have grown.
@@ -80,7 +80,7 @@ def candidates(
 
 
 def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the choices of optimizations, the recipe's own first: none, ``auto``, and ``auto`` plus each other one.
+    """Return the choices of optimizations, the recipe's own first: none, and ``auto``.
 
     If the command line chooses, there is no other choice.
     """
@@ -89,15 +89,8 @@ def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
     rows: list[tuple[str, tuple[str, ...]]] = [(title, ())]
     if setting and setting.origin.startswith("command line"):
         return rows
-    automatic = compatible(
-        [name for name, entry in optimizations().items() if usable(entry, start) and not entry.by_name]
-    )
-    if automatic:
+    if any(usable(entry, start) for entry in optimizations().values()):
         rows += [(word, (f"turbo={word}",)) for word in (OFF, AUTO) if word != title]
-    for name, entry in optimizations().items():
-        if entry.by_name and usable(entry, start):
-            beside = [other for other in automatic if not excluded(name, (other,))]
-            rows.append((f"auto + {name}", (f"turbo={','.join((*beside, name))}",)))
     return rows
 
 

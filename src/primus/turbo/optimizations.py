@@ -37,7 +37,7 @@ AUTO, REQUIRE, OFF = "auto", "require", "off"
 class Optimization:
     """One entry. An empty requirement accepts everything.
 
-    ``by_name`` is the reason why ``auto`` leaves it out, or empty. ``replaces`` is what runs without it.
+    ``replaces`` is what runs without it.
     """
 
     name: str
@@ -46,7 +46,6 @@ class Optimization:
     replaces: str
     provider: str
     proof: tuple[str, ...]
-    by_name: str = ""
     backends: tuple[str, ...]
     precisions: tuple[str, ...]
     families: tuple[str, ...] = ()
@@ -93,7 +92,7 @@ class Optimization:
             return f"not usable here: {', '.join(lacking)} not installed"
         if not self._runs_on(gpu):
             return f"not usable here: needs a GPU of {', '.join(self.archs or self.vendors)}"
-        return f"usable, only by name: {self.by_name}" if self.by_name else "usable, on by default"
+        return "usable, on by default"
 
 
 def _text(value: object) -> str:
@@ -151,7 +150,7 @@ def candidates(recipe: Recipe) -> tuple[str, ...]:
     if names == OFF:
         return ()
     if isinstance(names, str):
-        return tuple(name for name, entry in catalogue.items() if not entry.by_name and usable(entry, recipe))
+        return tuple(name for name, entry in catalogue.items() if usable(entry, recipe))
     where = recipe.settings["turbo"].origin
     for name in names:
         if objections := list(catalogue[name].objections(recipe)):
@@ -200,10 +199,8 @@ def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
             rows[name] = False, "not named"
         elif recipe.gpu == CPU:
             rows[name] = False, "no GPU"
-        elif other := excluded(name, on):
-            rows[name] = False, f"{other} is used instead"
         else:
-            rows[name] = False, f"only by name: {entry.by_name}"
+            rows[name] = False, f"{excluded(name, on)} is used instead"
     return rows
 
 

@@ -18,14 +18,10 @@ from primus.turbo.optimizations import CALLS
 # Name in primus_turbo.pytorch → parameters that are passed by name or position here.
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "ops.flash_attn_func": ("q", "k", "v", "softmax_scale", "causal", "window_size", "deterministic"),
-    "ops.flash_attn_fp8_func": ("q", "k", "v", "softmax_scale", "causal", "window_size", "deterministic", "fp8_config"),
-    "ops.rmsnorm": ("x", "gamma", "eps"),
     "ops.grouped_gemm": ("a", "b", "group_lens", "trans_b"),
     "modules.Float8Linear.from_float": ("mod", "config"),
-    "core.low_precision.Float8QuantConfig": ("granularity", "block_size"),
+    "core.low_precision.Float8QuantConfig": ("granularity",),
 }
-# Primus's configuration of FP8 attention.
-_ATTENTION_BLOCK = 64
 # Its FP8 products support only sizes divisible by this number.
 _FP8_MULTIPLE = 128
 
@@ -54,58 +50,30 @@ def _package() -> Any:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, window: int = 0,
-    eight: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, window: int = 0
+) -> torch.Tensor:
     """Return causal attention of ``q`` [samples, tokens, heads, size] over ``k`` and ``v``, which may have fewer
     heads.
 
-    ``window`` is the number of tokens that each token sees, including itself; 0 for all before it. ``eight``:
-    compute in FP8, scaled by blocks of 64.
+    ``window`` is the number of tokens that each token sees, including itself; 0 for all before it.
     """
-    turbo = _package()
-    CALLS["turbo_attention_fp8" if eight else "turbo_attention"] += 1
-    options: dict[str, Any] = {
-        "softmax_scale": scale,
-        "causal": True,
-        "window_size": (window - 1, 0) if window else (-1, -1),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-    if eight:
-        low = turbo.core.low_precision
-        granularity = low.ScalingGranularity.BLOCKWISE
-        config = low.Float8QuantConfig(granularity=granularity, block_size=_ATTENTION_BLOCK)
-        out: torch.Tensor = turbo.ops.flash_attn_fp8_func(q, k, v, fp8_config=config, **options)
-    else:
-        out = turbo.ops.flash_attn_func(q, k, v, **options)
+    CALLS["turbo_attention"] += 1
+    seen, deterministic = (window - 1, 0) if window else (-1, -1), torch.are_deterministic_algorithms_enabled()
+    out: torch.Tensor = _package().ops.flash_attn_func(
+        q, k, v, softmax_scale=scale, causal=True, window_size=seen, deterministic=deterministic
+    )
     return out
 
 
 class TurboAttention(torch.nn.Module):  # type: ignore[misc,unused-ignore]
     """Replaces torchtitan's wrapper of PyTorch's attention. Tensors are [samples, heads, tokens, size]."""
 
-    def __init__(self, *, eight: bool = False) -> None:
-        super().__init__()
-        self.eight = eight
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **_: Any
     ) -> torch.Tensor:
         """Return causal attention."""
         q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
-        return attention(q, k, v, scale=scale, eight=self.eight).transpose(1, 2)
-
-
-class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
-    """PyTorch's norm with its parameters, computed by Primus Turbo. Created by assigning to ``__class__``."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension of ``x``."""
-        CALLS["turbo_rms_norm"] += 1
-        eps = self.eps if self.eps is not None else torch.finfo(x.dtype).eps
-        flat = x.reshape(-1, x.shape[-1])
-        out: torch.Tensor = _package().ops.rmsnorm(flat, self.weight.to(x.dtype), eps)
-        return out.reshape(x.shape)
+        return attention(q, k, v, scale=scale).transpose(1, 2)
 
 
 def convert_linears(model: torch.nn.Module, filtered: Iterable[str]) -> None:

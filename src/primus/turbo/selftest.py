@@ -15,11 +15,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from primus.turbo import attention, experts, fp8, fp8_kernels, kernels, primus_turbo
@@ -283,18 +282,15 @@ def expert_routing(shapes: Shapes, make: Maker) -> Rows:
     )  # fmt: skip
 
 
-def _attention(shapes: Shapes, make: Maker, attend: Any, *, rounded: Any = lambda x: x) -> Rows:
-    """Compare ``attend``, whose tensors are [samples, tokens, heads, size], forward and backward.
-
-    ``rounded`` is applied to the inputs of plain PyTorch.
-    """
+def _attention(shapes: Shapes, make: Maker, attend: Any) -> Rows:
+    """Compare ``attend``, whose tensors are [samples, tokens, heads, size], forward and backward."""
     batch, length = min(shapes.batch, _MOST), min(shapes.seq_len, _LONGEST)
     window = shapes.window if 0 < shapes.window < length else 0
     seen = torch.ones(length, length, dtype=torch.bool, device=make.device)
     seen = seen.tril().triu(1 - (window or length)) if shapes.causal else seen
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        parts = (rounded(part).transpose(1, 2) for part in (q, k, v))
+        parts = (part.transpose(1, 2) for part in (q, k, v))
         mask = {"attn_mask": seen} if window else {"is_causal": shapes.causal}
         return scaled_dot_product_attention(*parts, enable_gqa=shapes.heads != shapes.kv_heads, **mask).transpose(1, 2)
 
@@ -337,17 +333,6 @@ def turbo_attention(shapes: Shapes, make: Maker) -> Rows:
     yield from _attention(shapes, make, lambda q, k, v: primus_turbo.attention(q, k, v, window=_window(shapes)))
 
 
-def turbo_attention_fp8(shapes: Shapes, make: Maker) -> Rows:
-    """Primus Turbo's attention in FP8, beside PyTorch's of inputs that are rounded to FP8."""
-    dtype = _formats().cast_config_input.target_dtype
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        scale = torch.finfo(dtype).max / x.detach().abs().max().float()
-        return x + ((x.detach().float() * scale).to(dtype).float() / scale - x.detach()).to(x.dtype)
-
-    yield from _attention(shapes, make, lambda q, k, v: primus_turbo.attention(q, k, v, eight=True), rounded=rounded)
-
-
 def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
     """One of Primus Turbo's linear layers."""
     config, weight = _formats(), make.normal(shapes.hidden, shapes.hidden, scale=0.02)
@@ -362,22 +347,6 @@ def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
         ("output", "gradient of the input", "gradient of the weight"),
         converted, lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
         make.normal(shapes.tokens, shapes.hidden), weight, make=make, factor=SCALE_FP8,
-    )  # fmt: skip
-
-
-def turbo_rms_norm(shapes: Shapes, make: Maker) -> Rows:
-    """The norm of the hidden states."""
-
-    def replaced(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        holder = SimpleNamespace(eps=1e-5, weight=w)
-        return primus_turbo.RmsNorm.forward(holder, x)  # type: ignore[arg-type]
-
-    def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, x.shape[-1:], w, 1e-5)
-
-    yield from three_ways(
-        ("output", "gradient of the input", "gradient of the weight"), replaced, plain, plain,
-        make.normal(shapes.tokens, shapes.hidden), make.normal(shapes.hidden), make=make,
     )  # fmt: skip
 
 
@@ -406,8 +375,8 @@ TESTS: dict[str, Callable[[Shapes, Maker], Rows]] = {
     test.__name__.replace("_", "-"): test
     for test in (
         linear_cross_entropy, fp8_weight_cast, fp8_linear, fp8_projections, fp8_feed_forward, reduce_scatter_copy_in,
-        fused_adamw, real_rope, expert_routing, flash_attention_4, flex_attention, turbo_attention, turbo_attention_fp8,
-        turbo_fp8_linear, turbo_rms_norm, turbo_grouped_gemm,
+        fused_adamw, real_rope, expert_routing, flash_attention_4, flex_attention, turbo_attention, turbo_fp8_linear,
+        turbo_grouped_gemm,
     )
 }  # fmt: skip
 """Name of an optimization → its test."""

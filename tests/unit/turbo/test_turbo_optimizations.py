@@ -43,13 +43,15 @@ def test_a_run_on_a_cpu_uses_only_what_it_names() -> None:
 
 
 def test_of_two_that_exclude_each_other_the_first_is_used() -> None:
-    eight = _chosen(
-        "quantize.linear.float8.enable_fsdp_float8_all_gather=false",
-        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false",
-        precision="fp8", gpu="mi300x",
-    )  # fmt: skip
-    assert "turbo-fp8-linear" in eight
-    assert not {"fp8-linear", "fp8-weight-cast", "fp8-projections", "fp8-feed-forward"} & set(eight)
+    words = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    recipe = resolve(
+        "llama3.1-8b",
+        [f"quantize.linear.float8.{word}=false" for word in words],
+        Choices(backend="torchtitan", precision="fp8", gpu="mi300x"),
+    )
+    assert "turbo-fp8-linear" in chosen(recipe)
+    assert not {"fp8-linear", "fp8-weight-cast", "fp8-projections", "fp8-feed-forward"} & set(chosen(recipe))
+    assert reasons(recipe)["fp8-linear"] == (False, "turbo-fp8-linear is used instead")
     assert compatible(["fp8-linear", "turbo-fp8-linear"]) == ("fp8-linear",)
 
 
@@ -60,7 +62,6 @@ def test_of_two_that_exclude_each_other_the_first_is_used() -> None:
         (("turbo=off",), "linear-cross-entropy", False, "turbo is off"),
         (("turbo=require",), "turbo-attention", True, "requested"),
         ((), "fp8-linear", False, "needs precision fp8, not bf16"),
-        ((), "turbo-rms-norm", False, "only by name: the compiler already fuses the norm of a compiled model"),
         (("turbo=turbo-attention",), "turbo-attention", True, "requested"),
         (("turbo=turbo-attention",), "linear-cross-entropy", False, "not named"),
     ],

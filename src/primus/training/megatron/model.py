@@ -117,20 +117,12 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
 class TurboAttention(TorchAttention):
     """The same with Primus Turbo's attention."""
 
-    eight = False
-
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         query, key, value = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
         window = self.window if query.size(1) > self.window else 0
-        context = attention(query, key, value, scale=self.scale, window=window, eight=self.eight)
+        context = attention(query, key, value, scale=self.scale, window=window)
         return context.transpose(0, 1)
-
-
-class TurboAttentionFp8(TurboAttention):
-    """The same in FP8."""
-
-    eight = True
 
 
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -250,17 +242,16 @@ def _spec(
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=vp_stage
     )
-    chosen = {"turbo-attention": TurboAttention, "turbo-attention-fp8": TurboAttentionFp8}
-    for name in set(turbo) & set(chosen):
+    if "turbo-attention" in turbo:
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = chosen[name]
+            layer.submodules.self_attention.submodules.core_attention = TurboAttention
     if layers == "transformer_engine":
         return block
     block.layer_norm = Norm
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention = layer.submodules.self_attention.submodules
-        if choices.attention == "torch" and not set(turbo) & set(chosen):
+        if choices.attention == "torch" and "turbo-attention" not in turbo:
             attention.core_attention = TorchAttention
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if config.qk_layernorm and hasattr(attention, name):

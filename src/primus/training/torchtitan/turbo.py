@@ -212,13 +212,9 @@ def _change_layers(model: Any, names: Sequence[str]) -> None:
     if "flash-attention-4" in names:
         for layer in model.layers.values():
             layer.attention.inner_attention = FlashAttention4()
-    if {"turbo-attention", "turbo-attention-fp8"} & set(names):
+    if "turbo-attention" in names:
         for layer in model.layers.values():
-            layer.attention.inner_attention = primus_turbo.TurboAttention(eight="turbo-attention-fp8" in names)
-    if "turbo-rms-norm" in names:
-        for module in model.modules():
-            if type(module) is torch.nn.RMSNorm:
-                module.__class__ = primus_turbo.RmsNorm
+            layer.attention.inner_attention = primus_turbo.TurboAttention()
 
 
 def _loss(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,6 @@
 
 import torch
 
-from primus_turbo.pytorch.core.low_precision import Float8QuantConfig
-
 
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), bias=None, alibi_slopes=None,
@@ -21,21 +19,6 @@ def flash_attn_func(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=softmax_scale, enable_gqa=True
     )
     return out.transpose(1, 2)
-
-
-def flash_attn_fp8_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), bias=None, alibi_slopes=None,
-    deterministic=False, return_lse=False, return_attn_probs=False, fp8_config: Float8QuantConfig | None = None,
-):  # fmt: skip
-    assert fp8_config is not None
-    q, k, v = (_Rounded.apply(tensor) for tensor in (q, k, v))
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, bias, alibi_slopes, deterministic)
-
-
-def rmsnorm(x, gamma, eps=1e-6, zero_centered=False):
-    assert not zero_centered
-    assert x.dim() == 2
-    return torch.nn.functional.rms_norm(x, gamma.shape, gamma, eps)
 
 
 def grouped_gemm(

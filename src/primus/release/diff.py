@@ -43,17 +43,27 @@ class Contradiction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Section:
+    """The differences of one kind, such as packages or files, and the number of entries that are the same."""
+
+    name: str
+    changes: tuple[Change, ...]
+    same: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diff:
-    """The comparison of two releases, called ``image:tag``.
+    """The comparison of two releases, called ``image:tag``. The origin is empty for a release that AMD published.
 
     ``facts`` are date, size, GPUs and identity. ``unknown`` are components without a version on either side.
-    ``curves`` are differences between the golden curves of both sides.
+    ``sections`` are what else both sides state, and ``not_compared`` what only one of them does. ``curves`` are
+    differences between the golden curves of both sides, and ``issues`` the known issues of the new one.
     """
 
     old: str
     new: str
-    old_pinned: bool
-    new_pinned: bool
+    old_origin: str
+    new_origin: str
     facts: tuple[Change, ...]
     gpus_added: tuple[str, ...]
     gpus_removed: tuple[str, ...]
@@ -64,7 +74,10 @@ class Diff:
     unknown: tuple[str, ...]
     contradictions: tuple[Contradiction, ...]
     notes: Mapping[str, tuple[str, ...]]
+    sections: tuple[Section, ...] = ()
+    not_compared: tuple[str, ...] = ()
     curves: tuple[str, ...] = ()
+    issues: tuple[str, ...] = ()
 
 
 def one_of(releases: Sequence[Release], word: str) -> Release:
@@ -91,8 +104,8 @@ def diff(old: Release, new: Release) -> Diff:
     return Diff(
         old=old.reference,
         new=new.reference,
-        old_pinned=old.pinned,
-        new_pinned=new.pinned,
+        old_origin=old.origin,
+        new_origin=new.origin,
         facts=differing,
         gpus_added=_beyond(new.gpus, old.gpus),
         gpus_removed=_beyond(old.gpus, new.gpus),
@@ -102,8 +115,20 @@ def diff(old: Release, new: Release) -> Diff:
         same_components=same,
         unknown=unknown,
         contradictions=tuple(contradiction for side in sides for contradiction in contradictions(side)),
-        notes={side.reference: side.notes for side in sides if side.notes},
+        notes={side.reference: side.notes for side in sides if side.notes and not side.origin},
     )
+
+
+def sections(
+    old: Mapping[str, Mapping[str, str]], new: Mapping[str, Mapping[str, str]]
+) -> tuple[tuple[Section, ...], tuple[str, ...]]:
+    """Compare what both sides state, section by section. Also returns the names of what only one side states."""
+    result = []
+    for name in (name for name in new if name in old):
+        entries = sorted({*old[name], *new[name]}, key=_natural)
+        changes, same, _ = _compare(old[name], new[name], entries, steps=name == "packages")
+        result.append(Section(name=name, changes=changes, same=len(same)))
+    return tuple(result), tuple(sorted(old.keys() ^ new.keys()))
 
 
 def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None]:
@@ -160,7 +185,7 @@ def release_facts(release: Release) -> dict[str, str | None]:
         "architectures": _listed(release.gfx),
         "digest": release.digest,
         "image id": release.image_id,
-        "confidence": "pins" if release.pinned else release.confidence,
+        "confidence": None if release.origin else release.confidence,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -44,24 +45,36 @@ def name_of(evidence: Mapping[str, Any]) -> str | None:
     return f"{recipe['name']}-{recipe['backend']}-{recipe['mode']}"
 
 
-def compared(golden: Mapping[str, Any] | None, evidence: Mapping[str, Any]) -> Verdict | str:
-    """Compare the first job of ``evidence`` with its curve. Returns a sentence if there is no curve to compare with."""
-    name = name_of(evidence)
-    curve = (golden or {}).get("curves", {}).get(name)
-    if curve is None:
+def recorded(root: Path, target: str) -> list[dict[str, Any]]:
+    """Return the curves that every release recorded in ``target`` (``cpu``), those of the newest release first."""
+    paths = (root / FOLDER).glob(f"v*-{target}.json")
+    names = (path.stem for path in paths if re.fullmatch(r"v[0-9.]+", path.stem.removesuffix(f"-{target}")))
+    newest = sorted(names, key=lambda name: [int(n) for n in re.findall(r"[0-9]+", name)], reverse=True)
+    return [curves for name in newest if (curves := load(root, name)) is not None]
+
+
+def compared(every: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any]) -> Verdict | str:
+    """Compare the first job of ``evidence`` with the newest curve of the same recipe, also of an earlier release.
+
+    Returns a sentence if there is no curve to compare with.
+    """
+    name, recipe = name_of(evidence), evidence["recipe"]["sha256"]
+    curves = [(file["release"], file["curves"][name]) for file in every if name in file["curves"]]
+    if not curves:
         return f"the golden curve: none is recorded for {name}"
-    if curve["recipe"] != evidence["recipe"]["sha256"]:
+    release, curve = next((pair for pair in curves if pair[1]["recipe"] == recipe), ("", None))
+    if curve is None:
         return f"the golden curve: {name} was recorded from another version of the recipe"
     gaps = _gaps(curve, _curve(evidence))
     outside = [(step, key, gap) for step, key, gap in gaps if not gap <= _TOLERANCE[key]]
     largest = max((gap for _, _, gap in gaps), default=math.inf)
     if outside:
         step, key, gap = outside[0]
-        reason = f"{_WORDS[key]} leaves the curve at step {step}, by {gap:.1e}"
+        reason = f"{_WORDS[key]} leaves the curve of {release} at step {step}, by {gap:.1e}"
     elif largest == 0:
-        reason = f"{len(curve['loss'])} steps are equal to the last bit"
+        reason = f"{len(curve['loss'])} steps are equal to the last bit to those of {release}"
     else:
-        reason = f"{len(curve['loss'])} steps agree within the tolerance between types of CPU"
+        reason = f"{len(curve['loss'])} steps agree with {release} within the tolerance between types of CPU"
     limit = f"relative gap ≤ {_TOLERANCE['loss']:g} (loss), {_TOLERANCE['grad_norm']:g} (gradient norm)"
     return Verdict(name="golden curve", passed=not outside and bool(gaps), reason=reason, measured=f"{largest:.1e}",
                    limit=limit)  # fmt: skip
@@ -75,13 +88,24 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
         if before is None or after is None:
             sentences.append(f"{name} has a curve in {(new if before is None else old)['release']} only")
             continue
-        limits = dict.fromkeys(_FIGURES, 0.0) if before["cpu"] == after["cpu"] else _TOLERANCE
+        same_cpu = before["cpu"] and before["cpu"] == after["cpu"]
+        limits = dict.fromkeys(_FIGURES, 0.0) if same_cpu else _TOLERANCE
         for step, key, gap in _gaps(before, after):
             if not gap <= limits[key]:
                 recipe = "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
                 sentences.append(f"{_WORDS[key]} of {name} changed at step {step}, by {gap:.1e}{recipe}")
                 break
     return tuple(sentences)
+
+
+def between(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """Return the differences of the curves of two sides called ``names``, or one sentence; none without any curve."""
+    if not old and not new:
+        return ()
+    if not old or not new:
+        return (f"{names[bool(old)]} has no golden curves, so training was not compared",)
+    shared = old["curves"].keys() & new["curves"].keys()
+    return changes(old, new) or (f"all {len(shared)} golden curves agree",)
 
 
 def record(
@@ -94,11 +118,7 @@ def record(
     versions = records[0]["versions"] if records else {}
     old = load(root, release) if keep else None
     curves = dict(old["curves"]) if old and old["versions"] == versions else {}
-    curves |= {
-        name: {"recipe": evidence["recipe"]["sha256"], "cpu": cpu, **_curve(evidence)}
-        for evidence in records
-        if evidence["passed"] and (name := name_of(evidence))
-    }
+    curves |= curves_of(records, cpu)
     content = {
         "release": release,
         "command": "primus validate cpu --suite quick --record-golden",
@@ -111,6 +131,15 @@ def record(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(content, indent=1) + "\n")
     return len(curves)
+
+
+def curves_of(records: Sequence[Mapping[str, Any]], cpu: str) -> dict[str, Any]:
+    """Return the curves of all ``records`` that passed, by name. ``cpu`` is the type of CPU that computed them."""
+    return {
+        name: {"recipe": evidence["recipe"]["sha256"], "cpu": cpu, **_curve(evidence)}
+        for evidence in records
+        if evidence["passed"] and (name := name_of(evidence))
+    }
 
 
 def _curve(evidence: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -46,7 +46,7 @@ class Alternate:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One published image tag, or the current pins in the same form (``pinned``).
+    """One published image tag, or pins or an image in the same form, with their ``origin``.
 
     ``date_kind`` is "built" for the date inside the image, and "created" for that of the pins. ``size_gb`` is unpacked,
     ``content_size_bytes`` compressed. ``confidence`` is "published" for a page, its data or a release note, "draft" for
@@ -71,17 +71,22 @@ class Release:
     components: Mapping[str, str | None]
     alternates: tuple[Alternate, ...] = ()
     notes: tuple[str, ...] = ()
-    pinned: bool = field(default=False, metadata={"hidden": True})
+    origin: str = field(default="", metadata={"hidden": True})
     locked: Mapping[str, str] = field(default_factory=dict, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
-        if _NAME.search(self.tag) is None:
+        if not self.origin and _NAME.search(self.tag) is None:
             raise ValueError(f"the tag {self.tag!r} contains no release name like v26.8")
 
     @property
     def reference(self) -> str:
-        """``image:tag``."""
-        return f"{self.image}:{self.tag}"
+        """``image:tag``, or ``image@digest``."""
+        return f"{self.image}{'@' if ':' in self.tag else ':'}{self.tag}"
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it was not published by AMD."""
+        return bool(self.origin)
 
     @property
     def name(self) -> str:
@@ -219,7 +224,14 @@ def pin_names(versions: Versions, targets: Iterable[str]) -> tuple[str, ...]:
     return (versions.release, PINS, *(f"{versions.release}-{target}" for target in targets))
 
 
-def pins(versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, gpu_arch: Mapping[str, str]) -> Release:
+def pins(
+    versions: Versions,
+    targets: Mapping[str, ResolvedTarget],
+    name: str,
+    gpu_arch: Mapping[str, str],
+    *,
+    origin: str = "pins of versions.yaml",
+) -> Release:
     """Return the pins of versions.yaml as a release: all of them, or those of one target (``v26.11-cpu``)."""
     name = versions.release if name == PINS else name
     target = name.removeprefix(versions.release).removeprefix("-")
@@ -228,13 +240,9 @@ def pins(versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, g
     components: dict[str, str | None] = {"python": _joined(pythons)} if pythons else {}
     if target:
         for component, pin in {**targets[target].pins, **targets[target].inside}.items():
-            components[_key(component)] = _version(pin)
+            components[key_of(component)] = _version(pin)
     else:
-        components |= {_key(component): _versions(item.pins) for component, item in versions.components.items()}
-    locked: dict[str, list[tuple[str, str]]] = {}
-    for resolved in shown:
-        for file in resolved.lock.of("wheel") if resolved.lock else ():
-            locked.setdefault(_key(file.name), []).append((file.version, resolved.name))
+        components |= {key_of(component): _versions(item.pins) for component, item in versions.components.items()}
     gpus = tuple(resolved.name for resolved in shown if resolved.name != _CPU)
     return Release(
         image=IMAGE,
@@ -245,17 +253,26 @@ def pins(versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, g
         gfx=tuple(dict.fromkeys(gpu_arch[gpu] for gpu in gpus if gpu in gpu_arch)),
         components=components,
         locked={
-            **{package: _joined(uses) for package, uses in locked.items()},
+            **spread((key_of(f.name), f.version, t.name) for t in shown if t.lock for f in t.lock.of("wheel")),
             # The published tables call ROCm's wheels ``rocm_sdk``.
             **({"rocm_sdk": core} if (core := components.get("rocm_sdk_core")) else {}),
         },
-        notes=(f"The current pins of versions.yaml for {', '.join(t.name for t in shown) or 'no target'}.",),
-        pinned=True,
+        notes=(f"The {origin} for {', '.join(t.name for t in shown) or 'no target'}.",),
+        origin=origin,
     )
 
 
-def _key(component: str) -> str:
+def key_of(component: str) -> str:
+    """Return the name of a component as the published tables write it."""
     return component.replace("-", "_")
+
+
+def spread(rows: Iterable[tuple[str, str, str]]) -> dict[str, str]:
+    """Return name → value for rows of (name, value, target); targets are named where their values differ."""
+    uses: dict[str, list[tuple[str, str]]] = {}
+    for name, value, target in rows:
+        uses.setdefault(name, []).append((value, target))
+    return {name: _joined(values) for name, values in sorted(uses.items())}
 
 
 def _version(pin: Pin) -> str:

@@ -27,6 +27,10 @@ _CONFIDENCE = {
     "image": "image: read by AMD from inside the image",
     None: "not published",
 }
+# What is said of an entry that a published release lacks, and pins or an image do.
+_NOT_THERE = ("not published", "not there")
+# The most rows of one section as text, such as files.
+_MOST = 40
 _MARK = {"added": Styled("+", "green"), "removed": Styled("-", "red"), "changed": Styled("~", "yellow")}
 # Longer lines of prose are hard to read, even on a wide screen.
 _PROSE = 116
@@ -44,22 +48,27 @@ def _items(lines: Iterable[str], screen: Screen) -> list[str]:
 def _changes(difference: Diff, screen: Screen, *, facts: bool) -> list[str]:
     changes = difference.facts if facts else difference.components
     same = difference.same_facts if facts else difference.same_components
-
-    def missing(pinned: bool) -> str:
-        return _unknown_fact(pinned) if facts else "not pinned" if pinned else "not published"
-
-    rows: list[tuple[str, str, str]] = []
-    for change in changes:
-        old, new = change.old or missing(difference.old_pinned), change.new or missing(difference.new_pinned)
-        remark = _remark(change, difference)
-        rows.append((_MARK[change.kind], change.what, f"{old} → {new}" + (f"  ({remark})" if remark else "")))
-    rows += [("=", what, value) for what, value in same.items()]
+    rows: list[tuple[str, str, str]] = [
+        (_MARK[change.kind], change.what, _text(change, difference, facts=facts)) for change in changes
+    ]
+    if facts or not difference.sections:
+        rows += [("=", what, value) for what, value in same.items()]
     return screen.table(rows, indent="  ")
+
+
+def _text(change: Change, difference: Diff, *, facts: bool) -> str:
+    def missing(origin: str) -> str:
+        return _unknown_fact(origin) if facts else _NOT_THERE[bool(origin)]
+
+    old, new = change.old or missing(difference.old_origin), change.new or missing(difference.new_origin)
+    remark = _remark(change, difference)
+    return f"{old} → {new}" + (f"  ({remark})" if remark else "")
 
 
 def plain(release: Release) -> dict[str, Any]:
     """Return the release for JSON output."""
-    return {name: value for name, value in asdict(release).items() if name != "locked"}
+    shown = {name: value for name, value in asdict(release).items() if name not in ("locked", "origin")}
+    return {**shown, "pinned": release.pinned}
 
 
 def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
@@ -94,24 +103,53 @@ def release_page(history: History, release: Release, screen: Screen = PLAIN) -> 
 
 def diff_page(difference: Diff, screen: Screen = PLAIN) -> str:
     """Return the differences."""
-    sides = ((difference.old, difference.old_pinned), (difference.new, difference.new_pinned))
-    title = " → ".join(name + (" (pins of versions.yaml)" if pinned else "") for name, pinned in sides)
-    sections: dict[str, Sequence[str]] = {
+    lines = [
+        *_heading(_title(difference), screen)[1:],
+        "",
+        *_changes(difference, screen, facts=True),
+        *_heading(f"components: {_counts(difference.components, len(difference.same_components))}", screen),
+        *_changes(difference, screen, facts=False),
+    ]
+    for part in difference.sections:
+        lines += _heading(f"{part.name}: {_counts(part.changes, part.same)}", screen)
+        rows = [
+            (_MARK[change.kind], change.what, _text(change, difference, facts=False)) for change in part.changes[:_MOST]
+        ]
+        lines += screen.table(rows, indent="  ")
+        if len(part.changes) > _MOST:
+            lines.append(f"  and {len(part.changes) - _MOST} more, which --json lists")
+    return "\n".join([*lines, *_sections(_remarks(difference), screen)])
+
+
+def notes(difference: Diff) -> str:
+    """Return the differences as release notes in Markdown."""
+    lines = [f"# {_escaped(_title(difference))}", ""]
+    parts = {"facts": difference.facts, "components": difference.components}
+    for name, changes in {**parts, **{part.name: part.changes for part in difference.sections}}.items():
+        sides = [(c.what, *((side or "–").replace("\n", " ") for side in (c.old, c.new))) for c in changes]
+        if sides:
+            lines += _section(name.capitalize(), ("name", "old", "new"), sides)
+    for title, items in _remarks(difference).items():
+        lines += (
+            [f"## {_escaped(title.capitalize())}", "", *(f"- {_escaped(item)}" for item in items), ""] if items else []
+        )
+    return "\n".join(lines).rstrip("\n")
+
+
+def _title(difference: Diff) -> str:
+    sides = ((difference.old, difference.old_origin), (difference.new, difference.new_origin))
+    return " → ".join(name + (f" ({origin})" if origin else "") for name, origin in sides)
+
+
+def _remarks(difference: Diff) -> dict[str, Sequence[str]]:
+    return {
         "on neither side": [", ".join(difference.unknown)] if difference.unknown else [],
         "training": difference.curves,
+        f"known issues of {difference.new}": difference.issues,
+        "stated by one side only": [", ".join(difference.not_compared)] if difference.not_compared else [],
         "other sources on these tags": [f"{tag}, {line}" for tag, line in _by_source(difference.contradictions)],
         **{f"notes on {reference}": notes for reference, notes in difference.notes.items()},
     }
-    return "\n".join(
-        [
-            *_heading(title, screen)[1:],
-            "",
-            *_changes(difference, screen, facts=True),
-            *_heading(f"components: {_counts(difference)}", screen),
-            *_changes(difference, screen, facts=False),
-            *_sections(sections, screen),
-        ]
-    )
 
 
 def doubts(tags: Sequence[UnconfirmedTag], screen: Screen = PLAIN) -> str:
@@ -194,7 +232,7 @@ def _facts(release: Release) -> list[tuple[str, str]]:
     values |= {"size": size and f"{size} unpacked", "confidence": confidence}
     if release.pinned:
         del values["confidence"]
-    rows = [(name, value or _unknown_fact(release.pinned)) for name, value in values.items()]
+    rows = [(name, value or _unknown_fact(release.origin)) for name, value in values.items()]
     if release.image_verified:
         rows.append(("read from the image", ", ".join(release.image_verified)))
     if release.same_as:
@@ -202,8 +240,8 @@ def _facts(release: Release) -> list[tuple[str, str]]:
     return rows
 
 
-def _unknown_fact(pinned: bool) -> str:
-    return "not known before it is built" if pinned else "not published"
+def _unknown_fact(origin: str) -> str:
+    return "not known before it is built" if "image" not in origin and origin else _NOT_THERE[bool(origin)]
 
 
 def _by_source(contradicting: Iterable[Contradiction]) -> list[tuple[str, str]]:
@@ -215,13 +253,13 @@ def _by_source(contradicting: Iterable[Contradiction]) -> list[tuple[str, str]]:
     return [(tag, f"{source}: {', '.join(values)}") for (tag, source), values in cells.items()]
 
 
-def _counts(difference: Diff) -> str:
-    kinds = Counter(change.kind for change in difference.components)
+def _counts(changes: Sequence[Change], same: int) -> str:
+    kinds = Counter(change.kind for change in changes)
     parts = [
         (kinds["changed"], "changed"),
         (kinds["added"], "only on the new side"),
         (kinds["removed"], "only on the old side"),
-        (len(difference.same_components), "the same"),
+        (same, "the same"),
     ]
     return ", ".join(f"{count} {words}" for count, words in parts if count) or "none is named"
 

@@ -255,7 +255,7 @@ def _evidence(
 
 def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
     if golden.name_of(evidence) and evidence["passed"]:
-        against = golden.compared(golden.load(resolved.root, resolved.ref), evidence)
+        against = golden.compared(golden.recorded(resolved.root, resolved.name + resolved.choice.suffix), evidence)
         if isinstance(against, str):
             evidence["not_run"].append(against)
         else:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ from primus.errors import InputError
 from primus.release import golden
 from primus.training.checks import Verdict
 
-ROOT = Path(__file__).parents[3]
 LOSSES = [6.0, 5.5, 5.0, 4.5]
 NAME = "mixtral-8x7b-megatron-pretrain"
 
@@ -37,8 +32,8 @@ def kept(root: Path, *records: dict[str, Any], release: str = "v26.11-cpu", cpu:
     return found
 
 
-def verdict(curves: dict[str, Any] | None, seen: dict[str, Any]) -> Verdict:
-    found = golden.compared(curves, seen)
+def verdict(curves: dict[str, Any], seen: dict[str, Any]) -> Verdict:
+    found = golden.compared([curves], seen)
     assert isinstance(found, Verdict)
     return found
 
@@ -46,7 +41,7 @@ def verdict(curves: dict[str, Any] | None, seen: dict[str, Any]) -> Verdict:
 def test_the_same_run_agrees_to_the_last_bit(tmp_path: Path) -> None:
     found = verdict(kept(tmp_path, evidence()), evidence())
     assert found.passed
-    assert found.reason == "4 steps are equal to the last bit"
+    assert found.reason == "4 steps are equal to the last bit to those of v26.11-cpu"
 
 
 def test_another_cpu_may_differ_by_rounding(tmp_path: Path) -> None:
@@ -59,13 +54,23 @@ def test_another_cpu_may_differ_by_rounding(tmp_path: Path) -> None:
 def test_the_step_at_which_a_run_leaves_the_curve_is_named(tmp_path: Path, losses: list[float]) -> None:
     found = verdict(kept(tmp_path, evidence()), evidence(losses))
     assert not found.passed
-    assert found.reason.startswith("the loss leaves the curve at step 3")
+    assert found.reason.startswith("the loss leaves the curve of v26.11-cpu at step 3")
 
 
 def test_a_missing_curve_is_no_verdict(tmp_path: Path) -> None:
     curves = kept(tmp_path, evidence())
-    assert golden.compared(None, evidence()) == f"the golden curve: none is recorded for {NAME}"
-    assert "another version" in str(golden.compared(curves, evidence(sha256="def")))
+    assert golden.compared([], evidence()) == f"the golden curve: none is recorded for {NAME}"
+    assert "another version" in str(golden.compared([curves], evidence(sha256="def")))
+
+
+def test_a_bump_is_compared_with_the_newest_release_that_has_the_recipe(tmp_path: Path) -> None:
+    for release, recipe in (("v26.9-cpu", "abc"), ("v26.10-cpu", "abc"), ("v26.11-cpu", "def"), ("v26.11-h200", "abc")):
+        kept(tmp_path, evidence(sha256=recipe), release=release)
+    every = golden.recorded(tmp_path, "cpu")
+    assert [one["release"] for one in every] == ["v26.11-cpu", "v26.10-cpu", "v26.9-cpu"]
+    found = golden.compared(every, evidence([6.0, 5.5, 5.1, 4.5]))
+    assert isinstance(found, Verdict)
+    assert found.reason == "the loss leaves the curve of v26.10-cpu at step 3, by 2.0e-02"
 
 
 @pytest.mark.parametrize("other", [{"precision": "bf16"}, {"gpu": "mi355x"}])
@@ -121,19 +126,7 @@ def test_what_changed_between_two_releases(tmp_path: Path) -> None:
     )
 
 
-def test_diff_names_the_change_of_a_curve(tmp_path: Path) -> None:
-    for name in ("versions.yaml", "images", "recipes"):
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile)(ROOT / name, tmp_path / name)
-    kept(tmp_path, evidence(), release="v0.1-cpu")
-    kept(tmp_path, evidence([6.0, 5.5, 5.1, 4.5]), release="v0.2-cpu")
-
-    def said(*words: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-m", "primus.cli.main", "diff", *words, "--project", str(tmp_path)], check=True,
-            capture_output=True, text=True,
-        ).stdout  # fmt: skip
-
-    sentence = f"the loss of {NAME} changed at step 3, by 2.0e-02"
-    assert json.loads(said("v0.1-cpu", "v0.2-cpu", "--json"))["curves"] == [sentence]
-    assert sentence in " ".join(said("v0.1-cpu", "v0.2-cpu").split())
-    assert "v25.10 has no golden curves" in " ".join(said("v25.10", "v0.2-cpu").split())
+def test_a_side_without_curves_is_named() -> None:
+    assert golden.between({}, {}, "v1", "v2") == ()
+    assert golden.between({"curves": {}}, {}, "v1", "v2") == ("v2 has no golden curves, so training was not compared",)
+    assert golden.between({}, {"curves": {}}, "v1", "v2") == ("v1 has no golden curves, so training was not compared",)

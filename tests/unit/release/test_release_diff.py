@@ -203,9 +203,9 @@ def test_history_against_the_present_file(name: str, kit: Kit, capsys: pytest.Ca
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "rocm/primus:v26.8 → rocm/primus:v26.11-cpu (pins of versions.yaml)"
     for line in (
-        "- rocm 10.1.0 → not pinned",
+        "- rocm 10.1.0 → not there",
         "~ flash_attention 2.8.4 → 2.8.1 (goes back)",
-        "+ alpha not published → parts/alpha of this repository",
+        "+ alpha not published → local",
         "- size 56.4 GB → not known before it is built",
         "~ GPUs mi300x, mi325x, mi350x, mi355x → none (-mi300x, -mi325x, -mi350x, -mi355x)",
     ):
@@ -236,7 +236,7 @@ releases = st.builds(
     size_gb=st.one_of(st.none(), st.integers(1, 900).map(lambda n: n / 10)),
     image_id=st.one_of(st.none(), st.sampled_from(["0" * 12, "1" * 12])),
     components=st.dictionaries(words, versions),
-    pinned=st.booleans(),
+    origin=st.sampled_from(["", "pins of versions.yaml"]),
 )
 
 

@@ -9,14 +9,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from primus.cli.host.common import PROJECT
-from primus.cli.verb import JSON, flag, matching, option, path, print_json, verb
+from primus.cli.verb import JSON, flag, folder, matching, option, path, print_json, verb
 from primus.errors import InputError
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
 from primus.release import docs as documents
 from primus.release import golden, show
 from primus.release.diff import diff as compare
-from primus.release.diff import one_of
+from primus.release.diff import sections
 from primus.release.history import (
     IMAGE,
     History,
@@ -29,6 +29,7 @@ from primus.release.history import (
     select,
     unconfirmed,
 )  # fmt: skip
+from primus.release.sides import files, side, target_of
 from primus.terminal import Screen
 
 
@@ -83,30 +84,38 @@ def releases(args: argparse.Namespace) -> int:
 
 
 @verb(
-    *(
-        option(side, metavar=side.upper(), help=f"the {side}er side: a release or tag", complete=_releases)
-        for side in ("old", "new")
-    ),
+    *(option(name, metavar=name.upper(), help=f"the {name}er side", complete=_releases) for name in ("old", "new")),
     PROJECT,
+    option("--store", type=folder("--store"), metavar="DIR", help="image store (default: .primus/store)"),
+    flag("--markdown", "print release notes in Markdown"),
     JSON,
-    example="primus diff v25.10 v26.8",
+    example="primus diff v26.11-cpu v26.12-cpu",
 )
 def diff(args: argparse.Namespace) -> int:
-    """Compare two releases: components, sizes, GPUs, and contradictions between their published tables.
+    """Compare two releases: components, packages, sizes, files, environment, gates, recipes and golden curves.
 
-    Either side may be the current pins: the release in versions.yaml, one of its targets (v26.11-cpu), or
-    `versions.yaml`.
+    Either side is an image of the store (v26.11-cpu), a release that AMD published (v26.8), the current pins
+    (versions.yaml, the release's name, or v26.11-cpu before it is built), an image of a registry
+    (registry.example.com/rocm/primus:v26.11-cpu), or pins of a git revision (HEAD~3, a tag, an earlier release). Files
+    are compared if both images are in the store.
     """
     history = load_history()
     project = _project(args)
-    old, new = (one_of(_choices(history, word, project), word) for word in (args.old, args.new))
-    difference = compare(old, new)
     if project is not None:
-        difference = replace(difference, curves=_curves(project.root, old.tag, new.tag))
+        project.workspace.hold()
+    target = target_of(args.old) or target_of(args.new)
+    old, new = (side(word, project, history, target) for word in (args.old, args.new))
+    parts = [dict(one.parts) for one in (old, new)]
+    if old.layers and new.layers and project is not None:
+        for one, other, part in ((old, new, parts[0]), (new, old, parts[1])):
+            part["files"] = files(one, other, project.workspace.store)
+    compared, missing = sections(*parts)
+    curves = golden.between(old.curves, new.curves, old.release.reference, new.release.reference)
+    difference = replace(compare(old.release, new.release), sections=compared, not_compared=missing, curves=curves)
     if args.json:
         print_json(asdict(difference))
     else:
-        print(show.diff_page(difference, Screen.of()))
+        print(show.notes(difference) if args.markdown else show.diff_page(difference, Screen.of()))
     return 0
 
 
@@ -145,18 +154,9 @@ def _of_image(releases: Sequence[Release], of_image: Sequence[Release], args: ar
     return of_both
 
 
-def _curves(root: Path, old: str, new: str) -> tuple[str, ...]:
-    before, after = golden.load(root, old), golden.load(root, new)
-    if before is None and after is None:
-        return ()
-    if before is None or after is None:
-        return (f"{old if before is None else new} has no golden curves, so training was not compared",)
-    return golden.changes(before, after) or (f"all {len(after['curves'])} golden curves agree",)
-
-
 def _project(args: argparse.Namespace) -> Project | None:
     # The history does not need one.
-    return Project.find(args.project) if args.project or Project.here() else None
+    return Project.find(args.project, store=getattr(args, "store", None)) if args.project or Project.here() else None
 
 
 def _pinned(project: Project, name: str, history: History) -> Release:
@@ -178,7 +178,4 @@ def _choices(history: History, word: str, project: Project | None) -> Sequence[R
         bare = word.removeprefix(f"{IMAGE}:")
         if bare in names:
             return (_pinned(project, bare, history),)
-        if golden.load(project.root, Path(bare).name) is not None:
-            # An earlier release of this repository. Its pins are in its own commit; later commits keep its curves.
-            return (Release(image=IMAGE, tag=bare, components={}, notes=("Only its golden curves are known here.",)),)
         return select(history, word, also=names)

@@ -1,0 +1,300 @@
+"""What `primus diff` compares: images of the store or a registry, pins of any git revision, published releases."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from primus.errors import InputError, PrimusError, did_you_mean
+from primus.oci.contents import root_of_image, walk
+from primus.oci.store import Store
+from primus.plan.project import Project
+from primus.plan.resolve import resolve_all
+from primus.release import golden
+from primus.release.diff import one_of
+from primus.release.documents import GATES, LOCK
+from primus.release.gate_record import load_gate_records, lock_mark
+from primus.release.history import (
+    IMAGE,
+    History,
+    Release,
+    key_of,
+    newest_first,
+    pin_names,
+    pins,
+    select,
+    spread,
+    unconfirmed,
+)  # fmt: skip
+from primus.release.registry import Repository, plain_http
+from primus.sandbox.container import LayerRef
+from primus.terminal import bytes_text
+from primus.versions.lock import Lock, LockedFile, loads, normalised
+from primus.versions.registry import skopeo
+from primus.yamlfile import flat, parse, read
+
+Part = Mapping[str, str]
+_REGISTRY = re.compile(r"(?P<name>(?:localhost|[^/:]+\.[^/:]+|[^/:]+(?=:[0-9]))(?::[0-9]+)?/[^:@]+)[:@](?P<tag>.+)")
+_PACKAGE = re.compile(r"(?:site|dist)-packages/([^/]+)-([^/-]+)\.dist-info/METADATA$")
+_PINS = "io.primus.pins."
+_STATUS = "var/lib/dpkg/status"
+_RECIPES = "opt/primus/recipes/"
+# What a comparison needs of a revision, and not the rest of the repository.
+_OF_REVISION = ("versions.yaml", "images/", "recipes/", golden.FOLDER, "benchmarks/results/gates-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What is known of one side. ``parts`` are name → value per section, without those that it does not state.
+
+    ``curves`` is a file of golden curves, or empty. ``layers`` are name → layer, if their blobs are in a store.
+    """
+
+    release: Release
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    curves: Mapping[str, Any] = field(default_factory=dict)
+    layers: Mapping[str, LayerRef] = field(default_factory=dict)
+
+
+def side(word: str, project: Project | None, history: History, target: str = "") -> Side:
+    """Return what ``word`` names: an image of the store, a published release, pins, an image of a registry, a revision.
+
+    The first of these that knows the name decides. Of pins that name no target, only those of ``target`` are meant, if
+    it is not empty. Raises InputError, with what there is, if none knows the name.
+    """
+    bare = word.removeprefix(f"{IMAGE}:")
+    if project is not None and bare in project.workspace.store.images():
+        return _of_store(project, bare)
+    if match := _REGISTRY.fullmatch(word):
+        return _of_registry(match["name"], match["tag"])
+    try:
+        releases = select(history, word)
+    except InputError:
+        if project is None or unconfirmed(history, word):
+            raise
+    else:
+        return Side(release=one_of(releases, word))
+    names = pin_names(project.versions, project.target_names())
+    plain = bare.removesuffix("-preview")
+    if plain in names:
+        return _of_pins(project, history, target if plain in names[:2] else plain.partition("-")[2], "versions.yaml")
+    if (found := _of_revision(project.root, plain, history, target)) is not None:
+        return found
+    images = sorted(project.workspace.store.images())
+    published = newest_first(history.releases)
+    raise InputError(
+        f"no release, image or git revision is called {word!r}: versions.yaml pins {names[0]}, the store has "
+        f"{', '.join(images) or 'no image'}, and {published[-1].name} to {published[0].name} were published",
+        hint=did_you_mean(word, dict.fromkeys([*names, *images, *(r.name for r in published)]), most=3)
+        or "primus releases lists the published ones, and git log the revisions",
+    )
+
+
+def files(side: Side, other: Side, store: Store) -> Part:
+    """Return path → size and hash of each file in the layers that ``other`` does not share; without bytecode."""
+    shared = {layer.digest for layer in other.layers.values()}
+    result = {}
+    for layer in (layer for layer in side.layers.values() if layer.digest not in shared):
+        for member in walk(layer, store.blob_path(layer.digest)):
+            if member.kind == "file" and not member.path.endswith(".pyc"):
+                digest = hashlib.file_digest(member.open(), "sha256").hexdigest()  # type: ignore[arg-type]
+                result[member.path] = f"{member.size:,} bytes, {digest[:8]}"
+    return result
+
+
+def target_of(word: str) -> str:
+    """Return the target in the name of an image, such as v26.11-cpu; empty if there is none."""
+    match = re.search(r"v[0-9.]+-([^/@]+?)(-preview)?$", word)
+    return match[1] if match else ""
+
+
+def _of_pins(project: Project, history: History, target: str, origin: str) -> Side:
+    """Return the pins of a project: those of all targets, or of one."""
+    targets = {t.name: t for t in resolve_all(project, [target] if target else project.target_names())}
+    gates: dict[str, str] = {}
+    for record in load_gate_records(project.root).values():
+        resolved = targets.get(record["target"])
+        if resolved and record["lock"] == lock_mark(resolved.lock_path):
+            gates |= _gates(record, "" if target else f"{resolved.name} ")
+    packages = ((f.name, f.version, t.name) for t in targets.values() if t.lock for f in _in_image(t.lock))
+    parts = {
+        "packages": spread(packages),
+        "downloads": {
+            f"files of {t.name}": bytes_text(sum(f.size for f in t.lock.distinct)) for t in targets.values() if t.lock
+        },
+        "environment": spread((key, value, t.name) for t in targets.values() for key, value in t.environment.items()),
+        "recipes": _recipes((p.stem, read(p).data) for p in sorted((project.root / "recipes").glob("*.yaml"))),
+        **({"gates": gates} if gates else {}),
+    }
+    name = "-".join(filter(None, (project.versions.release, target)))
+    release = pins(project.versions, targets, name, history.gpu_arch, origin=f"pins of {origin}")
+    # An image does not tell from which folder it has its local components.
+    local = {key_of(name) for name, item in project.versions.components.items() if item.pins[0].path}
+    components = {name: "local" if name in local else version for name, version in release.components.items()}
+    curves = [c for t in targets.values() for c in golden.recorded(project.root, t.name + t.choice.suffix)[:1]]
+    return Side(
+        release=replace(release, components=components),
+        parts=parts,
+        curves=curves[0] if curves else {},
+    )
+
+
+def _in_image(lock: Lock) -> list[LockedFile]:
+    return [f for f in lock.files if f.kind != "layer" and not (f.base or "").endswith(" build")]
+
+
+def _of_revision(root: Path, word: str, history: History, target: str) -> Side | None:
+    """Return the pins of the commit that ``word`` names, or of the last one with this release; None without one."""
+    name = word.removesuffix(f"-{target_of(word)}")
+    for revision in dict.fromkeys((word, name)):
+        if commit := _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"):
+            break
+    else:
+        line = f"release: {name}"
+        last = _git(root, "log", "-1", "--format=%H", "-G", f"^{re.escape(line)}$", "--", "versions.yaml").decode()
+        if not last:
+            return None
+        # The last commit that touched the line wrote the next release, unless the release is that of HEAD.
+        ended = line not in _git(root, "show", f"{last.strip()}:./versions.yaml").decode().splitlines()
+        commit = _git(root, "rev-parse", f"{last.strip()}^" if ended else "HEAD")
+    short = commit.decode()[:12]
+    with tempfile.TemporaryDirectory(prefix="primus-revision-") as folder:
+        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", short))) as archive:
+            wanted = [member for member in archive if member.name.startswith(_OF_REVISION)]
+            archive.extractall(folder, wanted, filter="data")
+        try:
+            return _of_pins(Project.find(Path(folder)), history, target_of(word) or target, f"commit {short}")
+        except PrimusError as error:
+            where = f"{short}:{error.where}" if error.where else short
+            raise InputError(error.message, where=where, hint=f"compare it with the primus of {short}") from None
+
+
+def _git(root: Path, *words: str) -> bytes:
+    """Return what git prints; nothing if it fails or is missing."""
+    try:
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=True).stdout.rstrip(b"\n")
+    except (OSError, subprocess.CalledProcessError):
+        return b""
+
+
+def _of_store(project: Project, ref: str) -> Side:
+    store = project.workspace.store
+    root = root_of_image(store, project.workspace.unpacked, ref, ref=ref)
+    digest = str(store.images()[ref]["digest"])
+    history = root.config.get("history", ())
+    layers = dict(zip(_layer_names(history, [layer.digest for layer in root.layers]), root.layers, strict=True))
+    packages: dict[str, str] = {}
+    recipes: list[tuple[str, Any]] = []
+    for step, ref_of_layer in zip(history, root.layers, strict=True):
+        layer = store.layer(step["comment"])
+        paths = store.read(layer.paths).decode() if layer else ""
+        packages |= {normalised(m[1]): m[2] for line in paths.split("\n") if (m := _PACKAGE.search(line))}
+        if f" {_STATUS}\n" not in paths and f" {_RECIPES}" not in paths:
+            continue
+        for member in walk(ref_of_layer, store.blob_path(ref_of_layer.digest)):
+            if member.path == _STATUS:
+                text = member.open().read().decode("utf-8", "replace")
+                packages |= dict(re.findall(r"^Package: (\S+)\n(?:.+\n)*?Version: (\S+)", text, re.M))
+            elif re.fullmatch(f"{_RECIPES}[^/]+[.]yaml", member.path):
+                recipes.append((Path(member.path).stem, parse(member.open().read().decode(), member.path).data))
+    parts = {"packages": packages, "recipes": _recipes(recipes)}
+    record = store.record("targets", ref.partition("-")[2]) or {}
+    if record.get("digest") == digest:
+        parts["gates"] = {s.partition(": ")[0]: s.partition(": ")[2] for s in record.get("failed", ())}
+    found = _of_config(root.config, digest, IMAGE, ref, "image of the store", {n: ly.size for n, ly in layers.items()})
+    curves = golden.load(project.root, ref) or {}
+    return Side(release=found.release, parts={**found.parts, **parts}, curves=curves, layers=layers)
+
+
+def _of_registry(name: str, tag: str) -> Side:
+    reference = f"docker://{name}{'@' if tag.startswith('sha256:') else ':'}{tag}"
+    trust = "--tls-verify=false" if plain_http(name) else "--tls-verify=true"
+    about = json.loads(skopeo("inspect", "--no-tags", trust, reference))
+    config = json.loads(skopeo("inspect", "--config", trust, reference))
+    digest = str(about["Digest"])
+    names = _layer_names(config.get("history", ()), about["Layers"])
+    sizes = {layer: int(data["Size"]) for layer, data in zip(names, about.get("LayersData") or (), strict=False)}
+    found = _of_config(config, digest, name, tag, "image of the registry", sizes)
+    registry = Repository(name)
+    parts: dict[str, Part] = {}
+    records = []
+    for document in map(registry.document, registry.referrers(digest)):
+        if document.media_type == LOCK:
+            lock = loads(document.data, document.name)
+            parts["packages"] = {f.name: f.version for f in _in_image(lock)}
+        elif document.media_type == GATES:
+            parts["gates"] = _gates(json.loads(document.data), "")
+        elif document.name.startswith("validation-"):
+            records.append(json.loads(document.data))
+    curves = {"release": found.release.reference, "curves": golden.curves_of(records, "")} if records else {}
+    return Side(release=found.release, parts={**found.parts, **parts}, curves=curves)
+
+
+def _layer_names(history: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> list[str]:
+    """Return the names of layers: those of our components, else the beginnings of their digests."""
+    steps = [str(step.get("created_by", "")) for step in history if not step.get("empty_layer")]
+    if len(steps) != len(digests) or not all(step.startswith("primus ") for step in steps):
+        return [digest[7:19] for digest in digests]
+    return [step.split(" ", 2)[2] for step in steps]
+
+
+def _of_config(
+    config: Mapping[str, Any], digest: str, image: str, tag: str, origin: str, sizes: Mapping[str, int]
+) -> Side:
+    settings = config.get("config") or {}
+    labels = settings.get("Labels") or {}
+    pinned = {key_of(n[len(_PINS) :]): str(version) for n, version in labels.items() if n.startswith(_PINS)}
+    release = Release(
+        image=image,
+        tag=tag,
+        date=str(config.get("created", ""))[:10] or None,
+        date_kind="created",
+        digest=digest,
+        content_size_bytes=sum(sizes.values()) or None,
+        components=pinned,
+        origin=origin,
+    )
+    environment = dict(entry.partition("=")[::2] for entry in settings.get("Env") or ())
+    return Side(
+        release=release,
+        parts={"layers": {name: bytes_text(size) for name, size in sizes.items()}, "environment": environment},
+    )
+
+
+def _gates(outcome: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """Return the summary of every gate, and its errors by path."""
+    rows: dict[str, str] = {}
+    for gate in outcome["gates"]:
+        rows[prefix + gate["gate"]] = ("" if gate["passed"] else "fails: ") + gate["summary"]
+        errors = (f for f in gate["findings"] if f["severity"] == "error")
+        rows |= {f"{prefix}{gate['gate']} {error['path']}": error["message"] for error in errors}
+    return rows
+
+
+def _recipes(documents: Iterable[tuple[str, Any]]) -> Part:
+    """Return ``recipe: setting`` → value; a setting of a case is followed by the case. Reasons are left out."""
+    rows: dict[str, str] = {}
+    for name, data in documents:
+        cases = data.get("cases") or ()
+        whole = {key: value for key, value in data.items() if key != "cases"}
+        for case, when in ((whole, ""), *((case, _words(case.get("when") or {})) for case in cases)):
+            settings = {key: value for key, value in case.items() if key not in ("when", "because", "tuned")}
+            rows |= {f"{name}: {key}{when}": _word(value) for key, value in flat(settings)}
+    return rows
+
+
+def _words(when: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{key} {_word(value)}' for key, value in when.items())})"
+
+
+def _word(value: Any) -> str:
+    return "/".join(map(_word, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,84 @@
+"""Shipping a release: compare it with what is in the store, in git and in a registry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gits
+from amd_channel import registry
+from host_tools import needs
+from primus.plan.layers import plan_image
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.progress import Progress
+from primus.release.publish import Ready, prepare, publish
+from project_kit import Kit, make_project
+
+pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "git")]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with registry(tmp_path_factory.mktemp("registry") / "own") as port:
+        yield f"127.0.0.1:{port}/rocm/primus"
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory, repository: str) -> Kit:
+    """A project whose v26.11 is committed, built and published, and whose v26.12 is built and not committed."""
+    kit = make_project(tmp_path_factory.mktemp("ship") / "project")
+    kit.write(".gitignore", ".primus\n")
+    gits.git(kit.root, "init", "-q")
+    gits.git(kit.root, "add", ".")
+    gits.git(kit.root, "commit", "-q", "-m", "v26.11")
+    kit.build("demo")
+    publish(ready(kit), Project(kit.root).workspace.store, repository, Progress())
+    kit.edit("versions.yaml", "release: v26.11", "release: v26.12")
+    kit.write("parts/alpha/new.txt", "new")
+    kit.build("demo")
+    return kit
+
+
+def ready(kit: Kit) -> Ready:
+    project = Project(kit.root)
+    plan = plan_image(resolve(project, "demo"), project.workspace.stats)
+    checked = prepare(plan, project.workspace, records=kit.root / "none", preview=False, progress=Progress())
+    return replace(checked, objections=())
+
+
+@pytest.mark.parametrize("old", ["v26.11-demo", "HEAD", "v26.11", "REPOSITORY:v26.11-demo", "REPOSITORY@DIGEST"])
+@pytest.mark.parametrize("new", ["v26.12-demo", "versions.yaml"])
+def test_every_kind_of_side_is_compared_with_every_other(kit: Kit, repository: str, old: str, new: str) -> None:
+    digest = str(Project(kit.root).workspace.store.images()["v26.11-demo"]["digest"])
+    word = old.replace("REPOSITORY", repository).replace("DIGEST", digest)
+    result = kit.primus("diff", word, new, "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert ("v26.11" in found["old"] or digest in found["old"]) and "v26.12" in found["new"]
+    changed = {s["name"]: {c["what"]: c["kind"] for c in s["changes"]} for s in found["sections"]}
+    assert changed["environment"] == {}
+    if (old, new) == ("v26.11-demo", "v26.12-demo"):
+        assert changed["files"]["opt/alpha/new.txt"] == "added"
+        assert changed["layers"].keys() == {"alpha"}
+
+
+def test_release_notes_are_markdown_and_text_fits_80_columns(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = kit.primus("diff", "v26.11-demo", "v26.12-demo", "--markdown").out
+    assert notes.startswith("# rocm/primus:v26.11-demo (image of the store) → rocm/primus:v26.12-demo")
+    assert "## Files\n\n| name | old | new |\n|---|---|---|\n| opt/alpha/new.txt | – | 3 bytes" in notes
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, kit.primus("diff", "v26.11-demo", "v26.12-demo").out.splitlines())) <= 80
+
+
+def test_an_unknown_name_is_one_sentence_with_what_exists(kit: Kit, tmp_path: Path) -> None:
+    result = kit.primus("diff", "v26.13-demo", "v26.12-demo")
+    assert result.code == 2
+    for part in ("'v26.13-demo'", "pins v26.12", "v26.11-demo, v26.12-demo", "v24.12 to v26.8", "did you mean"):
+        assert part in result.err
+    broken = kit.primus("diff", "127.0.0.1:1/rocm/primus:v26.11-demo", "v26.12-demo")
+    assert broken.code == 3 and "does not answer" in broken.err

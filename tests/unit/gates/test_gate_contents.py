@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_files import bundle, elf, member
-from primus.cli.host.inspect import size_text, size_tree
+from primus.cli.host.inspect import largest
 from primus.errors import HostError
 from primus.gates import examined
 from primus.gates.contents import Scanner, Stated, Trace, stated_in, stated_in_library
@@ -282,25 +282,17 @@ def test_published_packages_warn_where_our_own_files_fail() -> None:
 # Sizes
 
 
-def test_size_tree_is_ordered_and_joins_lone_folders() -> None:
-    layers = [
-        ("small", {"etc": (10, 1)}),
-        ("large", {"opt/venv/lib/a": (600, 2), "opt/venv/lib/b/c": (300, 1), "opt/venv/lib": (1, 1), "": (0, 0)}),
-    ]
-    tree = size_tree("image", layers, depth=2)
-    assert (tree.size, tree.files) == (911, 5)
-    large, small = tree.branches
-    assert (large.path, small.path) == ("large", "small")
-    (lib,) = large.branches
-    assert (lib.path, lib.size, lib.files) == ("opt/venv/lib", 901, 4)
-    assert [(b.path, b.size) for b in lib.branches] == [("a", 600), ("b/c", 300)]
-    nearly = size_tree("image", [("l", {"opt/x": (9950, 2), "opt/y": (50, 1)})], depth=1).branches[0].branches
-    assert [(b.path, b.size, b.files) for b in nearly] == [("opt/x", 10_000, 3)]
-    assert size_tree("image", layers, depth=0).branches[0].branches == ()
-    assert size_text(tree).splitlines()[0].endswith("image")
-    assert "  600 B  65.9 %      " in size_text(tree)
-    assert size_text(size_tree("empty", [])) == "      0 B"[:9] + "   empty"
-    assert tree.as_json()["below"][0]["below"][0]["below"][1] == {"path": "b/c", "bytes": 300, "files": 1, "below": []}
+def test_sizes_are_ordered_and_lone_folders_are_left_out() -> None:
+    layers = {
+        "small": {"etc": (10, 1)},
+        "large": {"opt/venv/lib/a": (600, 2), "opt/venv/lib/b/c": (300, 1), "opt/venv/lib": (1, 1), "": (0, 0)},
+    }
+    assert largest(layers) == [
+        ("large", "", 901, 4), ("large", "opt/venv/lib", 901, 4), ("large", "opt/venv/lib/a", 600, 2),
+        ("large", "opt/venv/lib/b/c", 300, 1), ("small", "", 10, 1), ("small", "etc", 10, 1),
+    ]  # fmt: skip
+    assert largest({"l": {"opt/x": (9950, 2), "opt/y": (30, 1)}})[1:] == [("l", "opt/x", 9950, 2)]
+    assert largest({"empty": {}}) == [("empty", "", 0, 0)]
 
 
 # One pass, kept

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import json
 import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from pathlib import Path
-from typing import IO, Any
+from pathlib import Path, PurePosixPath
 
 import zstandard
 
 from primus.cli.host.common import SEVERAL, SINGLE, resolved_target, resolved_targets
-from primus.cli.verb import flag, option, print_json, verb, whole
+from primus.cli.verb import flag, print_json, verb
 from primus.engine.image import Built, compose
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
@@ -31,11 +28,11 @@ from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
 from primus.release.documents import bill, checkout, listing
 from primus.release.gate_record import gate_record, write_gate_record
-from primus.terminal import PLAIN, Screen, bytes_text
+from primus.terminal import Screen, Styled, bytes_text
 
-# Folders below this fraction of the image are summed up.
+# Folders below this fraction of the image are left out.
 _SHARE = 0.005
-# A folder that contains this fraction of its parent is not shown as a level.
+# A folder that contains this fraction of its parent is shown in its place.
 _NEARLY_ALL = 0.99
 
 
@@ -86,12 +83,12 @@ def sbom(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(*SEVERAL, flag("--keep", "keep the second store if it differs"), example="primus verify cpu")
+@verb(*SEVERAL, example="primus verify cpu")
 def verify(args: argparse.Namespace) -> int:
     """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
 
-    If the digests differ, the first differing layer and file are named, and the exit code is 1. The gates are those of
-    `primus check`.
+    If the digests differ, the first differing layer and file are named, the second store is kept, and the exit code is
+    1. The gates are those of `primus check`.
     """
     targets, workspace = resolved_targets(args)
     options = Options(rehash=True, quiet=args.json)
@@ -108,7 +105,7 @@ def verify(args: argparse.Namespace) -> int:
             if (where := _first_difference((workspace.store, image), (twin.store, rebuilt))) is not None:
                 failed[image.target] = where
     finally:
-        if not (failed and args.keep):
+        if not failed:
             shutil.rmtree(scratch, ignore_errors=True)
     with choose_progress(args.json) as progress:
         outcomes = {plan.target: check_image(plan, workspace, progress) for plan in plans}
@@ -129,27 +126,31 @@ def verify(args: argparse.Namespace) -> int:
         verdict = f"differs: {failed[image.target]}" if image.target in failed else "both builds are identical"
         print(f"{image.ref} {image.digest}: {verdict}")
         print(outcome_text(outcomes[image.target], Screen.of()).partition("\n")[2])
-    if failed and args.keep:
+    if failed:
         print(f"the second store is {scratch}", file=sys.stderr)
     return 0 if passed else 1
 
 
-@verb(
-    *SINGLE,
-    option("--depth", type=whole(least=0), default=2, metavar="N", help="depth of folders to show (default: 2)"),
-    example="primus why-size cpu --depth 4",
-)
+@verb(*SINGLE, example="primus why-size cpu")
 def why_size(args: argparse.Namespace) -> int:
-    """Show what makes an image large: unpacked bytes per layer and folder, largest first."""
+    """Show what makes an image large: unpacked bytes per layer and folder, largest first.
+
+    Folders below half a percent of the image are left out.
+    """
     resolved, workspace = resolved_target(args)
     with choose_progress(args.json) as progress:
         examined = examine(plan_image(resolved, workspace.stats), workspace, progress)
-    layers = [(layer, facts.folders) for layer, facts in examined.facts.items()]
-    tree = size_tree(examined.image.plan.ref, layers, args.depth)
+    rows = largest({layer: facts.folders for layer, facts in examined.facts.items()})
     if args.json:
-        print_json(tree.as_json())
-    else:
-        print(size_text(tree, Screen.of()))
+        names = ("layer", "folder", "bytes", "files")
+        print_json({"image": resolved.ref, "largest": [dict(zip(names, row, strict=True)) for row in rows]})
+        return 0
+    total = sum(size for _, folder, size, _ in rows if not folder)
+    table = [
+        (bytes_text(size), f"{100 * size / max(total, 1):.1f} %", f"  {folder}" if folder else Styled(layer, "bold"))
+        for layer, folder, size, _ in rows
+    ]
+    print("\n".join(Screen.of().table([(bytes_text(total), "", resolved.ref), *table], right=(0, 1))))
     return 0
 
 
@@ -179,7 +180,7 @@ def _first_path(members_a: Iterator[tuple[str, str]], members_b: Iterator[tuple[
 def _members(store: Store, digest: str) -> Iterator[tuple[str, str]]:
     with (
         store.blob_path(digest).open("rb") as raw,
-        _plain(raw) as stream,
+        zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream,
         tarfile.open(fileobj=stream, mode="r|") as archive,
     ):
         for member in archive:
@@ -193,98 +194,24 @@ def _members(store: Store, digest: str) -> Iterator[tuple[str, str]]:
             )
 
 
-def _plain(raw: IO[bytes]) -> Any:
-    magic = raw.read(4)
-    raw.seek(0)
-    if magic.startswith(b"\x1f\x8b"):
-        return gzip.open(raw)
-    return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+def largest(layers: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[tuple[str, str, int, int]]:
+    """Return layer, folder, bytes and files of each layer (folder ``""``) and each large folder, largest first.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Branch:
-    """A layer or folder with everything below it; ``path`` is relative to the parent branch."""
-
-    path: str
-    size: int
-    files: int
-    branches: tuple[Branch, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the branch as JSON data."""
-        return {
-            "path": self.path,
-            "bytes": self.size,
-            "files": self.files,
-            "below": [branch.as_json() for branch in self.branches],
-        }
-
-
-def size_tree(name: str, layers: Iterable[tuple[str, Mapping[str, tuple[int, int]]]], depth: int = 3) -> Branch:
-    """Return the image as a tree; ``layers`` map each folder to the bytes and number of its files.
-
-    ``depth`` counts levels below a layer. A folder with nearly everything in one subfolder is not a level: the
-    branch gets the inner folder's path and the size of both.
+    ``layers`` map each folder to the bytes and number of its own files; the result includes those below it. Folders
+    with nearly everything in one subfolder are left out.
     """
-    tops = tuple(_branch(layer, _nested(folders), depth) for layer, folders in layers)
-    return Branch(
-        path=name,
-        size=sum(t.size for t in tops),
-        files=sum(t.files for t in tops),
-        branches=_ordered(tops),
-    )
-
-
-class _Node:
-    def __init__(self) -> None:
-        self.size = 0
-        self.files = 0
-        self.below: dict[str, _Node] = {}
-
-
-def _nested(folders: Mapping[str, tuple[int, int]]) -> _Node:
-    root = _Node()
-    for path, (size, files) in folders.items():
-        node = root
-        node.size, node.files = node.size + size, node.files + files
-        for part in filter(None, path.split("/")):
-            node = node.below.setdefault(part, _Node())
-            node.size, node.files = node.size + size, node.files + files
-    return root
-
-
-def _branch(path: str, node: _Node, depth: int) -> Branch:
-    branches = []
-    for name, child in node.below.items() if depth > 0 else ():
-        below, label = child, name
-        while largest := max(below.below.items(), key=lambda item: item[1].size, default=None):
-            if largest[1].size < _NEARLY_ALL * below.size:
-                break
-            label, below = f"{label}/{largest[0]}", largest[1]
-        inner = _branch(label, below, depth - 1)
-        branches.append(replace(inner, size=child.size, files=child.files))
-    return Branch(path=path, size=node.size, files=node.files, branches=_ordered(branches))
-
-
-def _ordered(branches: Iterable[Branch]) -> tuple[Branch, ...]:
-    return tuple(sorted(branches, key=lambda b: (-b.size, b.path)))
-
-
-def size_text(tree: Branch, screen: Screen = PLAIN) -> str:
-    """Return the tree as text. Folders below half a percent of the image are summed up."""
-    lines: list[str] = []
-    least = tree.size * _SHARE
-
-    def draw(branch: Branch, indent: int) -> None:
-        share = f"{100 * branch.size / tree.size:5.1f} %" if tree.size else ""
-        head = f"{bytes_text(branch.size):>9} {share}  {'  ' * indent}"
-        lines.extend(screen.wrap(branch.path, head, " " * (len(head) + 2)))
-        shown = [b for b in branch.branches if b.size >= least and b.size]
-        for below in shown:
-            draw(below, indent + 1)
-        rest = branch.size - sum(b.size for b in shown)
-        if rest and shown:
-            lines.append(f"{bytes_text(rest):>9}          {'  ' * (indent + 1)}(smaller)")
-
-    draw(tree, 0)
-    return "\n".join(lines)
+    least = _SHARE * sum(size for folders in layers.values() for size, _ in folders.values())
+    blocks = []
+    for layer, folders in layers.items():
+        sums: dict[str, tuple[int, int]] = {"": (0, 0)}
+        for path, (size, files) in folders.items():
+            for above in {
+                "" if str(of) == "." else str(of) for of in (PurePosixPath(path), *PurePosixPath(path).parents)
+            }:
+                before = sums.get(above, (0, 0))
+                sums[above] = before[0] + size, before[1] + files
+        above_of = {path: path.rpartition("/")[0] for path in sums}
+        lone = {above_of[path] for path, (size, _) in sums.items() if size >= _NEARLY_ALL * sums[above_of[path]][0]}
+        shown = [path for path, (size, _) in sums.items() if not path or (size >= max(least, 1) and path not in lone)]
+        blocks.append([(layer, path, *sums[path]) for path in sorted(shown, key=lambda path: (-sums[path][0], path))])
+    return [row for block in sorted(blocks, key=lambda block: -block[0][2]) for row in block]

@@ -27,7 +27,7 @@ OLDEST = (3, 11)
 # Each set of dependencies includes the previous one. The modules listed show whether an interpreter has the set.
 NEEDS = {
     "images": ("msgpack", "rich", "uv", "zstandard"),
-    "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate"),
+    "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate", "furo"),
 }
 MEANING = {
     1: "a check failed",
@@ -226,8 +226,14 @@ def lint(session: nox.Session) -> None:
     """Check style, types and import contracts."""
     python(session, "ruff", "check", ".")
     python(session, "ruff", "format", "--check", ".")
-    python(session, "mypy", "src", "benchmarks", "noxfile.py")
+    python(session, "mypy", "src", "benchmarks", "docs/site", "noxfile.py")
     _tool(session, "lint-imports", str(Path(interpreter(session, "dev")).with_name("lint-imports")))
+
+
+@nox.session(name="docs-site")
+def docs_site(session: nox.Session) -> None:
+    """Build the site in out/site/html; a warning or a broken link is an error (`-- FOLDER`: elsewhere)."""
+    python(session, "docs.site", *session.posargs)
 
 
 @nox.session

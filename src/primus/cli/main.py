@@ -48,7 +48,7 @@ VERBS = {
     "report": ("image.report.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),
     "turbo": ("image.turbo.turbo", "list the optimizations of a training run"),
 }
-_GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
+GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
 # The verbs to begin with; those that are installed are shown.
 _FIRST = ("build", "validate", "run", "list", "train", "show", "fit", "preflight")
 # Verbs of similar tools, and what does the same here.
@@ -66,7 +66,7 @@ def _usage(*, everything: bool) -> str:
     width = max(map(len, installed))
     lines = ["usage: primus VERB [options]"]
     if everything:
-        for heading, room in _GROUPS.items():
+        for heading, room in GROUPS.items():
             names = [verb for verb, (function, _) in installed.items() if function.startswith(room)]
             lines += ["", f"{heading}:"] * bool(names) + [f"  {name:<{width}}  {installed[name][1]}" for name in names]
         return "\n".join([*lines, "", "Run `primus VERB --help` for options and an example."])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +51,7 @@ class Cell:
 
     ``nodes`` are machines of eight GPUs. ``batch`` counts sequences or images per GPU and forward pass, and
     ``global_batch`` those of one step over all GPUs. ``with_`` are overrides, if it is not the recipe's default.
+    ``measured`` maps a GPU to its TFLOP/s, counted without a causal mask; for FLUX to images per second.
     """
 
     recipe: str
@@ -64,6 +65,7 @@ class Cell:
     batch: int | None = None
     global_batch: int | None = None
     with_: tuple[str, ...] = ()
+    measured: Mapping[str, float] = field(default_factory=dict)
     note: str | None = None
 
 

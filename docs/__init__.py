@@ -1,0 +1,1 @@
+"""Pages for users, and what makes a site of them."""

@@ -1,0 +1,110 @@
+"""Build the site: ``python -m docs.site [FOLDER]`` writes its pages to FOLDER/source and FOLDER/html (out/site).
+
+The pages are those of docs/ and of other folders, as they are, and pages made from the same functions as the commands.
+Every warning is an error, and so is a link to a page, a heading or a file that does not exist.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from sphinx.cmd.build import build_main
+
+from docs.site.performance import performance
+from docs.site.picker import picker
+from docs.site.reference import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+# What is not in docs/, and the page that the site has for it.
+ELSEWHERE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "src/primus/training/reference/README.md": "reference-model.md",
+}
+STANDS_FOR = {
+    "README.md": "index.md",
+    "README.md#targets": "reference/images.md",
+    "recipes": "models.md",
+    "images": "reference/images.md",
+    "src/primus/recipes/keys": "recipes.md",
+}
+_LINK = re.compile(r"(?<=\]\()([^)\s:#]*)(#[^)\s]*)?(?=\))")
+_FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+
+
+def written() -> dict[str, str]:
+    """Return path in the repository → path in the site, for every page that people write."""
+    docs = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))}
+    return {name: name.removeprefix("docs/").replace("benchmarks/", "measured/") for name in docs} | ELSEWHERE
+
+
+def assemble(source: Path) -> list[str]:
+    """Write the sources of all pages, and the files that they link to. Returns the links that lead nowhere."""
+    places, broken = written(), []
+    made = {**reference(ROOT), "performance.md": performance(ROOT)}
+    texts = {page: ((ROOT / page).read_text("utf-8"), target) for page, target in places.items()}
+    texts |= {f"docs/{target}": (text, target) for target, text in made.items()}
+    places |= {f"docs/{target}": target for target in made} | STANDS_FOR
+
+    for page, (text, target) in texts.items():
+
+        def link(match: re.Match[str], page: str = page, target: str = target) -> str:
+            if not match[1]:
+                return match[0]
+            path, heading = os.path.normpath(Path(page).parent / match[1]), match[2] or ""
+            if path + heading in places:
+                path, heading = path + heading, ""
+            place = places.get(path)
+            if place is None and (ROOT / path).is_file():
+                place = f"files/{path}"
+                (source / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, source / place)
+            if place is None:
+                broken.append(f"{page}: {match[0]}")
+                return match[0]
+            return os.path.relpath(place, Path(target).parent) + heading
+
+        parts = _FENCED.split(text)
+        body = "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts))
+        (source / target).parent.mkdir(parents=True, exist_ok=True)
+        (source / target).write_text(body, "utf-8")
+    return broken
+
+
+def for_machines(source: Path, html: Path) -> None:
+    """Write each page as Markdown beside its HTML, and llms.txt, which lists them (https://llmstxt.org)."""
+    lines = ["# primus-images", "", "> Container images for LLM training on AMD Instinct GPUs.", "", "## Pages", ""]
+    for path in sorted(source.rglob("*.md")):
+        name = path.relative_to(source)
+        (html / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, html / name)
+        title = re.search(r"^# (.+)$", path.read_text("utf-8"), re.MULTILINE)
+        lines.append(f"- [{title[1] if title else name.stem}]({name})")
+    (html / "llms.txt").write_text("\n".join([*lines, ""]), "utf-8")
+
+
+def main(words: list[str]) -> int:
+    """Build the site and return an exit code."""
+    out = Path(words[0]) if words else ROOT / "out/site"
+    source, html = out / "source", out / "html"
+    shutil.rmtree(out, ignore_errors=True)
+    if broken := assemble(source):
+        print("\n".join(f"leads nowhere: {link}" for link in broken), file=sys.stderr)
+        return 1
+    settings = ["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(out / "doctrees")]
+    if code := build_main([*settings, str(source), str(html)]):
+        return code
+    for name, text in picker(ROOT).items():
+        (html / name).write_text(text, "utf-8")
+    for_machines(source, html)
+    print(html / "index.html")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

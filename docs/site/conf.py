@@ -1,0 +1,22 @@
+"""Sphinx's settings. Furo instead of rocm-docs-core: a page of it is 1.2 MB and 99 packages build it, and its selector
+repeats the text of a page for each choice, where the picker reads thousands of them from one JSON document.
+"""
+
+from primus import __version__
+
+project = "primus-images"
+author = "primus-images"
+release = version = __version__
+copyright = ""  # noqa: A001
+extensions = ["myst_parser", "sphinx_design", "sphinx_copybutton"]
+exclude_patterns = ["files/**"]
+myst_enable_extensions = ["colon_fence", "attrs_block"]
+myst_heading_anchors = 4
+html_theme = "furo"
+html_title = project
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_copyright = html_show_sphinx = html_copy_source = False
+html_theme_options = {"navigation_with_keys": True}
+highlight_language = "text"
+copybutton_prompt_text = "$ "

@@ -1,0 +1,131 @@
+"""Pages of the reference, made from the parsers of the command line and from the schemas of the files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from primus.cli.main import GROUPS, VERBS, parser_of
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.plan.target import Target
+from primus.release.show import table
+from primus.schema import json_schema
+from primus.versions.components import Pin, Versions
+
+
+def reference(root: Path) -> dict[str, str]:
+    """Return path in the site → Markdown."""
+    return {
+        "reference/commands.md": "\n".join(_commands()),
+        "reference/files.md": "\n".join(_files()),
+        "reference/images.md": images(root),
+    }
+
+
+def _commands() -> Iterator[str]:
+    yield "# Commands\n\n`primus VERB --help` prints the same in a terminal."
+    yield "[Using primus](../using.md) has the exit codes.\n"
+    for heading, room in GROUPS.items():
+        yield f"## {heading.capitalize()}\n"
+        for verb, (function, _) in VERBS.items():
+            if function.startswith(room):
+                yield from _parser(parser_of(verb), 3)
+
+
+def _parser(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
+    yield f"{'#' * level} {parser.prog}\n\n{_prose(parser.description)}\n"
+    below: dict[str, argparse.ArgumentParser] = {}
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            below = action.choices
+        elif action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
+            rows.append((_name(action), _prose((action.help or "") % {**vars(action), "prog": parser.prog})))
+    if rows:
+        yield "\n".join(table(("option", "meaning"), rows)) + "\n"
+    if parser.epilog:
+        yield f"```sh\n{parser.epilog.removeprefix('example: ')}\n```\n"
+    for one in below.values():
+        yield from _parser(one, level + 1)
+
+
+def _name(action: argparse.Action) -> str:
+    choices = "|".join(map(str, action.choices)) if action.choices else ""
+    value = "" if action.nargs == 0 else str(action.metavar or choices or action.dest.upper())
+    if not action.option_strings:
+        return f"`{value}`"
+    return ", ".join(f"`{name} {value}`".replace(" `", "`") for name in action.option_strings)
+
+
+def _prose(text: str | None) -> str:
+    return (text or "").replace("<", "\\<").replace("*", "\\*").replace("--", "\\--")
+
+
+def _files() -> Iterator[str]:
+    yield "# Files of a project\n\nEditors check these files with the JSON Schemas in docs/schemas.\n"
+    for cls, title in ((Versions, "versions.yaml"), (Target, "images/<target>.yaml")):
+        schema = json_schema(cls, title=title)
+        yield f"## `{title}`\n"
+        for name, part in schema.get("$defs", {}).items():
+            yield f"### {name}\n\n{_prose(part.get('description'))}\n"
+            yield from _object(part)
+
+
+def _object(schema: dict[str, Any]) -> Iterator[str]:
+    required = schema.get("required", ())
+    rows = [
+        (f"`{key}`", _kind(value), "required" if key in required else "", _prose(value.get("description")))
+        for key, value in schema.get("properties", {}).items()
+    ]
+    if rows:
+        yield "\n".join(table(("key", "value", "", "meaning"), rows)) + "\n"
+
+
+def _kind(value: dict[str, Any]) -> str:
+    if "$ref" in value:
+        return str(value["$ref"]).rpartition("/")[2]
+    if "anyOf" in value:
+        return " or ".join(_kind(one) for one in value["anyOf"])
+    if "enum" in value:
+        return ", ".join(f"`{one}`" for one in value["enum"])
+    if isinstance(value.get("type"), list):
+        return " or ".join(word for word in value["type"] if word != "number" or "string" not in value["type"])
+    if value.get("type") == "array":
+        return f"list of {_kind(value.get('items', {}))}"
+    if value.get("type") == "object" and isinstance(value.get("additionalProperties"), dict):
+        return f"map to {_kind(value['additionalProperties'])}"
+    return str(value.get("type", "any"))
+
+
+def images(root: Path) -> str:
+    """Return the page of images: README's table, and the version of every component in every target."""
+    project = Project(root)
+    targets = [resolve(project, name) for name in project.target_names()]
+    components = dict.fromkeys(name for target in targets for name in (*target.pins, *target.inside))
+    rows = [
+        (name, *(_version({**target.inside, **target.pins}.get(name)) for target in targets)) for name in components
+    ]
+    head = ("component", *(f"`{target.ref}`" for target in targets))
+    readme = (root / "README.md").read_text("utf-8").partition("<!-- targets -->\n")[2].partition("<!-- end -->")[0]
+    return "\n".join(
+        [
+            f"# Images of {project.versions.release}",
+            "",
+            "One row for each target and channel. `primus sbom TARGET` lists every file of an image, and "
+            "`primus verify TARGET` rebuilds it and compares the digests. "
+            "[Published releases](../releases.md) has the earlier ones.",
+            "",
+            readme,
+            "## Components",
+            "",
+            *table(head, rows),
+            "",
+        ]
+    )
+
+
+def _version(pin: Pin | None) -> str:
+    return "–" if pin is None else pin.version or "this repository"

@@ -1,0 +1,132 @@
+"""The site: it builds without a warning, every page is small, and the picker's commands are accepted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import CHROMIUM, Browser
+from primus.cli.main import VERBS, main
+
+ROOT = Path(__file__).parents[2]
+PAGE_BYTES = 500_000
+AA = 4.5  # contrast of text, WCAG 2.2
+# The contrast of each text in the picker with what is behind it.
+CONTRAST = """
+(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = rgb(getComputedStyle(node).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const texts = [...document.querySelectorAll("article *")].filter((node) => node.textContent.trim());
+  return Math.min(...texts.map((node) => {
+    const [a, b] = [light(rgb(getComputedStyle(node).color)), light(behind(node))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  }));
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.site", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return out / "html"
+
+
+@pytest.fixture
+def browser(site: Path, tmp_path: Path) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (Debian and Ubuntu call the package chromium)")
+    with Browser(site / "picker.html", tmp_path / "profile", width=390, phone=True) as browser:
+        yield browser
+        assert not [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+
+
+def test_every_page_is_listed_has_a_markdown_and_is_small(site: Path) -> None:
+    pages = [path for path in site.rglob("*.html") if path.name not in ("genindex.html", "search.html")]
+    listed = set(re.findall(r"\]\((\S+)\)", (site / "llms.txt").read_text()))
+    assert listed == {str(page.relative_to(site).with_suffix(".md")) for page in pages}
+    assert all((site / name).is_file() for name in listed)
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r'<(?:link rel="stylesheet"[^>]* href|script[^>]* src|img[^>]* src)="([^"?]+)', text)
+        assert not [url for url in loaded if ":" in url], "nothing comes from elsewhere"
+        size = len(text.encode()) + sum((page.parent / url).stat().st_size for url in loaded)
+        assert size <= PAGE_BYTES, f"{page.name}: {size:,}"
+
+
+def test_every_verb_and_every_figure_of_the_old_document_is_on_the_site(site: Path) -> None:
+    commands = (site / "reference/commands.md").read_text()
+    assert {verb for verb in VERBS if f"### primus {verb}\n" not in commands} == set()
+    (beside, _) = (site / "performance.md").read_text().split("## All measurements")
+    assert len(re.findall(r"^\| `", beside, re.MULTILINE)) == 15
+
+
+def combinations(data: dict[str, Any]) -> list[dict[str, str]]:
+    """30 choices, spread over all ways, GPUs, precisions and machines."""
+    every = [
+        {"model": way["model"], "mode": way["mode"], "backend": way["backend"]}
+        | dict(zip(("precision", "gpu", "machines"), key.split(), strict=True))
+        for way in data["ways"]
+        for key, run in way["runs"].items()
+        if not isinstance(run, str)
+    ]
+    return every[:: len(every) // 30][:30]
+
+
+def test_thirty_choices_give_commands_that_are_accepted(
+    site: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = combinations(json.loads((site / "picker.json").read_text()))
+    assert len({one["gpu"] for one in chosen}) == 5
+    for one in chosen:
+        address = "#" + "&".join(f"{key}={value}" for key, value in one.items())
+        texts = browser.js(
+            f"new Promise((done) => {{ location.hash = {address!r}; requestAnimationFrame(() => setTimeout(() =>"
+            " done([...document.querySelectorAll('#picked pre')].map((block) => block.textContent)))); })"
+        )
+        assert browser.js("document.getElementById('pick-model').value") == one["model"]
+        assert len(texts) == (3 if one["machines"] == "1" else 2)
+        for text in texts:
+            words = shlex.split(text.replace("\\\n", ""))
+            at = words.index("primus")
+            image = next(word for word in words if word.startswith("rocm/primus:"))
+            assert image.endswith(f"-{one['gpu']}")
+            if words[0] == "docker":
+                assert ("/dev/kfd" in words) == one["gpu"].startswith("mi")
+                assert {"--shm-size", "-v"} < set(words)
+            assert main([*words[at + 1 :], "--dry-run"]) == 0, capsys.readouterr().err
+    assert browser.js("document.documentElement.scrollWidth") == 390
+
+
+def test_the_address_says_what_is_chosen_by_keyboard(browser: Browser) -> None:
+    browser.js("document.getElementById('pick-gpu').focus()")
+    browser.ask("Input.dispatchKeyEvent", type="keyDown", key="ArrowDown", code="ArrowDown", windowsVirtualKeyCode=40)
+    browser.js("document.getElementById('pick-gpu').dispatchEvent(new Event('change'))")
+    chosen = browser.js("document.getElementById('pick-gpu').value")
+    assert browser.js("new URLSearchParams(location.hash.slice(1)).get('gpu')") == chosen
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_enough_contrast(browser: Browser, scheme: str) -> None:
+    browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    assert browser.js(CONTRAST) >= AA

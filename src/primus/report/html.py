@@ -52,7 +52,6 @@ table+table,.wide+.wide{margin-top:22px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:18px}
 figure.chart{margin:0;background:var(--card);border-radius:8px;padding:12px 10px 8px;min-width:0}
 figcaption{font-weight:600;margin:0 6px 6px}figcaption .sub{font-weight:400;margin-left:10px}
-.same{margin:6px;color:var(--soft);font-size:14px}
 .controls{display:flex;flex-wrap:wrap;align-items:center;gap:10px 22px;margin:0 0 14px}
 .controls .sub{font-size:14px}.controls input{vertical-align:middle}.controls output{display:inline-block;width:3em}
 .buttons{display:flex;gap:8px}button{font:inherit;color:inherit;background:var(--card);border:1px solid var(--rule);

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_NEAR = 0.005  # lines closer than this fraction of the chart's height hide each other
+_WIDEST = 5  # pixels
 # The controls above the charts of a report; charts.js handles them.
 CONTROLS = """\
 <div class="controls" role="group" aria-label="All charts">
@@ -44,13 +44,12 @@ class Line:
 def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
     """Return the HTML element of a chart with its data, or a sentence if there is nothing to draw.
 
-    If lines hide each other, the lower ones are drawn wider, and a sentence names lines that are equal.
+    Later lines are drawn above earlier ones, and thinner, so that equal lines do not hide each other.
     """
     finite = [{x: y for x, y in line.points if y is not None and math.isfinite(y)} for line in lines]
     if not any(finite):
         return f'<p class="empty">{escape(title)}: no step was logged, nothing to draw.</p>'
     drawn = [(line, values) for line, values in zip(lines, finite, strict=True) if line.points]
-    over, same = _overlaps([values for _, values in drawn])
     data = {
         "title": title,
         "x": x_title,
@@ -59,40 +58,19 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
             {
                 "label": line.label,
                 "colour": line.colour,
-                "width": 2 + 2.5 * above,
+                "width": min(2 + above, _WIDEST),
                 "points": [[x, values.get(x)] for x, _ in line.points],
             }
-            for (line, values), above in zip(drawn, over, strict=True)
+            for above, (line, values) in zip(reversed(range(len(drawn))), drawn, strict=True)
         ],
     }
     # Escaped, because "</script>" in a label would end the element.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    notes = "".join(
-        f'<p class="same">{escape(drawn[b][0].label)}: the same values as {escape(drawn[a][0].label)} at every common '
-        f"{escape(x_title)}.</p>"
-        for a, b in same
-    )
     return (
         f'<figure class="chart"><figcaption>{escape(title)}<span class="sub">{escape(y_title)}</span></figcaption>'
         f'<div class="plot" role="img" aria-label="{escape(title)} by {escape(x_title)}"></div>'
-        f'<script type="application/json">{text}</script>{notes}</figure>'
+        f'<script type="application/json">{text}</script></figure>'
     )
-
-
-def _overlaps(lines: Sequence[Mapping[float, float]]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return how many later lines cover each line, and the pairs (first, later) with equal values."""
-    every = [y for values in lines for y in values.values()]
-    near = _NEAR * (max(every) - min(every)) if every else 0.0
-    over, same, named = [0] * len(lines), [], set[int]()
-    for a, first in enumerate(lines):
-        for b in range(a + 1, len(lines)):
-            common = first.keys() & lines[b].keys()
-            apart = max((abs(first[x] - lines[b][x]) for x in common), default=math.inf)
-            over[a] += apart <= near
-            if apart == 0 and b not in named:
-                named.add(b)
-                same.append((a, b))
-    return over, same
 
 
 def assets() -> tuple[str, str]:

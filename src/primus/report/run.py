@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from primus.schema import build, parse_json
 from primus.training.checks import Verdict
 from primus.training.metrics import Summary
 from primus.training.outcome import RESULT_FILE, RunResult
+from primus.yamlfile import Document
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
 
@@ -31,7 +31,7 @@ class Run:
     """
 
     label: str
-    source: Path
+    source: Path = field(default=Path(), metadata={"hidden": True})
     recipe: str
     backend: str
     mode: str
@@ -47,8 +47,13 @@ class Run:
     seconds: float
     verdicts: tuple[Verdict, ...]
     summary: Summary
-    series: tuple[Mapping[str, Any], ...]
-    image: Mapping[str, Any] = field(default_factory=dict)
+    series: tuple[Mapping[str, float | None], ...]
+    image: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = (self.ranks, self.nodes, self.local_batch, self.seq_len, *(step["step"] or 0 for step in self.series))
+        if min(counts) < 1:
+            raise ValueError(f"{min(counts)} is not a whole number of at least 1")
 
     @property
     def unit(self) -> str:
@@ -98,8 +103,14 @@ def read(path: Path) -> Run:
     if path.is_dir() and (path / "record.json").is_file():
         path = path / "record.json"
     try:
-        run = _job(path) if path.is_dir() else _record(path)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        data = _job(path) if path.is_dir() else _record(path)
+        document = Document(name=str(path), data=data, places={}, typed=True)
+        run = replace(build(Run, document), source=path)
+    except NoResult:
+        raise
+    except (InputError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if isinstance(error, InputError) and error.hint == _NOT_OURS:
+            raise
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"not a file that primus wrote: {reason}", where=str(path), hint=_NOT_OURS) from None
     if not run.series:
@@ -107,7 +118,8 @@ def read(path: Path) -> Run:
     return run
 
 
-def _job(folder: Path) -> Run:
+def _job(folder: Path) -> dict[str, Any]:
+    """Return the fields of a run from the folder of its job."""
     if not (folder / "job.json").is_file():
         raise InputError(f"{folder} contains no job.json", hint=_NOT_OURS)
     if not (folder / RESULT_FILE).is_file():
@@ -115,101 +127,57 @@ def _job(folder: Path) -> Run:
             f"{folder} contains no {RESULT_FILE}: the run has not ended, or was interrupted",
             hint="wait until the run has ended, or leave it out",
         )
-    job, ended = _document(folder / "job.json").data, build(RunResult, _document(folder / RESULT_FILE))
-    if ended.passed is None or ended.summary is None:
+    job, result = _document(folder / "job.json").data, _document(folder / RESULT_FILE)
+    if (ended := build(RunResult, result)).passed is None or ended.summary is None:
         raise KeyError("passed")
     facts = _document(folder / "facts.json").data if (folder / "facts.json").is_file() else {}
     lines = _bytes(folder / "metrics.jsonl").splitlines() if (folder / "metrics.jsonl").is_file() else []
+    steps = [_parsed(line, f"{folder / 'metrics.jsonl'}:{number}").data for number, line in enumerate(lines, 1)]
     recipe = job["recipe"]
-    return Run(
-        label=str(_readable(folder.resolve().name)),
-        source=folder,
-        recipe=_text(recipe["name"]),
-        arguments=("train", _text(recipe["name"]), *map(_text, recipe["overrides"])),
-        passed=ended.passed,
-        seconds=ended.seconds,
-        verdicts=ended.verdicts,
-        summary=ended.summary,
-        series=tuple(
-            _step(_parsed(line, f"{folder / 'metrics.jsonl'}:{number}").data) for number, line in enumerate(lines, 1)
-        ),
-        ranks=_whole(job["world_size"]),
-        **_common(job, {key: entry["value"] for key, entry in job["settings"].items()}, facts),
-    )
-
-
-def _record(path: Path) -> Run:
-    document = _document(path)
-    record = document.data
-    recipe, jobs = _object(record["recipe"], "recipe"), record["jobs"]
-    if not jobs:
-        raise ValueError("jobs is empty")
-    base = _object(jobs[0], "jobs.0")
-    if not base.get("series"):
-        raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
-    return Run(
-        label=f"{_text(record['target'])} {_text(recipe['name'])}",
-        source=path,
-        recipe=_text(recipe["name"]),
-        arguments=tuple(map(_text, base["command"]))[1:],
-        passed=record["passed"] is True,
-        seconds=_number(base.get("seconds", 0.0)),
-        verdicts=tuple(
-            build(Verdict, document, row, ("verdicts", number)) for number, row in enumerate(record["verdicts"])
-        ),
-        summary=build(Summary, document, record["measurements"], ("measurements",)),
-        series=tuple(map(_step, base["series"])),
-        ranks=_whole(recipe["ranks"]),
-        image={key: value for key, value in record["image"].items() if isinstance(value, str)},
-        **_common(recipe, recipe["settings"], record["facts"]),
-    )
-
-
-def _common(what: Mapping[str, Any], settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    name = _text(what["backend"])
-    if name not in backends():
-        raise ValueError(f"there is no backend {name!r}")
-    knows = backends()[name]
     return {
-        "backend": name,
-        "mode": _text(what["mode"]),
-        "precision": _text(what["precision"]),
-        "nodes": _whole(settings["nodes"]),
-        "local_batch": _whole(settings[knows.key("local_batch")]),
-        "seq_len": _whole(settings[knows.key("seq_len")]),
-        "corpus": _text(settings.get("assets.corpus", "")),
-        "product": _text(facts.get("gpu", "")),
+        "label": str(_readable(folder.resolve().name)),
+        "recipe": recipe["name"],
+        "arguments": ["train", recipe["name"], *recipe["overrides"]],
+        "ranks": job["world_size"],
+        **{key: result.data[key] for key in ("passed", "seconds", "verdicts", "summary")},
+        **_common(job, {key: entry["value"] for key, entry in job["settings"].items()}, facts, steps),
     }
 
 
-def _step(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a step in which every figure is a number or None, as the charts require."""
-    figures = {key: None if value is None else _number(value) for key, value in entry.items()}
-    return {"loss": None, "grad_norm": None, "tokens_per_second": None, **figures, "step": _whole(entry["step"])}
+def _record(path: Path) -> dict[str, Any]:
+    """Return the fields of a run from the record of a validation."""
+    record = _document(path).data
+    recipe, base = record["recipe"], record["jobs"][0]
+    if not base.get("series"):
+        raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
+    return {
+        "label": f"{record['target']} {recipe['name']}",
+        "recipe": recipe["name"],
+        "arguments": base["command"][1:],
+        "ranks": recipe["ranks"],
+        "passed": record["passed"],
+        "seconds": base.get("seconds", 0.0),
+        "verdicts": record["verdicts"],
+        "summary": record["measurements"],
+        "image": {key: value for key, value in record["image"].items() if isinstance(value, str)},
+        **_common(recipe, recipe["settings"], record["facts"], base["series"]),
+    }
 
 
-def _object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be an object, not {value!r:.40}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is not text")
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise TypeError(f"{value!r:.40} is not a number")
-    return float(value)
-
-
-def _whole(value: Any) -> int:
-    if (number := _number(value)) < 1 or number != int(number):
-        raise ValueError(f"{value!r:.40} is not a whole number of at least 1")
-    return int(number)
+def _common(
+    what: Mapping[str, Any], settings: Mapping[str, Any], facts: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    knows = backends()[what["backend"]]
+    missing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
+    return {
+        **{key: what[key] for key in ("backend", "mode", "precision")},
+        "nodes": settings["nodes"],
+        "local_batch": settings[knows.key("local_batch")],
+        "seq_len": settings[knows.key("seq_len")],
+        "corpus": settings.get("assets.corpus", ""),
+        "product": facts.get("gpu", ""),
+        "series": [{**missing, **step, "step": step["step"]} for step in steps],
+    }
 
 
 def _readable(data: Any) -> Any:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.report.html import document as html_document
+from primus.report import html
 from primus.schema import read_json
 from primus.system.host import Finding, Level, failed, slow
-from primus.system.speed import APART, Measurement
+from primus.system.speed import APART, Measurement, judge
 
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
 _WORST: tuple[Level, ...] = ("failed", "slow", "ok", "skipped")
@@ -129,52 +129,31 @@ def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[
 
 
 def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
-    """Return one self-contained HTML page: checks by nodes, figures by nodes, and each problem with its remedy."""
+    """Return one self-contained HTML page: each problem with its remedy, and all checks and figures by nodes."""
     problems = [*((node.name, finding) for node in nodes for finding in node.problems), *between]
     ready = "all nodes are ready" if len(nodes) > 1 else "the node is ready"
     verdict = f"✗ {len(problems)} problems" if problems else f"✓ {ready}"
-    names = "".join(f"<th>{escape(node.name)}</th>" for node in nodes)
-    checks = [
-        f'<tr><td class="name">{escape(check)}</td>{"".join(_of_check(node, check) for node in nodes)}</tr>'
-        for check in dict.fromkeys(finding.check for node in nodes for finding in node.findings)
-    ]
-    listed = [
-        f"<tr><td>{escape(name)}</td>{_cell(finding.level, '')}<td>{escape(finding.check)}</td>"
-        f"<td>{escape(finding.message)}</td><td>{escape(finding.remedy)}</td></tr>"
+    items = (
+        f"{name}: {finding.check}: {finding.message}" + (f" → {finding.remedy}" if finding.remedy else "")
         for name, finding in problems
-    ]
-    figures = [_figures(nodes, *benchmark) for benchmark in _by_benchmark(nodes).items()]
-    limits = "<th>At least</th><th>At most</th><th>Source</th>"
-    parts = [
-        f"<h1>Preflight of {len(nodes)} node{'s' * (len(nodes) != 1)}</h1>",
-        f'<div class="outcome {"fail" if problems else "pass"}"><strong>{verdict}.</strong></div>',
-        _table("Problems", "<th>Node</th><th></th><th>Check</th><th>Found</th><th>Remedy</th>", listed),
-        _table("Checks", f"<th></th>{names}", checks),
-        _table("Benchmark, each GPU", f"<th></th>{names}{limits}", figures),
-    ]
-    return html_document("Preflight", "".join(parts))
-
-
-def _table(title: str, head: str, lines: Sequence[str]) -> str:
-    if not lines:
-        return ""
-    return f'<h2>{title}</h2><div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
-
-
-def _of_check(node: Node, check: str) -> str:
-    findings = [finding for finding in node.findings if finding.check == check]
-    return _cell(_worst(findings, "skipped"), "; ".join(finding.message for finding in findings))
-
-
-def _cell(level: Level, message: str) -> str:
-    style = {"ok": "pass-mark", "failed": "fail-mark", "slow": "fail-mark", "skipped": "sub"}[level]
-    return f'<td title="{escape(message)}"><span class="{style}">{MARKS[level]}</span></td>'
-
-
-def _figures(nodes: Sequence[Node], benchmark: tuple[str, str], of_nodes: Mapping[str, Measurement]) -> str:
-    measurement = next(iter(of_nodes.values()))
-    figures = [of_nodes[node.name].figures if node.name in of_nodes else () for node in nodes]
-    cells = [" ".join(f"{figure:,.4g}" for figure in row) or "–" for row in figures]
-    cells += ["–" if limit is None else f"{limit:,.4g}" for limit in (measurement.least, measurement.most)]
-    shown = "".join(f'<td class="num">{cell}</td>' for cell in cells)
-    return f'<tr><td class="name">{escape(", ".join(benchmark))}</td>{shown}<td>{escape(measurement.source)}</td></tr>'
+    )
+    listed = "".join(f"<li>{escape(item)}</li>" for item in items)
+    cells = {
+        (node.name, finding.check): {
+            "passed": finding.level == "ok", "skipped": finding.level == "skipped", "measured": finding.message,
+            "reason": finding.remedy,
+        }
+        for node in nodes for finding in node.findings
+    }  # fmt: skip
+    for (what, unit), of_nodes in _by_benchmark(nodes).items():
+        for name, row in of_nodes.items():
+            limits = f"at least {row.least}, at most {row.most} ({row.source})".replace("None", "any")
+            figures = " ".join(f"{figure:,.4g}" for figure in row.figures)
+            passed = not any(finding.problem for finding in judge(row))
+            cells[name, f"{what}, {unit}"] = {"passed": passed, "measured": figures, "reason": limits}
+    return html.document(
+        "Preflight",
+        f"<h1>Preflight of {len(nodes)} node{'s' * (len(nodes) != 1)}</h1>"
+        f'<div class="outcome {"fail" if problems else "pass"}"><strong>{verdict}.</strong><ul>{listed}</ul></div>'
+        f"{html.grid(cells, 'Check')}",
+    )

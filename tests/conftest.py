@@ -1,4 +1,4 @@
-"""Puts tests/ on the path, so that helpers such as loopback are imported by name."""
+"""Puts tests/ on the path, so that helpers such as loopback are imported by name, and the repository for docs.site."""
 
 import datetime
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 # Tests compare what a plain shell shows, whatever this one exports: a width, a terminal, output without a buffer.
 for name in ("COLUMNS", "TERM", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):

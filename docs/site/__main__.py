@@ -14,9 +14,11 @@ from pathlib import Path
 
 from sphinx.cmd.build import build_main
 
+from docs.site.models import gpu_page, models_page
 from docs.site.performance import performance
 from docs.site.picker import picker
 from docs.site.reference import reference
+from primus.gpus.table import load_table
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -30,6 +32,7 @@ STANDS_FOR = {
     "README.md": "index.md",
     "README.md#targets": "reference/images.md",
     "recipes": "models.md",
+    "src/primus/gpus/generations.yaml": "gpus.md",
     "images": "reference/images.md",
     "src/primus/recipes/keys": "recipes.md",
 }
@@ -46,7 +49,8 @@ def written() -> dict[str, str]:
 def assemble(source: Path) -> list[str]:
     """Write the sources of all pages, and the files that they link to. Returns the links that lead nowhere."""
     places, broken = written(), []
-    made = {**reference(ROOT), "performance.md": performance(ROOT)}
+    pages = {"models.md": models_page(), "gpus.md": gpu_page(load_table()), "performance.md": performance(ROOT)}
+    made = {**reference(ROOT), **pages}
     texts = {page: ((ROOT / page).read_text("utf-8"), target) for page, target in places.items()}
     texts |= {f"docs/{target}": (text, target) for target, text in made.items()}
     places |= {f"docs/{target}": target for target in made} | STANDS_FOR

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from primus.release.pages import outcomes
+from docs.site.published import outcomes
 from primus.training.metrics import of_recipe_unit
 
 # RECIPE[/BACKEND/MODE]:PRECISION:… of benchmarks/turbo.py, or RECIPE:BACKEND:MODE:PRECISION:… of benchmarks/gpu.py.

@@ -107,7 +107,6 @@ def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
     assert "kernels gfx1250" in planned.stdout
     assert primus("list", "--gpu", "mi455x").stdout.count("mi455x") >= len(names(copy / "recipes"))
     assert primus("docs").returncode == 0
-    assert re.search("GPU_ARCHS.*gfx1250", (copy / "docs/gpus.md").read_text())
     assert primus("docs", "--check").returncode == 0
 
 
@@ -131,8 +130,6 @@ def test_a_model(copy: Path, primus: Primus) -> None:
     done = primus("train", "my-model", "--gpu", "mi355x", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "my-model" in primus("list").stdout
-    assert primus("docs").returncode == 0
-    assert "my-model" in (copy / "docs/models.md").read_text()
 
 
 def test_a_gate(copy: Path, primus: Primus, tmp_path: Path) -> None:

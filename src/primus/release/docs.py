@@ -12,13 +12,11 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.gates.rules import gates
-from primus.gpus.table import load_table
 from primus.plan.project import Project
 from primus.plan.resolve import resolve, resolve_all
 from primus.plan.target import Target
 from primus.release.gate_record import load_gate_records, lock_mark
 from primus.release.history import load_history
-from primus.release.pages import gpu_page, models_page
 from primus.release.show import page, table
 from primus.schema import json_schema
 from primus.terminal import bytes_text
@@ -44,8 +42,6 @@ def generated(root: Path) -> dict[str, str]:
     }
     files |= {
         "docs/releases.md": page(load_history()),
-        "docs/gpus.md": gpu_page(load_table()),
-        "docs/models.md": models_page(),
         "README.md": _filled(root, "README.md", {"targets": _targets(root)}),
     }
     if (root / "docs/gates.md").exists():

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docs.site.models import gpu_page
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from primus.errors import InputError
 from primus.gpucode.archs import MACH
 from primus.gpus import detect, table
 from primus.gpus.generation import Arch, Generation, Peak, Statement, Table, Variable, plain_name
-from primus.release.pages import gpu_page
 from primus.schema import build
 from primus.yamlfile import parse
 

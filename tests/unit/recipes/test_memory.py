@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from docs.site.published import outcomes
 
 from primus.cli.main import main
 from primus.recipes.catalogue import entries
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import Choices
-from primus.release.pages import outcomes
 
 RESULT = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200-memory.json").read_text())
 GIB = 2**30

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docs.site.models import models_page
+from docs.site.published import Cell, Outcome, load_published, outcomes
 
 from primus.recipes import load
 from primus.recipes.architecture import architecture, readable, size
 from primus.recipes.catalogue import Entry, entries, gpus
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.release.pages import Cell, Outcome, load_published, models_page, outcomes
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 ENTRIES = list(entries())

@@ -1,12 +1,11 @@
-"""docs/models.md and docs/gpus.md."""
+"""The pages of models and GPUs: what the recipes resolve to on each GPU, and the table of generations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 
+from docs.site.published import Outcome, load_published, outcomes
 from primus.gpus.generation import Generation, Table
 from primus.recipes.architecture import readable
 from primus.recipes.catalogue import Entry, entries, gpus
@@ -14,10 +13,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.release.show import section, table
-from primus.schema import build
-from primus.yamlfile import read
 
-_FILE = Path(__file__).with_name("published.yaml")
 _NONE = "–"
 _MODELS_INTRO = """\
 Each model is one file in [recipes](../recipes). `primus list` prints them, and `primus show NAME` prints the resolved
@@ -37,78 +33,9 @@ page takes precedence over the file that it names and over files of other dates.
 reasons for figures that no document publishes or on which documents disagree."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One document."""
-
-    id: str
-    title: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One published configuration: a command, or a row of the table of the document ``source``.
-
-    ``nodes`` are machines of eight GPUs. ``batch`` counts sequences or images per GPU and forward pass, and
-    ``global_batch`` those of one step over all GPUs. ``with_`` are overrides, if it is not the recipe's default.
-    ``measured`` maps a GPU to its TFLOP/s, counted without a causal mask; for FLUX to images per second.
-    """
-
-    recipe: str
-    backend: str
-    mode: str
-    precision: str
-    gpus: tuple[str, ...]
-    nodes: int
-    source: str
-    seq_len: int | None = None
-    batch: int | None = None
-    global_batch: int | None = None
-    with_: tuple[str, ...] = ()
-    measured: Mapping[str, float] = field(default_factory=dict)
-    note: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """published.yaml: documents and their figures."""
-
-    sources: tuple[Source, ...]
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The recipe resolved for one cell on one GPU. ``differing`` are the published figures that differ from it."""
-
-    cell: Cell
-    gpu: str
-    recipe: Recipe
-    differing: tuple[int, ...]
-
-
-@cache
-def load_published() -> Published:
-    """Read the file that ships with this package."""
-    return build(Published, read(_FILE, _FILE.name))
-
-
-def outcomes(cells: tuple[Cell, ...] | None = None) -> Iterator[Outcome]:
-    """Resolve every published cell for each of its GPUs. Raises InputError if one does not resolve."""
-    for cell in load_published().cells if cells is None else cells:
-        for gpu in cell.gpus:
-            choices = Choices(backend=cell.backend, mode=cell.mode, precision=cell.precision, gpu=gpu, nodes=cell.nodes)
-            recipe = resolve(cell.recipe, cell.with_, choices)
-            # Image models have no sequence length to compare.
-            figures = (recipe.seq_len if cell.seq_len else None, recipe.local_batch, recipe.global_batch)
-            pairs = zip((cell.seq_len, cell.batch, cell.global_batch), figures, strict=True)
-            differing = tuple(there for there, here in pairs if there is not None and there != here)
-            yield Outcome(cell=cell, gpu=gpu, recipe=recipe, differing=differing)
-
-
 @cache
 def models_page() -> str:
-    """Return docs/models.md: for each family of models, one row per backend, mode, precision, nodes and sequence."""
+    """Return the page of models: per family, one row for each backend, mode, precision, nodes and sequence."""
     sources, cells = load_published().sources, tuple(outcomes())
     differing = sum(bool(o.differing) for o in cells)
     families: dict[str, dict[str, list[Entry]]] = {}
@@ -116,7 +43,6 @@ def models_page() -> str:
         if not entry.only_proxy:
             families.setdefault(entry.architecture.family, {}).setdefault(entry.recipe, []).append(entry)
     lines = [
-        "<!-- Generated from recipes and src/primus/release/published.yaml by `nox -s docs`; do not edit. -->",
         "# Supported models",
         "",
         *_MODELS_INTRO.splitlines(),
@@ -192,11 +118,10 @@ def _where(recipes: Sequence[Recipe]) -> str:
 
 
 def gpu_page(content: Table) -> str:
-    """Return docs/gpus.md."""
+    """Return the page of GPUs."""
     archs = {arch.arch: arch for arch in content.archs}
     variables = sorted(content.environment, key=lambda v: (v.name, v.for_))
     lines = [
-        "<!-- Generated from src/primus/gpus/generations.yaml by `nox -s docs`; do not edit. -->",
         "# GPUs",
         "",
         "The GPUs that have an image. Peaks are dense, in TFLOP/s of one GPU. If no source gives a peak, or a GPU "

@@ -63,11 +63,18 @@ def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kube
         label = "--selector=app.kubernetes.io/name=watched"
         return list(json.loads(server.kubectl("get", "pods", label, "--output=json"))["items"])
 
-    created = launch(*TWO_NODES, "--name", "watched", "--shm", "32Gi")
+    created = launch(*TWO_NODES, "--name", "watched", "--shm", "32Gi", "--claim", "runs", "--restarts", "3")
     assert created.code == 0, created.err
     assert "applied job watched in namespace default" in created.out
     spec = json.loads(server.kubectl("get", "job", "watched", "--output=json"))["spec"]
-    assert (spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (2, 2, 0)
+    assert (spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (2, 2, 6)
+    until(lambda: len(pods()) == 2)
+    lost = pods()[0]
+    lost["status"]["phase"] = "Failed"  # type: ignore[index]
+    place = f"/api/v1/namespaces/default/pods/{lost['metadata']['name']}/status"  # type: ignore[index]
+    server.kubectl("replace", "--raw", place, "--filename=-", stdin=json.dumps(lost))
+    until(lambda: len(pods()) == 3)
+    server.kubectl("delete", "pod", lost["metadata"]["name"])  # type: ignore[index]
     until(lambda: len(pods()) == 2)
     container = pods()[0]["spec"]["containers"][0]  # type: ignore[index]
     assert container["resources"]["limits"]["amd.com/gpu"] == "8"

@@ -15,7 +15,7 @@ from typing import Any
 
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.table import generation
-from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
+from primus.launch.plan import EXAMPLE_IMAGE, NEWEST, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
 
@@ -33,6 +33,13 @@ _RUNS = "/workspace/runs"
 _RECIPE = "/tmp/primus-recipe"
 # Kubernetes sets this label on every pod of a Job. Its value is the id of the Job.
 _JOB_ID = "batch.kubernetes.io/controller-uid"
+# Exit code 2 is bad input, or a failure that would come again. A pod that loses its node does not count as a failure.
+_FAILURES: Manifest = {
+    "rules": [
+        {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+}
 _DNS = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _TOKEN = re.compile(rf"({_NAME.pattern})(:[-._a-zA-Z0-9]+)?")
@@ -45,6 +52,7 @@ _LABEL = re.compile(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*")
 class Cluster:
     """The options of the cluster. Sizes are Kubernetes quantities; an empty text leaves the choice to the cluster.
 
+    ``restarts`` is how often all nodes start again after one is lost or fails; without a claim, they cannot continue.
     ``token_secret`` is ``NAME`` or ``NAME:KEY`` of the Secret with the Hugging Face token. ``rdma`` is the extended
     resource of the network devices, ``NAME`` or ``NAME=COUNT``. ``claim`` is a volume claim for the results.
     """
@@ -62,6 +70,7 @@ class Cluster:
     memory: str = ""
     shm: str = "64Gi"
     ttl: int = 86400
+    restarts: int = 20
     selector: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     resume_from: str = ""
@@ -113,7 +122,9 @@ def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
         "ports": [{"name": "rendezvous", "port": _PORT}],
     }  # fmt: skip
     job = {
-        "completions": plan.nodes, "parallelism": plan.nodes, "completionMode": "Indexed", "backoffLimit": 0,
+        "completions": plan.nodes, "parallelism": plan.nodes, "completionMode": "Indexed",
+        # The pods of all nodes end together, and each counts.
+        "backoffLimit": plan.nodes * cluster.restarts if cluster.claim else 0, "podFailurePolicy": _FAILURES,
         "template": _pod(plan, cluster, name), "ttlSecondsAfterFinished": cluster.ttl,
         # Kueue starts the job when its quota allows.
         **({"suspend": True} if cluster.queue else {}),
@@ -178,8 +189,78 @@ def _script(plan: Plan, cluster: Cluster, name: str) -> str:
         parent, file = shlex.quote(str(target.parent)), shlex.quote(str(target))
         written.append(f"mkdir -p {parent} && printf %s {shlex.quote(text)} > {file} || exit\n")
     script = f'export RDZV_ID="{run}"; exec primus {words} --output "{_RUNS}/{run}"{resume}'
+    if cluster.claim and cluster.restarts:
+        script = _BODY.format(
+            run=run, runs=_RUNS, nodes=plan.nodes, steps=plan.recipe.steps, ranks=plan.ranks,
+            resume=shlex.quote(cluster.resume_from), newest=NEWEST, stuck=_STUCK, command=f"primus {words}",
+        )  # fmt: skip
     # Kubernetes replaces $(NAME) by a variable of the pod, and $$( by $(.
     return "".join([*written, script]).replace("$(", "$$(")
+
+
+# Attempts in a row that may end without a new checkpoint.
+_STUCK = 3
+# The nodes of a job share the folder of the claim. Kubernetes starts each pod again by itself, so the pods agree on an
+# attempt by files: node 0 makes turn-N when all others are here, and every node takes its seat in it once. A pod whose
+# seat is taken is the second of its node: it notes that the first one is lost, on which the others end, too.
+_BODY = """\
+set -u; shopt -s nullglob
+name={run} run={runs}/{run} index=${{JOB_COMPLETION_INDEX:-0}} nodes={nodes} steps={steps} child= told= waits=
+trap 'told=1; [[ -z $child ]] || kill -TERM "$child"' TERM
+say() {{ printf 'primus: %s\n' "$*" >&2; }}
+pause() {{
+    [[ -z $told ]] || exit 143
+    [[ $waits == "$*" ]] || say "waiting for $*"
+    waits=$*
+    sleep 2
+}}
+turns() {{ local all=("$run"/turn-*); echo ${{#all[@]}}; }}
+absent() {{ for ((i = 1; i < nodes; i++)); do [[ -e $run/here-$i ]] || printf ' %s' "$i"; done; }}
+mkdir -p "$run" || exit 3
+n=$(turns)
+if [[ -e $run/turn-$((n - 1))/seat-$index ]]; then
+    notes=$run/attempt-$((n - 1))/cache/failures
+    mkdir -p "$notes"
+    text='{{"time": %s, "rank": %s, "text": "node %s was lost"}}'
+    printf "$text" "$(date +%s)" $((index * {ranks})) "$index" > "$notes/.pod-$index"
+    mv "$notes/.pod-$index" "$notes/pod-$index.json"
+fi
+if [[ $index == 0 ]]; then
+    while others=$(absent); [[ -n $others && ! -e $run/done ]]; do pause "the pods of nodes$others"; done
+    RESUME_FROM={resume}
+    {newest}
+    same=$(for turn in "$run"/turn-*; do cat "$turn/resume"; done | tail -n {stuck} | grep -cFx "from $RESUME_FROM")
+    if ((same == {stuck})); then
+        say "{stuck} attempts ended without a new checkpoint; the reason is in $run/attempt-$((n - 1))/log.txt"
+        exit 2
+    fi
+    mkdir -p "$run/.turn" && echo "from $RESUME_FROM" > "$run/.turn/resume" && mv "$run/.turn" "$run/turn-$n" || exit 3
+else
+    touch "$run/here-$index"
+    until n=$(($(turns) - 1)); [[ -e $run/done || ($n -ge 0 && ! -e $run/turn-$n/seat-$index) ]]; do
+        pause "node 0, which begins an attempt when every pod runs"
+    done
+    rm -f "$run/here-$index"
+fi
+[[ ! -e $run/done ]] || exit 0
+mkdir "$run/turn-$n/seat-$index"
+export RDZV_ID=$name-$n
+resume=$(<"$run/turn-$n/resume")
+resume=${{resume#from }}
+say "attempt $n of node $index${{resume:+, continuing from $resume}}"
+{command} --output "$run/attempt-$n" ${{resume:+--resume-from "$resume"}} &
+child=$!
+[[ -z $told ]] || kill -TERM "$child"
+while :; do
+    wait "$child"
+    code=$?
+    kill -0 "$child" 2>/dev/null || break # a trap interrupts wait
+done
+[[ $code != 0 || $index != 0 ]] || touch "$run/done"
+# Checks that fail after a run that ended well would fail again.
+[[ $code != 1 || $index != 0 ]] || ! grep -qs '^  "exit_code": 0' "$run/attempt-$n/result.json" || exit 2
+exit "$code"
+"""
 
 
 def _own_files(recipe: Recipe) -> dict[str, str]:

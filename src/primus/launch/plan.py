@@ -23,10 +23,14 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A resolved recipe, and the arguments of ``primus train`` that start it on each node."""
+    """A resolved recipe, and the arguments of ``primus train`` that start it on each node.
+
+    ``rate`` is the measured tokens (or images) per second and GPU; 0: the recipe's reference.
+    """
 
     recipe: Recipe
     stall_timeout: int = 1800
+    rate: float = 0.0
 
     @property
     def nodes(self) -> int:
@@ -52,6 +56,33 @@ class Plan:
     def checkpoint_interval(self) -> int:
         """The steps between two checkpoints; 0 if none are written."""
         return self.recipe.find(self.recipe.knows.key("checkpoint"), 0)
+
+    @cached_property
+    def step_seconds(self) -> float | None:
+        """The seconds of a step at the rate measured for the recipe on one node; None if none was measured."""
+        rate = self.rate or self.recipe.find("validation.throughput", 0.0)
+        unit = 1 if self.recipe.architecture.family == "flux" else self.recipe.seq_len
+        return self.recipe.global_batch * unit / (rate * self.recipe.world_size) if rate else None
+
+    def warnings(self, limit: float | None = None) -> list[str]:
+        """Return sentences about a job that does not fit its options. ``limit``: the seconds that it may run."""
+        steps, every, key = self.recipe.steps, self.checkpoint_interval, self.recipe.knows.key("checkpoint")
+        sentences = []
+        if every >= steps:
+            sentences.append(
+                f"a checkpoint is due every {every} steps, and the job ends at step {steps}: {key} or --steps"
+            )
+        if limit is None or self.step_seconds is None:
+            return sentences
+        needed = self.step_seconds * steps
+        if needed > limit:
+            then = "the job is cut off and continues from a checkpoint" if 0 < every < steps else "the job never ends"
+            sentences.append(f"{steps} steps take about {span(needed)}, and the limit is {span(limit)}: {then}")
+        elif needed < limit / 4:
+            sentences.append(
+                f"{steps} steps take about {span(needed)} of the {span(limit)}: --train-for {span(limit)} uses them"
+            )
+        return sentences
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -96,16 +127,43 @@ class Plan:
         has = gpu_bytes(recipe.gpu)
         of = f" of {has / 2**30:.0f}" if has else ""
         memory = f"{self.memory / 2**30:.1f}{of} GiB per GPU, predicted" if self.memory is not None else "not predicted"
-        every = self.checkpoint_interval
+        every, seconds = self.checkpoint_interval, self.step_seconds
         return [
             f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}",
             f"nodes        {self.nodes} × {self.ranks} ranks = {recipe.world_size}",
             f"mesh         {mesh}",
             f"step         {recipe.global_batch:,} {unit}{tokens}; gradient accumulation {recipe.accumulation}",
             f"memory       {memory}",
+            *([f"time         {recipe.steps} steps in about {span(seconds * recipe.steps)}"] if seconds else []),
             f"checkpoints  every {every} steps" if every else
             f"checkpoints  none: a restarted job begins at step 1 ({recipe.knows.key('checkpoint')}=N writes them)",
         ]  # fmt: skip
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a duration such as ``90m``, ``12h`` or ``2d``. Raises ValueError for any other text."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise ValueError(f"must be a duration such as 90m, 12h or 2d, not {text[:40]!r}")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def span(seconds: float) -> str:
+    """Return a duration in its largest unit, as :func:`seconds_of` reads it."""
+    unit, size = next((pair for pair in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * pair[1]), ("s", 1))
+    return f"{seconds / size:.3g}{unit}"
+
+
+# In bash: sets RESUME_FROM to the newest whole checkpoint of the attempts in $run. The last step's is left out: what is
+# repeated after the one before it is judged.
+NEWEST = """\
+newest=0
+for folder in "$run"/attempt-*/checkpoint/step-*; do
+    [[ -f $folder/.metadata && -f $folder/recipe.json ]] || continue
+    step=${folder##*/step-}
+    if ((step < steps && step > newest)); then newest=$step RESUME_FROM=$folder; fi
+done
+"""
 
 
 def vendor(gpu: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from primus.errors import HostError, InputError
-from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
+from primus.launch.plan import EXAMPLE_IMAGE, NEWEST, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
@@ -80,6 +80,17 @@ class Site:
             raise InputError(f"--port: {self.port} is not a port", hint="at most 65535")
 
 
+def limit_of(text: str) -> float | None:
+    """Return the seconds of a time limit as Slurm reads it; None for a text that is none."""
+    if not _TIME.fullmatch(text):
+        return None
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    # The first part is hours after days or of three parts, and minutes otherwise.
+    sizes = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * size for part, size in zip(parts, sizes, strict=False))
+
+
 def container_here() -> Container:
     """Return the container runtime of this cluster: pyxis if srun supports it, else the first installed program."""
     if srun := shutil.which("srun"):
@@ -109,8 +120,8 @@ def script(plan: Plan, site: Site) -> str:
     head = [*(f"#SBATCH {option}" for option in (*flags, *site.extra)), "#", *(f"# {line}" for line in plan.lines())]
     body = _BODY.format(
         steps=plan.recipe.steps, restarts=site.restarts, root=shlex.quote(str(site.output)),
-        resume=shlex.quote(site.resume_from) if site.resume_from else "", port=site.port or "$(free_port)",
-        task=_task(plan, site), srun=_srun(plan, site),
+        resume=shlex.quote(site.resume_from) if site.resume_from else "", newest=NEWEST,
+        port=site.port or "$(free_port)", task=_task(plan, site), srun=_srun(plan, site),
     )  # fmt: skip
     return "\n".join(["#!/bin/bash", *head, "", *exports, body])
 
@@ -148,16 +159,9 @@ MASTER_ADDR=$(address "${{nodes[0]}}")
 MASTER_PORT={port}
 NODE_ADDRESSES=$(for node in "${{nodes[@]}}"; do address "$node"; done | tr '\\n' ' ')
 
-# A restarted job continues from the newest whole checkpoint of its earlier attempts. The last step's is left out: what
-# is repeated after the one before it is judged.
-newest=0
+# A restarted job continues from the newest whole checkpoint of its earlier attempts.
 export RESUME_FROM={resume}
-for folder in "$run"/attempt-*/checkpoint/step-*; do
-    [[ -f $folder/.metadata && -f $folder/recipe.json ]] || continue
-    step=${{folder##*/step-}}
-    if ((step < steps && step > newest)); then newest=$step RESUME_FROM=$folder; fi
-done
-say "job $SLURM_JOB_ID, attempt $attempt, nodes ${{nodes[*]}}, meeting at $MASTER_ADDR:$MASTER_PORT"
+{newest}say "job $SLURM_JOB_ID, attempt $attempt, nodes ${{nodes[*]}}, meeting at $MASTER_ADDR:$MASTER_PORT"
 [[ -z $RESUME_FROM ]] || say "continuing from $RESUME_FROM"
 
 requeue() {{

@@ -148,6 +148,21 @@ def gid_index(host: Host, port: Path) -> int | None:
     return next(routed, usable[0] if usable else None)
 
 
+def variables(host: Host) -> dict[str, str]:
+    """Return the variables that make NCCL and RCCL use the ports that can be used; empty without such a port.
+
+    A variable that the user has set, and a GID index on which the ports do not agree, are left out.
+    """
+    ports = {port: _port(host, port) for card in devices(host) for port in sorted((card / "ports").glob("*"))}
+    usable = {port: index for port, index in ports.items() if isinstance(index, str)}
+    if not usable or any(_rights(host)):
+        return {}
+    chosen = {"NCCL_IB_HCA": "=" + ",".join(f"{port.parents[1].name}:{port.name}" for port in usable)}
+    if len(indices := {*usable.values()} - {""}) == 1:
+        chosen["NCCL_IB_GID_INDEX"] = indices.pop()
+    return {name: text for name, text in chosen.items() if name not in host.environment}
+
+
 def _advice(host: Host, ports: list[Path]) -> str:
     indices = {_port(host, port) for port in ports} - {""}
     if len(indices) == 1 and isinstance(index := indices.pop(), str):

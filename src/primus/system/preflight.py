@@ -368,6 +368,26 @@ def preflight(host: Host) -> list[Finding]:
     return findings
 
 
+def expected(host: Host, gpus: int | None, gpu: str | None, nics: int | None) -> Iterator[Finding]:
+    """Check the numbers of GPUs and RDMA devices, and the generation of the GPUs, if they are not None.
+
+    A machine without a GPU is a problem unless ``gpus`` is 0: nothing shows that a job on GPUs would run.
+    """
+    there, cards = host.gpus.names, fabric.devices(host)
+    if not there and gpus is None:
+        remedy = "start the container with the GPUs' devices; --expect 0 is for a machine that has none"
+        yield failed("gpus", f"{_NO_GPU}, or its driver does not run", remedy)
+    if gpus is not None and len(there) != gpus:
+        remedy = "sudo dmesg | grep -i -e amdgpu -e NVRM; lspci shows the GPUs on the bus"
+        yield failed("expected GPUs", f"{len(there)} of {gpus} can be used", remedy)
+    if gpu is not None and there and host.gpus.generation != gpu:
+        yield failed("expected GPUs", f"{host.gpus.sentence()}, not {gpu}", "leave the node out, or correct --gpu")
+    if nics is not None and len(cards) != nics:
+        names = ", ".join(card.name for card in cards) or "none"
+        remedy = "sudo dmesg | grep -i -e mlx5 -e bnxt -e ionic; lspci shows the devices on the bus"
+        yield failed("expected RDMA", f"{len(cards)} of {nics} devices have a driver: {names}", remedy)
+
+
 def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
     """Measure the speed of writing and syncing a file in ``folder``, which is the speed of a checkpoint."""
     path = folder / f".primus-preflight-{time.monotonic_ns()}"

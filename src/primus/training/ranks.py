@@ -16,6 +16,7 @@ from primus.errors import InputError
 from primus.recipes.choose import CPU
 from primus.recipes.rules import rules_of
 from primus.system import fabric
+from primus.system.host import Host
 from primus.training import identity
 from primus.training.backend import backend_of
 from primus.training.job import Job
@@ -160,6 +161,8 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
         if interface := fabric.interface_towards(inherited.get("MASTER_ADDR", "")):
             variables.setdefault("NCCL_SOCKET_IFNAME", interface)
             variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if job.recipe.gpu != CPU:
+            variables |= fabric.variables(Host(environment=variables))
         # The format that torch uses for tracebacks. By default, every line begins with the name of torchrun's role.
         variables.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
     if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,7 @@ def test_options_reach_the_job() -> None:
     text = json.dumps(objects)
     assert objects[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     for part in ('"suspend": true', '"secretKeyRef": {"name": "hf", "key": "key"}', '"rdma/hca": 8', '"74a1"',
-                 '"claimName": "runs"', "--resume-from /workspace/runs/x"):  # fmt: skip
+                 '"claimName": "runs"', "RESUME_FROM=/workspace/runs/x"):  # fmt: skip
         assert part in text
 
 
@@ -235,6 +238,101 @@ def test_a_recipe_of_the_user_reaches_the_pods(tmp_path: Path, monkeypatch: pyte
     there = resolve(f"{tmp_path}/pod/mine.yaml", (), Choices(gpu="mi300x"))
     assert there.settings["torchtitan.optimizer.lr"].value == 0.125
     assert there.settings["description"].value == "it's $(HOME) and $HOME"
+
+
+# Trains as a rank does: meets the others, takes 20 steps with them, saves every fifth, and ends on a noted failure.
+TRAIN = """\
+#!%s
+import os, sys, time
+from pathlib import Path
+words = sys.argv
+out, node = Path(words[words.index("--output") + 1]), os.environ["JOB_COMPLETION_INDEX"]
+start = int(words[words.index("--resume-from") + 1].rpartition("-")[2]) if "--resume-from" in words else 0
+if os.environ.get("BROKEN"):
+    sys.exit(1)
+for step in range(start, 21):
+    here = out / f"node-{node}" / f"step-{step}"
+    here.parent.mkdir(parents=True, exist_ok=True)
+    here.touch(exist_ok=False)
+    while len([*out.glob(f"node-*/step-{step}")]) < 2:
+        if [*out.glob("cache/failures/*.json")]:
+            sys.exit(1)
+        time.sleep(0.01)
+    time.sleep(0.03)
+    if step %% 5 == 0 and step > start and node == "0":
+        (out / f"checkpoint/step-{step}").mkdir(parents=True)
+        for name in ("recipe.json", ".metadata"):
+            (out / f"checkpoint/step-{step}" / name).touch()
+"""
+
+
+class Pods:
+    """The pods of a job of two nodes as Kubernetes runs them: each that fails is started again."""
+
+    def __init__(self, folder: Path) -> None:
+        plan = Plan(recipe=resolve("llama3.1-8b", ("steps=20",), Choices(nodes=2, gpu="mi300x")))
+        pod = pod_of(manifests(plan, Cluster(image="a/b:c", name="x", claim="runs")))
+        script = pod["spec"]["containers"][0]["command"][2].replace("$$(", "$(")
+        self.script = script.replace("/workspace/runs", str(folder)).replace("sleep 2", "sleep 0.1")
+        self.run = folder / "x-1"
+        (folder / "bin").mkdir()
+        (folder / "bin/primus").write_text(TRAIN % sys.executable)
+        (folder / "bin/primus").chmod(0o755)
+        self.environment = {**os.environ, "RUN_ID": "1", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+
+    def start(self, node: int) -> subprocess.Popen[bytes]:
+        environment = {**self.environment, "JOB_COMPLETION_INDEX": str(node)}
+        return subprocess.Popen(["bash", "-c", self.script], env=environment, start_new_session=True)
+
+    def ended(self, kills: list[tuple[int, int, str]]) -> list[int]:
+        """Run until both have succeeded; (node, signal, file) kills the pod of a node when the file exists."""
+        pods, codes, deadline = {node: self.start(node) for node in (0, 1)}, [], time.monotonic() + 60
+        while pods:
+            assert time.monotonic() < deadline, "the pods wait for each other"
+            for node, pod in list(pods.items()):
+                if (code := pod.poll()) is not None:
+                    codes.append(code)
+                    pods.pop(node)
+                    if code:
+                        pods[node] = self.start(node)
+            if kills and (self.run / kills[0][2]).exists():
+                node, number, _ = kills.pop(0)
+                os.killpg(pods[node].pid, number)
+            time.sleep(0.02)
+        return codes
+
+
+def test_a_job_whose_pods_are_killed_continues_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    pods = Pods(tmp_path)
+    kills = [
+        (1, signal.SIGKILL, "attempt-0/node-1/step-12"), (0, signal.SIGKILL, "attempt-1/node-0/step-16"),
+        (0, signal.SIGTERM, "attempt-2/node-0/step-17"),
+    ]  # fmt: skip
+    codes = pods.ended(kills)
+    assert not kills
+    assert codes.count(0) == 2
+    assert 2 not in codes
+    text = [(pods.run / f"turn-{turn}/resume").read_text().rpartition("/x-1/")[2].strip() for turn in range(4)]
+    assert text == ["from", *(f"attempt-{n}/checkpoint/step-{step}" for n, step in ((0, 10), (1, 15), (1, 15)))]
+    # A pod that comes back after the end has nothing to do.
+    assert pods.start(1).wait(10) == pods.start(0).wait(10) == 0
+
+
+def test_a_job_without_progress_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BROKEN", "1")
+    pods = Pods(tmp_path)
+    codes = []
+    for _ in range(4):
+        both = [pods.start(1), pods.start(0)]
+        codes.append(both[1].wait(10))
+        if codes[-1] == 2:
+            os.killpg(both[0].pid, signal.SIGKILL)
+        both[0].wait(10)
+    assert codes == [1, 1, 1, 2]
+
+
+def test_without_a_claim_nothing_starts_again() -> None:
+    assert [made(**options)[-1]["spec"]["backoffLimit"] for options in ({}, {"claim": "runs"})] == [0, 40]
 
 
 def test_a_recipe_of_the_image_given_by_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

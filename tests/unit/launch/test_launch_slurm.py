@@ -215,3 +215,35 @@ def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:
     )
     assert "ended" in said.stdout
     assert "the job was told to end; requeued" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--time", "12:00:00", "fsdp.training.checkpoint_interval=500"],
+            "due every 500 steps, and the job ends at step 50",
+        ),
+        (["--time", "12:00:00"], "50 steps take about 17.5m of the 12h: --train-for 12h uses them"),
+        (["--time", "0-1", "--steps", "500"], "500 steps take about 2.91h, and the limit is 60m: the job never ends"),
+        (
+            ["--time", "60", "--steps", "500", "fsdp.training.checkpoint_interval=50"],
+            "the job is cut off and continues from a checkpoint",
+        ),
+        (["--time", "2:30", "--steps", "7", "--rate", "10000"], ""),
+        (["--time", "12:00:00", "--train-for", "11h"], ""),
+        (["--train-for", "11h", "--steps", "5"], "--train-for and --steps both set the steps"),
+        (["--train-for", "11h", "--precision", "bf16", "--backend", "torchtitan"], "no rate is measured"),
+    ],
+)
+def test_a_job_that_does_not_fit_its_time_is_told(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = [] if "--backend" in words else ["--backend", "fsdp"]
+    code = main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", *backend, *words, "--dry-run"])
+    out, err = capsys.readouterr()
+    assert code == (2 if "--train-for" in words and says else 0)
+    assert says in err
+    assert bool(err) == bool(says)
+    if "11h" in words and not says:
+        assert "time         1888 steps in about 11h" in out

@@ -194,7 +194,7 @@ def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(tm
         ["bash", "--noprofile", "--norc", "-eu", "-c", script.replace("_tab;", "_tab || echo again;")],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert ended.stdout.split("\n")[:2] == [f"/opt/venv/bin:{tmp_path}:/usr/bin:/bin", "again"]
+    assert ended.stdout.split("\n")[:2] == [f"/opt/venv/bin:{tmp_path}:/usr/bin:/bin:/workspace/bin", "again"]
     assert "complete -W 'words' primus" in ended.stdout
     # Other shells read the file, too.
     subprocess.run(["dash", "-eu", str(tmp_path / "primus.sh")], env={"PATH": "/bin"}, check=True)

@@ -13,6 +13,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.system.banner import lacking
+from primus.system.fabric import variables
 from primus.system.host import Host
 from primus.system.preflight import CHECKS, preflight
 
@@ -303,6 +304,50 @@ def test_the_entry_says_that_there_is_no_device(tmp_path: Path) -> None:
         "  ! gpus: none found; the image is for AMD Instinct MI355X → on the host: sudo modprobe amdgpu"
     )
     assert "--gpus all" in lacking({"target": "h200"}, host)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "change", "words", "said"),
+    [
+        (8, None, [], ""),
+        (8, None, ["--expect", "8", "--gpu", "mi300x", "--expect-nics", "2"], ""),
+        (8, "one lost", ["--expect", "8"], "7 of 8 can be used"),
+        (8, "no driver", ["--expect", "8"], "8 of 8 GPUs on the PCI bus have no driver"),
+        (8, None, ["--gpu", "mi325x"], "MI300X (gfx942), not mi325x"),
+        (8, None, ["--expect-nics", "3"], "2 of 3 devices have a driver: mlx5_0, mlx5_1"),
+        (0, None, [], "no GPU on this machine, or its driver does not run"),
+        (0, None, ["--expect", "8"], "0 of 8 can be used"),
+        (0, None, ["--expect", "0"], ""),
+    ],
+)
+def test_ready_needs_proof(
+    gpus: int, change: str | None, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    machine = Machine(tmp_path, gpus)
+    if change:
+        FAULTS[change][0](machine)
+    plain = Host
+    monkeypatch.setattr(
+        "primus.cli.image.preflight.Host", lambda **of: plain(**of, space=machine.space, environment={})
+    )
+    page = tmp_path / "page.html"
+    code = main(["preflight", "--quick", "--root", str(tmp_path), "--output", "/runs", "--html", str(page), *words])
+    out = capsys.readouterr().out
+    assert code == bool(said), out
+    assert said in " ".join(out.split())
+    assert ("the node is ready" in page.read_text()) == (not said)
+
+
+def test_the_ports_that_can_be_used_are_the_jobs(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    both = {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1", "NCCL_IB_GID_INDEX": "3"}
+    assert variables(Host(root=tmp_path, environment={})) == both
+    assert variables(Host(root=tmp_path, environment={"NCCL_IB_HCA": "mlx5"})) == {"NCCL_IB_GID_INDEX": "3"}
+    machine.write("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")
+    assert variables(Host(root=tmp_path, environment={}))["NCCL_IB_HCA"] == "=mlx5_1:1"
+    machine.remove("dev/infiniband")
+    assert variables(Host(root=tmp_path, environment={})) == {}
 
 
 SPOILED = ("", "\0\x1b[2J\n::", "9" * 5000, "ue: N/A\nce: x", "x" * 100_000)

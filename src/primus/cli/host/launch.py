@@ -16,11 +16,26 @@ from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
 from primus.launch import kubernetes, slurm
-from primus.launch.plan import Plan
+from primus.launch.plan import Plan, seconds_of
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 
 _EXAMPLE = "primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run"
+
+
+def _duration(text: str) -> float:
+    try:
+        return seconds_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _rate(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text[:40]!r}")
+    return float(text)
+
+
 # Of every scheduler.
 _COMMON = (
     *RECIPE,
@@ -32,6 +47,8 @@ _COMMON = (
         "--mount", action="append", default=[], type=path("--mount"), metavar="DIR", help="folder to mount; repeatable"
     ),
     option("--resume-from", default="", metavar="DIR", help="checkpoint or run, as the nodes see it"),
+    option("--train-for", type=_duration, metavar="TIME", help="steps for this long at the measured rate, such as 12h"),
+    option("--rate", type=_rate, default=0.0, metavar="N", help="tokens (or images) per second and GPU, as measured"),
     option("--stall-timeout", type=whole(least=0), default=1800, metavar="S", help="as for `train` (default: 1800)"),
     flag("--dry-run", "print what would be submitted or deleted, and do nothing"),
     JSON,
@@ -85,6 +102,7 @@ _KUBERNETES = group(
     _text("--cpu", "CPUs of each node, for example 96"),
     _text("--memory", "memory of each node, for example 1024Gi"),
     _text("--shm", "size of /dev/shm (default: 64Gi)", default="64Gi"),
+    _number("--restarts", "times to start again; needs --claim (default: 20)", 20, "N"),
     _number("--ttl", "seconds to keep a finished job (default: 86400)", 86400, "S"),
 )
 
@@ -128,7 +146,7 @@ def launch(args: argparse.Namespace) -> int:
 
     `slurm` renders a batch script and submits it. One task per node runs `primus train`; the first node hosts the
     rendezvous. A job that is preempted or loses a node returns to the queue and continues from its newest checkpoint.
-    `k8s` renders a Job and its Service, and creates them with kubectl.
+    `k8s` renders a Job and its Service, and creates them with kubectl. With --claim, it continues in the same way.
     `k8s status|logs|delete NAME` and `k8s nodes` show or change the cluster with kubectl.
     The plan is shown before anything is submitted: nodes, mesh, tokens per step. --dry-run prints what would be
     submitted, --json prints one JSON document. With --wait, the exit code is that of the job.
@@ -152,14 +170,14 @@ def _kubernetes(args: argparse.Namespace) -> int:
         image=args.image, name=args.name, namespace=args.namespace, queue=args.queue,
         claim=args.claim, token_secret=args.hf_token_secret, pull_secret=args.pull_secret, rdma=args.rdma,
         host_network=args.host_network, cpu=args.cpu, memory=args.memory, shm=args.shm, ttl=args.ttl,
+        restarts=args.restarts,
         selector=tuple(args.node_selector), environment=tuple(args.env), resume_from=args.resume_from,
     )  # fmt: skip
     if args.mount:
         raise InputError(
             "--mount: a node's folders are not mounted into pods", hint="--claim NAME mounts a volume claim"
         )
-    plan = Plan(recipe=_recipe(args, here=False), stall_timeout=args.stall_timeout)
-    refuse_tuning(plan.recipe, args.env)
+    plan = _plan(args, here=False)
     objects = kubernetes.manifests(plan, site)
     if args.dry_run:
         if args.json:
@@ -177,6 +195,28 @@ def _kubernetes(args: argparse.Namespace) -> int:
     else:
         print(f"applied job {name} in namespace {site.namespace}")
     return 0
+
+
+def _plan(args: argparse.Namespace, *, here: bool = True) -> Plan:
+    """Plan the job. With --train-for, its steps are those that the time holds."""
+
+    def plan() -> Plan:
+        return Plan(recipe=_recipe(args, here=here), stall_timeout=args.stall_timeout, rate=args.rate)
+
+    planned = plan()
+    refuse_tuning(planned.recipe, args.env)
+    limit = slurm.limit_of(args.time) if args.system == "slurm" else None
+    if args.train_for is not None:
+        if args.steps is not None:
+            raise InputError("--train-for and --steps both set the steps", hint="leave one out")
+        if planned.step_seconds is None:
+            hint = f"--rate N; primus train {planned.recipe.name} --steps 20 prints it on a node"
+            raise InputError(f"--train-for: no rate is measured for {planned.recipe.name} there", hint=hint)
+        args.steps = max(1, int(args.train_for / planned.step_seconds))
+        planned = plan()
+    for sentence in planned.warnings(limit):
+        print(f"primus launch: {sentence}", file=sys.stderr)
+    return planned
 
 
 def _recipe(args: argparse.Namespace, *, here: bool = True) -> Recipe:
@@ -200,8 +240,7 @@ def _recipe(args: argparse.Namespace, *, here: bool = True) -> Recipe:
 
 
 def _slurm(args: argparse.Namespace) -> int:
-    plan = Plan(recipe=_recipe(args), stall_timeout=args.stall_timeout)
-    refuse_tuning(plan.recipe, args.env)
+    plan = _plan(args)
     site = slurm.Site(
         container=args.container or (slurm.container_here() if args.image else "none"),
         image=args.image, output=args.output.absolute(), name=args.name, partition=args.partition,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from primus.cli.verb import JSON, flag, option, print_json, verb
+from primus.cli.image.common import choice
+from primus.cli.verb import JSON, flag, option, print_json, verb, whole
 from primus.errors import InputError
 from primus.files import write_file
+from primus.recipes.choose import among, values_of
 from primus.system import nodes, speed
 from primus.system import preflight as checks
 from primus.system.host import Finding, Host, name_here
@@ -17,6 +19,9 @@ from primus.terminal import Screen, counted
 @verb(
     flag("--quick", "only read files of the kernel; measure nothing"),
     flag("--benchmark", "also measure the GPUs"),
+    option("--expect", type=whole(least=0), metavar="N", help="GPUs that the machine must have"),
+    choice("gpu", "generation that its GPUs must be of"),
+    option("--expect-nics", type=whole(least=0), metavar="N", help="RDMA devices that the machine must have"),
     option("--root", type=Path, default=Path("/"), metavar="DIR", help="root folder of the machine (default: /)"),
     option("--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"),
     option(
@@ -29,7 +34,7 @@ from primus.terminal import Screen, counted
     ),
     option("--html", type=Path, metavar="FILE", help="write the verdict as an HTML page"),
     JSON,
-    example="primus preflight --quick",
+    example="primus preflight --quick --expect 8 --gpu mi300x",
 )
 def preflight(options: argparse.Namespace) -> int:
     """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
@@ -38,6 +43,7 @@ def preflight(options: argparse.Namespace) -> int:
     Without it, the write speed of the output folder is also measured. --benchmark also measures the GPUs: matrix
     products, memory, all-reduce, all-to-all.
     --nodes compares the documents that several nodes wrote with --json.
+    --expect, --gpu and --expect-nics say what the machine must have. Without --expect, it must have a GPU.
     Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
     """
     if options.nodes:
@@ -48,7 +54,9 @@ def preflight(options: argparse.Namespace) -> int:
     if options.benchmark and (options.quick or not here):
         raise InputError(f"--benchmark cannot be used with {'--quick' if options.quick else '--root'}")
     host = Host(root=options.root, output=options.output.absolute())
-    findings = checks.preflight(host)
+    if options.gpu is not None:
+        among("GPU", options.gpu, values_of("gpu"), f"--gpu {options.gpu}")
+    findings = [*checks.preflight(host), *checks.expected(host, options.expect, options.gpu, options.expect_nics)]
     measurements: list[speed.Measurement] = []
     if not options.quick and here:
         folder = next(path for path in (host.output, *host.output.parents) if path.is_dir())

@@ -122,7 +122,7 @@ class Plan:
         """Return the plan as text, one line per subject."""
         recipe = self.recipe
         mesh = " × ".join(f"{name} {degree}" for name, degree in self.mesh.items())
-        unit = "images" if recipe.architecture.family == "flux" else "sequences"
+        unit = "images" if recipe.architecture.of_images else "sequences"
         tokens = "" if unit == "images" else f", {recipe.global_batch * recipe.seq_len:,} tokens"
         has = gpu_bytes(recipe.gpu)
         of = f" of {has / 2**30:.0f}" if has else ""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
+from primus.recipes.family import families, family, weights_of
 from primus.recipes.setting import Value, bounded
 from primus.yamlfile import flat
 
@@ -81,13 +83,15 @@ class DiffusionTransformer:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The sizes of one model.
+    """The sizes of one model. Which of them a family has, and with which values, is in ``families/``.
 
-    ``head_dim`` 0 means hidden_size ÷ heads; ``window`` 0 means full causal attention; ``vocab_size`` is the number of
-    rows of the embedding. Sizes count elements; ``max_seq_len`` and ``window`` count tokens.
+    ``qkv_bias``: the projections to queries, keys and values have biases. ``qk_norm``: each head of queries and of keys
+    is normalized before it is rotated. ``head_dim`` 0 means hidden_size ÷ heads; ``window`` 0 means full causal
+    attention; ``vocab_size`` is the number of rows of the embedding. Sizes count elements; ``max_seq_len`` and
+    ``window`` count tokens.
     """
 
-    family: Literal["llama2", "llama3", "mistral", "mixtral", "qwen2", "deepseek_v2", "deepseek_v3", "flux"]
+    family: str = field(metadata={"choices": families()})
     hf_repo: str = ""
     layers: int = bounded(0, "[1, 1048576]")
     hidden_size: int = bounded(0, "[1, 1048576]")
@@ -101,6 +105,7 @@ class Architecture:
     norm_eps: float = bounded(1e-5, "(0, 1)")
     tied_embeddings: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
     window: int = bounded(0, "[0, inf)")
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     moe: MixtureOfExperts = field(default_factory=MixtureOfExperts)
@@ -119,10 +124,10 @@ class Architecture:
             size = max(1, self.hidden_size // self.heads) * self.heads
             hint = f"model.hidden_size={size}, or name model.head_dim"
             yield "hidden_size", f"{self.hidden_size} is not divisible by {self.heads} heads", hint
-        if self.family == "flux" and self.hidden_size not in (0, self.heads * self.head_size):
+        if self.of_images and self.hidden_size not in (0, self.heads * self.head_size):
             why = f"{self.hidden_size} is not {self.heads} heads of {self.head_size}"
             yield "hidden_size", why, f"model.hidden_size={self.heads * self.head_size}"
-        if self.family != "flux" and self.heads % self.kv_heads:
+        if not self.of_images and self.heads % self.kv_heads:
             hint = f"model.kv_heads={math.gcd(self.heads, self.kv_heads)}"
             yield "heads", f"{self.heads} is not divisible by {self.kv_heads} heads of keys and values", hint
         latent = self.mla.kv_lora_rank > 0
@@ -136,9 +141,9 @@ class Architecture:
 
     def _needed(self) -> Iterator[tuple[str, str]]:
         """Yield the keys of sizes that this kind of model requires, and the setting that requires each."""
-        if self.family == "flux":
+        if self.of_images:
             sizes = ("double_layers", "single_layers", "in_channels", "text_dim", "pooled_dim", "image_size")
-            yield from [("heads", ""), *((f"dit.{size}", "model.family is flux") for size in sizes)]
+            yield from [("heads", ""), *((f"dit.{size}", f"model.family is {self.family}") for size in sizes)]
         else:
             yield from ((size, "") for size in ("heads", "layers", "hidden_size", "kv_heads", "ffn_size", "vocab_size"))
         if self.moe.experts:
@@ -150,9 +155,29 @@ class Architecture:
             yield "rope_scaling.original_max_position", f"model.rope_scaling.kind is {kind}"
 
     @property
+    def of_images(self) -> bool:
+        """Whether the model makes images, and is no language model."""
+        return family(self.family).images
+
+    @property
     def head_size(self) -> int:
         """Elements of one attention head."""
         return self.head_dim or self.hidden_size // max(1, self.heads)
+
+    @property
+    def query_size(self) -> int:
+        """Elements of one head of queries."""
+        return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim if self.mla.kv_lora_rank else self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Elements of one head of values."""
+        return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_size
+
+    @property
+    def sparse_layers(self) -> int:
+        """The number of layers with experts."""
+        return self.layers - self.moe.dense_layers if self.moe.experts else 0
 
 
 def architecture(section: Mapping[str, Value]) -> Architecture:
@@ -193,24 +218,22 @@ class Size:
     embedding: int
 
 
+@cache
 def size(model: Architecture) -> Size:
     """Count the parameters of ``model``. Balancing biases of routers are included, as in published totals."""
-    if model.family == "flux":
+    if model.of_images:
         count = _diffusion(model)
         return Size(total=count, active=count, embedding=0)
-    width, moe = model.hidden_size, model.moe
-    embedding = model.vocab_size * width
-    ends = width + embedding * (1 if model.tied_embeddings else 2)
-    every_layer = model.layers * (_attention(model) + 2 * width)
-    sparse = model.layers - moe.dense_layers if moe.experts else 0
-    dense = (model.layers - sparse) * 3 * width * model.ffn_size
-    router = width * moe.experts + (moe.experts if moe.score == "sigmoid" else 0)
-    expert = 3 * width * moe.ffn_size
-    always = ends + every_layer + dense + sparse * (router + moe.shared_experts * expert)
+    sparse, moe = model.sparse_layers, model.moe
+    copies = {"outer": 1, "layer": model.layers, "dense": model.layers - sparse, "sparse": sparse}
+    total = active = 0
+    for part, count in copies.items():
+        for weight in weights_of(model, part) if count else ():
+            every = count * math.prod(weight.sizes(model))
+            total += every * (moe.experts if "{}" in weight.name else 1)
+            active += every * (moe.top_k if "{}" in weight.name else 1)
     return Size(
-        total=always + sparse * moe.experts * expert,
-        active=always + sparse * moe.top_k * expert,
-        embedding=0 if model.tied_embeddings else embedding,
+        total=total, active=active, embedding=0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     )
 
 
@@ -219,18 +242,6 @@ def readable(count: int) -> str:
     unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
     value = count / scale
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-
-
-def _attention(model: Architecture) -> int:
-    width, heads, mla = model.hidden_size, model.heads, model.mla
-    if mla.kv_lora_rank:
-        query_dim = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        query = (width + 1 + query_dim) * mla.q_lora_rank if mla.q_lora_rank else width * query_dim
-        key_value = width * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
-        expanded = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return query + key_value + expanded + heads * mla.v_head_dim * width
-    outer, inner = heads * model.head_size, model.kv_heads * model.head_size
-    return 2 * width * (outer + inner) + ((outer + 2 * inner) if model.qkv_bias else 0)
 
 
 def _diffusion(model: Architecture) -> int:

@@ -14,22 +14,6 @@ _FILE = Path(__file__).with_name("backends.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """The fields of some model families that a backend supports. Keys omit the prefix ``model.``.
-
-    The comments in ``backends.yaml`` explain the fields.
-    """
-
-    families: Sequence[str]
-    latent: bool = False
-    fields: Sequence[str]
-    values: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
-    equal: Mapping[str, str] = field(default_factory=dict)
-    whole: Sequence[str] = ()
-    linears: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Backend:
     """One backend. Keys omit the backend's name. The comments in ``backends.yaml`` explain the fields."""
 
@@ -40,7 +24,6 @@ class Backend:
     keys: Mapping[str, str]
     degrees: Mapping[str, str]
     owned: Mapping[str, str]
-    models: tuple[Model, ...]
     memory_error: float
     judged: tuple[str, ...]
     unmodelled: tuple[str, ...] = ()
@@ -67,7 +50,6 @@ def backends() -> Mapping[str, Backend]:
     table = {}
     for name, entry in content.items():
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-        fields["models"] = tuple(Model(**row) for row in entry["models"])  # type: ignore[attr-defined]
         table[name] = Backend(name=name, **fields)  # type: ignore[arg-type]
     return table
 

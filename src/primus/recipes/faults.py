@@ -1,22 +1,21 @@
 """What a recipe asks for and its backend cannot do: layouts that do not divide, and fields of a model that it lacks.
 
-World size, parallel degrees, sizes and batches must be divisible by each other. ``backends.yaml`` lists, for each
-family, which fields of a model's description may differ from their default, which values some fields may have, and
-which fields must be equal, so that no field is silently dropped. Fields without effect (``moe.top_k`` of a dense model)
-are refused as well.
+World size, parallel degrees, sizes and batches must be divisible by each other. ``families/`` lists which fields of a
+model's description a family has, with which values, and which of them a backend lacks, so that no field is silently
+dropped. Fields without effect (``moe.top_k`` of a dense model) are refused as well.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from typing import cast
 
-from primus.recipes.backends import Model, backends
+from primus.recipes.family import Family, Support, families, family
 from primus.recipes.recipe import Recipe
 from primus.recipes.schema import model_rules
-from primus.recipes.setting import Value
-from primus.yamlfile import spell
+from primus.recipes.setting import Value, interval
+from primus.yamlfile import Scalar, spell
 
 # The key of the wrong setting, the reason, and a remedy.
 Fault = tuple[str, str, str | None]
@@ -86,7 +85,7 @@ def _sizes(recipe: Recipe) -> Iterator[Fault]:
     if stages > max(1, model.layers):
         wrong = _asked(recipe, _degree(recipe, "pp"), "model.layers")
         yield wrong, f"model.layers = {model.layers} is fewer than PP stages = {stages}", f"pp={model.layers}"
-    if model.family == "flux":
+    if model.of_images:
         return
     length, parts = recipe.seq_len, tensor * context * (2 if context > 1 else 1)
     if model.max_seq_len and length > model.max_seq_len:
@@ -113,42 +112,41 @@ def _batch(recipe: Recipe) -> Iterator[Fault]:
 
 
 def model_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield each field of the model that the recipe's backend does not support: its key, the reason and a remedy."""
+    """Yield each field of the model that its family or the recipe's backend lacks: its key, the reason and a remedy."""
     rules = model_rules()
     values = {key: rule.default for key, rule in rules.items()} | recipe.section("model")
     changed = [key for key, rule in rules.items() if values[key] != rule.default]
+    known = family(recipe.architecture.family)
     yield from _idle(recipe, values, changed)
-    row = _row(recipe.knows.models, values)
+    row = known.backends.get(recipe.backend)
     if row is None:
-        yield _no_model(recipe, values)
+        hint = f"--backend {' or '.join(known.backends)}" if known.backends else None
+        yield "model.family", f"{recipe.backend} has no model of the family {known.name}", hint
         return
+    yield from _foreign(known, values)
     active = [key for key in changed if values.get(_SWITCHES.get(key.partition(".")[0], ""), True) not in _OFF]
-    yield from _dropped(recipe, row, values, active)
+    yield from _dropped(recipe, known, values, active)
     yield from _limited(recipe, row, values, active)
 
 
-def _row(rows: tuple[Model, ...], values: Mapping[str, Value]) -> Model | None:
-    latent = bool(values["mla.kv_lora_rank"])
-    return next((row for row in rows if values["family"] in row.families and row.latent == latent), None)
+def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
+    """Yield fields whose values no model of the family has."""
+    for key, rule in model_rules().items():
+        only, value = known.allowed(key, cast(Scalar, rule.default)), values[key]
+        if only and value not in only:
+            others = [name for name in families() if family(name).may_have(key, cast(Scalar, value))]
+            amount = f"have {' or '.join(map(spell, only))}, not {spell(value)}" if known.has(key) else f"have no {key}"
+            other = f", or another model.family: {', '.join(others)}" if others else ""
+            yield f"model.{key}", f"models of the family {known.name} {amount}", f"model.{key}={spell(only[0])}{other}"
+    for key, limits in known.limits.items():
+        value = values[key]
+        if isinstance(value, int | float) and (objection := interval(limits).objection(value, lambda _key: None)):
+            yield f"model.{key}", f"{objection[0]} in the family {known.name}", None
 
 
-def _no_model(recipe: Recipe, values: Mapping[str, Value]) -> Fault:
-    family, others = values["family"], _others(recipe, values, "family")
-    hint = f"--backend {' or '.join(others)}" if others else None
-    if any(family in row.families for row in recipe.knows.models):
-        why = f"{recipe.backend} has no {family} {'with' if values['mla.kv_lora_rank'] else 'without'} latent attention"
-        return "model.mla.kv_lora_rank", why, hint
-    return "model.family", f"{recipe.backend} has no model of the family {family}", hint
-
-
-def _others(recipe: Recipe, values: Mapping[str, Value], key: str) -> list[str]:
-    """Return the other backends that support ``key`` for this family."""
-    rows = {name: _row(other.models, values) for name, other in backends().items() if name != recipe.backend}
-    return [name for name, row in rows.items() if row is not None and (key == "family" or _has(row, key))]
-
-
-def _has(row: Model, key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in row.fields)
+def _others(recipe: Recipe, known: Family, key: str) -> list[str]:
+    """Return the other backends that compute the field ``key`` of the family."""
+    return [name for name in known.backends if name != recipe.backend and known.has(key, name)]
 
 
 def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> Iterator[Fault]:
@@ -157,8 +155,6 @@ def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> It
     read = ("kind", "factor", "original_max_position", *_STRETCH.get(kind, ()))
     for key in changed:
         part, _, name = key.partition(".")
-        if part == "dit" and values["family"] != "flux":
-            yield f"model.{key}", f"has no effect on the family {values['family']}", f"remove model.{key}"
         if part == "rope_scaling" and kind in _STRETCH and name not in read:
             yield f"model.{key}", f"has no effect while model.rope_scaling.kind is {kind}", f"remove model.{key}"
         switch = _SWITCHES.get(part, key)
@@ -168,10 +164,10 @@ def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> It
             yield f"model.{key}", f"has no effect while model.{switch} is {values[switch]}", f"set model.{switch}, too"
 
 
-def _dropped(recipe: Recipe, row: Model, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
+def _dropped(recipe: Recipe, known: Family, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
     model = recipe.architecture
     for key in active:
-        if key == "family" or _has(row, key):
+        if not known.has(key) or known.has(key, recipe.backend):
             continue
         if key == "head_dim" and model.head_dim * model.heads == model.hidden_size:
             continue  # the value that every backend uses by default
@@ -180,11 +176,11 @@ def _dropped(recipe: Recipe, row: Model, values: Mapping[str, Value], active: li
 
 
 def _remedy(recipe: Recipe, values: Mapping[str, Value], key: str, value: Value) -> str:
-    others = _others(recipe, values, key)
+    others = _others(recipe, family(str(values["family"])), key)
     return f"model.{key}={spell(value)}" + (f", or --backend {' or '.join(others)}" if others else "")
 
 
-def _limited(recipe: Recipe, row: Model, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
+def _limited(recipe: Recipe, row: Support, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
     for key, allowed in row.values.items():
         switch = _SWITCHES.get(key.partition(".")[0], key)
         if (switch == key or values[switch] not in _OFF) and values[key] not in allowed:
@@ -201,8 +197,8 @@ def _limited(recipe: Recipe, row: Model, values: Mapping[str, Value], active: li
         value = values[key]
         if key in active and isinstance(value, float) and not value.is_integer():
             yield f"model.{key}", f"{recipe.backend} takes a whole number, not {value}", f"model.{key}={round(value)}.0"
-    targets = recipe.section(recipe.backend).get("lora.targets")
+    targets, linears = recipe.section(recipe.backend).get("lora.targets"), family(str(values["family"])).linears
     for name in targets if isinstance(targets, list) and recipe.mode == "lora" else ():
-        if name not in row.linears:
+        if name not in linears:
             why = f"no linear layer of the family {values['family']} is named {name!r}"
-            yield f"{recipe.backend}.lora.targets", why, f"there are: {', '.join(row.linears)}"
+            yield f"{recipe.backend}.lora.targets", why, f"there are: {', '.join(linears)}"

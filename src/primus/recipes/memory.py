@@ -142,7 +142,7 @@ def unsharded(
     """
     model, tensor, world = recipe.architecture, recipe.degree("tp"), recipe.world_size // recipe.degree("replicas")
     count = size(model)
-    if model.family == "flux":
+    if model.of_images:
         head, block = 0.0, 1.5 * count.total / (model.dit.double_layers + model.dit.single_layers)
     else:
         head = float(model.vocab_size * model.hidden_size)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from primus.errors import InputError, nearest
@@ -13,6 +14,7 @@ from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import CPU, LENGTH, choose, supported
 from primus.recipes.faults import layout_faults, model_faults
+from primus.recipes.published import kind_faults, published_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
@@ -310,10 +312,12 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
         if not weights or not _exists(folder) or not folder.is_dir():
             why = f"there is no folder {weights!r}"
             refuse(f"{knows.name}.weights", why, "name a folder of safetensors files, hf:OWNER/NAME or random")
-    for fault in model_faults(recipe):
+    for fault in chain(kind_faults(recipe), model_faults(recipe)):
         refuse(*fault)
     if (objection := recipe.architecture.objection()) is not None:
         refuse(f"model.{objection[0]}", *objection[1:])
+    for fault in published_faults(recipe):
+        refuse(*fault)
     for fault in layout_faults(recipe):
         refuse(*fault)
     tokenizer = recipe.asset("tokenizer")

@@ -127,7 +127,7 @@ def _fields(cls: type[Any], prefix: str) -> Iterator[tuple[str, Rule]]:
             literal, default = get_origin(hint) is Literal, entry.default
             rule = Rule(
                 types=frozenset({"str" if literal else hint.__name__}),
-                choices=get_args(hint) if literal else (),
+                choices=get_args(hint) if literal else entry.metadata.get("choices", ()),
                 bounds=entry.metadata.get("bounds"),
                 default=default if isinstance(default, str | int | float) else None,
             )

@@ -37,7 +37,7 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
     ``adapters`` is the number of weights that LoRA trains. The others then take 4 operations each instead of 6,
     because they have no gradient.
     """
-    if model.family == "flux":
+    if model.of_images:
         return _diffusion(model)
     count = size(model)
     products = count.active - count.embedding
@@ -97,7 +97,7 @@ def work(recipe: Recipe, facts: Mapping[str, Any]) -> Work:
     countable = recipe.mode != "lora" or trained is not None
     return Work(
         flops=of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained) if countable else None,
-        per_image=recipe.architecture.family == "flux",
+        per_image=recipe.architecture.of_images,
         precision=recipe.precision,
         device=facts.get("device"),
         gpu=facts.get("gpu"),

@@ -256,7 +256,7 @@ def shapes_of(recipe: Recipe) -> Shapes:
     """Return the sizes of ``recipe``'s micro batch on one rank."""
     model, tensor_ranks = recipe.architecture, recipe.degree("tp")
     length = recipe.seq_len
-    if model.family == "flux":
+    if model.of_images:
         # Latents of one sixteenth of the image's side, after the tokens of its text.
         length = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
     latent = model.mla.kv_lora_rank > 0
@@ -275,7 +275,7 @@ def shapes_of(recipe: Recipe) -> Shapes:
         rotated=model.mla.qk_rope_head_dim if latent else head_dim,
         vocabulary=model.vocab_size or 1024,
         window=model.window,
-        causal=model.family != "flux",
+        causal=not model.of_images,
         experts=model.moe.experts,
         top_k=model.moe.top_k,
         expert_ffn=model.moe.ffn_size,

@@ -10,6 +10,7 @@ import pytest
 from primus.errors import InputError
 from primus.recipes import resolve
 from primus.recipes.backends import backends
+from primus.recipes.family import families, family
 from primus.recipes.recipe import Recipe
 from primus.recipes.schema import Rule, model_rules
 from primus.recipes.setting import Choices
@@ -73,35 +74,47 @@ def test_a_field_that_a_backend_is_said_to_express_is_read_there(backend: str, f
     read |= {"head_dim"} if "head_size" in read else set()
     # A value that must be the only one is the library's own.
     fields = {
-        field
-        for row in backends()[backend].models
-        for field in row.fields
-        if "*" not in field and len(row.values.get(field, ())) != 1
+        key
+        for known in map(family, families())
+        for key in model_rules()
+        if backend in known.backends
+        and known.has(key, backend)
+        and len(known.backends[backend].values.get(key, known.values.get(key, ()))) != 1
+        and key.partition(".")[0] not in ("moe", "mla", "dit", "rope_scaling")
     }
     # diffusers derives its width from the heads; a recipe whose width is another one is refused.
     derived = {"hidden_size"} if backend == "flux" else set()
-    assert {field.rpartition(".")[2] for field in fields} - read - derived <= set(NO_ARGUMENT)
+    assert fields - read - derived <= set(NO_ARGUMENT)
 
 
-@pytest.mark.parametrize("backend", list(backends()))
-def test_rows_name_fields_that_are_there(backend: str) -> None:
-    for row in backends()[backend].models:
-        named = {field for field in row.fields if "*" not in field}
-        assert named | set(row.values) | set(row.equal) | set(row.equal.values()) | set(row.whole) <= set(model_rules())
-        assert set(row.families) <= set(model_rules()["family"].choices)
+@pytest.mark.parametrize("name", families())
+def test_a_family_names_fields_and_backends_that_are_there(name: str) -> None:
+    known = family(name)
+    rows = known.backends.values()
+    named = {key for row in (known, *rows) for key in (*row.values, *known.limits)}
+    named |= {key for row in rows for key in (*row.lacks, *row.equal, *row.equal.values(), *row.whole)}
+    named |= {key for key in known.fields if "*" not in key}
+    assert named <= set(model_rules())
+    assert set(known.config) <= set(model_rules())
+    assert set(known.backends) <= set(backends())
+    if not known.images:
+        # transformers' own names, shapes and numbers: tests/integration/inside/families.py.
+        assert known.transformers and known.backends
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["model.window=64"], "torchtitan's model of the family llama3 cannot express 64"),
+        (["model.window=64"], "models of the family llama3 have no window"),
+        (["model.tied_embeddings=true"], "torchtitan's model of the family llama3 cannot express true"),
+        (["model.qkv_bias=true"], "models of the family llama3 have no qkv_bias"),
         (["model.head_dim=32"], "cannot express 32"),
         (["model.rope_scaling.kind=yarn"], "computes the family llama3 with none or llama3 only, not yarn"),
         (["model.rope_scaling.factor=4"], "has no effect while model.rope_scaling.kind is none"),
         (["model.moe.route_scale=2"], "has no effect while model.moe.experts is 0"),
-        (["model.moe.experts=8", "model.moe.top_k=2", "model.moe.ffn_size=64"], "cannot express 8"),
+        (["model.moe.experts=8", "model.moe.top_k=2", "model.moe.ffn_size=64"], "llama3 have no moe.experts"),
         (["model.mla.v_head_dim=16"], "has no effect while model.mla.kv_lora_rank is 0"),
-        (["model.dit.guidance=true"], "has no effect on the family llama3"),
+        (["model.dit.guidance=true"], "models of the family llama3 have no dit.guidance"),
         (["model.family=qwen2"], "torchtitan has no model of the family qwen2"),
     ],
 )

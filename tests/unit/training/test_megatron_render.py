@@ -34,7 +34,6 @@ def test_the_recipes_are_computable(name: str) -> None:
     [
         (["model.rope_scaling.original_max_position=4096"], "llama3 with 8192 only, not 4096"),
         (["model.rope_scaling.kind=yarn"], "llama3 with none or llama3 only, not yarn"),
-        ([*EXPERTS, "model.moe.score=sigmoid"], "always normalizes"),
         (["model.context_parallel_size=2"], "megatron.model.context_parallel_size"),
         (["training.compile=true"], "megatron.training.compile"),
         (["training.master_dtype=bfloat16"], "float32 weights"),

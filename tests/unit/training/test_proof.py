@@ -337,7 +337,6 @@ def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
 @pytest.mark.parametrize(
     ("recipe", "backend", "word"),
     [
-        ("llama3.1-8b", "megatron", "model.qk_layernorm=true"),
         ("llama3.1-8b", "megatron", "model.rotary_interleaved=true"),
         ("llama3.1-8b", "megatron", "optimizer.decoupled_lr=0.02"),
         ("mixtral-8x7b", "megatron", "model.moe_z_loss_coeff=0.001"),

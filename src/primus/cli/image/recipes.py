@@ -16,6 +16,7 @@ from primus.recipes.catalogue import Entry, entries
 from primus.recipes.choose import CPU, among, values_of
 from primus.recipes.load import folder, names, no_recipes
 from primus.recipes.memory import Memory
+from primus.recipes.published import origin_of_sizes
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import CHOICES, Setting
@@ -151,7 +152,7 @@ def _command(recipe: Recipe) -> str:
 
 
 def _per_step(recipe: Recipe) -> tuple[int, str]:
-    if recipe.architecture.family == "flux":
+    if recipe.architecture.of_images:
         return recipe.global_batch, "images"
     return recipe.global_batch * recipe.seq_len, "tokens"
 
@@ -169,6 +170,7 @@ def _document(recipe: Recipe) -> dict[str, object]:
         "seq_len": recipe.seq_len,
         f"{what}_per_step": amount,
         "parameters": asdict(size(recipe.architecture)),
+        "published": list(origin_of_sizes(recipe)),
         "command": _command(recipe),
         "optimizations": {name: {"on": on, "why": why} for name, (on, why) in optimization_reasons(recipe).items()},
         "settings": {
@@ -185,6 +187,7 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     active = "" if count.active == count.total else f", {readable(count.active)} active per token"
     yield f"{recipe.name}: {recipe.get('description', str)}"
     yield f"  {readable(count.total)} parameters{active}"
+    yield from (f"  {line}" for line in origin_of_sizes(recipe))
     ranks, steps = counted(recipe.get("ranks", int), "rank"), counted(recipe.steps, "step")
     yield f"  {counted(nodes, 'node')} × {ranks}, {steps}"
     if what == "tokens":

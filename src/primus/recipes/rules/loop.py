@@ -62,7 +62,7 @@ class Rules:
         recomputed = recipe.find(f"{head}.training.recompute", "none") == "full"
         shard = total * recipe.degree("replicas") / recipe.world_size
         trained = 0.0 if recipe.mode == "lora" else 1.0
-        if model.family == "flux":
+        if model.of_images:
             layers, layer = model.dit.double_layers + model.dit.single_layers, float(_FLUX_LAYER * model.hidden_size)
         else:
             layers = model.layers

@@ -36,9 +36,6 @@ class FsdpConfig:
     loss_chunk: int = bounded(2048, "[1, inf)")
 
 
-FAMILIES = ("llama2", "llama3", "mistral", "qwen2")
-
-
 class Llama(LanguageModel):
     """The model. ``seq_len`` is the largest sequence length.
 
@@ -105,14 +102,15 @@ class _Attention(nn.Module):
         self.key = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.out = nn.Linear(model.heads * self.size, model.hidden_size, bias=False)
+        if model.qk_norm:
+            self.query_norm = nn.RMSNorm(self.size, eps=model.norm_eps)
+            self.key_norm = nn.RMSNorm(self.size, eps=model.norm_eps)
+        self._normed = model.qk_norm
 
     def forward(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
         if self._attend != "torch":
             return self._sparse(states, cosine[:, None], sine[:, None], mask)
-        query, key, value = (
-            project(states).unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
+        query, key, value = (part.transpose(1, 2) for part in self._heads(states))
         if mask is not None:
             # No fused kernel supports both a mask and grouped heads.
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
@@ -123,11 +121,16 @@ class _Attention(nn.Module):
         out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
-    def _sparse(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
-        length = states.shape[1]
+    def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values [samples, length, heads, size]."""
         query, key, value = (
             project(states).unflatten(-1, (-1, self.size)) for project in (self.query, self.key, self.value)
         )
+        return (self.query_norm(query), self.key_norm(key), value) if self._normed else (query, key, value)
+
+    def _sparse(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
+        length = states.shape[1]
+        query, key, value = self._heads(states)
         query, key = (_turned(part, cosine[:length], sine[:length]) for part in (query, key))
         if self._attend == "flash-attention-4":
             mixed = attention.flash_attention_4(query, key, value, window=self._window if self._window < length else 0)

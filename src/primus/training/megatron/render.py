@@ -49,6 +49,7 @@ def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": model.qkv_bias,
+        "qk_layernorm": model.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bf16": training.dtype == "bfloat16",

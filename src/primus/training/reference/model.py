@@ -1,4 +1,5 @@
-"""Decoder-only language models from their definitions: Llama 2 and 3, Mistral, Qwen 2.5, Mixtral, DeepSeek V2 and V3.
+"""Decoder-only language models from their definitions: Llama 2 and 3, Mistral, Qwen 2.5 and 3, Mixtral, DeepSeek V2 and
+V3.
 
 Weights are a mapping from Hugging Face's parameter names to tensors; a model is a function of them. Only elementary
 operations are used (products, exponentials, sums), in the precision of the weights.
@@ -175,6 +176,9 @@ class Model:
             self._linear(weights, f"{name}{kind}_proj", states).unflatten(-1, (-1, sizes.head_size)).transpose(1, 2)
             for kind in "qkv"
         )
+        if sizes.qk_norm:
+            query = self._norm(weights[name + "q_norm.weight"], query)
+            key = self._norm(weights[name + "k_norm.weight"], key)
         cosine, sine = map(self.constants.angles, self._angles(sizes.head_size, states))
         query, key = (self._turned(part, cosine, sine) for part in (query, key))
         mixed = self._mixed(query, key, value, sizes.head_size**-0.5)

@@ -40,7 +40,7 @@ class Models:
 
     def model(self) -> AnyModel:
         """Return the model that repeats the run. FP8's rounding is large and known, so it is repeated as well."""
-        if self.sizes.family == "flux":
+        if self.sizes.of_images:
             guidance = float(self._job["config"].get("guidance", 1.0))
             return Diffusion(self.sizes, guidance, entering=exact if self.exact else bfloat)
         return Model(self.sizes, self.dialect, eight=_eight(self._job))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from primus.recipes.architecture import Architecture
+from primus.recipes.family import family, renamed
 
 Tensors = dict[str, torch.Tensor]
 # The name of a router bias ends so. It is no parameter.
@@ -36,74 +37,37 @@ def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, torch.
 
 
 def _torchtitan(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    outer = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
-             "output.weight": "lm_head.weight"}  # fmt: skip
-    name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-    if name in outer:
-        return [(outer[name], tensor)]
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    if not match:
-        raise UnknownWeight(name)
-    layer, inner = f"model.layers.{match[1]}.", match[2]
-    if inner in _TITAN_LAYER:
-        return [(layer + _TITAN_LAYER[inner], tensor)]
-    if inner in ("attention.wq.weight", "attention.wk.weight") and not model.mla.kv_lora_rank:
-        # The backend's rotation pairs neighbors; Hugging Face's pairs element i with i + size / 2.
-        turned = tensor.unflatten(0, (-1, model.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
-        return [(f"{layer}self_attn.{inner[11]}_proj.weight", turned)]
-    if inner == "attention.wq.weight":
-        return [(layer + "self_attn.q_proj.weight", tensor)]
-    if match := re.fullmatch(r"moe\.experts\.(w[123])", inner):
-        part = _SWIGLU[match[1]]
-        return [(f"{layer}mlp.experts.{number}.{part}.weight", each) for number, each in enumerate(tensor)]
+    layer, inner = _placed(name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), "layers")
     if inner == "moe.tokens_per_expert":
         return []
-    raise UnknownWeight(name)
+    ours = _renamed(model, "torchtitan", inner, name)
+    if family(model.family).backends["torchtitan"].model == "llama3" and ours.endswith(
+        ("q_proj.weight", "k_proj.weight")
+    ):
+        # The backend's rotation pairs neighbors; Hugging Face's pairs element i with i + size / 2.
+        tensor = tensor.unflatten(0, (-1, model.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
+    if "{}" in ours:
+        return [(layer + ours.format(number), each) for number, each in enumerate(tensor)]
+    return [] if ours == "lm_head.weight" and model.tied_embeddings else [(layer + ours, tensor)]
 
 
-_SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_TITAN_LAYER = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "attention.wq_a.weight": "self_attn.q_a_proj.weight",
-    "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
-    "attention.wq_b.weight": "self_attn.q_b_proj.weight",
-    "attention.wkv_a.weight": "self_attn.kv_a_proj_with_mqa.weight",
-    "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
-    "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
-    "moe.router.gate.weight": "mlp.gate.weight",
-    "moe.expert_bias": "mlp.gate.e_score_correction_bias",
-} | {
-    f"{theirs}.{part}.weight": f"{ours}.{_SWIGLU[part]}.weight"
-    for theirs, ours in (("feed_forward", "mlp"), ("moe.shared_experts", "mlp.shared_experts"))
-    for part in _SWIGLU
-}
+def _placed(name: str, layers: str) -> tuple[str, str]:
+    """Return Hugging Face's prefix of the layer of a weight, if it is in one, and its name there."""
+    match = re.fullmatch(rf"{re.escape(layers)}\.(\d+)\.(.+)", name)
+    return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
+
+
+def _renamed(model: Architecture, backend: str, inner: str, name: str) -> str:
+    try:
+        return renamed(model, backend)[inner]
+    except KeyError:
+        raise UnknownWeight(name) from None
 
 
 def _fsdp(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    outer = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
-             "output.weight": "lm_head.weight"}  # fmt: skip
-    if name in outer:
-        return [] if name == "output.weight" and model.tied_embeddings else [(outer[name], tensor)]
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    if not match or match[2] not in _FSDP_LAYER:
-        raise UnknownWeight(name)
-    return [(f"model.layers.{match[1]}.{_FSDP_LAYER[match[2]]}.{match[3]}", tensor)]
-
-
-_FSDP_LAYER = {
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+    layer, inner = _placed(name, "layers")
+    ours = _renamed(model, "fsdp", inner, name)
+    return [] if ours == "lm_head.weight" and model.tied_embeddings else [(layer + ours, tensor)]
 
 
 def _finetune(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
@@ -125,20 +89,11 @@ def _finetune(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[
 
 
 def _megatron(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    outer = {
-        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-        "decoder.final_layernorm.weight": "model.norm.weight",
-        "output_layer.weight": "lm_head.weight",
-    }
-    if name in outer:
+    layer, inner = _placed(name, "decoder.layers")
+    if (ours := renamed(model, "megatron").get(inner)) is not None:
         # The vocabulary is padded to a multiple that the ranks share.
-        return [(outer[name], tensor[: model.vocab_size] if "norm" not in name else tensor)]
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-    if not match:
-        raise UnknownWeight(name)
-    layer, inner = f"model.layers.{match[1]}.", match[2]
-    if inner in _MEGATRON_LAYER:
-        return [(layer + _MEGATRON_LAYER[inner], tensor)]
+        whole = layer or "norm" in inner
+        return [(layer + ours, tensor if whole else tensor[: model.vocab_size])]
     if match := re.fullmatch(r"self_attention\.linear_qkv\.(weight|bias)", inner):
         # One group: its heads of queries, then its head of keys, then its head of values.
         each = model.heads // model.kv_heads
@@ -156,23 +111,6 @@ def _megatron(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[
         return [(head + "gate_proj.weight", gate), (head + "up_proj.weight", up)]
     raise UnknownWeight(name)
 
-
-_MEGATRON_LAYER = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
-    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
-    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
-    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
-    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-}
 
 _CONVERT: dict[str, Callable[[Architecture, str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]] = {
     "torchtitan": _torchtitan,

@@ -12,57 +12,20 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture
+from primus.recipes.family import weights_of
 from primus.training.reference import diffusion
 from primus.training.reference.names import BIAS, Tensors, to_canonical
 
 
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the model, by Hugging Face's name."""
-    width, moe, mla = model.hidden_size, model.moe, model.mla
-    expected: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (model.vocab_size, width),
-        "model.norm.weight": (width,),
-    }
-    if not model.tied_embeddings:
-        expected["lm_head.weight"] = (model.vocab_size, width)
-
-    def swiglu(name: str, size: int) -> None:
-        expected[name + "gate_proj.weight"] = expected[name + "up_proj.weight"] = (size, width)
-        expected[name + "down_proj.weight"] = (width, size)
-
+    expected = {weight.name: weight.sizes(model) for weight in weights_of(model, "outer")}
     for number in range(model.layers):
-        layer = f"model.layers.{number}."
-        expected[layer + "input_layernorm.weight"] = expected[layer + "post_attention_layernorm.weight"] = (width,)
-        attention = layer + "self_attn."
-        if mla.kv_lora_rank:
-            per_head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            if mla.q_lora_rank:
-                expected[attention + "q_a_proj.weight"] = (mla.q_lora_rank, width)
-                expected[attention + "q_a_layernorm.weight"] = (mla.q_lora_rank,)
-                expected[attention + "q_b_proj.weight"] = (model.heads * per_head, mla.q_lora_rank)
-            else:
-                expected[attention + "q_proj.weight"] = (model.heads * per_head, width)
-            expected[attention + "kv_a_proj_with_mqa.weight"] = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
-            expected[attention + "kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
-            expected[attention + "kv_b_proj.weight"] = (
-                model.heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank,
-            )  # fmt: skip
-            expected[attention + "o_proj.weight"] = (width, model.heads * mla.v_head_dim)
-        else:
-            for kind, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
-                expected[f"{attention}{kind}_proj.weight"] = (heads * model.head_size, width)
-                if model.qkv_bias:
-                    expected[f"{attention}{kind}_proj.bias"] = (heads * model.head_size,)
-            expected[attention + "o_proj.weight"] = (width, model.heads * model.head_size)
-        if moe.experts and number >= moe.dense_layers:
-            expected[layer + "mlp.gate.weight"] = (moe.experts, width)
-            for expert in range(moe.experts):
-                swiglu(f"{layer}mlp.experts.{expert}.", moe.ffn_size)
-            if moe.shared_experts:
-                swiglu(layer + "mlp.shared_experts.", moe.ffn_size * moe.shared_experts)
-        else:
-            swiglu(layer + "mlp.", model.ffn_size)
-    return expected
+        part = "sparse" if number >= model.layers - model.sparse_layers else "dense"
+        for weight in weights_of(model, "layer", part):
+            for expert in range(model.moe.experts if "{}" in weight.name else 1):
+                expected[f"model.layers.{number}.{weight.name.format(expert)}"] = weight.sizes(model)
+    return {name: shape for name, shape in expected.items() if not name.endswith(BIAS)}
 
 
 def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
@@ -76,11 +39,8 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
     for name, shape in shapes(model).items():
         share = model.moe.top_k / model.moe.experts if ".experts." in name else 1.0
         count += 0.0 if name == "model.embed_tokens.weight" and not model.tied_embeddings else share * math.prod(shape)
-    mla = model.mla
     # Queries with keys, and the shares with values.
-    sizes = (model.head_size, model.head_size)
-    if mla.kv_lora_rank:
-        sizes = (mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim)
+    sizes = model.query_size, model.value_size
     seen = min(model.window or length, length)
     weights = 6 * count if adapters is None else 4 * count + 6 * adapters
     return weights + 6 * model.layers * model.heads * sum(sizes) * seen
@@ -256,7 +216,7 @@ def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: t
 
 def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:
     """Return which parameters are missing, unexpected or of another shape; and findings about first values."""
-    expected = diffusion.shapes(sizes) if sizes.family == "flux" else shapes(sizes)
+    expected = diffusion.shapes(sizes) if sizes.of_images else shapes(sizes)
     if job["mode"] == "lora":
         config = job["config"]
         expected |= adapter_shapes(sizes, int(config.get("lora.rank", 16)), config.get("lora.targets") or ())
@@ -281,7 +241,7 @@ def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> d
     length = int(job["config"].get("training.seq_len", 2048))
     adapters = trained if job["mode"] == "lora" else None
     return {
-        "flops": diffusion.operations(sizes) if sizes.family == "flux" else operations(sizes, length, adapters),
+        "flops": diffusion.operations(sizes) if sizes.of_images else operations(sizes, length, adapters),
         "missing": sorted(set(expected) - set(present)),
         "besides": sorted(set(present) - set(expected)),
         "shapes": [f"{n}: {list(present[n])}, not {list(s)}" for n, s in expected.items() if present.get(n, s) != s],

@@ -250,7 +250,7 @@ def _register_model(job: Mapping[str, Any]) -> None:
                     file.write(json.dumps(line) + "\n")
 
     model = rebuilt(job["model"])
-    name = render.model_name(model.family)
+    name = render.model_name(model)
     spec = get_train_spec(name)
     kind = type(next(iter(spec.model_args.values())))
     arguments = _arguments(kind, render.model_arguments(model, job["precision"]))

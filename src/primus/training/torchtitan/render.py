@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from primus.errors import InputError
 from primus.recipes.architecture import Architecture
+from primus.recipes.family import family
 from primus.recipes.setting import Value
 
 if TYPE_CHECKING:
@@ -15,24 +15,6 @@ if TYPE_CHECKING:
 _FILE = "torchtitan.toml"
 # The names under which torchtitan finds the recipe's model and corpus.
 FLAVOR, DATASET = "recipe", "recipe_corpus"
-# Families that torchtitan 0.2.2 computes completely. Its qwen3 has no bias on query, key and value, so Qwen 2.5 is not
-# among them; no model there has a sliding window.
-_MODELS = {
-    "llama2": "llama3",
-    "llama3": "llama3",
-    "mistral": "llama3",
-    "deepseek_v2": "deepseek_v3",
-    "deepseek_v3": "deepseek_v3",
-}
-
-
-def model_name(family: str, where: str = "") -> str:
-    """Return torchtitan's model for a family. Raises InputError if there is none."""
-    if family not in _MODELS:
-        raise InputError(
-            f"torchtitan 0.2.2 has no model for the family {family}", where=where or None, hint="use --backend megatron"
-        )
-    return _MODELS[family]
 
 
 def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
@@ -46,10 +28,15 @@ def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
         "rope_theta": model.rope_theta,
         **({"max_seq_len": model.max_seq_len} if model.max_seq_len else {}),
     }
-    return {**common, **(_deepseek(model, precision) if _MODELS[model.family] == "deepseek_v3" else _llama(model))}
+    return {**common, **_ARGUMENTS[model_name(model)](model, precision)}
 
 
-def _llama(model: Architecture) -> dict[str, Any]:
+def model_name(model: Architecture) -> str:
+    """Return torchtitan's name of the model's class."""
+    return family(model.family).backends["torchtitan"].model
+
+
+def _llama(model: Architecture, _precision: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "n_kv_heads": model.kv_heads,
         # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiple, it is the width itself.
@@ -70,25 +57,42 @@ def _llama(model: Architecture) -> dict[str, Any]:
     return arguments
 
 
+def _qwen(model: Architecture, precision: str) -> dict[str, Any]:
+    experts = {"moe_enabled": True, "moe_inter_dim": model.moe.ffn_size, "moe_args": _experts(model, precision)}
+    return {
+        "n_kv_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "hidden_dim": model.ffn_size,
+        "qk_norm": model.qk_norm,
+        "enable_weight_tying": model.tied_embeddings,
+        **(experts if model.moe.experts else {}),
+    }
+
+
+def _experts(model: Architecture, precision: str) -> dict[str, Any]:
+    moe = model.moe
+    return {
+        "num_experts": moe.experts,
+        "num_shared_experts": moe.shared_experts,
+        "top_k": moe.top_k,
+        "score_func": moe.score,
+        "route_norm": moe.normalize_top_k,
+        "route_scale": moe.route_scale,
+        "score_before_experts": False,
+        "load_balance_coeff": moe.auxiliary_loss or None,
+        # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision of the run.
+        "use_grouped_mm": precision != "fp32",
+        **({"num_expert_groups": moe.groups, "num_limited_groups": moe.top_groups} if moe.groups > 1 else {}),
+    }
+
+
 def _deepseek(model: Architecture, precision: str) -> dict[str, Any]:
     moe, mla, scaling = model.moe, model.mla, model.rope_scaling
     return {
         "inter_dim": model.ffn_size,
         "moe_inter_dim": moe.ffn_size,
         "n_dense_layers": moe.dense_layers,
-        "moe_args": {
-            "num_experts": moe.experts,
-            "num_shared_experts": moe.shared_experts,
-            "top_k": moe.top_k,
-            "score_func": moe.score,
-            "route_norm": moe.normalize_top_k,
-            "route_scale": moe.route_scale,
-            "score_before_experts": False,
-            "load_balance_coeff": moe.auxiliary_loss or None,
-            # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision of the run.
-            "use_grouped_mm": precision != "fp32",
-            **({"num_expert_groups": moe.groups, "num_limited_groups": moe.top_groups} if moe.groups > 1 else {}),
-        },
+        "moe_args": _experts(model, precision),
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_nope_head_dim": mla.qk_nope_head_dim,
@@ -106,6 +110,9 @@ def _deepseek(model: Architecture, precision: str) -> dict[str, Any]:
             else {"rope_factor": 1.0}
         ),
     }
+
+
+_ARGUMENTS = {"llama3": _llama, "qwen3": _qwen, "deepseek_v3": _deepseek}
 
 
 def files(job: Job) -> dict[str, str]:
@@ -131,7 +138,7 @@ def _owned(job: Job) -> dict[str, Value]:
     owned: dict[str, Value] = {
         "job.dump_folder": str(job.output),
         "job.description": recipe.name,
-        "model.name": model_name(recipe.architecture.family, recipe.settings["model.family"].origin),
+        "model.name": model_name(recipe.architecture),
         "model.flavor": FLAVOR,
         "model.hf_assets_path": str(recipe.asset("tokenizer") or ""),
         "training.dataset": DATASET,

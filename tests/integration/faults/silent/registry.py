@@ -87,7 +87,7 @@ TRANSFORMER = "diffusers.models.transformers.transformer_flux"
 WEIGHTS = "primus.training.loop.weights"
 # Settings of jobs, and choices
 BF16 = ("--precision=bf16",)
-BIASED = ("model.qkv_bias=true",)
+BIASED = ("--recipe=qwen2.5-7b",)
 COPIES = ("sharding.replicas=2",)
 DEEPSEEK_V3 = ("--recipe=deepseek-v3",)
 DEEPSEEK_WORDS = ("--recipe=deepseek-16b",)

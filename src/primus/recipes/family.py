@@ -1,0 +1,152 @@
+"""What is known about a family of models: its file in ``families/``, which all others ask.
+
+A family adds to ``decoder.yaml``, which describes both formats, or to another family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast
+
+from primus.errors import InputError, nearest
+from primus.yamlfile import Scalar, read_values
+
+_FOLDER = Path(__file__).with_name("families")
+_DECODER = "decoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """How one backend computes a family. Keys omit the prefix ``model.``; ``decoder.yaml`` explains the fields."""
+
+    model: str = ""
+    lacks: Sequence[str] = ()
+    values: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    equal: Mapping[str, str] = field(default_factory=dict)
+    whole: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One weight of a decoder; ``decoder.yaml`` explains the fields. ``names``: backend → its names of the weight."""
+
+    name: str
+    shape: Sequence[str]
+    when: Sequence[str]
+    names: Mapping[str, Sequence[str]]
+
+    def belongs(self, model: Any) -> bool:
+        """Whether ``model`` (an Architecture) has the weight."""
+        return all(_holds(model, condition) for condition in self.when)
+
+    def sizes(self, model: Any) -> tuple[int, ...]:
+        """Return the shape of the weight in ``model``."""
+        return tuple(
+            sum(math.prod(attrgetter(key)(model) for key in product.split("*")) for product in size.split("+"))
+            for size in self.shape
+        )
+
+
+def _holds(model: Any, condition: str) -> bool:
+    key, _, value = condition.removeprefix("!").partition("=")
+    actual = attrgetter(key)(model)
+    return (str(actual) == value if value else bool(actual)) != condition.startswith("!")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of models; ``decoder.yaml`` explains the fields."""
+
+    name: str
+    title: str
+    fields: Sequence[str]
+    transformers: str = ""
+    images: bool = False
+    values: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Scalar] = field(default_factory=dict)
+    linears: Sequence[str] = ()
+    backends: Mapping[str, Support] = field(default_factory=dict)
+
+    def has(self, key: str, backend: str = "") -> bool:
+        """Whether the family has the field ``key`` of ``model.``, and ``backend`` computes it."""
+        lacks = self.backends[backend].lacks if backend else ()
+        return key not in lacks and any(fnmatchcase(key, pattern) for pattern in ("family", *self.fields))
+
+    def allowed(self, key: str, default: Scalar) -> Sequence[Scalar]:
+        """Return the only values of the field ``key`` that models have; nothing if it has any. ``default``: of all."""
+        return self.values.get(key, () if self.has(key) else (default,))
+
+    def may_have(self, key: str, value: Scalar) -> bool:
+        """Whether models of the family may have ``value`` of the field ``key``."""
+        return self.has(key) and value in self.values.get(key, (value,))
+
+
+@cache
+def families() -> tuple[str, ...]:
+    """Return the names of all families."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml") if path.stem != _DECODER))
+
+
+@cache
+def family(name: str) -> Family:
+    """Return one family. Raises InputError if there is none of this name."""
+    if name not in families():
+        raise InputError(f"there is no family {name!r}" + nearest(name, families()), hint=", ".join(families()))
+    content = _read(name)
+    backends = {key: Support(**row) for key, row in content.pop("backends", {}).items() if row is not None}
+    return Family(name=name, backends=backends, **content)
+
+
+def _read(name: str) -> dict[str, Any]:
+    own = dict(cast(dict[str, Any], read_values(_FOLDER / f"{name}.yaml").data))
+    above = own.pop("like", None if own.get("images") else _DECODER)
+    if above is None:
+        return own
+    base = (
+        _read(above)
+        if above != _DECODER
+        else {key: _decoder()[key] for key in ("fields", "config", "defaults", "linears")}
+    )
+    merged = (
+        base | own | {key: {**base[key], **own[key]} for key in base.keys() & own.keys() if isinstance(own[key], dict)}
+    )
+    return merged | {"fields": [*base["fields"], *own.get("fields", ())]}
+
+
+@cache
+def _decoder() -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], read_values(_FOLDER / f"{_DECODER}.yaml").data)
+
+
+@cache
+def _weights(part: str) -> tuple[Weight, ...]:
+    rows = []
+    for name, row in _decoder()[part].items():
+        names = {
+            key: (value,) if isinstance(value, str) else tuple(value)
+            for key, value in row.items()
+            if key not in ("shape", "when")
+        }
+        rows.append(Weight(name=name, shape=row["shape"], when=row.get("when", ()), names=names))
+    return tuple(rows)
+
+
+def weights_of(model: Any, *parts: str) -> Iterator[Weight]:
+    """Yield the weights that a decoder ``model`` (an Architecture) has: outer, layer, dense or sparse ones."""
+    yield from (weight for part in parts for weight in _weights(part) if weight.belongs(model))
+
+
+@cache
+def renamed(model: Any, backend: str) -> Mapping[str, str]:
+    """Return a backend's names of weights, within their layer, → transformers'. Weights of other models are there."""
+    every = [weight for part in ("outer", "layer", "dense", "sparse") for weight in _weights(part)]
+    every.sort(key=lambda weight: weight.belongs(model))
+    return {name: weight.name for weight in every for name in weight.names.get(backend, ())}

@@ -1,0 +1,152 @@
+"""What publishers say of their models, and where a recipe differs.
+
+``published/OWNER--NAME.json`` beside the recipes has the facts of a model's ``config.json`` and, under ``parameters``,
+how many its files hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from primus.errors import InputError
+from primus.files import read_bytes
+from primus.recipes.architecture import size
+from primus.recipes.family import Family, families, family
+from primus.recipes.faults import Fault
+from primus.recipes.load import beside
+from primus.recipes.recipe import Recipe
+from primus.yamlfile import spell
+
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
+# Keys of rope scaling in config.json. mscale of DeepSeek's models scales more than YaRN of other models.
+_STRETCH: Mapping[str, Mapping[str, float]] = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A field of the recipe's model (without ``model.``) that is not as published.
+
+    ``meant``: it was typed, or the recipe's reason for it names the published value.
+    """
+
+    key: str
+    mine: Any
+    theirs: Any
+    field: str
+    meant: bool
+
+
+def described(known: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield field of ``model.``, key of config.json and value of a published model of a family."""
+    config = {**known.defaults, **config}
+    heads, width = config["num_attention_heads"], config.get("hidden_size")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for key, field in known.config.items():
+        value: Any = config.get(field)
+        if (
+            not known.has(key)
+            or key in known.values
+            or (value is None and key not in ("kv_heads", "head_dim", "window"))
+        ):
+            continue
+        if key == "kv_heads" and value is None:
+            value = heads
+        elif key == "head_dim" and (value is None or value * heads == width):
+            value = 0
+        elif key == "window":
+            # transformers gives the window to the layers from max_window_layers on.
+            value = 0 if config.get("use_sliding_window") is False or config.get("max_window_layers") else value or 0
+        elif key == "rope_theta":
+            value = rope.get("rope_theta", value)
+        yield key, field, float(value) if key == "rope_theta" else value
+    if not known.has("rope_scaling.kind"):
+        return
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    yield "rope_scaling.kind", "rope_scaling.rope_type", "none" if kind == "default" else kind
+    if kind in _STRETCH:
+        yield "rope_scaling.factor", "rope_scaling.factor", float(rope.get("factor", 1.0))
+        original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+        yield "rope_scaling.original_max_position", "rope_scaling.original_max_position_embeddings", original
+        for name, usual in _STRETCH[kind].items():
+            yield f"rope_scaling.{name}", f"rope_scaling.{name}", float(rope.get(name, usual))
+
+
+def facts_of(recipe: Recipe) -> Mapping[str, Any] | None:
+    """Return what is published of the recipe's ``model.hf_repo``; None if no file is there, or none is named.
+
+    None, too, if the model is described by the weights that the run starts from.
+    """
+    repo = recipe.find("model.hf_repo", "")
+    origin = recipe.settings["model.family"].origin
+    if not repo or not any(origin.startswith(f"{file}:") for file in recipe.files):
+        return None
+    file = beside(recipe.path, f"published/{repo.replace('/', '--')}.json")
+    if not file.is_file():
+        return None
+    try:
+        facts = json.loads(read_bytes(file))
+        return {"parameters": int(facts["parameters"]), **facts}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "it holds the facts of config.json, and `parameters`"
+        raise InputError(f"not facts of a model: {error!r}"[:200], where=str(file), hint=hint) from None
+
+
+def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield where the recipe's model is not as published. A proxy has sizes of its own, so only its kind counts."""
+    model = recipe.architecture
+    for key, field, value in described(family(model.family), facts):
+        mine, theirs, setting = attrgetter(key)(model), value, recipe.settings.get(f"model.{key}")
+        if key == "head_dim":
+            mine, theirs = model.head_size, value or model.hidden_size // max(1, model.heads)
+        if mine == theirs or (recipe.get("proxy", bool) and not isinstance(theirs, bool | str)):
+            continue
+        because = setting.because if setting else ""
+        named = {float(number.replace(",", "")) for number in _NUMBER.findall(because)}
+        typed = setting is not None and setting.origin.startswith("command line")
+        yield Difference(key=key, mine=mine, theirs=theirs, field=field, meant=typed or theirs in named)
+
+
+def kind_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield the family, if the publisher's model is of another one."""
+    known, facts, repo = family(recipe.architecture.family), facts_of(recipe), recipe.find("model.hf_repo", "")
+    if facts is None or (kind := facts.get("model_type", "")) == known.transformers:
+        return
+    fitting = [name for name in families() if family(name).transformers == kind]
+    why = f"{known.name}, but {repo} has model_type = {kind or 'none'} in its config.json"
+    yield "model.family", why, f"model.family={fitting[0]}" if fitting else "CONTRIBUTING.md says how to add a family"
+
+
+def published_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield each field that is not as its publisher says, unless the user or the recipe's reason says so."""
+    facts, model, repo = facts_of(recipe), recipe.architecture, recipe.find("model.hf_repo", "")
+    if facts is None:
+        return
+    apart = list(differences(recipe, facts))
+    for one in apart:
+        if not one.meant:
+            why = f"{spell(one.mine)}, but {repo} has {one.field} = {spell(one.theirs)} in its config.json"
+            hint = f"model.{one.key}={spell(one.theirs)}, or a case whose `because` names the published value"
+            yield f"model.{one.key}", why, hint
+    typed = any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
+    if not (apart or typed or recipe.get("proxy", bool)) and (total := size(model).total) != facts["parameters"]:
+        yield "model.family", f"the model has {total:,} parameters, the files of {repo} {facts['parameters']:,}", None
+
+
+def origin_of_sizes(recipe: Recipe) -> Iterator[str]:
+    """Yield in sentences whether the model is as published; nothing for a proxy, or if no publisher is named."""
+    repo = recipe.find("model.hf_repo", "")
+    if not repo or recipe.get("proxy", bool):
+        return
+    if (facts := facts_of(recipe)) is None:
+        yield f"not compared with {repo}: there is no published/{repo.replace('/', '--')}.json"
+        return
+    apart = [f"{one.key} {spell(one.mine)}, not {spell(one.theirs)}" for one in differences(recipe, facts)]
+    yield f"differs from {repo}: {'; '.join(apart)}" if apart else f"as published by {repo}"

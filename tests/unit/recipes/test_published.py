@@ -1,0 +1,91 @@
+"""A recipe whose model is not the one that its publisher describes is refused, with the field, before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.recipes import load
+from primus.recipes.catalogue import entries
+from primus.recipes.family import families, family
+from primus.recipes.published import facts_of, published_faults
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+
+# Recipe, the field that is wrong, and its wrong value; another field, if that one is named.
+WRONG = [
+    *(("llama3.1-8b", f"model.{key}", value) for key, value in {
+        "family": "mistral", "layers": 31, "hidden_size": 2048, "heads": 16, "kv_heads": 32, "head_dim": 64,
+        "ffn_size": 11008, "vocab_size": 128000, "max_seq_len": 8192, "rope_theta": 10000.0, "norm_eps": 1e-6,
+        "rope_scaling.kind": "none", "rope_scaling.factor": 32.0, "rope_scaling.low_freq_factor": 2.0,
+        "rope_scaling.high_freq_factor": 8.0, "rope_scaling.original_max_position": 4096, "qkv_bias": True,
+        "qk_norm": True, "window": 4096, "tied_embeddings": True, "mla.kv_lora_rank": 512,
+        "hf_repo": "meta-llama/Meta-Llama-3-8B",
+    }.items()),
+    *(("qwen2.5-7b", f"model.{key}", value) for key, value in {
+        "family": "qwen3", "qkv_bias": False, "qk_norm": True, "tied_embeddings": True, "window": 131072,
+        "head_dim": 64, "vocab_size": 151936, "norm_eps": 1e-5,
+    }.items()),
+    ("mistral-7b", "model.window", 0), ("mistral-7b", "model.kv_heads", 32), ("mistral-7b", "model.family", "llama3"),
+    *(("mixtral-8x7b", f"model.{key}", value) for key, value in {
+        "moe.experts": 16, "moe.top_k": 1, "moe.ffn_size": 7168, "moe.normalize_top_k": False, "moe.score": "sigmoid",
+        "moe.shared_experts": 1, "moe.dense_layers": 1, "window": 4096,
+    }.items()),
+    *(("deepseek-v3", f"model.{key}", value) for key, value in {
+        "moe.experts": 128, "moe.top_k": 6, "moe.shared_experts": 2, "moe.dense_layers": 1, "moe.score": "softmax",
+        "moe.groups": 4, "moe.top_groups": 2, "moe.route_scale": 1.0, "mla.q_lora_rank": 0, "mla.kv_lora_rank": 256,
+        "mla.qk_nope_head_dim": 64, "mla.qk_rope_head_dim": 32, "mla.v_head_dim": 64, "rope_scaling.mscale": 0.707,
+        "rope_scaling.beta_fast": 16.0, "moe.ffn_size": 1408,
+    }.items()),
+]  # fmt: skip
+NAMED = {"model.hf_repo": "model.max_seq_len"}
+CASE = "uses: [{0}.yaml]\nname: wrong\ndescription: a wrong model\ncases: [{{when: {{proxy: false}}, {1}: {2}}}]\n"
+
+
+@pytest.mark.parametrize(("name", "key", "value"), WRONG, ids=str)
+def test_a_wrong_model_is_refused_with_its_field(name: str, key: str, value: object, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(CASE.format(name, key, json.dumps(value)))
+    with pytest.raises(InputError) as caught:
+        resolve(str(file), (), Choices(gpu="mi355x"))
+    assert caught.value.message.startswith(f"{NAMED.get(key, key)}: ")
+    assert caught.value.hint
+
+
+def test_show_refuses_it_and_says_of_others_what_they_are_compared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(CASE.format("llama3.1-8b", "model.kv_heads", "4"))
+    assert main(["show", str(file), "--gpu", "mi300x"]) == 2
+    assert "Llama-3.1-8B has num_key_value_heads = 8 in its config.json" in capsys.readouterr().err
+    for words, line in {
+        (): "as published by meta-llama/Llama-3.1-8B",
+        ("model.layers=12",): "differs from meta-llama/Llama-3.1-8B: layers 12, not 32",
+        ("model.hf_repo=me/mine",): "not compared with me/mine: there is no published/me--mine.json",
+    }.items():
+        assert main(["show", "llama3.1-8b", "--gpu", "mi300x", *words]) == 0
+        assert line in capsys.readouterr().out
+
+
+def test_weights_that_the_formula_does_not_count_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolve("llama3.1-8b", (), Choices(gpu="mi300x"))
+    facts = facts_of(recipe)
+    assert facts is not None
+    monkeypatch.setattr("primus.recipes.published.facts_of", lambda _recipe: {**facts, "parameters": 1})
+    ((key, why, _),) = published_faults(recipe)
+    assert key == "model.family"
+    assert "8,030,261,248 parameters, the files of meta-llama/Llama-3.1-8B 1" in why
+
+
+def test_every_recipe_s_model_is_published_beside_it() -> None:
+    for entry in entries():
+        recipe = resolve(entry.recipe, (), Choices(backend=entry.backend, mode=entry.mode, gpu="mi355x"))
+        if recipe.find("model.hf_repo", ""):
+            assert facts_of(recipe) is not None, f"add recipes/published/ for {recipe.find('model.hf_repo', '')}"
+    kinds = {json.loads(file.read_text()).get("model_type") for file in (load.folder() / "published").glob("*.json")}
+    assert kinds - {None} <= {family(name).transformers for name in families()}

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from primus.errors import HostError, InputError
 from primus.versions.lock import Commit, LockedFile
-from primus.versions.traffic import LOG, bare_url, run_tool
+from primus.versions.traffic import bare_url, run_tool
 
 # 1980-01-01, the earliest time that a wheel can store.
 _MTIME = 315532800
 _SILENCE_S = 10
-_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
-# git's messages if it must fetch more than one commit.
-_REFUSALS = ("not our ref", "unadvertised object", "does not support shallow", "no shallow", "did not contain")
+# git's words for a commit that a server does not have, or does not send alone.
+_UNKNOWN = ("not our ref", "unadvertised object", "remote ref")
 # In a repository's own file, attributes precede those of the tree.
 _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding\n"
 
@@ -50,30 +49,17 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
     """Write the archive of the commit to ``target``. InputError for an unknown commit, HostError without an answer."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as name:
         source = Path(name, "source")
-        try:
-            _check_out(source, url, commit, "--depth=1")
-        except HostError as error:
-            if not any(words in error.message for words in _REFUSALS):
-                raise
-            LOG.warning("! %s does not send single commits; fetching its whole history", bare_url(url))
-            shutil.rmtree(source)
-            _check_out(source, url, commit)
+        _check_out(source, url, commit)
         paths = (path for path in source.rglob("*") if path.is_symlink() or path.is_file())
         names = sorted(os.fsencode(path.relative_to(source)) for path in paths)
-        # The repository of a submodule is a file or folder of the name .git.
-        files = [path for path in map(Path, map(os.fsdecode, names)) if ".git" not in path.parts]
         with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as archive:
-            pointers = [path for path in files if _add(archive, source, path)]
-    if pointers:
-        more = f" and {len(pointers) - 1} more" if len(pointers) > 1 else ""
-        LOG.warning(
-            "! %s at %s stores %s%s in Git LFS; its archive contains only the pointer, so a build that reads the file "
-            "fails", bare_url(url), commit[:12], pointers[0], more,
-        )  # fmt: skip
+            for path in map(Path, map(os.fsdecode, names)):
+                # The repository of a submodule is a file or folder of the name .git.
+                if ".git" not in path.parts:
+                    _add(archive, source, path)
 
 
-def _add(archive: tarfile.TarFile, source: Path, path: Path) -> bool:
-    """Add the file. Returns whether it is only a pointer to its contents."""
+def _add(archive: tarfile.TarFile, source: Path, path: Path) -> None:
     place = source / path
     member = tarfile.TarInfo(f"source/{path}")
     member.mtime = _MTIME
@@ -81,17 +67,15 @@ def _add(archive: tarfile.TarFile, source: Path, path: Path) -> bool:
         # A Path would normalize it.
         member.type, member.linkname, member.mode = tarfile.SYMTYPE, os.readlink(place), 0o777  # noqa: PTH115
         archive.addfile(member)
-        return False
+        return
     status = place.stat()
     member.size, member.mode = status.st_size, 0o755 if status.st_mode & 0o100 else 0o644
     with place.open("rb") as file:
         archive.addfile(member, file)
-        file.seek(0)
-        return file.read(len(_POINTER)) == _POINTER
 
 
-def _check_out(source: Path, url: str, commit: str, *depth: str) -> None:
-    """Check out the commit with its submodules in ``source``, from the history of all branches without ``depth``."""
+def _check_out(source: Path, url: str, commit: str) -> None:
+    """Check out the commit with its submodules in ``source``."""
     template = source.parent / "template"
     (template / "info").mkdir(parents=True, exist_ok=True)
     (template / "info/attributes").write_text(_ATTRIBUTES, encoding="ascii")
@@ -108,16 +92,17 @@ def _check_out(source: Path, url: str, commit: str, *depth: str) -> None:
     git("remote", "add", "origin", url)
     # A host whose packets are dropped is named within seconds; fetch would wait for minutes.
     git("ls-remote", "--quiet", "origin", "HEAD", timeout=_SILENCE_S)
-    history = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")
-    git("fetch", "--quiet", "--no-tags", *depth, "origin", *([commit] if depth else history))
     try:
-        git("rev-parse", "--quiet", "--verify", f"{commit}^{{commit}}")
-    except HostError:
-        raise InputError(
-            f"{bare_url(url)} has no commit {commit}", hint="correct `commit` in versions.yaml", about=short_name(url)
-        ) from None
+        git("fetch", "--quiet", "--no-tags", "--depth=1", "origin", commit)
+    except HostError as error:
+        if not any(words in error.message for words in _UNKNOWN):
+            raise
+        hint = (
+            "correct `commit` in versions.yaml; the server must send single commits, as those of git 2.26 or newer do"
+        )
+        raise InputError(f"{bare_url(url)} sends no commit {commit}", hint=hint, about=short_name(url)) from None
     git("checkout", "--quiet", "--detach", commit)
-    git("submodule", "--quiet", "update", "--init", "--recursive", *depth)
+    git("submodule", "--quiet", "update", "--init", "--recursive", "--depth=1")
 
 
 def _git(words: list[str], url: str, template: Path, method: str, timeout: float | None) -> None:
@@ -130,9 +115,7 @@ def _git(words: list[str], url: str, template: Path, method: str, timeout: float
         if done.returncode == 0:
             return
         lines = re.findall(r"^(?:fatal|error): (.*)", done.stderr.decode("utf-8", "replace"), re.M)
-        # Of a submodule, the last line names only its path.
-        refused = [line for line in lines if any(words in line for words in _REFUSALS)]
-        reason = (refused or lines or ["git failed"])[-1]
+        reason = (lines or ["git failed"])[0]
     except subprocess.TimeoutExpired:
         reason = f"no answer in {timeout:.0f} s"
     raise HostError(

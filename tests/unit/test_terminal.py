@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primus.terminal import PLAIN, Screen, Styled, _columns
+from primus.terminal import PLAIN, Screen, Styled
 from project_kit import SOURCE, Kit, make_project
 
 ROOT = Path(__file__).parents[2]
@@ -35,11 +35,11 @@ def letters(text: str) -> list[str]:
 @given(TABLES, st.integers(40, 200))
 def test_no_line_is_wider_than_the_screen_and_no_text_is_lost(rows: list[list[str]], width: int) -> None:
     lines = Screen(width=width).table(rows, indent="  ")
-    assert max(map(_columns, lines)) <= width
+    assert max(map(len, lines)) <= width
     assert letters("".join(lines)) == letters("".join(cell for row in rows for cell in row))
     head = [f"h{number}" for number in range(len(rows[0]))]
     lines = Screen(width=width).table(rows, head=head)
-    assert max(map(_columns, lines)) <= width
+    assert max(map(len, lines)) <= width
     for cell in (cell for row in rows for cell in row):
         assert not [*letters(cell)] or set(letters(cell)) <= set("".join(lines))
 
@@ -47,11 +47,11 @@ def test_no_line_is_wider_than_the_screen_and_no_text_is_lost(rows: list[list[st
 @given(CELLS, st.integers(30, 120))
 def test_a_paragraph_fits_too(text: str, width: int) -> None:
     lines = Screen(width=width).wrap(text, "  - ", "    ")
-    assert max(map(_columns, lines)) <= width
+    assert max(map(len, lines)) <= width
     assert letters("".join(lines)) == letters("-" + text)
 
 
-def test_words_stay_whole_then_break_behind_punctuation_then_rows_become_blocks() -> None:
+def test_words_stay_whole_as_long_as_they_fit() -> None:
     rows = [("rocm/primus:v26.8", "2.12.0+rocm7.15.0a20260727", "mi300x, mi325x")]
     head = ("tag", "PyTorch", "GPUs")
     assert len(Screen(width=80).table(rows, head=head)) == 2
@@ -59,26 +59,9 @@ def test_words_stay_whole_then_break_behind_punctuation_then_rows_become_blocks(
         "rocm/primus:v26.8  2.12.0+rocm7.15.0a20260727  mi300x,",
         "                                               mi325x",
     ]
-    assert "rocm7.15.0a20260727" in Screen(width=48).table(rows, head=head)[2]
-    assert Screen(width=30).table(rows, head=head) == [
-        "rocm/primus:v26.8",
-        "  PyTorch  2.12.0+",
-        "           rocm7.15.0a20260727",
-        "  GPUs     mi300x, mi325x",
-    ]
-
-
-def test_no_word_breaks_on_a_narrow_screen_that_it_fits() -> None:
-    changes = [(Styled("+", "green"), "python-numpy", "wheels", "16.9 MB", "from 1 file")]
-    assert Screen(width=20, colour=True).table(changes, indent="  ") == [
-        "  \033[32m+\033[0m  python-numpy",
-        "     wheels 16.9 MB",
-        "     from 1 file",
-    ]
-    assert Screen(width=20).table([("deepseek-16b", "torchtitan")], head=("RECIPE", "PRECISIONS")) == [
-        "deepseek-16b",
-        "  PRECISIONS",
-        "    torchtitan",
+    assert Screen(width=40).table(rows, head=head)[1:] == [
+        "rocm/primus:v2  2.12.0+rocm7.15  mi300x,",
+        "6.8             .0a20260727      mi325x",
     ]
 
 
@@ -158,7 +141,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
 )
 def test_every_table_fits_the_terminal(words: list[str], columns: int) -> None:
     lines = on_a_terminal(words, columns, ROOT)
-    wide = [line for line in lines if _columns(bare(line)) > columns]
+    wide = [line for line in lines if len(bare(line)) > columns]
     assert not wide, wide[0]
 
 
@@ -166,7 +149,7 @@ def test_every_table_fits_the_terminal(words: list[str], columns: int) -> None:
 @pytest.mark.parametrize("words", [["plan", "demo"], ["plan", "--all"], ["explain", "demo"]], ids=" ".join)
 def test_changes_fit_the_terminal(words: list[str], columns: int, kit: Kit) -> None:
     lines = on_a_terminal(words, columns, kit.root)
-    assert max(_columns(bare(line)) for line in lines) <= columns
+    assert max(len(bare(line)) for line in lines) <= columns
 
 
 def test_colour_on_a_terminal_only(kit: Kit) -> None:

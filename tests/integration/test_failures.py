@@ -63,17 +63,13 @@ def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: list[str],
     assert re.search(r"^\[rank1\]: .*sitecustomize.py", log, re.MULTILINE), log
 
 
-# Megatron reads by the same code as our own loop.
-@pytest.mark.parametrize("backend", ["torchtitan", "fsdp"])
-def test_a_document_that_cannot_be_read_is_the_cause(
-    python: list[str], tmp_path: Path, bad_corpus: Path, backend: str
+def test_a_document_that_cannot_be_read_is_named_before_the_start(
+    python: list[str], tmp_path: Path, bad_corpus: Path
 ) -> None:
-    job = proxy(tmp_path / "job", f"assets.corpus={bad_corpus}", backend=backend)
-    left = outcome.read(job, train(python, job))
-    # Both ranks of torchtitan tokenize on their own, and either may meet the document first.
-    assert re.match(rf"rank [01]: {re.escape(str(bad_corpus))}:201: expected text or chat messages", left.cause), (
-        left.cause
-    )
+    job = proxy(tmp_path / "job", f"assets.corpus={bad_corpus}")
+    ended = started(python, job)
+    assert ended.returncode == 2
+    assert f"{bad_corpus}:201: expected text or chat messages" in ended.stderr
 
 
 # All refuse checkpoints by the same code as our own loop. That torchtitan resumes, the suite of the cpu image shows.

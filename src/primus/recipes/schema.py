@@ -95,6 +95,8 @@ RECIPE: Mapping[str, Rule] = {
     "assets.tokenizer": _rule("str", filled=True),
     "assets.corpus": _rule("str", filled=True),
     "data.column": _rule("str", filled=True),
+    "data.split": _rule("str", filled=True),
+    "data.train_on": Rule(types=frozenset({"str"}), choices=("completions", "all")),
     "validation.resume_at": _rule("int", "[1, inf)"),
     "validation.accumulation": _rule("int", "[1, inf)"),
     "validation.warmup_steps": _rule("int", "[0, inf)"),

@@ -1,377 +1,486 @@
-"""Text to train on: the forms that can be read, their documents, and a check of a sample before any rank starts.
+"""Text to train on: the files of a corpus, their rows, and the columns that hold the text.
 
-A corpus is a file, or a folder of files of one form:
+A corpus is a file, a folder of files of one form, or a data set on the hub:
 
 * ``.txt``: documents separated by blank lines;
-* Parquet: one document per row;
-* anything else is JSON Lines: one JSON object per line.
+* Parquet, CSV, TSV and Arrow, which ``datasets`` reads: one document per row;
+* anything else is JSON: one object per line, or a list of objects.
 
-In the last two the document is the text of one column. Chat messages (a list of ``role`` and ``content``) become
-text through the tokenizer's own chat template.
+Text may be compressed by gzip, bzip2, xz or zstd. Nothing here needs a tokenizer: see :mod:`primus.training.tokens`.
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+import lzma
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any
 
 from primus.errors import HostError, InputError, nearest
 from primus.files import refuse_special
-from primus.terminal import counted
+from primus.recipes.recipe import Recipe
 
-COLUMN = "text"
 HUB = "hf:"
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
     "*.tiktoken", "*.model",
 )  # fmt: skip
-_CHAT = "messages"
 _HINT = (
-    "readable: .txt (blank lines between documents), JSON Lines (one object per line) and Parquet; "
+    "readable: .txt (blank lines between documents), JSON (one object per line, or a list), Parquet, CSV and Arrow; "
     "data.column=NAME names the column of the text or of the chat messages"
 )
-# A line of a file: its place for error messages, and its bytes.
-_Line = tuple[Callable[[], str], bytes]
-# How much is read before a run starts: enough to recognize the format, and fast for files of any size.
-_FIRST_DOCUMENTS = 200
-_PLACES = 40
-_FILES = 20
 _MOST_FILES = 100_000
-_LONGEST_LINE = 1 << 20
-# Lines before a sampled place are counted only if that is fast.
-_COUNTED_BYTES = 1 << 30
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+_BLOCK = 1 << 20
+_OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
+_TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+# Files that describe a folder of data.
+_BESIDES = re.compile(
+    r"(README|LICENSE).*|.*\.md|_SUCCESS|_(common_)?metadata|_(started|committed)_.*|dataset_(dict|infos?)\.json"
+    r"|state\.json",
+    re.IGNORECASE,
+)
+# The words by which `datasets` recognizes a split, and the names of files of one split in several parts.
+_SPLITS = {
+    "train": ("train", "training"), "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}  # fmt: skip
+_PART = re.compile(r"([A-Za-z0-9_.]+)-\d{5}-of-\d{5}")
+# The columns of a row of each layout, first match first.
+_LAYOUTS = (("text",), ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+_SENDERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "assistant", "system": "system",
+    "tool": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+_ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n{}### Response:\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The location of the text: ``path``, the ``column`` in it, and the folder of the ``tokenizer`` (None: not
-    available).
+    """The text of a job: a path or ``hf:OWNER/NAME``, its ``tokenizer`` (a folder or ``hf:``), and what to take of it.
 
-    If ``column`` is None, it is ``text`` if that exists, else ``messages``.
+    Without ``column``, the columns of the first row decide. With ``completions``, only the words of the assistant, or
+    of the completion, are trained.
     """
 
-    path: Path
+    name: str
+    tokenizer: str = ""
     column: str | None = None
-    tokenizer: Path | None = None
+    split: str | None = None
+    completions: bool = True
 
 
-def check(corpus: Corpus, *, ranks: int = 1) -> None:
-    """Read a sample: the beginning of each file, and places spread over it.
-
-    Raises InputError, with file and line, if a document cannot be read, or if there are fewer documents than
-    ``ranks``, each of which needs one. Raises HostError if the library for Parquet is missing.
-    """
-    files = _files(corpus.path)
-    chosen = dict.fromkeys(files[number * (len(files) - 1) // (_FILES - 1)] for number in range(_FILES))
-    samples = (islice(_of_file(corpus, file, _sampled_lines), _FIRST_DOCUMENTS + _PLACES) for file in chosen)
-    # A list, because a generator would stop at the first text, and all of them must be read.
-    has_text = any([bool(document.strip()) for sample in samples for document in sample])  # noqa: C419
-    # Very long lines are not part of the sample.
-    if not has_text and next(documents(corpus), None) is None:
-        raise InputError("the corpus contains no text", where=str(corpus.path), hint=_HINT)
-    if ranks > 1 and (few := sum(1 for _ in islice(documents(corpus), ranks))) < ranks:
-        raise InputError(
-            f"the corpus has {counted(few, 'document')}, and each of the {ranks} data-parallel ranks needs one",
-            where=str(corpus.path),
-            hint=f"add documents, or train on fewer ranks (--ranks {few})",
-        )
+def corpus_of(recipe: Recipe) -> Corpus:
+    """Return the corpus of ``recipe``."""
+    paths = {key: str(recipe.asset(key) or recipe.get(f"assets.{key}", str)) for key in ("corpus", "tokenizer")}
+    return Corpus(
+        name=paths["corpus"],
+        tokenizer=paths["tokenizer"],
+        column=recipe.find("data.column", "") or None,
+        split=recipe.find("data.split", "") or None,
+        completions=recipe.find("data.train_on", "completions") == "completions",
+    )
 
 
-def documents(corpus: Corpus) -> Iterator[str]:
-    """Yield every document that is not empty, in order. Raises the errors of :func:`check` at an invalid document."""
-    for file in _files(corpus.path):
-        yield from filter(str.strip, _of_file(corpus, file, _lines))
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of a corpus in order, the ``split`` that they are (None: there is only one), and the others."""
+
+    paths: Sequence[Path]
+    split: str | None = None
+    others: Sequence[str] = ()
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        refuse_special(path, str(path))
-        return [path]
-    files: list[Path] = []
-    for folder, _, names in os.walk(path):
-        for name in names:
-            file = Path(folder, name)
-            if not name.startswith((".", "_")) and file.is_file():
-                files.append(file)
-        if len(files) > _MOST_FILES:
+def files_of(corpus: Corpus) -> Files:
+    """Return the files to read. Raises InputError if they are of several forms, or if the split must be chosen."""
+    root = Path(corpus.name)
+    if not root.is_dir():
+        refuse_special(root, str(root))
+        if corpus.split:
+            raise InputError(f"data.split: {root} is one file, which has no splits", where=str(root))
+        return Files(paths=[root])
+    files = sorted(_walk(root, root, set()))
+    others = [str(file.relative_to(root)) for file in files if _BESIDES.fullmatch(file.name)]
+    files = [file for file in files if not _BESIDES.fullmatch(file.name)]
+    splits = _splits(root, files)
+    chosen: str | None = None
+    if corpus.split or len(splits) > 1:
+        chosen = corpus.split or "train"
+        if None in splits and not corpus.split:
             raise InputError(
-                f"the folder has more than {_MOST_FILES:,} files", where=str(path), hint="name one below it"
-            )
-    forms = {file.suffix.lower() for file in files}
+                f"{splits[None][0].relative_to(root)} belongs to no split, and other files do", where=str(root),
+                hint=f"data.split=NAME chooses one of {_listed(splits)}; or remove the file",
+            )  # fmt: skip
+        if chosen not in splits:
+            raise InputError(
+                f"the folder has no split {chosen}, only {_listed(splits)}", where=str(root),
+                hint="data.split=NAME chooses one",
+            )  # fmt: skip
+        others += [str(file.relative_to(root)) for split in splits if split != chosen for file in splits[split]]
+    else:
+        chosen = next(iter(splits), None)
+    files = splits.get(chosen, [])
+    forms = {_form(file) for file in files}
     if len(forms) != 1:
-        kinds = ", ".join(sorted(form or "no suffix" for form in forms)[:_FILES]) or "no files"
-        raise InputError(f"expected files of one form in the folder, found {kinds}", where=str(path), hint=_HINT)
-    return sorted(files)
+        kinds = ", ".join(sorted(form or "no suffix" for form in forms)) or "no files"
+        raise InputError(f"expected files of one form in the folder, found {kinds}", where=str(root), hint=_HINT)
+    return Files(paths=files, split=chosen, others=others)
 
 
-def _of_file(corpus: Corpus, file: Path, lines: Callable[[Path], Iterator[_Line]]) -> Iterator[str]:
-    form = _form(file)
-    if form == "parquet":
-        return _of_rows(corpus, _parquet_rows(file))
-    if form == "text":
-        return _paragraphs(_decoded(where, line) for where, line in lines(file))
-    return _of_rows(corpus, _json_rows(file, lines(file)))
+def _walk(root: Path, folder: Path, entered: set[Path]) -> Iterator[Path]:
+    """Yield all files below ``folder`` but hidden ones. Links are followed, each folder is entered once."""
+    if folder.resolve() in entered:
+        return
+    entered.add(folder.resolve())
+    for number, entry in enumerate(sorted(folder.iterdir())):
+        if entry.name.startswith("."):
+            continue
+        if number > _MOST_FILES:
+            raise InputError(
+                f"the folder has more than {_MOST_FILES:,} files", where=str(root), hint="name one below it"
+            )
+        if entry.is_dir():
+            yield from _walk(root, entry, entered)
+        elif not entry.exists():
+            raise InputError("the link leads nowhere", where=str(entry), hint="remove it, or restore its file")
+        else:
+            refuse_special(entry, str(entry))
+            yield entry
 
 
-def _form(file: Path) -> Literal["parquet", "text", "json"]:
+def _splits(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
+    names = {file: _split_in(file.name) for file in files}
+    if not any(names.values()):
+        names = {file: next(filter(None, map(_split_in, file.relative_to(root).parts[:-1])), None) for file in files}
+    splits: dict[str | None, list[Path]] = {}
+    for file, split in names.items():
+        splits.setdefault(split, []).append(file)
+    return splits
+
+
+def _split_in(name: str) -> str | None:
+    if part := _PART.match(name):
+        return part[1]
+    for split, words in _SPLITS.items():
+        if re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", name, re.IGNORECASE):
+            return split
+    return None
+
+
+def _listed(splits: Mapping[str | None, object]) -> str:
+    return ", ".join(sorted(split for split in splits if split))
+
+
+def _form(file: Path) -> str:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in _PACKED:
+        suffixes.pop()
+    form = suffixes[-1] if suffixes else ""
+    return ".jsonl" if form in (".json", ".ndjson") else form
+
+
+def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of every row. A row of a text file is a mapping with the column ``text``.
+
+    Raises InputError, with file and line or row, at one that cannot be read.
+    """
+    if corpus.name.startswith(HUB):
+        yield from _table_rows(corpus.name, corpus.name.removeprefix(HUB), split=corpus.split or "train")
+    for file in files.paths:
+        form = _form(file)
+        head = _head(file)
+        if form in _TABLES or head.startswith(b"PAR1"):
+            options = {"sep": "\t"} if form == ".tsv" else {}
+            kind = _TABLES.get(form, "parquet")
+            yield from _table_rows(str(file), kind, data_files=escape(str(file)), split="train", **options)
+        elif form == ".txt":
+            yield from ((where, {"text": text}) for where, text in _paragraphs(_lines(file, head)))
+        else:
+            yield from _json_rows(file, head)
+
+
+def _head(file: Path) -> bytes:
     try:
         with file.open("rb") as stream:
-            head = stream.read(6)
+            return stream.read(8)
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(file)) from error
-    for magic, name in _MAGIC.items():
+
+
+def _open(file: Path, head: bytes) -> IO[bytes]:
+    if head.startswith(b"PK\x03\x04"):
+        raise InputError("expected text, found a zip archive", where=str(file), hint="unpack it")
+    if head.startswith(b"\x28\xb5\x2f\xfd"):
+        from pyarrow import input_stream
+
+        return io.BufferedReader(input_stream(str(file), compression="zstd"), _BLOCK)  # type: ignore[type-var]
+    for magic, opener in _OPENERS.items():
         if head.startswith(magic):
-            raise InputError(f"expected text, found a file compressed by {name}", where=str(file), hint="decompress it")
-    if head.startswith(b"PAR1") or file.suffix.lower() == ".parquet":
-        return "parquet"
-    return "text" if file.suffix.lower() == ".txt" else "json"
+            return opener(file, "rb")  # type: ignore[no-any-return, operator]
+    return file.open("rb")
 
 
-def _lines(file: Path) -> Iterator[_Line]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            yield partial(_numbered, file, number), line
+def _lines(file: Path, head: bytes) -> Iterator[tuple[str, str]]:
+    number = 0
+    try:
+        with _open(file, head) as stream:
+            for number, line in enumerate(stream, 1):
+                yield f"{file}:{number}", _decoded(f"{file}:{number}", line)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise InputError(f"cannot be read: {error}", where=f"{file}:{number + 1}", hint=_HINT) from error
 
 
-def _sampled_lines(file: Path) -> Iterator[_Line]:
-    """Yield the first lines of ``file``, then one line at each of several places spread evenly over the rest."""
-    with file.open("rb") as stream:
-        for number in range(1, _FIRST_DOCUMENTS + 1):
-            line = stream.readline(_LONGEST_LINE)
-            if not line or (len(line) == _LONGEST_LINE and number > 1):
-                return
-            yield partial(_numbered, file, number), line
-            if len(line) == _LONGEST_LINE:
-                return
-        read, size = stream.tell(), file.stat().st_size
-        for place in range(1, _PLACES + 1):
-            stream.seek(read + (size - read) * place // (_PLACES + 1))
-            at, rest = stream.tell(), stream.readline(_LONGEST_LINE)
-            line = rest if b"\0" in rest else b""
-            if rest.endswith(b"\n"):
-                at, line = stream.tell(), stream.readline(_LONGEST_LINE)
-            if line and (len(line) < _LONGEST_LINE or b"\0" in line):
-                yield partial(_place, file, at), line
-
-
-def _numbered(file: Path, line: int) -> str:
-    return f"{file}:{line}"
-
-
-def _place(file: Path, offset: int) -> str:
-    """Return ``file:line`` of a byte offset, or the offset itself if counting the lines before it would take long."""
-    if offset > _COUNTED_BYTES:
-        return f"{file} (byte {offset:,})"
-    lines, remaining = 1, offset
-    with file.open("rb") as stream:
-        while remaining and (block := stream.read(min(remaining, 1 << 20))):
-            lines, remaining = lines + block.count(b"\n"), remaining - len(block)
-    return f"{file}:{lines}"
-
-
-def _decoded(where: Callable[[], str], line: bytes) -> str:
+def _decoded(where: str, line: bytes) -> str:
     try:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if error.reason == "unexpected end of data" and len(line) == _LONGEST_LINE:
-            return line.decode("utf-8", errors="ignore")
         raise InputError(
-            f"expected UTF-8 text, found the byte 0x{line[error.start]:02x}", where=where(), hint=_HINT
+            f"expected UTF-8 text, found the byte 0x{line[error.start]:02x}", where=where, hint=_HINT
         ) from None
     if "\0" in text:
-        raise InputError("expected text, found binary data", where=where(), hint=_HINT)
+        raise InputError("expected text, found binary data", where=where, hint=_HINT)
     return text
 
 
-def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
+def _paragraphs(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     paragraph: list[str] = []
-    for line in lines:
+    start = ""
+    for where, line in lines:
         if line.strip():
+            start = start if paragraph else where
             paragraph.append(line)
         elif paragraph:
-            yield "".join(paragraph).strip("\r\n")
+            yield start, "".join(paragraph).strip("\r\n")
             paragraph = []
     if paragraph:
-        yield "".join(paragraph).strip("\r\n")
+        yield start, "".join(paragraph).strip("\r\n")
 
 
-def _json_rows(file: Path, lines: Iterator[_Line]) -> Iterator[tuple[str, Any]]:
-    for where, raw in lines:
-        line = _decoded(where, raw)
+def _json_rows(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:
+    lines = _lines(file, head)
+    for where, line in lines:
+        if line.lstrip().startswith("[") and (where.endswith(":1")):
+            yield from _listed_rows(file, line, lines)
+            return
         if not line.strip():
             continue
-        if len(raw) == _LONGEST_LINE:  # the sample ends inside this line
-            return
         try:
-            row = json.loads(line)
+            yield where, json.loads(line)
         except ValueError as error:
             column = f":{error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            start = f"{line.strip()[:40]!r}"
             raise InputError(
-                f"expected one JSON object per line, found {start}", where=f"{where()}{column}",
-                hint=_converted(file, line),
-            ) from None  # fmt: skip
+                f"expected one JSON object per line, found {line.strip()[:40]!r}", where=f"{where}{column}", hint=_HINT
+            ) from None
         except RecursionError:
-            raise InputError("the JSON is nested too deeply", where=where(), hint=_HINT) from None
-        if isinstance(row, list):
-            raise InputError("expected a JSON object, found a list", where=where(), hint=_converted(file, line))
-        yield where(), row
+            raise InputError("the JSON is nested too deeply", where=where, hint=_HINT) from None
 
 
-def _converted(file: Path, line: str) -> str:
-    if file.suffix.lower() == ".csv":
-        reader = "read_csv"
-    elif line.lstrip().startswith("["):
-        reader = "read_json"
-    else:
-        return _HINT
-    script = f"import pandas; pandas.{reader}({str(file)!r}).to_json('rows.jsonl', orient='records', lines=True)"
-    return f'convert it in the image: python3 -c "{script}"'
+def _listed_rows(file: Path, buffer: str, lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a JSON list that begins in ``buffer``, reading further lines only as they are needed."""
+    decoder, place, number = json.JSONDecoder(), buffer.index("[") + 1, 0
+    while True:
+        while (rest := re.compile(r"[\s,]*").match(buffer, place)) and rest.end() == len(buffer):
+            if not (more := next(lines, None)):
+                raise InputError("the JSON list does not end", where=str(file), hint=_HINT)
+            buffer, place = more[1], 0
+        place = rest.end() if rest else place
+        if buffer[place] == "]":
+            if buffer[place + 1 :].strip() or any(line.strip() for _, line in lines):
+                raise InputError("expected a JSON object, found a list", where=f"{file}:1", hint=_HINT)
+            return
+        count = 1
+        while True:
+            try:
+                row, place = decoder.raw_decode(buffer, place)
+                break
+            except RecursionError:
+                raise InputError("the JSON is nested too deeply", where=str(file), hint=_HINT) from None
+            except ValueError:
+                # Twice as many lines each time, so that a long item is not parsed again for each of its lines.
+                more_lines = [line for _, (_, line) in zip(range(count), lines, strict=False)]
+                if not more_lines:
+                    raise InputError(
+                        f"item {number + 1} of the JSON list cannot be read", where=str(file), hint=_HINT
+                    ) from None
+                buffer, place, count = buffer[place:] + "".join(more_lines), 0, 2 * count
+        number += 1
+        yield f"{file}: item {number}", {"text": row} if isinstance(row, str) else row
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, Any]]:
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        from datasets import load_dataset
     except ImportError:
         raise HostError(
-            "pyarrow, which reads Parquet, is not installed", hint="run this inside a primus image"
+            "datasets, which reads Parquet, CSV and Arrow, is not installed", hint="run this inside a primus image"
         ) from None
     number = 0
     try:
-        with ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}: row {number}", row
-    except (ArrowException, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"cannot be read as Parquet: {reason}", where=str(file), hint=_HINT) from None
+        for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
+            yield f"{shown}: row {number}", row
+    except Exception as error:  # noqa: BLE001, each reader has its own errors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"cannot be read after row {number}: {reason}", where=shown, hint=_HINT) from None
 
 
-def _of_rows(corpus: Corpus, rows: Iterator[tuple[str, Any]]) -> Iterator[str]:
-    read = row_reader(corpus)
-    return (_whole(read(row, where), where) for where, row in rows)
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document. ``prompt`` characters of ``text``, and everything before message ``first``, are not trained.
+
+    With ``messages``, the chat template of the tokenizer makes the text; ``text`` is used if there is no template.
+    """
+
+    text: str = ""
+    prompt: int = 0
+    messages: Sequence[Mapping[str, Any]] | None = None
+    first: int = 0
+    tools: Sequence[Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _whole(text: str, where: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The ``columns`` that hold the text or the ``chat`` of every row, and those that are ``unused``."""
+
+    columns: Sequence[str]
+    chat: bool = False
+    unused: Sequence[str] = ()
+
+    @property
+    def prompted(self) -> bool:
+        """Whether a row has words that it only answers: of users, or of a prompt."""
+        return self.chat or len(self.columns) > 1
+
+
+_BESIDE_CHATS = ("tools", "system", "chat_template_kwargs")
+
+
+def layout_of(row: Any, column: str | None, where: str) -> Layout:
+    """Return the layout of a corpus whose first row is ``row``. Raises InputError if no column is known."""
+    row = _mapping(row, where)
+    columns = (column,) if column else next((names for names in _LAYOUTS if all(map(row.__contains__, names))), None)
+    if columns is None or columns[0] not in row:
+        raise _missing(row, columns or ("text",), where)
+    # Messages that are stored as text would be trained as they are written.
+    chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
+    beside = ("input",) if columns[0] == "instruction" else ()
+    used = {*columns, *beside, *(_BESIDE_CHATS if chat or beside else ())}
+    return Layout(columns=columns, chat=chat, unused=[str(name) for name in row if name not in used])
+
+
+def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> InputError:
+    name = next((name for name in columns if name not in row), columns[0])
+    keys = ", ".join(map(str, row)) or "no columns"
+    return InputError(
+        f"expected the column {name!r}, found {keys}{nearest(name, map(str, row))}", where=where,
+        hint="data.column=NAME names the column of the text or of the chat messages; also known are messages, "
+        "conversations, prompt and completion, instruction and output",
+    )  # fmt: skip
+
+
+def _mapping(row: Any, where: str) -> Mapping[Any, Any]:
+    if not isinstance(row, Mapping):
+        kind = {list: "a list", str: "text", type(None): "null"}.get(type(row), "a number")
+        raise InputError(f"expected a JSON object, found {kind}", where=where, hint=_HINT)
+    return row
+
+
+def document_of(row: Any, layout: Layout, where: str) -> Document:
+    """Return the document of a row. Raises InputError if a column is missing, or holds something else."""
+    row = _mapping(row, where)
+    if any(name not in row for name in layout.columns):
+        raise _missing(row, layout.columns, where)
+    values = [row[name] for name in layout.columns]
+    several = len(values) > 1
+    if layout.columns[0] == "instruction" and several:
+        return _alpaca(row, where)
+    if not layout.chat:
+        texts = [_text(value, name, where) for value, name in zip(values, layout.columns, strict=True)]
+        return Document(text="".join(texts), prompt=len(texts[0]) if several else 0)
+    chats = [_messages(value, name, where) for value, name in zip(values, layout.columns, strict=True)]
+    return _chat(row, [turn for chat in chats for turn in chat], len(chats[0]) if several else 0, where)
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise _neither(value, name, where)
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"expected text, found \\u{ord(text[error.start]):04x}, which is half a character (a lone surrogate)",
+            f"expected text, found \\u{ord(value[error.start]):04x}, which is half a character (a lone surrogate)",
             where=where, hint=_HINT,
         ) from None  # fmt: skip
-    return text
+    return value
 
 
-def row_reader(corpus: Corpus) -> Callable[[Any, str], str]:
-    """Return a function that returns the text of a row. Its second argument is the row's place, for its InputError."""
-    column, render = corpus.column, None
-
-    def read(row: Any, where: str) -> str:
-        nonlocal column, render
-        if not isinstance(row, Mapping):
-            kind = {list: "a list", str: "text", type(None): "null"}.get(type(row), "a number")
-            raise InputError(f"expected a JSON object, found {kind}", where=where, hint=_HINT)
-        if column is None:
-            column = _CHAT if COLUMN not in row and _CHAT in row else COLUMN
-        if column not in row:
-            keys = ", ".join(map(str, row)) or "no columns"
-            near = nearest(column, map(str, row))
-            hint = "data.column=NAME names the column of the text or of the chat messages"
-            raise InputError(f"expected the column {column!r}, found {keys}{near}", where=where, hint=hint)
-        value = row[column]
-        if isinstance(value, str):
-            return value
-        if not _is_chat(value):
-            shown = json.dumps(value, ensure_ascii=False, default=str)[:60]
-            raise InputError(
-                f"expected text or chat messages (role and content) in {column!r}, found {shown}",
-                where=where, hint=_HINT,
-            )  # fmt: skip
-        render = render or _chat_template(corpus.tokenizer, where)
-        return render(value, where)
-
-    return read
+def _neither(value: Any, name: str, where: str) -> InputError:
+    shown = json.dumps(value, ensure_ascii=False, default=str)[:60]
+    sentence = f"expected text or chat messages (role and content) in {name!r}, found {shown}"
+    return InputError(sentence, where=where, hint=_HINT)
 
 
-def _is_chat(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and "content" in turn for turn in value)
-    )
+def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """Return chat messages as transformers expects them, from these or ShareGPT's ``from`` and ``value``."""
+    if isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value):
+        if all(isinstance(turn.get("role"), str) and ("content" in turn or "tool_calls" in turn) for turn in value):
+            return [dict(turn) for turn in value]
+        if all(_SENDERS.get(str(turn.get("from"))) and isinstance(turn.get("value"), str) for turn in value):
+            return [{"role": _SENDERS[turn["from"]], "content": turn["value"]} for turn in value]
+    raise _neither(value, name, where)
 
 
-def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], str]:
-    config = tokenizer_config(tokenizer) if tokenizer else {}
-    file = tokenizer / "chat_template.jinja" if tokenizer else None
-    template = file.read_text(encoding="utf-8") if file and file.is_file() else config.get("chat_template")
-    if isinstance(template, list):
-        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
-    if not isinstance(template, str):
-        raise InputError(
-            f"the corpus contains chat messages, but the tokenizer {tokenizer or ''} has no chat template", where=where,
-            hint="assets.tokenizer=FOLDER of an instruction-tuned model: its tokenizer_config.json has chat_template",
-        )  # fmt: skip
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise HostError(
-            "jinja2, which chat templates need, is not installed", hint="run this inside a primus image"
-        ) from None
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = refuse
-    # No strftime_now: with the current date in the text, the tokens would change every day.
-    marks = {name: mark(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    try:
-        compiled = environment.from_string(template)
-    except TemplateError as error:
-        raise InputError(f"the chat template is not valid: {error}", where=str(tokenizer)) from None
-
-    def render(messages: Any, where: str) -> str:
+def _chat(row: Mapping[Any, Any], messages: list[dict[str, Any]], first: int, where: str) -> Document:
+    system, tools = row.get("system"), row.get("tools")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages, first = [{"role": "system", "content": system}, *messages], first + bool(first)
+    if isinstance(tools, str):
         try:
-            text: str = compiled.render(messages=messages, add_generation_prompt=False, tools=None, **marks)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise InputError(f"the tokenizer's chat template refuses the messages: {error}", where=where) from None
-        return text.removeprefix(marks["bos_token"]).removesuffix(marks["eos_token"])
+            tools = json.loads(tools or "null")
+        except ValueError:
+            raise InputError("expected a JSON list in 'tools'", where=where) from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InputError("expected a list of tools (JSON schemas) in 'tools'", where=where)
+    for text in _strings(messages):
+        _text(text, "messages", where)
+    options = row.get("chat_template_kwargs")
+    return Document(
+        messages=messages, first=first, tools=tools or None, options=options if isinstance(options, Mapping) else {}
+    )
 
-    return render
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(item)
 
 
-def mark(value: object) -> str:
-    """Return the text of a special token, which some tokenizers store with its stripping rules; "" if there is none."""
-    text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) else ""
-
-
-def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of ``tokenizer_config.json`` in ``folder``; empty if it cannot be read."""
-    try:
-        content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
+    instruction, output = (_text(row[name], name, where) for name in ("instruction", "output"))
+    given = _text(row.get("input") or "", "input", where)
+    more = ", paired with an input that provides further context" if given else ""
+    text = _ALPACA.format(more, instruction, f"### Input:\n{given}\n\n" if given else "")
+    turns = [{"role": "user", "content": f"{instruction}\n{given}" if given else instruction},
+             {"role": "assistant", "content": output}]  # fmt: skip
+    return Document(text=text + output, prompt=len(text), messages=_chat(row, turns, 0, where).messages)
 
 
 def hub_tokenizer(repository: str) -> Path:
     """Return the folder of the tokenizer of ``hf:OWNER/NAME``, downloaded once. The token is in HF_TOKEN."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(repository.removeprefix(HUB), allow_patterns=list(TOKENIZER_FILES)))
+    patterns = [*TOKENIZER_FILES, "config.json", "generation_config.json"]
+    return Path(snapshot_download(repository.removeprefix(HUB), allow_patterns=patterns))

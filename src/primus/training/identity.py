@@ -119,7 +119,8 @@ def of(recipe: Recipe) -> dict[str, Any]:
     for key, digest in recipe.asset_digests.items():
         fields[f"assets.{key}"] = f"sha256:{digest}" if digest else recipe.get(f"assets.{key}", str)
     fields |= {
-        "data.column": recipe.find("data.column", ""),
+        "data.column": "",
+        **{f"data.{key}": value for key, value in recipe.section("data").items()},
         "seq_len": recipe.seq_len,
         "global_batch": recipe.global_batch,
         "seed": recipe.seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+TEXTS = 2000
 _WORDS = 500
 _FOLLOWERS = 4
 _LETTERS = "etaoinshrdlu"

@@ -58,7 +58,7 @@ def job_file(job: Job) -> str:
         "assets": {
             name: str(recipe.asset(name) or value) for name, value in recipe.section("assets").items()
         },
-        "column": recipe.find("data.column", "") or None,
+        "data": recipe.section("data"),
         "config": recipe.section(recipe.backend),
         "settings": {key: {"value": s.value, "origin": s.origin} for key, s in recipe.settings.items()},
     }  # fmt: skip

@@ -18,6 +18,7 @@ import primus
 from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.training import checks, failure, identity, launch, machine, metrics, outcome, ranks
+from primus.training.backend import backend_of
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import ENERGY_FILE, Clock
@@ -81,6 +82,7 @@ def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
             compiled.mkdir(parents=True, exist_ok=True)
     writable = compiled if compiled and os.access(compiled, os.W_OK) else folder / "cache"
     try:
+        backend_of(job.recipe).tokenize(job, progress)
         job = replace(job, trial=decide(job.recipe, writable, ranks.environment(job, os.environ), progress))
         for name, text in ranks.files(job).items():
             write_file(job.output / name, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -11,19 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from primus.errors import InputError
 from primus.recipes.architecture import Architecture, DiffusionTransformer
-from primus.training.corpus import Corpus, check, documents
 from primus.training.flux.backend import FluxConfig
 from primus.training.flux.latents import Cached, packed
 from primus.training.loop.config import LoopConfig
-from primus.training.loop.data import Mock, Packed
-from primus.training.reference.data import _documents as reference_documents
+from primus.training.loop.data import Answers, Mock, Stream
 from primus.training.reference.data import samples as reference_samples
+from primus.training.tokens import Tokens
 
 
 def check_a_pass_sees_every_sample_once() -> None:
-    data = Packed(np.arange(101, dtype=np.uint32), seq_len=10, seed=3)
+    data = Stream(np.arange(101, dtype=np.uint32), seq_len=10, seed=3)
     passes = [data.batch(turn * 10, 10) for turn in range(2)]
     for batch in passes:
         starts = sorted(batch["input_ids"][:, 0].tolist())
@@ -31,7 +28,7 @@ def check_a_pass_sees_every_sample_once() -> None:
         assert torch.equal(batch["labels"], batch["input_ids"] + 1), "labels are not the next tokens"
         assert data.terms(batch) == 100
     assert not torch.equal(passes[0]["input_ids"], passes[1]["input_ids"]), "both passes have one order"
-    again = Packed(np.arange(101, dtype=np.uint32), seq_len=10, seed=3).batch(13, 1)
+    again = Stream(np.arange(101, dtype=np.uint32), seq_len=10, seed=3).batch(13, 1)
     assert torch.equal(again["input_ids"], passes[1]["input_ids"][3:4]), "a sample depends on those before it"
 
 
@@ -81,55 +78,22 @@ def check_cached_latents_are_read_with_their_own_noise() -> None:
     assert len({tuple(noise.tolist()) for noise in noises}) == 6, "noise is used twice"
 
 
-def check_chat_messages_and_parquet_are_read() -> None:
-    import pyarrow as pa
-    from pyarrow.parquet import write_table
-
-    chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ eos_token }}"
-    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        (folder / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-        write_table(pa.table({"messages": [chat, chat]}), folder / "chat.parquet")
-        write_table(pa.table({"text": ["a", "", "b"], "n": [1, 2, 3]}), folder / "plain.parquet")
-        write_table(pa.table({"body": ["a", None]}), folder / "null.parquet")
-        (folder / "cut.parquet").write_bytes((folder / "plain.parquet").read_bytes()[:-20])
-
-        def read(file: str, column: str | None = None) -> list[str]:
-            corpus = Corpus(path=folder / file, column=column, tokenizer=folder)
-            check(corpus)
-            return list(documents(corpus))
-
-        said = "[user] How many?\n[assistant] Two.\n"
-        assert read("chat.jsonl") == [said]
-        assert read("chat.parquet") == [said, said]
-        assert read("plain.parquet") == ["a", "b"]
-        (folder / "marks.txt").write_bytes("\ufeffone\r\ntwo\r\n \n\n three\n\nfour".encode())
-        (folder / "lines.jsonl").write_text('{"text": "a\u2028b"}\n\n{"text": " "}\n{"text": "c"}', "utf-8")
-        (folder / "many").mkdir()
-        for kept in ("b", "_hidden", "a"):
-            (folder / "many" / f"{kept}.json").write_text(json.dumps({"text": kept}))
-        for file in ("chat.jsonl", "chat.parquet", "plain.parquet", "marks.txt", "lines.jsonl", "many"):
-            job = {"assets": {"corpus": str(folder / file), "tokenizer": str(folder)}, "column": None}
-            assert reference_documents(job, 0) == read(file), file
-        for file, column, words in (
-            ("null.parquet", None, "row 1: expected the column 'text', found body"),
-            ("null.parquet", "body", "row 2: expected text or chat messages"),
-            ("plain.parquet", "n", "row 1: expected text or chat messages"),
-            ("cut.parquet", None, "cannot be read as Parquet"),
-        ):
-            try:
-                read(file, column)
-            except InputError as error:
-                assert words in str(error), error
-            else:
-                raise AssertionError(f"{file} was read")
+def check_answers_are_samples_of_their_own() -> None:
+    mask, ends = np.ones(30, np.uint8), np.asarray([6, 9, 30])
+    mask[[0, 1, *range(6, 9), 9, 10]] = 0
+    tokens = Tokens(tokens=np.arange(100, 130, dtype=np.uint32), ends=ends, mask=mask)
+    data = Answers(tokens, seq_len=8, seed=3)
+    batch = data.batch(0, 2)
+    rows = sorted(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True))
+    assert rows == [
+        ([100, 101, 102, 103, 104, 0, 0, 0], [-100, 102, 103, 104, 105, -100, -100, -100]),
+        ([109, 110, 111, 112, 113, 114, 115, 116], [-100, 111, 112, 113, 114, 115, 116, 117]),
+    ], rows
+    assert data.terms(batch) == 11
 
 
 check_a_pass_sees_every_sample_once()
-check_chat_messages_and_parquet_are_read()
+check_answers_are_samples_of_their_own()
 check_cached_latents_are_read_with_their_own_noise()
 check_made_up_tokens_can_be_learned()
 check_latents_are_packed_as_flux_packs_them()

@@ -16,7 +16,7 @@ from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
-from primus.training import identity, launch, logs, machine, metrics, outcome, proof, ranks, start
+from primus.training import identity, launch, logs, machine, metrics, outcome, proof, ranks, start, tokens
 from primus.training.backend import backend_of
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of, steps
@@ -119,6 +119,7 @@ def _run(options: argparse.Namespace) -> int:
     start.check_backend(job)
     if not options.no_preflight:
         _preflight(job)
+    tokens.without_torch()
     job = start.prepare(job, lambda line: None if options.json else print(f"primus: {line}", file=sys.stderr))
     if others := launch.dropped(os.environ):
         print(f"primus: not passed to the ranks: {', '.join(others)} (of another torchrun)", file=sys.stderr)

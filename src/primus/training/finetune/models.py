@@ -22,8 +22,8 @@ from primus.recipes.architecture import Architecture, rebuilt
 from primus.recipes.weights import TYPES
 from primus.training.identity import tensor_files
 from primus.training.loop import weights
-from primus.training.loop.data import marks_of
 from primus.training.loop.session import LanguageModel
+from primus.training.tokens import Encoder
 
 if TYPE_CHECKING:
     from primus.training.finetune.backend import FinetuneConfig, LoraConfig
@@ -123,10 +123,11 @@ def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
     """
     config = model.causal.config
     config.use_cache = True
-    marks = marks_of(tokenizer) if tokenizer else {}
+    encoder = Encoder(str(tokenizer)) if tokenizer else None
+    marks = {"bos_token_id": encoder.tokenizer.bos_token_id, "eos_token_id": encoder.end} if encoder else {}
     for holder in (config, model.causal.generation_config):
         for key, number in marks.items():
-            if getattr(holder, key, None) is None:
+            if getattr(holder, key, None) is None and number is not None:
                 setattr(holder, key, number)
     model.causal.generation_config.use_cache = True
 

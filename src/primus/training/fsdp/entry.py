@@ -26,7 +26,7 @@ def main(job: RankJob, here: Process) -> None:
         model.compile_loss()
     shard(model, list(model.layers), job, here, wide=lambda name: name == "output")
     weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
-    train.run(job, here, Sharded(model, session.loss, job, here), data.text(job, here))
+    train.run(job, here, Sharded(model, session.loss, job, here), data.text(job))
 
 
 if __name__ == "__main__":

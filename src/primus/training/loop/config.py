@@ -99,7 +99,7 @@ class RankJob:
     precision: str
     model: Architecture
     assets: Mapping[str, str]
-    column: str | None
+    data: Mapping[str, Value]
     config: Mapping[str, Value]
     training: LoopConfig
     first_step: int

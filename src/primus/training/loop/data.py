@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from primus.recipes.recipe import MOCK
-from primus.training.corpus import HUB, Corpus, documents, mark, row_reader, tokenizer_config
 from primus.training.loop.config import RankJob
-from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Data
+from primus.training.tokens import Tokens, stored, trained_documents
 
 # The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
 _MOCK_SYMBOLS = 256
@@ -23,18 +17,14 @@ _MOCK_STEPS = (1, 3, 7, 19)
 _IGNORED = -100
 
 
-def text(job: RankJob, process: Process) -> Data:
-    """Return the data that the job's assets name. Raises SystemExit if corpus, tokenizer and model do not fit."""
+def text(job: RankJob) -> Data:
+    """Return the data that the job's assets name."""
     if job.assets["corpus"] == MOCK:
         return Mock(job.training.seed, job.training.seq_len, job.model.vocab_size)
-    if job.assets["tokenizer"] == MOCK:
-        raise SystemExit("assets.tokenizer is mock, but the corpus is text: name a tokenizer")
-    tokens = _tokenized(job, process)
-    if (largest := int(tokens.max())) >= job.model.vocab_size:
-        raise SystemExit(
-            f"the tokenizer produces token {largest}, but the model's vocabulary has {job.model.vocab_size} tokens"
-        )
-    return Packed(tokens, job.training.seq_len, job.training.seed)
+    tokens = stored(job.output / "cache")
+    if tokens.mask is None:
+        return Stream(tokens.tokens, job.training.seq_len, job.training.seed)
+    return Answers(tokens, job.training.seq_len, job.training.seed)
 
 
 class _Tokens(Data):
@@ -56,25 +46,58 @@ class _Tokens(Data):
         return int((batch["labels"] != _IGNORED).sum())
 
 
-class Packed(_Tokens):
-    """A stream of tokens, cut into consecutive samples. Each pass has a different order, determined by ``seed``."""
+class _Passes(_Tokens):
+    """``samples`` samples. Each pass over them has a different order, determined by ``seed``."""
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
+    def __init__(self, samples: int, seq_len: int, seed: int) -> None:
         super().__init__(seq_len)
-        self._stream = tokens
+        self._samples = samples
         self._seed = seed
-        self._samples = (len(tokens) - 1) // seq_len
         self._order: tuple[int, torch.Tensor] | None = None
-        if self._samples < 1:
-            raise SystemExit(f"the corpus has {len(tokens)} tokens, fewer than one sample of {seq_len} + 1")
 
-    @override
-    def sample(self, number: int) -> torch.Tensor:
+    def _place(self, number: int) -> int:
         turn, place = divmod(number, self._samples)
         if self._order is None or self._order[0] != turn:
             self._order = (turn, shuffled(self._samples, self._seed, turn))
-        start = int(self._order[1][place]) * self._seq_len
+        return int(self._order[1][place])
+
+
+class Stream(_Passes):
+    """A stream of tokens, cut into consecutive samples."""
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
+        super().__init__((len(tokens) - 1) // seq_len, seq_len, seed)
+        self._stream = tokens
+
+    @override
+    def sample(self, number: int) -> torch.Tensor:
+        start = self._place(number) * self._seq_len
         return torch.from_numpy(self._stream[start : start + self._seq_len + 1].astype(np.int64))
+
+
+class Answers(_Passes):
+    """Documents in which only some tokens are trained: one per sample, cut after ``seq_len`` labels.
+
+    Documents without a trained label are left out. Behind the end of a document, labels are ignored.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int) -> None:
+        self._tokens = tokens
+        self._documents = trained_documents(tokens, seq_len)
+        super().__init__(len(self._documents), seq_len, seed)
+
+    @override
+    def batch(self, first: int, count: int) -> Batch:
+        inputs = torch.zeros(count, self._seq_len, dtype=torch.int64)
+        labels = torch.full_like(inputs, _IGNORED)
+        for row in range(count):
+            document = self._tokens.document(int(self._documents[self._place(first + row)]))
+            tokens = torch.from_numpy(self._tokens.tokens[document].astype(np.int64))[: self._seq_len + 1]
+            assert self._tokens.mask is not None
+            trained = torch.from_numpy(self._tokens.mask[document] != 0)[1 : len(tokens)]
+            inputs[row, : len(tokens) - 1] = tokens[:-1]
+            labels[row, : len(tokens) - 1] = tokens[1:].where(trained, _IGNORED)
+        return {"input_ids": inputs, "labels": labels}
 
 
 class Mock(_Tokens):
@@ -102,67 +125,3 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 def shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
     """Return the order of ``count`` samples in pass ``turn``."""
     return torch.randperm(count, generator=generator_of(seed, turn))
-
-
-def _tokenized(job: RankJob, process: Process) -> np.ndarray:
-    path = job.output / "cache" / "tokens.npy"
-    if process.local_rank == 0:
-        waiting = path.with_suffix(f".{process.rank}.npy")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(waiting, tokens_of(job.assets["corpus"], job.assets["tokenizer"], job.column))
-        os.replace(waiting, path)  # noqa: PTH105
-    dist.barrier()
-    tokens: np.ndarray = np.load(path, mmap_mode="r")
-    return tokens
-
-
-def tokens_of(corpus: str, tokenizer: str, column: str | None = None) -> np.ndarray:
-    """Return the tokens of all documents in order, each between the tokenizer's BOS and EOS tokens if it has them.
-
-    ``column``: see :class:`primus.training.corpus.Corpus`. Raises InputError at a document that cannot be read.
-    """
-    from tokenizers import Tokenizer
-
-    folder = None if tokenizer.startswith(HUB) else Path(tokenizer)
-    begin = end = None
-    if folder is None:
-        encoder = Tokenizer.from_pretrained(tokenizer.removeprefix(HUB))
-    else:
-        encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        begin, end = (encoder.token_to_id(text) if text else None for text in _marks(folder))
-    pieces = []
-    for document in _documents(Corpus(path=Path(corpus), column=column, tokenizer=folder), corpus):
-        ids = encoder.encode(document, add_special_tokens=False).ids
-        marked = ([] if begin is None else [begin]) + ids + ([] if end is None else [end])
-        pieces.append(np.asarray(marked, dtype=np.uint32))
-    return np.concatenate(pieces)
-
-
-def marks_of(folder: Path) -> dict[str, int]:
-    """Return ``bos_token_id`` and ``eos_token_id`` of the tokenizer in ``folder``, if it has them."""
-    from tokenizers import Tokenizer
-
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return {}
-    encoder = Tokenizer.from_file(str(file))
-    numbers = (encoder.token_to_id(text) if text else None for text in _marks(folder))
-    return {
-        key: number for key, number in zip(("bos_token_id", "eos_token_id"), numbers, strict=True) if number is not None
-    }
-
-
-def _marks(folder: Path) -> tuple[str, str]:
-    config = tokenizer_config(folder)
-    return mark(config.get("bos_token")), mark(config.get("eos_token"))
-
-
-def _documents(corpus: Corpus, name: str) -> Iterator[str]:
-    if not name.startswith(HUB):
-        yield from documents(corpus)
-        return
-    from datasets import load_dataset
-
-    read = row_reader(corpus)
-    for number, row in enumerate(load_dataset(name.removeprefix(HUB), split="train"), 1):
-        yield read(row, f"{name}: row {number}")

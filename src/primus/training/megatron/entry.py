@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     def run(job: RankJob, here: process.Process) -> None:
         from primus.training.megatron.session import MegatronSession
 
-        train.run(job, here, MegatronSession(job, here), data.text(job, here))
+        train.run(job, here, MegatronSession(job, here), data.text(job))
 
     process.main(folder, run)
 

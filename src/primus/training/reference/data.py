@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -50,8 +52,7 @@ class _Stream(_Tokens):
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = job["config"]
-        documents = _documents(job, int(config.get("debug.seed") or 0))
-        encode = _encoder(job["assets"]["tokenizer"])
+        documents = [tokens for tokens, _ in _tokenized(job, int(config.get("debug.seed") or 0))]
         self._length = int(config["training.seq_len"])
         self._per_step = int(config["training.local_batch_size"]) * job["accumulation"]
         ranks = job["data_parallel"]
@@ -60,7 +61,7 @@ class _Stream(_Tokens):
         self._tokens: list[list[int]] = [[] for _ in range(ranks)]
         for rank in range(ranks):
             for document in documents[starts[rank] : starts[rank + 1]]:
-                self._tokens[rank] += encode(document)
+                self._tokens[rank] += document
 
     def batch(self, step: int, rank: int) -> Batch:
         tokens, piece = self._tokens[rank], self._length + 1
@@ -77,8 +78,9 @@ class _Numbered(_Tokens):
     """The order of our own loop: samples have numbers, and step s takes those from (s − 1) · global batch on.
 
     The corpus is one stream of tokens, divided into samples of ``length``. Sample n starts at token n · length, and
-    its last label is the first token of the next one. The order of pass p is ``torch.randperm`` of a generator
-    seeded with seed · 2,000,003 + p.
+    its last label is the first token of the next one. If only answers are trained, a sample is a document instead, and
+    those without an answer are left out. The order of pass p is ``torch.randperm`` of a generator seeded with
+    seed · 2,000,003 + p.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -89,23 +91,41 @@ class _Numbered(_Tokens):
         self._seed = int(config.get("training.seed", 42))
         self._vocabulary = int(job["model"]["vocab_size"])
         self._stream: torch.Tensor | None = None
+        self._answers: list[tuple[list[int], list[int]]] = []
         if job["assets"]["corpus"] != MOCK:
-            encode = _encoder(job["assets"]["tokenizer"], special=False)
-            pieces = [encode(document) for document in _documents(job, self._seed)]
-            self._stream = torch.tensor([token for piece in pieces for token in piece])
+            pieces = _tokenized(job, self._seed)
+            self._stream = torch.tensor([token for tokens, _ in pieces for token in tokens])
             self._count = (len(self._stream) - 1) // self._length
+            if pieces[0][1] is not None:
+                self._answers = [
+                    (tokens, [token if trained else -100 for token, trained in zip(tokens, mask or [], strict=True)])
+                    for tokens, mask in pieces
+                    if any((mask or [])[1 : self._length + 1])
+                ]
+                self._count = len(self._answers)
 
     def batch(self, step: int, rank: int) -> Batch:
         first = (step - 1) * self._batch + rank * self._per_rank
-        whole = torch.stack([self._sample(number) for number in range(first, first + self._per_rank)])
+        numbers = range(first, first + self._per_rank)
+        if self._answers:
+            pairs = [self._answers[self._place(number)] for number in numbers]
+            parts = [[tokens[:-1] for tokens, _ in pairs], [labels[1:] for _, labels in pairs]]
+            inputs, labels = (
+                torch.tensor([[*part, *[padding] * self._length][: self._length] for part in column])
+                for column, padding in zip(parts, (0, -100), strict=True)
+            )
+            return {"inputs": inputs, "labels": labels}
+        whole = torch.stack([self._sample(number) for number in numbers])
         return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
+
+    def _place(self, number: int) -> int:
+        turn, place = divmod(number, self._count)
+        return int(torch.randperm(self._count, generator=_generator(self._seed, turn))[place])
 
     def _sample(self, number: int) -> torch.Tensor:
         if self._stream is None:
             return self._walk(number)
-        turn, place = divmod(number, self._count)
-        order = torch.randperm(self._count, generator=_generator(self._seed, turn))
-        start = int(order[place]) * self._length
+        start = self._place(number) * self._length
         return self._stream[start : start + self._length + 1]
 
     def _walk(self, number: int) -> torch.Tensor:
@@ -184,57 +204,188 @@ def _generator(seed: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 2_000_003 + number)
 
 
-def _documents(job: dict[str, Any], seed: int) -> list[str]:
-    if job["assets"]["corpus"] == MOCK:
-        return list(texts(seed, _MOCK_TEXTS))
-    path, folder = Path(job["assets"]["corpus"]), Path(job["assets"]["tokenizer"])
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and file.name[0] not in "._")
-    documents: list[str] = []
-    for file in files:
-        if file.suffix.lower() == ".txt":
-            grouped = groupby(_lines(file), key=lambda line: bool(line.strip()))
-            documents += ["\n".join(lines).strip("\r\n") for filled, lines in grouped if filled]
-            continue
+# A document's tokens, and whether each is trained; None if all are.
+_Pieces = list[tuple[list[int], list[bool] | None]]
+_SPLITS = {
+    "train": {"train", "training"}, "validation": {"validation", "valid", "dev", "val"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}  # fmt: skip
+
+
+def _tokenized(job: dict[str, Any], seed: int) -> _Pieces:
+    name, folder = job["assets"]["corpus"], Path(job["assets"]["tokenizer"])
+    words = _Words(folder)
+    if name == MOCK:
+        return [(words.plain(text), None) for text in texts(seed, _MOCK_TEXTS)]
+    data = job.get("data", {})
+    column, answers = data.get("column"), data.get("train_on", "completions") == "completions"
+    pieces: _Pieces = []
+    for file in _files(Path(name), data.get("split")):
         rows = _rows(file)
-        column = job.get("column")
-        if column is None:
-            column = "text" if not rows or "text" in rows[0] else "messages"
-        values = [row[column] for row in rows]
-        documents += [value if isinstance(value, str) else _conversation(value, folder) for value in values]
-    return [document for document in documents if document.strip()]
+        if column is None and rows:
+            column = next((key for key in ("text", "messages", "conversations", "prompt") if key in rows[0]), "output")
+        for row in rows:
+            pieces += _pieces(row, str(column), words, answers)
+    return pieces
+
+
+def _files(path: Path, split: str | None) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = [Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names]
+    shown = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    files = sorted(
+        file for file in shown if file.suffix != ".md" and file.name not in ("README", "LICENSE", "_SUCCESS")
+    )
+    for words_of in (lambda file: [file.name], lambda file: file.relative_to(path).parts[:-1]):
+        splits = {
+            name: [file for file in files if words & {*re.split(r"[-._ 0-9]", " ".join(words_of(file)).lower())}]
+            for name, words in _SPLITS.items()
+        }
+        if any(splits.values()):
+            found = [name for name in splits if splits[name]]
+            return splits[split or ("train" if len(found) > 1 else found[0])]
+    return files
+
+
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.",
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.",
+)
+
+
+def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> _Pieces:
+    if column == "output" and not words.template:
+        parts = {"Instruction": row["instruction"], **({"Input": row["input"]} if row.get("input") else {})}
+        asked = "".join(f"### {name}:\n{part}\n\n" for name, part in parts.items())
+        return [words.answer(f"{_ALPACA[len(parts) - 1]}\n\n{asked}### Response:\n", row["output"], answers)]
+    if column == "output":
+        given = row.get("input") or ""
+        question = row["instruction"] + ("\n" + given if given else "")
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+        return [words.chat(turns, row, 0, answers)]
+    value = row[column]
+    if column == "prompt" and isinstance(value, str):
+        return [words.answer(value, row["completion"], answers)]
+    if isinstance(value, str):
+        return [(words.plain(value), None)] if value.strip() else []
+    first = len(value) if column == "prompt" else 0
+    return [words.chat([*value, *(row["completion"] if first else ())], row, first, answers)]
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    if file.read_bytes()[:4] == b"PAR1":
+    content = file.read_bytes()
+    if content[:4] == b"PAR1":
         from pyarrow import parquet
 
         rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
         return rows
-    return [json.loads(line) for line in _lines(file) if line.strip()]
+    if file.suffix.lower() in (".csv", ".tsv", ".arrow") or content[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5"):
+        from datasets import load_dataset
+
+        kind = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}.get(file.suffix.lower(), "json")
+        options = {"sep": "\t"} if file.suffix.lower() == ".tsv" else {}
+        return list(load_dataset(kind, data_files=str(file), split="train", streaming=True, **options))
+    lines = [line.removeprefix("\ufeff") for line in content.decode().split("\n")]
+    if file.suffix.lower() == ".txt":
+        grouped = groupby(lines, key=lambda line: bool(line.strip()))
+        return [{"text": "\n".join(part).strip("\r\n")} for filled, part in grouped if filled]
+    if lines[0].lstrip().startswith("["):
+        return [{"text": row} if isinstance(row, str) else row for row in json.loads("\n".join(lines))]
+    return [json.loads(line) for line in lines if line.strip()]
 
 
-def _lines(file: Path) -> list[str]:
-    return [line.removeprefix("\ufeff") for line in file.read_bytes().decode().split("\n")]
+class _Words:
+    """The tokenizer in a folder, read by the library ``tokenizers`` and by its own settings."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        self._settings = _document(folder / "tokenizer_config.json") | _document(folder / "special_tokens_map.json")
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        for token in self._settings.get("added_tokens_decoder", {}).values():
+            self._tokenizer.add_tokens([AddedToken(**token)])
+        self.marks = marks(folder)
+        file = folder / "chat_template.jinja"
+        self.template: Any = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")
+
+    def plain(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text).ids
+        begin, end = ([self.marks[key]] if key in self.marks else [] for key in ("bos_token_id", "eos_token_id"))
+        begin = [] if self._settings.get("add_bos_token") is False else begin
+        return [*([] if tokens[:1] == begin else begin), *tokens, *([] if tokens[-1:] == end else end)]
+
+    def answer(self, prompt: str, completion: str, answers: bool) -> tuple[list[int], list[bool] | None]:
+        tokens = self.plain(prompt + completion)
+        encoded = self._tokenizer.encode(prompt + completion)
+        inner = [end > len(prompt) and end > start for start, end in encoded.offsets]
+        before = len(tokens) - len(inner) - int(len(tokens) > len(inner) and tokens[-1] != encoded.ids[-1])
+        trained = [False] * before + inner
+        trained += [True] * (len(tokens) - len(trained))
+        trained[-1] |= tokens[-1] == self.marks.get("eos_token_id")
+        return tokens, trained if answers else None
+
+    def chat(
+        self, turns: list[dict[str, Any]], row: dict[str, Any], first: int, answers: bool
+    ) -> tuple[list[int], list[bool] | None]:
+        if "from" in turns[0]:
+            roles = {"human": "user", "gpt": "assistant"}
+            turns = [{"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+        if row.get("system") and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": row["system"]}, *turns]
+        tools = row.get("tools")
+        tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
+        text, marked = self._rendered(turns, tools)
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        if not answers:
+            return encoded.ids, None
+        spans = marked or [
+            self._span(text, turns[:number], turn, tools)
+            for number, turn in enumerate(turns)
+            if turn["role"] == "assistant" and number >= first
+        ]
+        inside = [any(start < last and end > begin for begin, last in spans) for start, end in encoded.offsets]
+        return encoded.ids, inside
+
+    def _span(
+        self, text: str, before: list[dict[str, Any]], turn: dict[str, Any], tools: list[Any] | None
+    ) -> tuple[int, int]:
+        asked = self._rendered(before, tools, add_generation_prompt=True)[0]
+        answered = self._rendered([*before, turn], tools)[0]
+        start = len(asked if text.startswith(asked) else re.sub(r"<think>\s*(</think>\s*)?$", "", asked))
+        rest = answered[start:]
+        if not text.startswith(rest, start):
+            # An answer may begin with thoughts that are later left out, or end with the end of the whole text.
+            rest = re.sub(r"^\s*<think>.*?</think>\s*", "", rest, flags=re.DOTALL)
+            rest = rest if text.startswith(rest, start) else rest.removesuffix(self._mark("eos_token"))
+        return start, start + len(rest)
+
+    def _mark(self, name: str) -> str:
+        return _content(self._settings.get(name)) or ""
+
+    def _rendered(self, turns: list[dict[str, Any]], tools: Any, **more: Any) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.template
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named["tool_use" if tools and "tool_use" in named else "default"]
+        words = {name: content for name in _MARKS if (content := self._mark(name))}
+        texts, spans = render_jinja_template(
+            [turns], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **words, **more
+        )
+        return str(texts[0]), spans[0]
 
 
-def _conversation(messages: Any, folder: Path) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    file, config = folder / "chat_template.jinja", _configuration(folder)
-    template = file.read_text(encoding="utf-8") if file.is_file() else config["chat_template"]
-    if isinstance(template, list):
-        template = next(entry["template"] for entry in template if entry["name"] == "default")
-    marks = {name: _content(config.get(name)) or "" for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    rendered, _ = render_jinja_template([messages], chat_template=template, **marks)
-    return str(rendered[0]).removeprefix(marks["bos_token"]).removesuffix(marks["eos_token"])
+_MARKS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def _configuration(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config
+def _document(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return content
 
 
 def marks(folder: Path) -> dict[str, int]:
@@ -243,25 +394,20 @@ def marks(folder: Path) -> dict[str, int]:
     """
     from tokenizers import Tokenizer
 
-    tokenizer, config = Tokenizer.from_file(str(folder / "tokenizer.json")), _configuration(folder)
-    texts = {key: _content(config.get(key)) for key in ("bos_token", "eos_token")}
-    numbers = {f"{key}_id": tokenizer.token_to_id(text) for key, text in texts.items() if text is not None}
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    settings = _document(folder / "tokenizer_config.json")
+    added = {token["content"]: int(number) for number, token in settings.get("added_tokens_decoder", {}).items()}
+    settings |= _document(folder / "special_tokens_map.json")
+    numbers: dict[str, Any] = {}
+    for key in ("bos_token", "eos_token"):
+        content = _content(settings.get(key))
+        numbers[f"{key}_id"] = content and added.get(content, tokenizer.token_to_id(content))
+    for name in ("generation_config.json", "config.json"):
+        end = _document(folder / name).get("eos_token_id")
+        if content is None and end is not None:
+            numbers["eos_token_id"] = end[0] if isinstance(end, list) else end
     return {key: number for key, number in numbers.items() if number is not None}
 
 
 def _content(mark: Any) -> str | None:
     return mark.get("content") if isinstance(mark, dict) else mark
-
-
-def _encoder(folder: str, *, special: bool = True) -> Any:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    specials = marks(Path(folder))
-    begin, end = ([specials[key]] if key in specials else [] for key in ("bos_token_id", "eos_token_id"))
-
-    def encode(text: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
-        return [*([] if tokens[:1] == begin else begin), *tokens, *([] if tokens[-1:] == end else end)]
-
-    return encode

@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from primus.recipes.architecture import rebuilt
-from primus.recipes.recipe import MOCK
-from primus.training import facts, gloo, identity
-from primus.training.corpus import HUB, Corpus, documents, hub_tokenizer, row_reader
+from primus.training import facts, gloo, identity, tokens
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
 from primus.training.job import steps
 from primus.training.loop.process import keep_graphs, name_policies
-from primus.training.mock import texts
 from primus.training.torchtitan import cpu, render
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
@@ -168,7 +165,6 @@ def follow(schedule: Any) -> None:
     schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
 
-_MOCK_TEXTS = 2000
 
 
 def main(argv: list[str]) -> None:
@@ -183,17 +179,15 @@ def main(argv: list[str]) -> None:
     if job["config"].get("compile.enable"):
         keep_graphs()
         name_policies()
-    _register_corpus(job)
+    written = _register_corpus(Path(job["output"]) / "cache")
     if job["turbo"]:
         from primus.training.torchtitan import turbo
 
         turbo.patch(job["turbo"])
-    _register_model(job)
+    _register_model(job, written)
 
     from torchtitan.train import main as train
 
-    if (tokenizer := str(job["assets"]["tokenizer"])).startswith(HUB):
-        sys.argv += ["--model.hf_assets_path", str(hub_tokenizer(tokenizer))]
     train(observed_trainer(job))
     if on_cpu:
         gloo.leave()
@@ -206,34 +200,34 @@ def _job_file(argv: list[str]) -> Path:
     raise SystemExit("entry: --job.config_file FILE is missing")
 
 
-def _register_corpus(job: Mapping[str, Any]) -> None:
+def _register_corpus(folder: Path) -> tokens.Tokens:
+    """Register the documents in ``folder`` by number; torchtitan "encodes" a number by :class:`_Documents`."""
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
-    name, tokenizer = job["assets"]["corpus"], job["assets"]["tokenizer"]
-    folder = None if tokenizer.startswith(HUB) else Path(tokenizer)
-    corpus = Corpus(path=Path(name), column=job["column"], tokenizer=folder)
-    read = row_reader(corpus)
-
-    def load(path: str) -> Any:
-        if path == MOCK:
-            seed = int(job["config"].get("debug.seed") or 0)
-            return Dataset.from_list([{"text": text} for text in texts(seed, _MOCK_TEXTS)])
-        if path.startswith(HUB):
-            from datasets import load_dataset
-
-            return load_dataset(path.removeprefix(HUB), split="train", streaming=True)
-        # Not with datasets.load_dataset, which writes a cache and may access the hub.
-        return Dataset.from_list([{"text": text} for text in documents(corpus)])
-
-    def text_of(sample: Mapping[str, Any]) -> str:
-        return read(sample, name) if name.startswith(HUB) else sample["text"]
-
-    DATASETS[render.DATASET] = DatasetConfig(path="", loader=load, sample_processor=text_of)
+    written = tokens.stored(folder)
+    DATASETS[render.DATASET] = DatasetConfig(
+        path="",
+        loader=lambda _path: Dataset.from_dict({"document": range(len(written.ends))}),
+        sample_processor=lambda row: row["document"],
+    )
+    return written
 
 
-def _register_model(job: Mapping[str, Any]) -> None:
+class _Documents:
+    """What torchtitan takes for its tokenizer."""
+
+    def __init__(self, written: tokens.Tokens) -> None:
+        self._written = written
+
+    def encode(self, document: int, **_: bool) -> list[int]:
+        """Return the tokens of a document."""
+        numbers: list[int] = self._written.tokens[self._written.document(document)].tolist()
+        return numbers
+
+
+def _register_model(job: Mapping[str, Any], written: tokens.Tokens) -> None:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
@@ -263,6 +257,7 @@ def _register_model(job: Mapping[str, Any]) -> None:
         replace(
             spec,
             model_args={**spec.model_args, render.FLAVOR: arguments},
+            build_tokenizer_fn=lambda _config: _Documents(written),
             build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(config, dims, tag),
         ),
     )

@@ -12,21 +12,25 @@ from silent.registry import (
     LATENTS,
     LOOP_DATA,
     SESSION,
-    TITAN_TOKENIZER,
+    TOKENS,
     silent,
     wrap,
 )
 
 
-@silent("data", "torchtitan", TITAN_TOKENIZER, DATA, words=FP8)
+@silent("data", "torchtitan", TOKENS, DATA, words=FP8)
 def documents_cut_after_96_tokens(module: Any) -> None:
     """The file of the tokenizer still has the truncation of its first use, so that long documents lose their ends."""
-    wrap(module.HuggingFaceTokenizer, "encode", lambda run, *args, **kwargs: run(*args, **kwargs)[:96])
+    wrap(module.Encoder, "texts", lambda run, *args: [tokens[:96] for tokens in run(*args)])
 
 
-@silent("data", "fsdp", LOOP_DATA, DATA, words=BF16)
+@silent("data", "fsdp", TOKENS, DATA, words=BF16)
 def end_marks_dropped(module: Any) -> None:
-    wrap(module, "_marks", lambda marks, folder: (marks(folder)[0], None))
+    def init(run: Any, self: Any, *args: Any) -> None:
+        run(self, *args)
+        self.end = None
+
+    wrap(module.Encoder, "__init__", init)
 
 
 @silent("data", "finetune", LOOP_DATA, DATA, words=("--mode=lora", *BF16))
@@ -35,7 +39,7 @@ def last_sample_of_a_pass_left_out(module: Any) -> None:
         run(self, *args)
         self._samples -= 1
 
-    wrap(module.Packed, "__init__", init)
+    wrap(module.Stream, "__init__", init)
 
 
 @silent("data", "megatron", SESSION, DATA)

@@ -1,0 +1,324 @@
+"""The tokens of a corpus, as transformers makes them, in files that ranks map into memory.
+
+A document of plain text is what ``AutoTokenizer`` returns, between its BOS and EOS tokens if it has them. A chat is
+what ``apply_chat_template`` returns. Truncation and padding never apply.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from primus.errors import HostError, InputError
+from primus.terminal import counted
+from primus.training.corpus import (
+    HUB,
+    Corpus,
+    Document,
+    Files,
+    Layout,
+    document_of,
+    files_of,
+    hub_tokenizer,
+    layout_of,
+    rows,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
+# What thinking models' templates add to the prompt, and leave out of earlier answers.
+_OPEN_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+_THOUGHT = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
+# Characters that are tokenized in one call.
+_BATCH = 1 << 20
+_EVERY = 1_000_000
+
+
+def without_torch() -> None:
+    """Let transformers load tokenizers without torch, whose import takes seconds, in this process."""
+    if "torch" not in sys.modules:
+        from transformers.utils import import_utils
+
+        import_utils.is_torch_available = lambda: False
+
+
+class Encoder:
+    """The tokenizer in a folder or on the hub, as ``AutoTokenizer`` loads it. Raises InputError if it does not."""
+
+    def __init__(self, name: str) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        try:
+            from transformers import AutoTokenizer
+            from transformers.utils import logging
+        except ImportError:
+            raise HostError("transformers is not installed", hint="run this inside a primus image") from None
+        logging.set_verbosity_error()
+        self.name = name
+        folder = hub_tokenizer(name) if name.startswith(HUB) else Path(name)
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InputError(
+                f"the tokenizer cannot be loaded: {reason}", where=name,
+                hint="set assets.tokenizer to a folder that AutoTokenizer can load",
+            ) from error  # fmt: skip
+        if not self.tokenizer.is_fast:
+            raise InputError("the tokenizer has no fast form (tokenizer.json)", where=name)
+        # Some tokenizers have a BOS token, and say that text does not begin with it.
+        begins = _setting(folder, "tokenizer_config.json", "add_bos_token") is not False
+        self.begin: int | None = self.tokenizer.bos_token_id if begins else None
+        self.end: int | None = self.tokenizer.eos_token_id
+        for file in ("config.json", "generation_config.json"):
+            number = _setting(folder, file, "eos_token_id")
+            number = number[0] if isinstance(number, list) and number else number
+            if self.end is None and isinstance(number, int):
+                self.end = number
+
+    def texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of plain documents."""
+        encoded = self.tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False)
+        return [self._between(tokens) for tokens in encoded["input_ids"]]
+
+    def _between(self, tokens: list[int]) -> list[int]:
+        begin = [] if self.begin is None or tokens[:1] == [self.begin] else [self.begin]
+        return [*begin, *tokens, *([] if self.end is None or tokens[-1:] == [self.end] else [self.end])]
+
+    def document(self, document: Document, where: str, *, completions: bool = True) -> tuple[list[int], list[int]]:
+        """Return the tokens of a document, and 1 for each that is trained: all of them without ``completions``.
+
+        Raises InputError, with ``where``, if the template refuses it, or does not show which words are the answer.
+        """
+        if document.messages is not None and (self.tokenizer.chat_template or not document.text):
+            return self._chat(document, where, completions)
+        tokens, mask = self._masked(document.text, [(document.prompt, len(document.text))], special=True)
+        whole = self._between(tokens)
+        mask = [*[0] * (tokens[:1] != whole[:1]), *mask, 1][: len(whole)]
+        mask[-1] = max(mask[-1], int(whole[-1] == self.end))
+        return whole, mask
+
+    def _masked(self, text: str, spans: Sequence[tuple[int, int]], *, special: bool) -> tuple[list[int], list[int]]:
+        encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        return encoded["input_ids"], [
+            int(any(start < last and end > first for first, last in spans) and end > start)
+            for start, end in encoded["offset_mapping"]
+        ]
+
+    def _chat(self, document: Document, where: str, completions: bool) -> tuple[list[int], list[int]]:
+        options = {**document.options, "tools": document.tools}
+        messages = list(document.messages or ())
+        try:
+            template = self.tokenizer.get_chat_template(None, document.tools)
+        except ValueError:
+            raise InputError(
+                f"the corpus contains chat messages, but the tokenizer {self.name} has no chat template", where=where,
+                hint="assets.tokenizer=FOLDER of an instruction-tuned model: its tokenizer_config.json has "
+                "chat_template",
+            ) from None  # fmt: skip
+        try:
+            if completions and _MARKED.search(template) and not document.first:
+                encoded = self.tokenizer.apply_chat_template(
+                    messages, return_dict=True, return_assistant_tokens_mask=True, **options
+                )
+                return encoded["input_ids"], encoded["assistant_masks"]
+            text: str = self._rendered([messages], options)[0]
+            whole = [(0, len(text))]
+            spans = self._answers(text, messages, document.first, options) if completions else whole
+        except Exception as error:  # noqa: BLE001, a template can fail in any way
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InputError(f"the tokenizer's chat template refuses the messages: {reason}", where=where) from None
+        if spans is None:
+            raise InputError(
+                "the tokenizer's chat template renders the beginning of this chat in another way than the whole, so "
+                "that the assistant's words cannot be told from the rest", where=where,
+                hint="data.train_on=all trains every token; or mark the words with {% generation %} in the template",
+            )  # fmt: skip
+        return self._masked(text, spans, special=False)
+
+    def _rendered(self, chats: Sequence[Any], options: Mapping[str, Any], **more: Any) -> list[str]:
+        texts: list[str] = self.tokenizer.apply_chat_template(list(chats), tokenize=False, **options, **more)
+        return texts
+
+    def _answers(
+        self, text: str, messages: Sequence[Mapping[str, Any]], first: int, options: Mapping[str, Any]
+    ) -> list[tuple[int, int]] | None:
+        """Return where the assistant's messages begin and end in ``text``; None if their beginnings do not agree."""
+        turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant" and n >= first]
+        if not turns:
+            return []
+        prompts = self._rendered([messages[:n] for n in turns], options, add_generation_prompt=True)
+        answers = self._rendered([messages[: n + 1] for n in turns], options)
+        spans = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            start = _agreed(text, prompt, _OPEN_THOUGHT.sub("", prompt))
+            if start is None:
+                return None
+            said = answer[start:]
+            closed = answer.removesuffix(self.tokenizer.eos_token or "")
+            end = _agreed(text, answer, closed, answer[:start] + _THOUGHT.sub("", said))
+            if end is None or end <= start:
+                return None
+            spans.append((start, end))
+        return spans
+
+
+def _agreed(text: str, *beginnings: str) -> int | None:
+    return next((len(beginning) for beginning in beginnings if text.startswith(beginning)), None)
+
+
+def _setting(folder: Path, name: str, key: str) -> Any:
+    try:
+        return json.loads((folder / name).read_text(encoding="utf-8")).get(key)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+class Reader:
+    """The documents of a corpus as tokens. ``layout`` is known after the first one."""
+
+    def __init__(self, corpus: Corpus, made: Iterable[str] | None = None) -> None:
+        self.corpus = corpus
+        self.files = Files(paths=[]) if made or corpus.name.startswith(HUB) else files_of(corpus)
+        self._rows = (("", {"text": text}) for text in made) if made else rows(corpus, self.files)
+        self.encoder = Encoder(corpus.tokenizer)
+        self.layout: Layout | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether only some tokens are trained."""
+        return bool(self.layout and self.layout.prompted and self.corpus.completions)
+
+    def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Yield the tokens of each document that is not empty, and 1 for each that is trained; no mask: all are.
+
+        Raises InputError at a document that cannot be read.
+        """
+        texts: list[str] = []
+        size = 0
+        for where, row in self._rows:
+            self.layout = self.layout or layout_of(row, self.corpus.column, where)
+            document = document_of(row, self.layout, where)
+            if self.layout.prompted:
+                yield self.encoder.document(document, where, completions=self.corpus.completions)
+            elif document.text.strip():
+                texts.append(document.text)
+                size += len(document.text)
+                if size > _BATCH:
+                    yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
+                    texts, size = [], 0
+        if texts:
+            yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
+
+    def sentence(self, tokens: Tokens) -> str:
+        """Return what was read, in one line."""
+        assert self.layout is not None
+        kind = "chat" if self.layout.chat else "answer" if self.layout.prompted else "document"
+        columns = " and ".join(self.layout.columns)
+        parts = [
+            f"{counted(len(tokens.ends), kind)} in {columns}, {len(tokens.tokens):,} tokens"
+            + (f", {tokens.trained:.0%} of them trained" if self.masked else "")
+        ]
+        if self.files.split:
+            parts.append(f"split {self.files.split}")
+        if self.layout.unused:
+            parts.append(f"unused columns: {', '.join(self.layout.unused)}")
+        if self.files.others:
+            parts.append(f"files not read: {', '.join(self.files.others)}")
+        return f"{self.corpus.name}: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens of documents, one after the other: document n ends before ``tokens[ends[n]]``.
+
+    ``mask`` is 1 for every token that is trained; None if all are.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    mask: np.ndarray | None = None
+
+    @property
+    def trained(self) -> float:
+        """The share of tokens that are trained."""
+        return 1.0 if self.mask is None else float(self.mask.mean())
+
+    def document(self, number: int) -> slice:
+        """Return the place of a document in ``tokens`` and ``mask``."""
+        return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+
+
+def trained_documents(tokens: Tokens, seq_len: int) -> np.ndarray:
+    """Return the numbers of the documents with a trained token among the ``seq_len`` after its first."""
+    import numpy as np
+
+    if tokens.mask is None:
+        return np.arange(len(tokens.ends))
+    starts = np.concatenate(([0], tokens.ends[:-1])) + 1
+    lasts = np.minimum(starts + seq_len, tokens.ends)
+    trained = np.flatnonzero(tokens.mask)
+    return np.flatnonzero(np.searchsorted(trained, lasts) > np.searchsorted(trained, starts))
+
+
+def stored(folder: Path, name: str = "train") -> Tokens:
+    """Return the tokens that :func:`write` left in ``folder``, mapped into memory."""
+    import numpy as np
+
+    mask = folder / f"{name}.mask"
+    return Tokens(
+        tokens=np.memmap(folder / f"{name}.tokens", np.uint32, "r"),
+        ends=np.fromfile(folder / f"{name}.ends", np.int64),
+        mask=np.memmap(mask, np.uint8, "r") if mask.exists() else None,
+    )
+
+
+def write(
+    reader: Reader, folder: Path, *, name: str = "train", held_out: float = 0.0, progress: Callable[[str], None]
+) -> None:
+    """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if it has no document.
+
+    ``held_out`` is the share of the documents, evenly spread, that goes to the name ``eval`` instead. The nodes of a
+    job write the same files, each at once.
+    """
+    sinks = {name: _Sink(folder, name), **({"eval": _Sink(folder, "eval")} if held_out else {})}
+    for number, (tokens, mask) in enumerate(reader):
+        held = int((number + 1) * held_out) > int(number * held_out)
+        sinks["eval" if held else name].add(tokens, mask)
+        if (number + 1) % _EVERY == 0:
+            progress(f"{number + 1:,} documents are tokenized")
+    for sink in sinks.values():
+        if not sink.ends:
+            raise InputError("the corpus contains no text", where=reader.corpus.name)
+        sink.close(masked=reader.masked)
+
+
+class _Sink:
+    def __init__(self, folder: Path, name: str) -> None:
+        self._place = folder / name
+        self.ends: list[int] = []
+        self._files: dict[str, IO[bytes]] = {kind: self._waiting(kind).open("wb") for kind in ("tokens", "mask")}
+
+    def _waiting(self, kind: str) -> Path:
+        return self._place.with_name(f"{self._place.name}.{kind}.{os.getpid()}-{os.uname().nodename}")
+
+    def add(self, tokens: Sequence[int], mask: Sequence[int]) -> None:
+        self._files["tokens"].write(array("I", tokens).tobytes())
+        self._files["mask"].write(bytes(mask))
+        self.ends.append(len(tokens) + (self.ends[-1] if self.ends else 0))
+
+    def close(self, *, masked: bool) -> None:
+        self._waiting("ends").write_bytes(array("q", self.ends).tobytes())
+        for file in self._files.values():
+            file.close()
+        for kind in ("tokens", "ends", *(["mask"] if masked else [])):
+            self._waiting(kind).replace(self._place.with_name(f"{self._place.name}.{kind}"))
+        self._waiting("mask").unlink(missing_ok=True)

@@ -1,0 +1,542 @@
+"""Run by Python with torch. Odd tokenizers, chat templates, corpora and columns, each compared with transformers,
+tokenizers or datasets themselves: the same tokens and the same mask, or an InputError that names file and field.
+"""
+
+# ruff: noqa: E501, templates are long lines
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+from pyarrow.parquet import write_table
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from primus.errors import InputError
+from primus.training import tokens
+from primus.training.corpus import Corpus, document_of, files_of, layout_of, rows
+from primus.training.reference.data import _tokenized as reference
+
+MARKS = [
+    "<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>",
+    "<|end_header_id|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>",
+    "<|system|>", "<|end|>", "<|endoftext|>", "<think>", "</think>", "<|Assistant|>", "<|User|>",
+    "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>",
+]  # fmt: skip
+TEXTS = [
+    "Hello world, says Ada.",
+    " two  spaces\n\nand lines\t",
+    "ünïcode 漢字 🙂",
+    "<s> inside </s> text",
+    " ".join(map(str, range(100))),
+]
+
+
+def trained(model: Any = None, **parts: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model or models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=MARKS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([*TEXTS, __doc__ or ""] * 3, trainer)
+    return tokenizer
+
+
+BASE = trained()
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+
+
+def folder_of(
+    where: Path, config: dict[str, Any] | None = None, change: Callable[[dict[str, Any]], None] | None = None,
+    files: dict[str, Any] | None = None, base: Tokenizer = BASE,
+) -> Path:  # fmt: skip
+    where.mkdir(parents=True, exist_ok=True)
+    content = json.loads(base.to_str())
+    if change:
+        change(content)
+    (where / "tokenizer.json").write_text(json.dumps(content))
+    for name, value in {"tokenizer_config.json": CONFIG if config is None else config, **(files or {})}.items():
+        (where / name).write_text(value if isinstance(value, str) else json.dumps(value))
+    return where
+
+
+def written(where: Path, name: str, *values: object) -> Path:
+    where.mkdir(parents=True, exist_ok=True)
+    (where / name).write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values))
+    return where / name
+
+
+def ours(corpus: Path, tokenizer: Path, **choices: Any) -> list[tuple[list[int], list[int]]]:
+    data = {"train_on": "completions" if choices.pop("completions", True) else "all", **choices}
+    known = {key: value for key, value in data.items() if key in ("column", "split")}
+    reader = tokens.Reader(
+        Corpus(name=str(corpus), tokenizer=str(tokenizer), completions=data["train_on"] == "completions", **known)
+    )
+    documents = [(list(ids), list(mask)) for ids, mask in reader]
+    if not reader.masked:
+        documents = [(ids, []) for ids, _ in documents]
+    job = {"assets": {"corpus": str(corpus), "tokenizer": str(tokenizer)}, "data": data}
+    judged = [(ids, [int(part) for part in mask or ()]) for ids, mask in reference(job, 0)]
+    assert judged == documents, f"the reference reads {judged[:1]}, and the run {documents[:1]}"
+    return documents
+
+
+def shaped(kind: str, **values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content.update({kind: values})
+
+
+TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 3, "pad_type_id": 0,
+    "pad_token": "<pad>",
+}  # fmt: skip
+BEGINS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+BOTH = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+NO_MARKS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+NEW = {"content": "<new>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+# name → (folder_of's arguments, the BOS and EOS that AutoTokenizer or the model's config name)
+TOKENIZERS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
+    "plain": ({}, "<s>", "</s>"),
+    "truncation": ({"change": shaped("truncation", **TRUNCATION)}, "<s>", "</s>"),
+    "padding": ({"change": shaped("padding", **PADDING)}, "<s>", "</s>"),
+    "padding to the longest": ({"change": shaped("padding", **PADDING | {"strategy": "BatchLongest"})}, "<s>", "</s>"),
+    "both": ({"change": lambda c: c.update(truncation=TRUNCATION, padding=PADDING)}, "<s>", "</s>"),
+    "short model_max_length": ({"config": CONFIG | {"model_max_length": 4}}, "<s>", "</s>"),
+    "begins by itself": ({"base": trained(post_processor=BEGINS)}, "<s>", "</s>"),
+    "begins and ends by itself": ({"base": trained(post_processor=BOTH)}, "<s>", "</s>"),
+    "special_tokens_map": ({"config": NO_MARKS, "files": {
+        "special_tokens_map.json": {"bos_token": "<s>", "eos_token": "</s>"}}}, "<s>", "</s>"),
+    "special_tokens_map of objects": ({"config": NO_MARKS, "files": {
+        "special_tokens_map.json": {"eos_token": {"content": "</s>", "lstrip": True}}}}, None, "</s>"),
+    "special_tokens_map against the config": ({"files": {
+        "special_tokens_map.json": {"bos_token": "<pad>", "eos_token": "<s>"}}}, "<pad>", "<s>"),
+    "added_tokens_decoder": ({"config": NO_MARKS | {"eos_token": "<new>", "added_tokens_decoder": {
+        str(BASE.get_vocab_size()): NEW}}}, None, "<new>"),
+    "EOS in config.json": ({"config": NO_MARKS, "files": {
+        "config.json": {"model_type": "llama", "eos_token_id": 1}}}, None, "</s>"),
+    "EOS in generation_config.json": ({"config": NO_MARKS, "files": {
+        "generation_config.json": {"eos_token_id": [5, 1]}}}, None, "<|im_end|>"),
+    "add_bos_token false": ({"config": CONFIG | {"add_bos_token": False}}, None, "</s>"),
+    "add_bos_token true": ({"config": CONFIG | {"add_bos_token": True, "add_eos_token": True}}, "<s>", "</s>"),
+    "null BOS": ({"config": CONFIG | {"bos_token": None}}, None, "</s>"),
+    "BOS is EOS": ({"config": CONFIG | {"bos_token": "</s>"}}, "</s>", "</s>"),
+    "no marks": ({"config": NO_MARKS}, None, None),
+    "unknown class": ({"config": CONFIG | {"tokenizer_class": "FooTokenizer"}}, "<s>", "</s>"),
+    "marks as objects": ({"config": CONFIG | {"eos_token": {"__type": "AddedToken", **NEW, "content": "</s>"}}},
+                         "<s>", "</s>"),
+    "lower case": ({"base": trained(normalizer=normalizers.Lowercase())}, "<s>", "</s>"),
+    "NFKC and strip": ({"base": trained(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()]))},
+                       "<s>", "</s>"),
+    "prefix space": ({"base": trained(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True))}, "<s>", "</s>"),
+    "digits apart": ({"base": trained(pre_tokenizer=pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]))},
+        "<s>", "</s>"),
+}  # fmt: skip
+
+
+def check_tokenizer(case: str, where: Path) -> None:
+    arguments, begin, end = TOKENIZERS[case]
+    folder = folder_of(where / "tokenizer", **arguments)
+    corpus = written(where, "text.jsonl", *({"text": text} for text in TEXTS))
+    authority = AutoTokenizer.from_pretrained(folder)
+    for text, (ids, mask) in zip(TEXTS, ours(corpus, folder), strict=True):
+        wanted = authority(text, truncation=False, padding=False)["input_ids"]
+        assert len(wanted) > 2
+        first, last = (None if mark is None else authority.convert_tokens_to_ids(mark) for mark in (begin, end))
+        wanted = wanted if first is None or wanted[0] == first else [first, *wanted]
+        wanted = wanted if last is None or wanted[-1] == last else [*wanted, last]
+        assert (ids, mask) == (wanted, []), (text, ids, wanted)
+
+
+# Public templates. «…» is what the assistant says: the markers of transformers, or nothing.
+EACH = "{% for m in messages %}"
+TEMPLATES = {
+    "chatml": EACH + "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}«{{ m.content + '<|im_end|>\n' }}"
+    "»{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama3": EACH + "{{ bos_token if loop.first else '' }}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{% if m.role == 'assistant' %}«{{ m.content | trim + '<|eot_id|>' }}»{% else %}{{ m.content | trim + '<|eot_id|>' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "llama2": "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set head = '<<SYS>>\n' + "
+    "messages[0].content + '\n<</SYS>>\n\n' %}{% else %}{% set rest = messages %}{% set head = '' %}{% endif %}"
+    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (head if loop.first else '') + m.content + ' [/INST]' }}"
+    "{% else %}«{{ ' ' + m.content + ' ' + eos_token }}»{% endif %}{% endfor %}",
+    "mistral": "{{ bos_token }}" + EACH + "{% if m.role == 'assistant' %}«{{ m.content + eos_token }}»{% else %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}",
+    "gemma": "{{ bos_token }}" + EACH + "{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' }}{% if m.role == 'assistant' %}«{{ m.content | trim + '<end_of_turn>\n' }}»"
+    "{% else %}{{ m.content | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+    "zephyr": EACH + "{% if m.role == 'assistant' %}{{ '<|assistant|>\n' }}«{{ m.content + eos_token }}»{% else %}"
+    "{{ '<|' + m.role + '|>\n' + m.content + eos_token }}{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
+    "phi3": EACH + "{{ '<|' + m.role + '|>\n' }}{% set end = '' if add_generation_prompt or not loop.last else eos_token %}"
+    "{% if m.role == 'assistant' %}«{{ m.content + '<|end|>\n' + end }}»{% else %}{{ m.content + '<|end|>\n' + end }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    "qwen2.5 with tools": "{% if tools %}{{ '<|im_start|>system\nTools:\n' }}{% for t in tools %}{{ t | tojson(indent=2) }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}" + EACH + "{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}«{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' }}"
+    "{{ c.function | tojson }}{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}»{% else %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "qwen3 thinks": "{% set ns = namespace(last=0) %}" + EACH + "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}" + EACH + "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "«{% if loop.index0 > ns.last and loop.last %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}"
+    "{% endif %}{{ said + '<|im_end|>\n' }}»{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}",
+    "deepseek-r1": "{{ bos_token }}" + EACH + "{% if m.role == 'assistant' %}{{ '<|Assistant|>' }}"
+    "«{{ m.content.split('</think>')[-1] + eos_token }}»{% elif m.role == 'user' %}{{ '<|User|>' + m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}",
+    "command-r": "{{ bos_token }}" + EACH + "{% set name = {'user': 'USER', 'assistant': 'CHATBOT', 'system': 'SYSTEM'} %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|' + name[m.role] + '_TOKEN|>' }}{% if m.role == 'assistant' %}"
+    "«{{ m.content | trim + '<|END_OF_TURN_TOKEN|>' }}»{% else %}{{ m.content | trim + '<|END_OF_TURN_TOKEN|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}",
+    "granite": EACH + "{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' }}{% if m.role == 'assistant' %}"
+    "«{{ m.content + '<|end_of_text|>\n' }}»{% else %}{{ m.content + '<|end_of_text|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}",
+    "llama3.1 with a date": "{{ bos_token }}{{ 'Year: ' + strftime_now('%Y') + '\n' }}" + EACH
+    + "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}{% if m.role == 'assistant' %}"
+    "«{{ m.content + '<|eot_id|>' }}»{% else %}{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "vicuna": EACH + "{% if m.role == 'assistant' %}{{ ' ASSISTANT:' }}«{{ ' ' + m.content + eos_token }}»{% else %}"
+    "{{ ('USER: ' if m.role == 'user' else '') + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}",
+    "keeps JSON": "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}«{{ m.content | tojson(ensure_ascii=True) }}"
+    "{{ eos_token }}»{% else %}{{ m.content | tojson(ensure_ascii=False, separators=(',', ':'), sort_keys=True) }}{% endif %}"
+    "\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+    "breaks and continues": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }} "
+    "{% if m.role == 'assistant' %}«{{ m.content }};»{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}",
+}  # fmt: skip
+ASKED, SAID = {"role": "user", "content": "How many <b>?"}, {"role": "assistant", "content": "Two, ünïcode 🙂."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHATS = {
+    "one turn": [ASKED, SAID],
+    "several turns": [ASKED, SAID, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Three."}],
+    "a system prompt": [SYSTEM, ASKED, SAID],
+    "no answer": [ASKED],
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "ä <b>", "parameters": {"type": "object"}}}]
+CALLS = [
+    ASKED, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": "ü"}}}]},
+    {"role": "tool", "content": "3"}, SAID,
+]  # fmt: skip
+
+
+def check_template(case: str, where: Path) -> None:
+    template, none = TEMPLATES[case], "{% if false %}{% endif %}"
+    chats = [{"messages": chat} for chat in CHATS.values()]
+    if "tools" in case:
+        chats += [{"messages": CALLS, "tools": TOOLS}, {"messages": CALLS, "tools": json.dumps(TOOLS)}]
+    corpus = written(where, "chats.jsonl", *chats)
+    marked_text = template.replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
+    marked = folder_of(where / "marked", CONFIG | {"chat_template": marked_text})
+    plain = folder_of(
+        where / "plain", CONFIG, files={"chat_template.jinja": template.replace("«", none).replace("»", none)}
+    )
+    authority = AutoTokenizer.from_pretrained(marked)
+    wanted = []
+    for row in chats:
+        encoded = authority.apply_chat_template(
+            row["messages"],
+            tools=TOOLS if "tools" in row else None,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        wanted.append((encoded["input_ids"], encoded["assistant_masks"]))
+    assert all(sum(mask) > 0 for _, mask in wanted[:3])
+    assert ours(corpus, marked) == wanted, "with markers"
+    assert ours(corpus, plain) == wanted, f"without markers: {ours(corpus, plain)} {wanted}"
+    assert ours(corpus, plain, completions=False) == [(ids, []) for ids, _ in wanted], "every token"
+
+
+LINES = [{"text": text, "n": number} for number, text in enumerate(TEXTS)]
+TEXT_BYTES = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LINES).encode()
+
+
+def arrow(where: Path) -> None:
+    with pa.OSFile(str(where), "wb") as file, pa.ipc.new_stream(file, pa.table({"text": TEXTS}).schema) as stream:
+        stream.write_table(pa.table({"text": TEXTS}))
+
+
+def table(delimiter: str) -> bytes:
+    stream = io.StringIO()
+    writer = csv.writer(stream, delimiter=delimiter)
+    writer.writerows([["text", "n"], *([text, number] for number, text in enumerate(TEXTS))])
+    return stream.getvalue().encode()
+
+
+def link(place: Path, target: str) -> None:
+    place.symlink_to(target)
+
+
+# name → a function that makes it, of ``text`` and its folder; the files, read by datasets itself, must say the same.
+Maker = Callable[[Path], Any]
+CORPORA: dict[str, tuple[str, Maker]] = {
+    "lines": ("a.jsonl", lambda f: f.write_bytes(TEXT_BYTES)),
+    "byte order mark": ("a.jsonl", lambda f: f.write_bytes(b"\xef\xbb\xbf" + TEXT_BYTES)),
+    "CRLF and blank lines": ("a.jsonl", lambda f: f.write_bytes(TEXT_BYTES.replace(b"\n", b"\r\n"))),
+    "no last newline": ("a.ndjson", lambda f: f.write_bytes(TEXT_BYTES.rstrip())),
+    "a list": ("a.json", lambda f: f.write_text(json.dumps(LINES))),
+    "an indented list": ("a.json", lambda f: f.write_text(json.dumps(LINES, indent=2, ensure_ascii=False))),
+    "a list of texts": ("a.json", lambda f: f.write_text(json.dumps(TEXTS, indent=1))),
+    "gzip": ("a.jsonl.gz", lambda f: f.write_bytes(gzip.compress(TEXT_BYTES))),
+    "bzip2": ("a.jsonl.bz2", lambda f: f.write_bytes(bz2.compress(TEXT_BYTES))),
+    "xz": ("a.jsonl.xz", lambda f: f.write_bytes(lzma.compress(TEXT_BYTES))),
+    "zstd": ("a.jsonl.zst", lambda f: f.write_bytes(pa.compress(TEXT_BYTES, "zstd", asbytes=True))),
+    "Parquet": ("a.parquet", lambda f: write_table(pa.table({"text": TEXTS, "n": range(5)}), f)),
+    "Parquet by another name": ("a[1] b.parquet", lambda f: write_table(pa.table({"text": TEXTS}), f)),
+    "CSV": ("a.csv", lambda f: f.write_bytes(table(","))),
+    "TSV": ("a.tsv", lambda f: f.write_bytes(table("\t"))),
+    "Arrow": ("a.arrow", arrow),
+    "other columns in some rows": ("a.jsonl", lambda f: written(f.parent, f.name, *LINES[:2], *(
+        line | {"more": [1, "a", {"k": None}]} for line in LINES[2:]))),
+}  # fmt: skip
+
+
+def check_corpus(case: str, where: Path) -> None:
+    name, make = CORPORA[case]
+    make(where / name)
+    folder = folder_of(where / "tokenizer")
+    wanted = [tokens_of[0] for tokens_of in ours(written(where, "wanted.jsonl", *LINES), folder)]
+    assert [ids for ids, _ in ours(where / name, folder)] == wanted
+
+
+def tree(where: Path, **files: str) -> Path:
+    for name, text in files.items():
+        place = where / "data" / name.replace("__", "/")
+        written(place.parent, place.name, {"text": text})
+    return where / "data"
+
+
+def linked(where: Path) -> Path:
+    folder = tree(where, a="a")
+    written(where / "elsewhere", "z.jsonl", {"text": "z"})
+    (folder / "a").rename(folder / "a.jsonl")
+    link(folder / "b.jsonl", "../elsewhere/z.jsonl")
+    link(folder / "c", "../elsewhere")
+    link(folder / "d", "..")
+    return folder
+
+
+def named(where: Path, *names: str) -> Path:
+    for name in names:
+        place = where / "data" / name
+        written(place.parent, place.name, {"text": name})
+    return where / "data"
+
+
+# name → (folder, choice of a split, the files that are read in order)
+FOLDERS: dict[str, tuple[Callable[[Path], Path], dict[str, str], list[str]]] = {
+    "parts": (lambda w: named(w, "_part-1.jsonl", "part-0.jsonl", "_SUCCESS"), {}, ["_part-1.jsonl", "part-0.jsonl"]),
+    "hidden files": (lambda w: named(w, ".part.crc", "a.jsonl", ".git/x.jsonl"), {}, ["a.jsonl"]),
+    "a page beside": (lambda w: named(w, "README.md", "LICENSE", "a.jsonl"), {}, ["a.jsonl"]),
+    "splits": (lambda w: named(w, "test.jsonl", "train.jsonl", "dev.jsonl"), {}, ["train.jsonl"]),
+    "the test split": (lambda w: named(w, "test.jsonl", "train.jsonl"), {"split": "test"}, ["test.jsonl"]),
+    "folders of splits": (lambda w: named(w, "train/a.jsonl", "test/a.jsonl"), {}, ["train/a.jsonl"]),
+    "shards": (lambda w: named(w, "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl",
+                               "data/test-00000-of-00001.jsonl"), {},
+               ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
+    "words within words": (lambda w: named(w, "latest.jsonl", "restrained.jsonl"), {},
+                           ["latest.jsonl", "restrained.jsonl"]),
+    "words apart": (lambda w: named(w, "my_val.jsonl", "my_train-2.jsonl"), {}, ["my_train-2.jsonl"]),
+    "one split": (lambda w: named(w, "validation.jsonl"), {}, ["validation.jsonl"]),
+    "nested": (lambda w: named(w, "x/y/a.jsonl", "x/b.jsonl"), {}, ["x/b.jsonl", "x/y/a.jsonl"]),
+}  # fmt: skip
+
+
+def check_folder(case: str, where: Path) -> None:
+    make, choice, wanted = FOLDERS[case]
+    folder, tokenizer = make(where), folder_of(where / "tokenizer")
+    authority = AutoTokenizer.from_pretrained(tokenizer)
+    read = [authority.decode(ids[1:-1]) for ids, _ in ours(folder, tokenizer, **choice)]
+    assert read == wanted, read
+    if len(wanted) == 1 and case not in ("hidden files", "a page beside", "one split"):
+        from datasets import load_dataset
+
+        theirs = load_dataset(str(folder), split=choice.get("split", "train"), streaming=True)
+        assert [row["text"] for row in theirs] == wanted, "datasets reads other files"
+
+
+def check_links(_case: str, where: Path) -> None:
+    corpus = Corpus(name=str(linked(where)))
+    read = [row["text"] for _, row in rows(corpus, files_of(corpus))]
+    assert read == ["a", "z", "z"] or sorted(set(read)) == ["a", "z"], read
+
+
+ALPACA = {"instruction": "Add.", "input": "1 and 1", "output": "2"}
+TURNS = [{"from": "human", "value": "How many <b>?"}, {"from": "gpt", "value": "Two, ünïcode 🙂."}]
+COLUMNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
+    "messages": ({"messages": [ASKED, SAID], "id": 1}, [ASKED, SAID], 0),
+    "conversations": ({"conversations": TURNS}, [ASKED, SAID], 0),
+    "conversations with a system prompt": ({"conversations": TURNS, "system": "Be brief."}, [SYSTEM, ASKED, SAID], 0),
+    "chats under another name": ({"dialog": [ASKED, SAID]}, [ASKED, SAID], 0),
+    "a prompt and a completion of messages": ({"prompt": [ASKED], "completion": [SAID]}, [ASKED, SAID], 1),
+    "Alpaca": (ALPACA, [{"role": "user", "content": "Add.\n1 and 1"}, {"role": "assistant", "content": "2"}], 0),
+    "Alpaca without input": (ALPACA | {"input": ""},
+                             [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "2"}], 0),
+}  # fmt: skip
+
+
+def check_columns(case: str, where: Path) -> None:
+    row, messages, _ = COLUMNS[case]
+    text = TEMPLATES["chatml"].replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
+    tokenizer = folder_of(where / "tokenizer", CONFIG | {"chat_template": text})
+    encoded = AutoTokenizer.from_pretrained(tokenizer).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    choice = {"column": "dialog"} if "dialog" in row else {}
+    read = ours(written(where, "rows.jsonl", row, row), tokenizer, **choice)
+    assert read == [(encoded["input_ids"], encoded["assistant_masks"])] * 2, read
+
+
+def check_answers(case: str, where: Path) -> None:
+    """Only the completion is trained, and its end."""
+    row = {"prompt": "One and one is", "completion": " two."} if case == "texts" else ALPACA
+    tokenizer = folder_of(where / "tokenizer")
+    authority = AutoTokenizer.from_pretrained(tokenizer)
+    ((ids, mask),) = ours(written(where, "rows.jsonl", row), tokenizer)
+    trained_ids = [number for number, part in zip(ids, mask, strict=True) if part]
+    assert authority.decode(trained_ids) == (" two.</s>" if case == "texts" else "2</s>")
+    ((whole, _),) = ours(written(where, "rows.jsonl", row), tokenizer, completions=False)
+    assert whole == ids
+
+
+def fifo(where: Path) -> Path:
+    named(where, "a.jsonl")
+    os.mkfifo(where / "data" / "b.jsonl")
+    return where / "data"
+
+
+def made(name: str, content: bytes) -> Maker:
+    def make(where: Path) -> Path:
+        (where / name).write_bytes(content)
+        return where / name
+
+    return make
+
+
+def row_file(*values: object) -> Maker:
+    return lambda where: written(where, "a.jsonl", *values)
+
+
+def tokenizer_with(**files: Any) -> Maker:
+    return lambda where: folder_of(where / "other", files=files)
+
+
+BAD_TEMPLATE = {"chat_template.jinja": "{% for m in messages %}{{ m.content }}"}
+NO_PREFIX = {"chat_template.jinja": "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"}
+REFUSES = {"chat_template.jinja": "{{ raise_exception('roles must alternate') }}"}
+# name → (corpus, tokenizer or None, choices, the place, words of the sentence)
+REFUSED: dict[str, tuple[Maker, Maker | None, dict[str, Any], str, str]] = {
+    "a zip archive": (made("a.jsonl", b"PK\x03\x04rest"), None, {}, "a.jsonl", "zip"),
+    "a cut gzip file": (made("a.jsonl.gz", gzip.compress(TEXT_BYTES)[:-20]), None, {}, "a.jsonl.gz", "cannot be read"),
+    "broken Parquet": (made("a.parquet", b"PAR1rest"), None, {}, "a.parquet", "cannot be read"),
+    "null in Parquet": (lambda w: (write_table(pa.table({"text": ["a", None]}), w / "a.parquet"), w / "a.parquet")[1],
+                        None, {}, "row 2", "found null"),
+    "an unfinished list": (made("a.json", b'[{"text": "a"}, {"text": '), None, {}, "a.json", "item 2"),
+    "a list per line": (made("a.jsonl", b'["a"]\n["b"]\n'), None, {}, "a.jsonl:1", "found a list"),
+    "a broken line": (made("a.jsonl", TEXT_BYTES * 3 + b"{oops\n"), None, {}, "a.jsonl:16", "one JSON object per line"),
+    "no text": (made("a.jsonl", b""), None, {}, "a.jsonl", "contains no text"),
+    "a pipe": (fifo, None, {}, "b.jsonl", ""),
+    "a link that leads nowhere": (lambda w: (named(w, "a.jsonl"), link(w / "data/b.jsonl", "gone"))[0], None, {},
+                                  "b.jsonl", "leads nowhere"),
+    "two forms": (lambda w: named(w, "a.jsonl", "b.txt"), None, {}, "data", "files of one form"),
+    "a file of no split": (lambda w: named(w, "train.jsonl", "test.jsonl", "extra.jsonl"), None, {}, "data",
+                           "extra.jsonl belongs to no split"),
+    "two splits, none to train": (lambda w: named(w, "dev.jsonl", "test.jsonl"), None, {}, "data", "has no split train"),
+    "a split that is not there": (lambda w: named(w, "train.jsonl"), None, {"split": "test"}, "data", "no split test"),
+    "a split of one file": (row_file({"text": "a"}), None, {"split": "test"}, "a.jsonl", "one file"),
+    "an empty folder": (lambda w: (w / "data").mkdir() or w / "data", None, {}, "data", "no files"),
+    "no known column": (row_file({"body": "a"}), None, {}, "a.jsonl:1", "found body"),
+    "a column less": (row_file({"text": "a"}, {"body": "a"}), None, {}, "a.jsonl:2", "found body"),
+    "a number": (row_file({"text": 7}), None, {}, "a.jsonl:1", "found 7"),
+    "messages as text": (row_file({"messages": json.dumps([ASKED, SAID])}), None, {}, "a.jsonl:1", "role and content"),
+    "a turn without role": (row_file({"messages": [{"content": "a"}]}), None, {}, "a.jsonl:1", "role and content"),
+    "an unknown sender": (row_file({"conversations": [{"from": "ghost", "value": "a"}]}), None, {}, "a.jsonl:1",
+                          "role and content"),
+    "tools that are no JSON": (row_file({"messages": [ASKED, SAID], "tools": "[oops"}), None, {}, "a.jsonl:1", "tools"),
+    "half a character": (row_file({"text": "ok"}), None, {"column": "x"}, "a.jsonl:1", "expected the column 'x'"),
+    "no template": (row_file({"messages": [ASKED, SAID]}), None, {}, "a.jsonl:1", "no chat template"),
+    "a template that does not end": (row_file({"messages": [ASKED, SAID]}), tokenizer_with(**BAD_TEMPLATE), {},
+                                     "a.jsonl:1", "refuses the messages"),
+    "a template that refuses": (row_file({"messages": [ASKED, SAID]}), tokenizer_with(**REFUSES), {}, "a.jsonl:1",
+                                "roles must alternate"),
+    "a beginning that changes": (row_file({"messages": [ASKED, SAID]}), tokenizer_with(**NO_PREFIX), {}, "a.jsonl:1",
+                                 "cannot be told from the rest"),
+    "a broken tokenizer": (row_file({"text": "a"}), tokenizer_with(**{"tokenizer.json": "{oops"}), {}, "other",
+                           "cannot be loaded"),
+    "a tokenizer with its own code": (row_file({"text": "a"}), tokenizer_with(**{"tokenizer_config.json": {
+        "tokenizer_class": "Foo", "auto_map": {"AutoTokenizer": ["foo.Foo", None]}}}), {}, "other", "custom code"),
+    "an empty tokenizer": (row_file({"text": "a"}), lambda w: (w / "none").mkdir() or w / "none", {}, "none",
+                           "cannot be loaded"),
+}  # fmt: skip
+
+
+def check_refused(case: str, where: Path) -> None:
+    make, tokenizer, choices, place, words = REFUSED[case]
+    folder = tokenizer(where) if tokenizer else folder_of(where / "tokenizer")
+    corpus = make(where)
+    try:
+        reader = tokens.Reader(Corpus(name=str(corpus), tokenizer=str(folder), **choices))
+        tokens.write(reader, where, progress=print)
+    except InputError as error:
+        assert place in str(error.where), (error.where, place)
+        assert words in str(error), error
+    else:
+        raise AssertionError("it was read")
+
+
+def check_a_prompt_is_not_trained(_case: str, where: Path) -> None:
+    """The assistant's turns of a prompt are not, those of its completion are."""
+    row = {"prompt": CHATS["several turns"][:3], "completion": CHATS["several turns"][3:]}
+    document = document_of(row, layout_of(row, None, ""), "")
+    for markers in (("", ""), ("{% generation %}", "{% endgeneration %}")):
+        text = TEMPLATES["chatml"].replace("«", markers[0]).replace("»", markers[1])
+        encoder = tokens.Encoder(str(folder_of(where / f"of {len(markers[0])}", CONFIG | {"chat_template": text})))
+        ids, mask = encoder.document(document, "")
+        said = encoder.tokenizer.decode([number for number, part in zip(ids, mask, strict=True) if part])
+        assert said == "Three.<|im_end|>\n", said
+
+
+def cases() -> Iterator[tuple[Callable[[str, Path], None], str]]:
+    for check, names in (
+        (check_tokenizer, TOKENIZERS), (check_template, TEMPLATES), (check_corpus, CORPORA), (check_folder, FOLDERS),
+        (check_links, ["links"]), (check_columns, COLUMNS), (check_answers, ["texts", "Alpaca"]),
+        (check_refused, REFUSED), (check_a_prompt_is_not_trained, ["prompt"]),
+    ):  # fmt: skip
+        yield from ((check, name) for name in names)
+
+
+failed = 0
+every = list(cases())
+for check, name in every:
+    with TemporaryDirectory() as folder:
+        try:
+            check(name, Path(folder))
+        except Exception:  # noqa: BLE001, every case is tried
+            failed += 1
+            print(f"{check.__name__}: {name}\n{traceback.format_exc(limit=-3)[-1500:]}", file=sys.stderr)
+print(f"{len(every)} cases, {failed} failed")
+assert not failed, f"{failed} of {len(every)} cases failed"

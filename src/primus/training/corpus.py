@@ -224,7 +224,7 @@ def _open(file: Path, head: bytes) -> IO[bytes]:
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         from pyarrow import input_stream
 
-        return io.BufferedReader(input_stream(str(file), compression="zstd"), _BLOCK)  # type: ignore[type-var]
+        return io.BufferedReader(input_stream(str(file), compression="zstd"), _BLOCK)
     for magic, opener in _OPENERS.items():
         if head.startswith(magic):
             return opener(file, "rb")  # type: ignore[no-any-return, operator]

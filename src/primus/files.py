@@ -54,6 +54,24 @@ def open_regular(path: Path | str, shown: str | None = None, *, follow: bool = T
     return stream
 
 
+def below(folder: Path, *, hidden: bool = True) -> Iterator[Path]:
+    """Yield all files below ``folder``, also those in linked folders. Each folder is entered once, if possible by name.
+
+    What is not a folder is yielded: also pipes, devices, and links that lead nowhere.
+    """
+    entered: set[Path] = set()
+
+    def walk(folder: Path) -> Iterator[Path]:
+        if (real := folder.resolve()) in entered:
+            return
+        entered.add(real)
+        for entry in sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name)):
+            if hidden or not entry.name.startswith("."):
+                yield from walk(entry) if entry.is_dir() else (entry,)
+
+    yield from walk(folder)
+
+
 def _regular(status: os.stat_result, shown: str) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise InputError("this is a directory, not a file", where=shown)

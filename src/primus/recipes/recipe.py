@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from primus.errors import InputError
+from primus.files import below
 from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.backends import Backend, backend
 from primus.recipes.load import beside
@@ -61,15 +62,18 @@ class Recipe:
         return {key.removeprefix(head): setting.value for key, setting in self.settings.items() if key.startswith(head)}
 
     def asset(self, key: str) -> Path | None:
-        """Return the path of the file or folder ``assets.KEY``, or None if it is not a file (``mock``, ``hf:…``).
+        """Return the path of the file or folder that ``key`` names, or None if it is not a file (``mock``, ``hf:…``).
+
+        ``key`` is that of a setting, such as ``assets.corpus``, of which ``assets.`` can be omitted.
 
         Relative paths are relative to the recipe. On the command line, the current folder takes precedence.
         """
-        name = self.get(f"assets.{key}", str)
+        key = key if "." in key else f"assets.{key}"
+        name = self.get(key, str)
         if name == MOCK or name.startswith("hf:"):
             return None
         here, there = Path.cwd() / name, beside(self.path, name)
-        typed = self.settings[f"assets.{key}"].origin.startswith("command line")
+        typed = self.settings[key].origin.startswith("command line")
         return here if typed and (here.exists() or not there.exists()) else there
 
     @property
@@ -172,7 +176,7 @@ class Recipe:
         for key in sorted(self.section("assets")):
             root, hasher = self.asset(key), hashlib.sha256()
             if root is not None:
-                files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
+                files = sorted(path for path in below(root) if path.is_file()) if root.is_dir() else [root]
                 for file in files:
                     with file.open("rb") as stream:
                         content = hashlib.file_digest(stream, "sha256").hexdigest()

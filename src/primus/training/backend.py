@@ -5,7 +5,6 @@ What it computes from a recipe alone is in ``primus.recipes.rules``. Nothing her
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import rules_of
 from primus.terminal import counted
 from primus.training import tokens
-from primus.training.corpus import HUB, corpus_of, files_of
+from primus.training.corpus import HUB, corpus_of, files_of, held_out_corpus_of
 from primus.training.finetune import backend as finetune
 from primus.training.flux import backend as flux
 from primus.training.job import Job
@@ -29,46 +28,53 @@ def _check_text(recipe: Recipe) -> None:
             "assets.tokenizer is mock, but the corpus is text", where=recipe.settings["assets.tokenizer"].origin,
             hint="set assets.tokenizer=FOLDER to tokenize the corpus, or assets.corpus=mock for synthetic tokens",
         )  # fmt: skip
-    if recipe.asset("corpus"):
-        files_of(corpus)
+    for each in (corpus, held_out_corpus_of(recipe)):
+        if each and each.name != MOCK and not each.name.startswith(HUB):
+            files_of(each)
 
 
 def _tokenize(job: Job, progress: Callable[[str], None]) -> None:
-    recipe = job.recipe
+    recipe, cache = job.recipe, job.output / "cache"
     corpus, rules = corpus_of(recipe), rules_of(recipe)
     if corpus.name == MOCK and not rules.divides_documents:
         return
-    if not corpus.name.startswith(HUB) and not corpus.tokenizer.startswith(HUB):
-        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     made = texts(max(0, recipe.seed), TEXTS) if corpus.name == MOCK else None
     reader = tokens.Reader(corpus, made)
-    tokens.write(reader, job.output / "cache", progress=progress)
-    written = tokens.stored(job.output / "cache")
-    progress(reader.sentence(written))
-    for objection, hint in _objections(recipe, reader, written):
-        raise InputError(objection, where=corpus.name, hint=hint)
-
-
-def _objections(recipe: Recipe, reader: tokens.Reader, written: tokens.Tokens) -> Iterator[tuple[str, str]]:
-    vocabulary, rules, ranks = recipe.architecture.vocab_size, rules_of(recipe), recipe.data_parallel
     if reader.masked and rules.divides_documents:
-        yield (
-            f"{recipe.backend} trains every token of a corpus, not only answers",
-            "--backend finetune trains answers only; data.train_on=all trains every token",
-        )
+        raise InputError(
+            f"{recipe.backend} trains every token of a corpus, not only answers", where=corpus.name,
+            hint="--backend finetune trains answers only; data.train_on=all trains every token",
+        )  # fmt: skip
+    tokens.write(reader, cache, held_out=recipe.find("eval.fraction", 0.0), progress=progress)
+    readers = {"train": reader}
+    if others := held_out_corpus_of(recipe):
+        readers["eval"] = tokens.Reader(others)
+        tokens.write(readers["eval"], cache, name="eval", progress=progress)
+    elif "eval.fraction" in recipe.settings:
+        readers["eval"] = reader
+    for name, reader in readers.items():
+        written = tokens.stored(cache, name)
+        figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
+        progress(reader.sentence(figures, "held out for evaluation: " if name == "eval" else ""))
+        for objection, hint in _objections(recipe, name, written):
+            raise InputError(objection, where=reader.corpus.name, hint=hint)
+
+
+def _objections(recipe: Recipe, name: str, written: tokens.Tokens) -> Iterator[tuple[str, str]]:
+    vocabulary, ranks = recipe.architecture.vocab_size, recipe.data_parallel
     if (largest := int(written.tokens.max())) >= vocabulary:
         yield (
             f"the tokenizer produces token {largest}, but the model's vocabulary has {vocabulary} tokens",
             "name the tokenizer of the model",
         )
-    if rules.divides_documents:
+    if rules_of(recipe).divides_documents:
         if (few := len(written.ends)) < ranks:
             yield (
                 f"the corpus has {counted(few, 'document')}, and each of the {ranks} data-parallel ranks needs one",
                 f"add documents, or train on fewer ranks (--ranks {few})",
             )
-    elif reader.masked:
-        if not len(tokens.trained_documents(written, recipe.seq_len)):
+    elif name == "eval" or written.mask is not None or recipe.find(f"{recipe.backend}.packing", False):
+        if not len(written.pieces(recipe.seq_len)[0]):
             yield "no document has an answer within seq_len tokens", "see `primus data`; raise seq_len"
     elif len(written.tokens) <= recipe.seq_len:
         yield (

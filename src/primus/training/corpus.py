@@ -18,13 +18,13 @@ import json
 import lzma
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
 from primus.errors import HostError, InputError, nearest
-from primus.files import refuse_special
+from primus.files import below, refuse_special
 from primus.recipes.recipe import Recipe
 
 HUB = "hf:"
@@ -70,7 +70,7 @@ _ALPACA = (
 class Corpus:
     """The text of a job: a path or ``hf:OWNER/NAME``, its ``tokenizer`` (a folder or ``hf:``), and what to take of it.
 
-    Without ``column``, the columns of the first row decide. With ``completions``, only the words of the assistant, or
+    Without ``column``, the columns of the first row decide; without ``split``, ``usual_split`` if there are several. With ``completions``, only the words of the assistant, or
     of the completion, are trained.
     """
 
@@ -78,15 +78,27 @@ class Corpus:
     tokenizer: str = ""
     column: str | None = None
     split: str | None = None
+    usual_split: str = "train"
     completions: bool = True
+
+
+def held_out_corpus_of(recipe: Recipe) -> Corpus | None:
+    """Return the corpus of ``recipe`` for evaluation, None if there is none of its own."""
+    if "eval.corpus" not in recipe.settings:
+        return None
+    name, split = _named(recipe, "eval.corpus"), recipe.find("eval.split", "") or None
+    return replace(corpus_of(recipe), name=name, split=split, usual_split="validation")
+
+
+def _named(recipe: Recipe, key: str) -> str:
+    return str(recipe.asset(key) or recipe.get(key, str))
 
 
 def corpus_of(recipe: Recipe) -> Corpus:
     """Return the corpus of ``recipe``."""
-    paths = {key: str(recipe.asset(key) or recipe.get(f"assets.{key}", str)) for key in ("corpus", "tokenizer")}
     return Corpus(
-        name=paths["corpus"],
-        tokenizer=paths["tokenizer"],
+        name=_named(recipe, "assets.corpus"),
+        tokenizer=_named(recipe, "assets.tokenizer"),
         column=recipe.find("data.column", "") or None,
         split=recipe.find("data.split", "") or None,
         completions=recipe.find("data.train_on", "completions") == "completions",
@@ -110,22 +122,22 @@ def files_of(corpus: Corpus) -> Files:
         if corpus.split:
             raise InputError(f"data.split: {root} is one file, which has no splits", where=str(root))
         return Files(paths=[root])
-    files = sorted(_walk(root, root, set()))
+    files = sorted(_shown(root))
     others = [str(file.relative_to(root)) for file in files if _BESIDES.fullmatch(file.name)]
     files = [file for file in files if not _BESIDES.fullmatch(file.name)]
     splits = _splits(root, files)
     chosen: str | None = None
     if corpus.split or len(splits) > 1:
-        chosen = corpus.split or "train"
+        chosen = corpus.split or corpus.usual_split
         if None in splits and not corpus.split:
             raise InputError(
                 f"{splits[None][0].relative_to(root)} belongs to no split, and other files do", where=str(root),
-                hint=f"data.split=NAME chooses one of {_listed(splits)}; or remove the file",
+                hint=f"data.split=NAME (eval.split=NAME) chooses one of {_listed(splits)}; or remove the file",
             )  # fmt: skip
         if chosen not in splits:
             raise InputError(
                 f"the folder has no split {chosen}, only {_listed(splits)}", where=str(root),
-                hint="data.split=NAME chooses one",
+                hint="data.split=NAME (eval.split=NAME) chooses one",
             )  # fmt: skip
         others += [str(file.relative_to(root)) for split in splits if split != chosen for file in splits[split]]
     else:
@@ -138,25 +150,17 @@ def files_of(corpus: Corpus) -> Files:
     return Files(paths=files, split=chosen, others=others)
 
 
-def _walk(root: Path, folder: Path, entered: set[Path]) -> Iterator[Path]:
-    """Yield all files below ``folder`` but hidden ones. Links are followed, each folder is entered once."""
-    if folder.resolve() in entered:
-        return
-    entered.add(folder.resolve())
-    for number, entry in enumerate(sorted(folder.iterdir())):
-        if entry.name.startswith("."):
-            continue
-        if number > _MOST_FILES:
+def _shown(root: Path) -> Iterator[Path]:
+    """Yield all files below ``root`` but hidden ones."""
+    for number, file in enumerate(below(root, hidden=False)):
+        if number >= _MOST_FILES:
             raise InputError(
                 f"the folder has more than {_MOST_FILES:,} files", where=str(root), hint="name one below it"
             )
-        if entry.is_dir():
-            yield from _walk(root, entry, entered)
-        elif not entry.exists():
-            raise InputError("the link leads nowhere", where=str(entry), hint="remove it, or restore its file")
-        else:
-            refuse_special(entry, str(entry))
-            yield entry
+        if not file.exists():
+            raise InputError("the link leads nowhere", where=str(file), hint="remove it, or restore its file")
+        refuse_special(file, str(file))
+        yield file
 
 
 def _splits(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
@@ -196,7 +200,7 @@ def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
     Raises InputError, with file and line or row, at one that cannot be read.
     """
     if corpus.name.startswith(HUB):
-        yield from _table_rows(corpus.name, corpus.name.removeprefix(HUB), split=corpus.split or "train")
+        yield from _table_rows(corpus.name, corpus.name.removeprefix(HUB), split=corpus.split or corpus.usual_split)
     for file in files.paths:
         form = _form(file)
         head = _head(file)

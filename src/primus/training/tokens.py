@@ -13,6 +13,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -183,19 +184,24 @@ def _setting(folder: Path, name: str, key: str) -> Any:
 
 
 class Reader:
-    """The documents of a corpus as tokens. ``layout`` is known after the first one."""
+    """The documents of a corpus as tokens. ``layout`` is that of its first row. Raises InputError if it has none."""
 
     def __init__(self, corpus: Corpus, made: Iterable[str] | None = None) -> None:
         self.corpus = corpus
+        if not corpus.name.startswith(HUB) and not corpus.tokenizer.startswith(HUB):
+            os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         self.files = Files(paths=[]) if made or corpus.name.startswith(HUB) else files_of(corpus)
-        self._rows = (("", {"text": text}) for text in made) if made else rows(corpus, self.files)
+        every = ((str(n), {"text": text}) for n, text in enumerate(made)) if made else rows(corpus, self.files)
+        if (first := next(every, None)) is None:
+            raise InputError("the corpus contains no text", where=corpus.name)
+        self.layout: Layout = layout_of(first[1], corpus.column, first[0])
+        self._rows = chain([first], every)
         self.encoder = Encoder(corpus.tokenizer)
-        self.layout: Layout | None = None
 
     @property
     def masked(self) -> bool:
         """Whether only some tokens are trained."""
-        return bool(self.layout and self.layout.prompted and self.corpus.completions)
+        return self.layout.prompted and self.corpus.completions
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """Yield the tokens of each document that is not empty, and 1 for each that is trained; no mask: all are.
@@ -205,7 +211,6 @@ class Reader:
         texts: list[str] = []
         size = 0
         for where, row in self._rows:
-            self.layout = self.layout or layout_of(row, self.corpus.column, where)
             document = document_of(row, self.layout, where)
             if self.layout.prompted:
                 yield self.encoder.document(document, where, completions=self.corpus.completions)
@@ -218,14 +223,15 @@ class Reader:
         if texts:
             yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
 
-    def sentence(self, tokens: Tokens) -> str:
-        """Return what was read, in one line."""
-        assert self.layout is not None
+    def sentence(self, figures: Figures, head: str = "") -> str:
+        """Return what was read, in one line that begins with ``head``."""
         kind = "chat" if self.layout.chat else "answer" if self.layout.prompted else "document"
-        columns = " and ".join(self.layout.columns)
+        marks = (("BOS", self.encoder.begin, figures.begin), ("EOS", self.encoder.end, figures.end))
         parts = [
-            f"{counted(len(tokens.ends), kind)} in {columns}, {len(tokens.tokens):,} tokens"
-            + (f", {tokens.trained:.0%} of them trained" if self.masked else "")
+            f"{counted(figures.documents, kind)} in {' and '.join(self.layout.columns)}, {figures.tokens:,} tokens"
+            + (f", {figures.trained:.0%} of them trained" if self.masked else ""),
+            f"longest {figures.longest:,}, {figures.longer:.0%} longer than seq_len",
+            ", ".join(f"no {name}" if mark is None else f"{name} in {share:.0%}" for name, mark, share in marks),
         ]
         if self.files.split:
             parts.append(f"split {self.files.split}")
@@ -233,7 +239,7 @@ class Reader:
             parts.append(f"unused columns: {', '.join(self.layout.unused)}")
         if self.files.others:
             parts.append(f"files not read: {', '.join(self.files.others)}")
-        return f"{self.corpus.name}: {'; '.join(parts)}"
+        return f"{head}{self.corpus.name}: {'; '.join(parts)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,26 +253,59 @@ class Tokens:
     ends: np.ndarray
     mask: np.ndarray | None = None
 
-    @property
-    def trained(self) -> float:
-        """The share of tokens that are trained."""
-        return 1.0 if self.mask is None else float(self.mask.mean())
+    def pieces(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where pieces of at most ``seq_len`` + 1 tokens begin and end that are trained on their own.
 
-    def document(self, number: int) -> slice:
-        """Return the place of a document in ``tokens`` and ``mask``."""
-        return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+        With a mask, they are the beginnings of the documents that have a trained token there, after the first.
+        Without, each document is cut into pieces, so that every token after its first is the label of one.
+        """
+        import numpy as np
+
+        starts = np.concatenate(([0], self.ends[:-1]))
+        if self.mask is not None:
+            ends = np.minimum(starts + seq_len + 1, self.ends)
+            trained = np.flatnonzero(self.mask)
+            kept = np.searchsorted(trained, ends) > np.searchsorted(trained, starts + 1)
+            return starts[kept], ends[kept]
+        counts = -(-(self.ends - starts - 1) // seq_len)
+        numbers = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        starts = np.repeat(starts, counts) + numbers * seq_len
+        return starts, np.minimum(starts + seq_len + 1, np.repeat(self.ends, counts))
 
 
-def trained_documents(tokens: Tokens, seq_len: int) -> np.ndarray:
-    """Return the numbers of the documents with a trained token among the ``seq_len`` after its first."""
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Counts of a corpus, and shares of 1: of the tokens, those that are ``trained``; of the documents, those that are
+    ``longer`` than ``seq_len`` + 1 tokens, that begin with BOS (``begin``), and in which EOS is trained (``end``).
+    """
+
+    documents: int
+    tokens: int
+    longest: int
+    trained: float
+    longer: float
+    begin: float
+    end: float
+
+
+def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> Figures:
+    """Return the figures of ``tokens``, made by ``encoder``."""
     import numpy as np
 
-    if tokens.mask is None:
-        return np.arange(len(tokens.ends))
-    starts = np.concatenate(([0], tokens.ends[:-1])) + 1
-    lasts = np.minimum(starts + seq_len, tokens.ends)
-    trained = np.flatnonzero(tokens.mask)
-    return np.flatnonzero(np.searchsorted(trained, lasts) > np.searchsorted(trained, starts))
+    count, starts = len(tokens.ends), np.concatenate(([0], tokens.ends[:-1]))
+    lengths = tokens.ends - starts
+    ends = tokens.tokens == (-1 if encoder.end is None else encoder.end)
+    ends = np.flatnonzero(ends if tokens.mask is None else ends & (tokens.mask != 0))
+    begins = tokens.tokens[starts[lengths > 0]] == (-1 if encoder.begin is None else encoder.begin)
+    return Figures(
+        documents=count,
+        tokens=len(tokens.tokens),
+        longest=int(lengths.max()),
+        trained=1.0 if tokens.mask is None else float(tokens.mask.mean()),
+        longer=float((lengths > seq_len + 1).mean()),
+        begin=float(begins.sum()) / count,
+        end=len(np.unique(np.searchsorted(tokens.ends, ends, "right"))) / count,
+    )
 
 
 def stored(folder: Path, name: str = "train") -> Tokens:
@@ -284,7 +323,7 @@ def stored(folder: Path, name: str = "train") -> Tokens:
 def write(
     reader: Reader, folder: Path, *, name: str = "train", held_out: float = 0.0, progress: Callable[[str], None]
 ) -> None:
-    """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if it has no document.
+    """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if there are no documents.
 
     ``held_out`` is the share of the documents, evenly spread, that goes to the name ``eval`` instead. The nodes of a
     job write the same files, each at once.
@@ -296,15 +335,16 @@ def write(
         if (number + 1) % _EVERY == 0:
             progress(f"{number + 1:,} documents are tokenized")
     for sink in sinks.values():
-        if not sink.ends:
-            raise InputError("the corpus contains no text", where=reader.corpus.name)
+        if not sink.ends or not sink.ends[-1]:
+            lacking = f"too few documents for eval.fraction={held_out}" if held_out else "no text"
+            raise InputError(f"the corpus contains {lacking}", where=reader.corpus.name)
         sink.close(masked=reader.masked)
 
 
 class _Sink:
     def __init__(self, folder: Path, name: str) -> None:
         self._place = folder / name
-        self.ends: list[int] = []
+        self.ends = array("q")
         self._files: dict[str, IO[bytes]] = {kind: self._waiting(kind).open("wb") for kind in ("tokens", "mask")}
 
     def _waiting(self, kind: str) -> Path:
@@ -316,7 +356,7 @@ class _Sink:
         self.ends.append(len(tokens) + (self.ends[-1] if self.ends else 0))
 
     def close(self, *, masked: bool) -> None:
-        self._waiting("ends").write_bytes(array("q", self.ends).tobytes())
+        self._waiting("ends").write_bytes(self.ends.tobytes())
         for file in self._files.values():
             file.close()
         for kind in ("tokens", "ends", *(["mask"] if masked else [])):

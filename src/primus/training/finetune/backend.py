@@ -41,13 +41,15 @@ class FinetuneConfig:
 
     ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files with Hugging Face's
     names, or ``hf:OWNER/NAME``. ``attention`` is Hugging Face's name of an implementation. Logits are computed for
-    ``loss_chunk`` tokens at a time. ``save_weights`` exports the trained weights, or adapters, to a folder ``weights``
+    ``loss_chunk`` tokens at a time. ``packing`` fills each sample with whole documents, which do not see each other.
+    ``save_weights`` exports the trained weights, or adapters, to a folder ``weights``
     that Hugging Face's libraries can load.
     """
 
     weights: str = "random"
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     loss_chunk: int = bounded(2048, "[1, inf)")
+    packing: bool = False
     save_weights: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 

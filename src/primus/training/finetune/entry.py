@@ -39,7 +39,7 @@ def main(job: RankJob, here: Process) -> None:
     shard(model, list(model.causal.model.layers), job, here, wide=lambda name: "lm_head" in name or "lora_" in name)
     models.init(model, job.training.seed, weights.Files(source) if source else None)
     sharded = Sharded(model, session.loss, job, here, _facts(job, config, model))
-    train.run(job, here, sharded, data.text(job))
+    train.run(job, here, sharded, data.text(job, packing=config.packing))
     if config.save_weights:
         _save(model, job, source)
 

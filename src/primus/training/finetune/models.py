@@ -171,10 +171,14 @@ class FineTuned(LanguageModel):
         return head
 
     @override
-    def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         causal = self.causal
         balance = getattr(causal, "router_aux_loss_coef", 0.0)
-        output = causal.model(input_ids=tokens, use_cache=False, **({"output_router_logits": True} if balance else {}))
+        more = {"output_router_logits": True} if balance else {}
+        # Where positions begin again, transformers masks what lies before.
+        output = causal.model(input_ids=tokens, position_ids=positions, use_cache=False, **more)
         if not balance:
             return output.last_hidden_state, None
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -65,7 +65,10 @@ class Llama(LanguageModel):
         return self.output
 
     @override
-    def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert positions is None
         states = self.embedding(tokens)
         mask = self.mask
         if self._attend == "flex-attention":

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from typing_extensions import override
@@ -9,7 +13,7 @@ from typing_extensions import override
 from primus.recipes.recipe import MOCK
 from primus.training.loop.config import RankJob
 from primus.training.loop.session import Batch, Data
-from primus.training.tokens import Tokens, stored, trained_documents
+from primus.training.tokens import Tokens, stored
 
 # The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
 _MOCK_SYMBOLS = 256
@@ -17,14 +21,14 @@ _MOCK_STEPS = (1, 3, 7, 19)
 _IGNORED = -100
 
 
-def text(job: RankJob) -> Data:
-    """Return the data that the job's assets name."""
+def text(job: RankJob, *, packing: bool = False) -> Data:
+    """Return the data that the job's assets name. With ``packing``, samples are whole documents."""
     if job.assets["corpus"] == MOCK:
         return Mock(job.training.seed, job.training.seq_len, job.model.vocab_size)
     tokens = stored(job.output / "cache")
-    if tokens.mask is None:
+    if tokens.mask is None and not packing:
         return Stream(tokens.tokens, job.training.seq_len, job.training.seed)
-    return Answers(tokens, job.training.seq_len, job.training.seed)
+    return Documents(tokens, job.training.seq_len, job.training.seed, packing=packing)
 
 
 class _Tokens(Data):
@@ -75,29 +79,65 @@ class Stream(_Passes):
         return torch.from_numpy(self._stream[start : start + self._seq_len + 1].astype(np.int64))
 
 
-class Answers(_Passes):
-    """Documents in which only some tokens are trained: one per sample, cut after ``seq_len`` labels.
+class Documents(_Passes):
+    """Documents of which each is trained on its own: one per sample, or with ``packing`` several.
 
-    Documents without a trained label are left out. Behind the end of a document, labels are ignored.
+    Without a mask, long documents are several; with one, they are cut, and those without a trained label are left out.
+    Labels behind the end of the last one are ignored. Packed samples have ``positions``, which begin again at 0 with
+    each document, and behind the last one.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int, *, packing: bool = False) -> None:
         self._tokens = tokens
-        self._documents = trained_documents(tokens, seq_len)
-        super().__init__(len(self._documents), seq_len, seed)
+        self._pieces = tokens.pieces(seq_len)
+        lengths = self._pieces[1] - self._pieces[0] - 1
+        self._packs = packs(lengths.tolist(), seq_len) if packing else None
+        super().__init__(len(lengths if self._packs is None else self._packs), seq_len, seed)
 
     @override
     def batch(self, first: int, count: int) -> Batch:
         inputs = torch.zeros(count, self._seq_len, dtype=torch.int64)
         labels = torch.full_like(inputs, _IGNORED)
+        positions = torch.arange(self._seq_len).repeat(count, 1)
         for row in range(count):
-            document = self._tokens.document(int(self._documents[self._place(first + row)]))
-            tokens = torch.from_numpy(self._tokens.tokens[document].astype(np.int64))[: self._seq_len + 1]
-            assert self._tokens.mask is not None
-            trained = torch.from_numpy(self._tokens.mask[document] != 0)[1 : len(tokens)]
-            inputs[row, : len(tokens) - 1] = tokens[:-1]
-            labels[row, : len(tokens) - 1] = tokens[1:].where(trained, _IGNORED)
-        return {"input_ids": inputs, "labels": labels}
+            place, sample = 0, self._place(first + row)
+            for number in [sample] if self._packs is None else self._packs[sample]:
+                piece = slice(int(self._pieces[0][number]), int(self._pieces[1][number]))
+                tokens = torch.from_numpy(self._tokens.tokens[piece].astype(np.int64))
+                end = place + len(tokens) - 1
+                inputs[row, place:end] = tokens[:-1]
+                labels[row, place:end] = tokens[1:]
+                if self._tokens.mask is not None:
+                    labels[row, place:end][torch.from_numpy(self._tokens.mask[piece][1:] == 0)] = _IGNORED
+                positions[row, end:] = torch.arange(self._seq_len - end)
+                place = end
+        batch = {"input_ids": inputs, "labels": labels}
+        return batch if self._packs is None else batch | {"positions": positions}
+
+
+def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return samples of up to ``size`` tokens, each a list of the numbers of its documents, which have ``lengths``.
+
+    Best fit, the longest documents first: each goes to the sample with the least room for it, of several to the one
+    that was filled last.
+    """
+    samples: list[list[int]] = []
+    rooms: list[int] = []  # those that a sample has, ascending
+    having: dict[int, list[int]] = defaultdict(list)
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        length, sample, room = lengths[number], len(samples), size
+        if (place := bisect_left(rooms, length)) == len(rooms):
+            samples.append([])
+        else:
+            room = rooms[place]
+            sample = having[room].pop()
+            if not having[room]:
+                del rooms[place]
+        samples[sample].append(number)
+        if not having[room - length]:
+            insort(rooms, room - length)
+        having[room - length].append(sample)
+    return samples
 
 
 class Mock(_Tokens):

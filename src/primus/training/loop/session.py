@@ -25,7 +25,8 @@ from primus.training.loop.process import Process, keep_graphs
 from primus.training.witness import Taken, whole_parameters
 
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids`` and ``labels``, both
-# int64 [samples, seq_len]. Labels are already shifted; −100 is ignored.
+# int64 [samples, seq_len]. Labels are already shifted; −100 is ignored. Packed samples have ``positions``, too, which
+# begin again at 0 with each document; a document sees only itself.
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -125,7 +126,9 @@ class LanguageModel(nn.Module):
 
         self._fused = linear_cross_entropy
 
-    def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the last hidden states [samples, seq_len, hidden], and an additional loss per token or None."""
         raise NotImplementedError
 
@@ -134,9 +137,11 @@ class LanguageModel(nn.Module):
         """The output layer."""
         raise NotImplementedError
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the sum of the cross entropies of all labels."""
-        hidden, besides = self.hidden(input_ids)
+        hidden, besides = self.hidden(input_ids, positions)
         states, targets = hidden.flatten(0, 1), labels.flatten()
         parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
         total: torch.Tensor
@@ -159,7 +164,7 @@ def _summed(head: nn.Linear, states: torch.Tensor, labels: torch.Tensor) -> torc
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the loss of a language model, for :class:`Sharded`."""
-    total: torch.Tensor = model(batch["input_ids"], batch["labels"])
+    total: torch.Tensor = model(**batch)
     return total
 
 

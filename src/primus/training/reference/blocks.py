@@ -207,7 +207,7 @@ def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float,
         returned = run.needed(name, outside)
 
         def block(model: Any, weights: Tensors, states: torch.Tensor, layer: int = layer) -> Computed:
-            computed: Computed = model.block(weights, layer, states)
+            computed: Computed = model.block(weights, layer, states, batch.get("positions"))
             return computed
 
         yield from _of_block(run, name, inside, outside, pair, states, returned, per_call, block)

@@ -79,8 +79,8 @@ class _Numbered(_Tokens):
 
     The corpus is one stream of tokens, divided into samples of ``length``. Sample n starts at token n · length, and
     its last label is the first token of the next one. If only answers are trained, a sample is a document instead, and
-    those without an answer are left out. The order of pass p is ``torch.randperm`` of a generator seeded with
-    seed · 2,000,003 + p.
+    those without an answer are left out; if documents are packed, it is several. The order of pass p is
+    ``torch.randperm`` of a generator seeded with seed · 2,000,003 + p.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -91,32 +91,34 @@ class _Numbered(_Tokens):
         self._seed = int(config.get("training.seed", 42))
         self._vocabulary = int(job["model"]["vocab_size"])
         self._stream: torch.Tensor | None = None
-        self._answers: list[tuple[list[int], list[int]]] = []
+        self._packing = bool(config.get("packing"))
+        self._documents: list[list[_Labelled]] = []
         if job["assets"]["corpus"] != MOCK:
             pieces = _tokenized(job, self._seed)
             self._stream = torch.tensor([token for tokens, _ in pieces for token in tokens])
             self._count = (len(self._stream) - 1) // self._length
-            if pieces[0][1] is not None:
-                self._answers = [
-                    (tokens, [token if trained else -100 for token, trained in zip(tokens, mask or [], strict=True)])
-                    for tokens, mask in pieces
-                    if any((mask or [])[1 : self._length + 1])
-                ]
-                self._count = len(self._answers)
+            if pieces[0][1] is not None or self._packing:
+                labelled = [piece for tokens, mask in pieces for piece in _labelled(tokens, mask, self._length)]
+                self._documents = _packed(labelled, self._length) if self._packing else [[piece] for piece in labelled]
+                self._count = len(self._documents)
 
     def batch(self, step: int, rank: int) -> Batch:
         first = (step - 1) * self._batch + rank * self._per_rank
         numbers = range(first, first + self._per_rank)
-        if self._answers:
-            pairs = [self._answers[self._place(number)] for number in numbers]
-            parts = [[tokens[:-1] for tokens, _ in pairs], [labels[1:] for _, labels in pairs]]
-            inputs, labels = (
-                torch.tensor([[*part, *[padding] * self._length][: self._length] for part in column])
-                for column, padding in zip(parts, (0, -100), strict=True)
-            )
-            return {"inputs": inputs, "labels": labels}
+        if self._documents:
+            rows = [self._row(self._documents[self._place(number)]) for number in numbers]
+            names = ("inputs", "labels", "positions")[: 3 if self._packing else 2]
+            return {name: torch.tensor([row[place] for row in rows]) for place, name in enumerate(names)}
         whole = torch.stack([self._sample(number) for number in numbers])
         return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
+
+    def _row(self, documents: list[_Labelled]) -> list[list[int]]:
+        padding = self._length - sum(len(tokens) - 1 for tokens, _ in documents)
+        return [
+            [token for tokens, _ in documents for token in tokens[:-1]] + [0] * padding,
+            [label for _, labels in documents for label in labels[1:]] + [-100] * padding,
+            [place for tokens, _ in documents for place in range(len(tokens) - 1)] + [*range(padding)],
+        ]
 
     def _place(self, number: int) -> int:
         turn, place = divmod(number, self._count)
@@ -134,6 +136,34 @@ class _Numbered(_Tokens):
         steps = torch.tensor([1, 3, 7, 19])[torch.randint(4, (self._length,), generator=generator)]
         place = torch.randint(symbols, (1,), generator=generator)
         return torch.cat([place, place + steps.cumsum(0)]) % symbols * (self._vocabulary // symbols)
+
+
+# Tokens, and the same as labels, -100 where they are not trained.
+_Labelled = tuple[list[int], list[int]]
+
+
+def _labelled(tokens: list[int], mask: list[bool] | None, length: int) -> list[_Labelled]:
+    if mask is None:
+        cuts = [tokens[start : start + length + 1] for start in range(0, len(tokens) - 1, length)]
+        return [(cut, cut) for cut in cuts]
+    labels = [token if trained else -100 for token, trained in zip(tokens, mask, strict=True)][: length + 1]
+    return [(tokens[: length + 1], labels)] if any(label >= 0 for label in labels[1:]) else []
+
+
+def _packed(documents: list[_Labelled], length: int) -> list[list[_Labelled]]:
+    """Best fit, longest first: the sample with the least room, of several the one that was filled last."""
+    samples: list[list[_Labelled]] = []
+    rooms: list[tuple[int, int]] = []  # of each sample, and when it was filled
+    for turn, document in enumerate(sorted(documents, key=lambda document: -len(document[0]))):
+        size = len(document[0]) - 1
+        fitting = [(room, -filled, sample) for sample, (room, filled) in enumerate(rooms) if room >= size]
+        room, _, sample = min(fitting, default=(length, 0, len(samples)))
+        if sample == len(samples):
+            samples.append([])
+            rooms.append((length, turn))
+        samples[sample].append(document)
+        rooms[sample] = (room - size, turn)
+    return samples
 
 
 class _Images:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -91,12 +92,17 @@ class Model:
     # Layer → the scores [tokens, experts] by which experts were chosen in the last call.
     choices: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def logits(self, weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss."""
+    def logits(
+        self, weights: Weights, tokens: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss.
+
+        With ``positions`` [samples, length], each 0 begins a document of its own.
+        """
         states = self.embedded(weights, tokens)
         balance = states.new_zeros(())
         for number in range(self.sizes.layers):
-            states, extra = self.block(weights, number, states)
+            states, extra = self.block(weights, number, states, positions)
             balance = balance + extra
         return self.head(weights, states), balance
 
@@ -104,12 +110,16 @@ class Model:
         """Return the states [samples, length, hidden] that enter the first block."""
         return self.between(weights["model.embed_tokens.weight"][tokens])
 
-    def block(self, weights: Weights, number: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states after block ``number``, and its balancing loss."""
+    def block(
+        self, weights: Weights, number: int, states: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states after block ``number``, and its balancing loss. ``positions``: see :meth:`logits`."""
         sizes, layer = self.sizes, f"model.layers.{number}."
         normed = self._norm(weights[layer + "input_layernorm.weight"], states)
         attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
-        states = self.between(states + attend(weights, layer + "self_attn.", normed))
+        parts = [normed] if positions is None else _documents(normed, positions)
+        attended = torch.cat([attend(weights, layer + "self_attn.", part) for part in parts], 1)
+        states = self.between(states + attended.view_as(states))
         normed = self._norm(weights[layer + "post_attention_layernorm.weight"], states)
         if sizes.moe.experts and number >= sizes.moe.dense_layers:
             fed, extra = self._experts(weights, layer + "mlp.", normed)
@@ -125,7 +135,7 @@ class Model:
 
     def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cross entropy of each of ``labels`` (0 for a label < 0), and the balancing loss per token."""
-        logits, balance = self.logits(weights, batch["inputs"])
+        logits, balance = self.logits(weights, batch["inputs"], batch.get("positions"))
         return self.entropies(logits, batch["labels"]), balance
 
     def entropies(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -331,6 +341,13 @@ class Model:
             mean = scores.unflatten(0, (samples, length)).mean(1)
         total = (sent * mean).sum() * moe.experts / moe.top_k
         return moe.auxiliary_loss * (total if kind == "batch" else total / samples)
+
+
+def _documents(states: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    """Return the documents [1, length, hidden] of all samples, in order."""
+    starts = (positions.flatten() == 0).nonzero().flatten().tolist()
+    lengths = [end - start for start, end in pairwise([*starts, positions.numel()])]
+    return list(states.reshape(1, -1, states.shape[-1]).split(lengths, 1))
 
 
 def is_narrow(name: str) -> bool:

@@ -29,6 +29,7 @@ class Backend:
     unmodelled: tuple[str, ...] = ()
     shard: str = ""
     warmup: str = "training.warmup_steps"
+    evaluates: bool = False
     resharding: bool = False
     sharded_precision: bool = False
     latent_tp: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from primus.recipes.family import Family, Support, families, family
-from primus.recipes.recipe import Recipe
+from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.schema import model_rules
 from primus.recipes.setting import Value, interval
 from primus.yamlfile import Scalar, spell
@@ -35,6 +35,25 @@ def layout_faults(recipe: Recipe) -> Iterator[Fault]:
     yield from _ranks(recipe)
     yield from _sizes(recipe)
     yield from _batch(recipe)
+
+
+def data_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield what is asked of evaluation and packing, and is not possible."""
+    asked, packing = recipe.section("eval"), f"{recipe.backend}.packing"
+    for key in asked:
+        if not recipe.knows.evaluates:
+            yield f"eval.{key}", f"the backend {recipe.backend} does not evaluate", "--backend finetune does"
+        if ("corpus" in asked) == ("fraction" in asked):
+            why = "give either eval.corpus or eval.fraction, the share of the documents that is held out"
+            yield f"eval.{key}", why, "for example eval.fraction=0.05"
+        if key == "every" and recipe.get("eval.every", int) > recipe.steps:
+            yield "eval.every", f"the run has only {recipe.steps} steps", f"eval.every={recipe.steps} or less"
+    if not asked and not recipe.find(packing, False):
+        return
+    if recipe.get("assets.corpus", str) == MOCK:
+        yield "assets.corpus", "mock has no documents to evaluate on, or to pack", "name a corpus"
+    if recipe.find(packing, False) and recipe.find(f"{recipe.backend}.attention", "sdpa") not in ("sdpa", "eager"):
+        yield packing, "only the attention sdpa and eager keep packed documents apart", "attention=sdpa"
 
 
 def _degree(recipe: Recipe, kind: str) -> str:

@@ -13,7 +13,7 @@ from primus.errors import InputError, nearest
 from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import CPU, LENGTH, choose, supported
-from primus.recipes.faults import layout_faults, model_faults
+from primus.recipes.faults import data_faults, layout_faults, model_faults
 from primus.recipes.published import kind_faults, published_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
@@ -299,13 +299,13 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
     def elsewhere(value: object) -> bool:
         return not here and str(value).startswith("/")
 
-    for name, value in recipe.section("assets").items():
-        asset = None if elsewhere(value) else recipe.asset(name)
+    for name in [key for key in recipe.settings if key.startswith("assets.") or key == "eval.corpus"]:
+        asset = None if elsewhere(recipe.settings[name].value) else recipe.asset(name)
         if asset is not None and not _exists(asset):
-            refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
-        if asset is not None and not (asset.is_dir() or (asset.is_file() and name != "tokenizer")):
-            kind = "a folder" if name == "tokenizer" else "a file or a folder"
-            refuse(f"assets.{name}", f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock")
+            refuse(name, f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
+        if asset is not None and not (asset.is_dir() or (asset.is_file() and name != "assets.tokenizer")):
+            kind = "a folder" if name == "assets.tokenizer" else "a file or a folder"
+            refuse(name, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock")
     weights = recipe.section(knows.name).get("weights")
     if isinstance(weights, str) and weights != "random" and not (weights.startswith("hf:") or elsewhere(weights)):
         folder = Path(weights)
@@ -318,7 +318,7 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
         refuse(f"model.{objection[0]}", *objection[1:])
     for fault in published_faults(recipe):
         refuse(*fault)
-    for fault in layout_faults(recipe):
+    for fault in (*layout_faults(recipe), *data_faults(recipe)):
         refuse(*fault)
     tokenizer = recipe.asset("tokenizer")
     if tokenizer is not None and (size := vocabulary(tokenizer) or 0) > recipe.architecture.vocab_size > 0:

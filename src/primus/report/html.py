@@ -140,6 +140,8 @@ def figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         ("Joules per step and GPU", lambda run: _shown(run, "joules_per_step", ",.0f")),
         ("First loss", lambda run: _shown(run, "first_loss", ".4f")),
         ("Last loss", lambda run: _shown(run, "last_loss", ".4f")),
+        ("Evaluation loss, least", lambda run: _shown(run, "eval_loss", ".4f")),
+        ("Perplexity then", lambda run: _shown(run, "eval_perplexity", ".4g")),
         ("Steps, of them warm-up", lambda run: f"{run.summary.steps}, {_shown(run, 'warmup_steps', '.0f')}"),
         ("Whole job", lambda run: f"{run.seconds:.0f} s"),
     ]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from primus.errors import InputError
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import rules_of
+from primus.recipes.weights import HUB
 from primus.terminal import counted
 from primus.training import tokens
-from primus.training.corpus import HUB, corpus_of, files_of, held_out_corpus_of
+from primus.training.corpus import corpus_of, files_of, held_out_corpus_of
 from primus.training.finetune import backend as finetune
 from primus.training.flux import backend as flux
 from primus.training.job import Job

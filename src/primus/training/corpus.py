@@ -26,8 +26,8 @@ from typing import IO, Any
 from primus.errors import HostError, InputError, nearest
 from primus.files import below, refuse_special
 from primus.recipes.recipe import Recipe
+from primus.recipes.weights import HUB, downloaded
 
-HUB = "hf:"
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
     "*.tiktoken", "*.model",
@@ -70,7 +70,8 @@ _ALPACA = (
 class Corpus:
     """The text of a job: a path or ``hf:OWNER/NAME``, its ``tokenizer`` (a folder or ``hf:``), and what to take of it.
 
-    Without ``column``, the columns of the first row decide; without ``split``, ``usual_split`` if there are several. With ``completions``, only the words of the assistant, or
+    Without ``column``, the columns of the first row decide. Without ``split``, it is ``usual_split`` if there are
+    several. With ``completions``, only the words of the assistant, or
     of the completion, are trained.
     """
 
@@ -482,9 +483,6 @@ def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
     return Document(text=text + output, prompt=len(text), messages=_chat(row, turns, 0, where).messages)
 
 
-def hub_tokenizer(repository: str) -> Path:
-    """Return the folder of the tokenizer of ``hf:OWNER/NAME``, downloaded once. The token is in HF_TOKEN."""
-    from huggingface_hub import snapshot_download
-
-    patterns = [*TOKENIZER_FILES, "config.json", "generation_config.json"]
-    return Path(snapshot_download(repository.removeprefix(HUB), allow_patterns=patterns))
+def tokenizer_folder(name: str) -> Path:
+    """Return the folder of a tokenizer; that of ``hf:OWNER/NAME`` is downloaded once."""
+    return downloaded(name, *TOKENIZER_FILES, "*config.json") if name.startswith(HUB) else Path(name)

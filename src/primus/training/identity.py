@@ -126,6 +126,9 @@ def of(recipe: Recipe) -> dict[str, Any]:
         "seed": recipe.seed,
         **rules_of(recipe).layout(recipe),
     }
+    # Checkpoints from before these settings have no such fields.
+    fields |= {"packing": True} if section.get("packing") else {}
+    fields |= {key: recipe.get(key, float) for key in ("eval.fraction",) if key in recipe.settings}
     if recipe.mode == "lora":
         fields |= {f"lora.{key}": section.get(f"lora.{key}") for key in ("rank", "alpha", "targets")}
         # The checkpoint contains only the adapters.

@@ -29,7 +29,7 @@ class Step:
     """One optimizer step: ``tokens_per_second`` of the slowest rank, ``memory_gib`` of the rank with the most.
 
     ``images_per_second``, also of the slowest rank, is None unless the model makes images. ``joules`` is the energy
-    per GPU, the mean of this node; None if unknown.
+    per GPU, the mean of this node; None if unknown. ``eval_loss`` is that of an evaluation after the step, if any.
     """
 
     step: int
@@ -39,6 +39,7 @@ class Step:
     memory_gib: float
     images_per_second: float | None = None
     joules: float | None = None
+    eval_loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +84,14 @@ def step_in(line: str) -> Step | None:
 
 
 def read_run(folder: Path) -> Series:
-    """Return the steps in the log of a run, with exact values and joules where the run left them."""
+    """Return the steps in the log of a run, with exact values, joules and evaluations where the run left them."""
     exact, joules = _by_step(folder / "exact.jsonl", "loss", "grad_norm"), _by_step(folder / ENERGY_FILE, "joules")
     series = with_exact(read_steps(text_if_readable(folder / "log.txt")), exact)
-    steps = [replace(step, joules=joules.get(step.step, (None,))[0]) for step in series.steps]
+    losses, none = _by_step(folder / "eval.jsonl", "eval_loss"), (None,)
+    steps = [
+        replace(step, joules=joules.get(step.step, none)[0], eval_loss=losses.get(step.step, none)[0])
+        for step in series.steps
+    ]
     return replace(series, steps=tuple(steps))
 
 

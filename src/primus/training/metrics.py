@@ -133,7 +133,8 @@ class Summary:
     same steps; ``images_per_second`` is the median of a model that makes images. ``tflops_causal`` and
     ``tflops_non_causal`` are that median times the FLOPs of one token or image, in 10¹² per second. ``mfu`` is None
     if ``no_mfu`` gives a reason. ``memory_gib`` is the peak (on a CPU: resident memory). ``joules_per_step`` is the
-    mean after warm-up. None: no steps, not finite, or not reported.
+    mean after warm-up. ``eval_loss`` and ``eval_perplexity`` are those of the best evaluation, after
+    ``eval_step``. None: no steps, not finite, or not reported.
     """
 
     first_loss: float | None
@@ -149,6 +150,14 @@ class Summary:
     mfu: Mfu | None = None
     no_mfu: str | None = None
     joules_per_step: float | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
+    eval_step: int | None = None
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the power of a mean loss per token."""
+    return math.exp(min(loss, 700.0))
 
 
 def as_json_lines(series: Series, done: Work | None = None) -> str:
@@ -175,6 +184,8 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None) -> Su
     joules = [step.joules for step in measured if step.joules is not None]
     rates = [rate for step in measured if (rate := _rate(step, done)) is not None]
     tflops = _tflops(done, statistics.median(rates) if rates else None)
+    losses = [(loss, step.step) for step in steps if (loss := plain(step.eval_loss)) is not None]
+    least, best = min(losses, default=(None, None))
     utilization, why = None, None
     try:
         if done is None or tflops is None:
@@ -196,6 +207,9 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None) -> Su
         mfu=utilization,
         no_mfu=why,
         joules_per_step=statistics.fmean(joules) if joules else None,
+        eval_loss=least,
+        eval_perplexity=None if least is None else perplexity(least),
+        eval_step=best,
     )
 
 
@@ -206,6 +220,9 @@ def sentence(summary: Summary, unit: str) -> str:
     ``unit`` is ``GPU`` or ``rank``.
     """
     parts = [f"{summary.tokens_per_second or 0:,.0f} tokens/s/{unit}"]
+    if summary.eval_loss is not None:
+        best = f"evaluation loss {summary.eval_loss:.4f} (perplexity {summary.eval_perplexity:.4g})"
+        parts.insert(0, f"{best} after step {summary.eval_step}")
     if summary.images_per_second is not None:
         parts.append(f"{summary.images_per_second:,.2f} images/s/{unit}")
     if summary.tflops_causal is not None and summary.tflops_non_causal is not None:

@@ -123,9 +123,11 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
     For a failed job, checks without evidence are skipped, because "exit code" gives the cause.
     """
     job, steps = outcome.job, outcome.series.steps
+    stops = "eval.patience" in job.recipe.settings
+    last = int(outcome.facts.get("last_step", job.last_step)) if stops else job.last_step
     verdicts = (
         checks.exit_code(outcome.exit_code, outcome.cause),
-        checks.steps_logged(outcome.series, job.first_step, job.last_step),
+        checks.steps_logged(outcome.series, job.first_step, last),
         checks.finite(outcome.series),
         checks.precision(outcome.facts, job.recipe.get("precision", str)),
         checks.ran_as_asked(outcome.facts, expected_facts(job)),

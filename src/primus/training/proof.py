@@ -101,6 +101,10 @@ def unjudged(recipe: Recipe) -> str | None:
         activation = config_of(recipe.weights)[1].get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             return f"hidden_act of the weights is {activation}, and the reference computes SiLU"
+    if "eval.patience" in recipe.settings:
+        return "eval.patience may end the run early"
+    if recipe.section("eval") and recipe.find(f"{recipe.backend}.save_weights", False):
+        return "the best weights are exported, and the reference has the last ones"
     rules = backend_rules(recipe.backend)
     for key, value in recipe.section(recipe.backend).items():
         if value != rules[key].default and any(fnmatchcase(key, pattern) for pattern in recipe.knows.unmodelled):

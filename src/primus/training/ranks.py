@@ -59,6 +59,11 @@ def job_file(job: Job) -> str:
             name: str(recipe.asset(name) or value) for name, value in recipe.section("assets").items()
         },
         "data": recipe.section("data"),
+        "evaluation": {
+            "every": recipe.find("eval.every", max(1, recipe.steps // 10)),
+            "patience": recipe.find("eval.patience", 0),
+            "fraction": recipe.find("eval.fraction", 0.0),
+        } if recipe.section("eval") else {},
         "config": recipe.section(recipe.backend),
         "settings": {key: {"value": s.value, "origin": s.origin} for key, s in recipe.settings.items()},
     }  # fmt: skip

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from primus.errors import HostError, InputError
+from primus.recipes.weights import HUB
 from primus.terminal import counted
 from primus.training.corpus import (
-    HUB,
     Corpus,
     Document,
     Files,
     Layout,
     document_of,
     files_of,
-    hub_tokenizer,
     layout_of,
     rows,
+    tokenizer_folder,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Encoder:
             raise HostError("transformers is not installed", hint="run this inside a primus image") from None
         logging.set_verbosity_error()
         self.name = name
-        folder = hub_tokenizer(name) if name.startswith(HUB) else Path(name)
+        folder = tokenizer_folder(name)
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
         except Exception as error:
@@ -252,6 +252,10 @@ class Tokens:
     tokens: np.ndarray
     ends: np.ndarray
     mask: np.ndarray | None = None
+
+    def document(self, number: int) -> slice:
+        """Return the place of a document in ``tokens`` and ``mask``."""
+        return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
 
     def pieces(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where pieces of at most ``seq_len`` + 1 tokens begin and end that are trained on their own.

@@ -162,7 +162,10 @@ class _Recorder:
         self._without_graph: list[Tensors] = []
         self._current: Tensors | None = None
 
-    def before(self, _module: torch.nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def before(self, module: torch.nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        if not module.training:  # an evaluation
+            self._current = None
+            return
         inputs = {"hidden_states": arguments[0], **named} if arguments else named
         tensors = {f"in.{name}": inputs.get(name) for name in ("hidden_states", "encoder_hidden_states", "temb")}
         if torch._C._current_graph_task_id() == -1:  # not within a backward pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -9,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from primus.recipes.architecture import Architecture, DiffusionTransformer
+from primus.training.finetune.models import FineTuned, config_of
 from primus.training.flux.backend import FluxConfig
 from primus.training.flux.latents import Cached, packed
 from primus.training.loop.config import LoopConfig
-from primus.training.loop.data import Answers, Mock, Stream
+from primus.training.loop.data import Documents, Mock, Stream, packs
 from primus.training.reference.data import samples as reference_samples
 from primus.training.tokens import Tokens
 
@@ -82,7 +85,7 @@ def check_answers_are_samples_of_their_own() -> None:
     mask, ends = np.ones(30, np.uint8), np.asarray([6, 9, 30])
     mask[[0, 1, *range(6, 9), 9, 10]] = 0
     tokens = Tokens(tokens=np.arange(100, 130, dtype=np.uint32), ends=ends, mask=mask)
-    data = Answers(tokens, seq_len=8, seed=3)
+    data = Documents(tokens, seq_len=8, seed=3)
     batch = data.batch(0, 2)
     rows = sorted(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True))
     assert rows == [
@@ -92,6 +95,47 @@ def check_answers_are_samples_of_their_own() -> None:
     assert data.terms(batch) == 11
 
 
+FAMILIES = {
+    "llama3": Architecture(family="llama3"), "mistral": Architecture(family="mistral", window=5),
+    "qwen2": Architecture(family="qwen2", qkv_bias=True),
+}  # fmt: skip
+SIZES = {"layers": 2, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_size": 48, "vocab_size": 40, "max_seq_len": 64}
+
+
+def check_packed_documents_are_trained_as_alone(attention: Any, *, masked: bool) -> None:
+    """The same sum of losses and the same gradients, with and without a mask of the tokens that are trained."""
+    generator = np.random.default_rng(5)
+    ends = generator.integers(2, 12, 40).cumsum()
+    mask = (generator.random(int(ends[-1])) < 0.6).astype(np.uint8) if masked else None
+    tokens = Tokens(tokens=generator.integers(0, 40, int(ends[-1]), dtype=np.uint32), ends=ends, mask=mask)
+    results = []
+    for architecture in FAMILIES.values():
+        torch.manual_seed(1)
+        model = FineTuned(AutoModelForCausalLM.from_config(config_of(replace(architecture, **SIZES), attention)), 64)
+        for packing in (False, True):
+            data = Documents(tokens, 16, 1, packing=packing)
+            batch = data.batch(0, data.samples)
+            assert not packing or data.samples * 16 < 1.2 * ends[-1], "the samples are not filled"
+            model.zero_grad()
+            loss = model(**batch)
+            loss.backward()
+            results.append((data.terms(batch), loss, *(parameter.grad for parameter in model.parameters())))
+        for alone, packed_ones in zip(*results[-2:], strict=True):
+            torch.testing.assert_close(packed_ones, alone, rtol=1e-5, atol=1e-5)
+
+
+def check_packs_are_full_and_hold_each_document_once() -> None:
+    lengths = np.random.default_rng(1).integers(1, 65, 20_000).tolist()
+    samples = packs(lengths, 64)
+    assert sorted(number for sample in samples for number in sample) == list(range(len(lengths)))
+    assert max(sum(lengths[number] for number in sample) for sample in samples) <= 64
+    assert len(samples) * 64 < 1.02 * sum(lengths)
+
+
+for mechanism in ("sdpa", "eager"):
+    for some in (False, True):
+        check_packed_documents_are_trained_as_alone(mechanism, masked=some)
+check_packs_are_full_and_hold_each_document_once()
 check_a_pass_sees_every_sample_once()
 check_answers_are_samples_of_their_own()
 check_cached_latents_are_read_with_their_own_noise()

@@ -89,6 +89,18 @@ def test_a_difference_is_refused_unless_it_is_named(tmp_path: Path, words: list[
         identity.check(folder, other, ["seed", accepted])
 
 
+def test_files_in_linked_folders_are_part_of_the_corpus(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/linked").symlink_to("../shards")
+    (tmp_path / "corpus/itself").symlink_to("../corpus")
+    digests = set()
+    for text in ("a", "b"):
+        (tmp_path / "shards/part.txt").write_text(text)
+        digests.add(proxy(f"assets.corpus={tmp_path}/corpus").asset_digests["corpus"])
+    assert len(digests) == 2
+
+
 def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
     shutil.copytree(recipes() / "assets", tmp_path / "assets")
     folder = kept(tmp_path / "step-5", proxy())

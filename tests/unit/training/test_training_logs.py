@@ -102,6 +102,14 @@ def test_summary_leaves_the_warm_up_out() -> None:
     assert (summary.steps, summary.memory_gib) == (5, 0.59)
 
 
+def test_the_summary_names_the_best_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("".join(line(number, "7.5", "0.5") for number in range(1, 5)))
+    rows = ('{"step": 2, "eval_loss": "0.5"}\n', '{"step": 3, "eval_loss": "nan"}\n', '{"step": 4, "eval_loss": "2"}\n')
+    (tmp_path / "eval.jsonl").write_text("".join(rows))
+    summary = metrics.summarize(logs.read_run(tmp_path), 0)
+    assert (summary.eval_step, summary.eval_loss, summary.eval_perplexity) == (2, 0.5, math.exp(0.5))
+
+
 def test_summary_of_nothing_and_of_less_than_the_warm_up() -> None:
     assert metrics.summarize(logs.Series(), 2).tokens_per_second is None
     assert metrics.summarize(logs.read_steps(line(1, "5.0", "0.5", "70")), 2).tokens_per_second == 70
@@ -111,7 +119,7 @@ def test_json_lines_hold_no_nan() -> None:
     text = metrics.as_json_lines(logs.read_steps(line(1, "nan", "inf")))
     assert json.loads(text) == {
         "step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 3986.0, "memory_gib": 0.59,
-        "images_per_second": None, "joules": None, "tflops_causal": None, "tflops_non_causal": None,
+        "images_per_second": None, "joules": None, "eval_loss": None, "tflops_causal": None, "tflops_non_causal": None,
     }  # fmt: skip
 
 

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from primus.recipes.recipe import MOCK
 from primus.recipes.weights import FILES, HUB, downloaded
-from primus.training.corpus import hub_tokenizer
+from primus.training.corpus import tokenizer_folder
 from primus.training.finetune import backend, models
 from primus.training.finetune.backend import FinetuneConfig
 from primus.training.loop import data, process, session, train, weights
 from primus.training.loop.config import RankJob
+from primus.training.loop.evaluation import Evaluation
 from primus.training.loop.process import Process
 from primus.training.loop.session import Sharded, shard
 from primus.turbo.attention import attend_in_transformers
@@ -39,8 +40,12 @@ def main(job: RankJob, here: Process) -> None:
     shard(model, list(model.causal.model.layers), job, here, wide=lambda name: "lm_head" in name or "lora_" in name)
     models.init(model, job.training.seed, weights.Files(source) if source else None)
     sharded = Sharded(model, session.loss, job, here, _facts(job, config, model))
-    train.run(job, here, sharded, data.text(job, packing=config.packing))
+    packing = config.packing
+    evaluation = Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None
+    train.run(job, here, sharded, data.text(job, packing=packing), evaluation)
     if config.save_weights:
+        if evaluation and evaluation.best:
+            train.load_checkpoint(evaluation.best, sharded)
         _save(model, job, source)
 
 
@@ -69,7 +74,7 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
         folder = job.output / "weights"
         name = job.assets["tokenizer"]
         # With mock data, the tokenizer of the initial weights.
-        tokenizer = source if name == MOCK else hub_tokenizer(name) if name.startswith(HUB) else Path(name)
+        tokenizer = source if name == MOCK else tokenizer_folder(name)
         models.ready_to_generate(model, tokenizer)
         if job.mode == "lora" and source is not None:
             # PEFT loads the base model from here. A folder of the hub's cache exists on this machine only.

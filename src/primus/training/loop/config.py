@@ -90,7 +90,8 @@ class RankJob:
     """One job as its ranks see it. The fields are those of :func:`primus.training.ranks.job_file`.
 
     ``config`` is the backend's section of the recipe with dotted keys. ``training`` is the part of it that all our
-    backends share. ``turbo`` are the optimizations to enable.
+    backends share. ``turbo`` are the optimizations to enable. ``evaluation`` has ``every`` and ``patience``, or is
+    empty.
     """
 
     output: Path
@@ -114,6 +115,7 @@ class RankJob:
     examined: Sequence[int]
     blocks: bool
     turbo: tuple[str, ...]
+    evaluation: Mapping[str, int]
 
     @property
     def global_batch(self) -> int:

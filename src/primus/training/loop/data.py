@@ -21,6 +21,11 @@ _MOCK_STEPS = (1, 3, 7, 19)
 _IGNORED = -100
 
 
+def held_out(job: RankJob, *, packing: bool = False) -> Documents:
+    """Return the documents that the job evaluates on."""
+    return Documents(stored(job.output / "cache", "eval"), job.training.seq_len, job.training.seed, packing=packing)
+
+
 def text(job: RankJob, *, packing: bool = False) -> Data:
     """Return the data that the job's assets name. With ``packing``, samples are whole documents."""
     if job.assets["corpus"] == MOCK:
@@ -55,14 +60,14 @@ class _Passes(_Tokens):
 
     def __init__(self, samples: int, seq_len: int, seed: int) -> None:
         super().__init__(seq_len)
-        self._samples = samples
+        self.samples = samples
         self._seed = seed
         self._order: tuple[int, torch.Tensor] | None = None
 
     def _place(self, number: int) -> int:
-        turn, place = divmod(number, self._samples)
+        turn, place = divmod(number, self.samples)
         if self._order is None or self._order[0] != turn:
-            self._order = (turn, shuffled(self._samples, self._seed, turn))
+            self._order = (turn, shuffled(self.samples, self._seed, turn))
         return int(self._order[1][place])
 
 

@@ -277,6 +277,15 @@ class Sharded(Session):
             total += loss.detach()
         return total
 
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of the losses of a micro-batch on the CPU, without training on it. All ranks."""
+        self._model.eval()
+        placed = {name: tensor.to(self._process.device) for name, tensor in batch.items()}
+        loss = self._loss(self._model, placed)
+        self._model.train()
+        return loss
+
     @override
     def total(self, value: torch.Tensor) -> torch.Tensor:
         value = value.clone()

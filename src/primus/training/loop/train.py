@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from primus.training import facts, identity
 from primus.training.failure import text_of
 from primus.training.loop.config import RankJob, learning_rate
+from primus.training.loop.evaluation import Evaluation
 from primus.training.loop.process import Process, peak_memory
 from primus.training.loop.session import Batch, Data, Session
 from primus.training.metrics import of_recipe_unit
@@ -183,6 +185,11 @@ class Report:
         }  # fmt: skip
         self._trackers.step(figures | ({"images_per_second": units} if self._images else {}), step)
 
+    def track(self, figures: Mapping[str, float], step: int) -> None:
+        """Pass ``figures`` of a step on to the trackers."""
+        if self._trackers:
+            self._trackers.step(figures, step)
+
     def end(self) -> None:
         """Close the trackers."""
         if self._trackers:
@@ -204,7 +211,7 @@ def _print(line: str) -> None:
 _COLLECT_EVERY = 50
 
 
-def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
+def run(job: RankJob, process: Process, session: Session, data: Data, evaluation: Evaluation | None = None) -> None:
     """Train all steps of the job, and write log, facts and checkpoints to the output folder.
 
     Facts about dtypes and kernels come from the first step: see :func:`primus.training.facts.watching`.
@@ -251,15 +258,28 @@ def run(job: RankJob, process: Process, session: Session, data: Data) -> None:
                     witness.loaded()
             report.start()
         if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == job.last_step):
-            began = time.perf_counter()
-            folder = save_checkpoint(job.output, step, session, job.identity)
-            report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
+            _save(job, session, report, step)
             report.start()
+        if evaluation and evaluation.due(step):
+            with witness.busy(step) if witness else nullcontext():
+                evaluation.run(step, partial(_save, job, session, report), report.say, report.track)
+            report.start()
+            if evaluation.over:
+                break
         if step % _COLLECT_EVERY == 0:
             gc.collect()
     report.end()
-    observed |= {"weights_sha256": facts.digest(session.model_parts), "last_step": job.last_step} | active(job.turbo)
+    observed |= {"weights_sha256": facts.digest(session.model_parts), "last_step": step} | active(job.turbo)
     facts.write(job.output / "facts.json", observed)
+
+
+def _save(job: RankJob, session: Session, report: Report, step: int) -> Path:
+    """Save a checkpoint, unless it has been saved. Returns its folder."""
+    folder, began = job.output / "checkpoint" / f"step-{step}", time.perf_counter()
+    if not folder.exists():
+        save_checkpoint(job.output, step, session, job.identity)
+        report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
+    return folder
 
 
 def _witness(job: RankJob, session: Session) -> Witness:

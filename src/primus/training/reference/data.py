@@ -256,7 +256,8 @@ def _tokenized(job: dict[str, Any], seed: int) -> _Pieces:
             column = next((key for key in ("text", "messages", "conversations", "prompt") if key in rows[0]), "output")
         for row in rows:
             pieces += _pieces(row, str(column), words, answers)
-    return pieces
+    share = job.get("evaluation", {}).get("fraction", 0)
+    return [piece for n, piece in enumerate(pieces) if int((n + 1) * share) == int(n * share)]
 
 
 def _files(path: Path, split: str | None) -> list[Path]:

@@ -165,8 +165,6 @@ def follow(schedule: Any) -> None:
     schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
 
-
-
 def main(argv: list[str]) -> None:
     """Train. torchtitan reads ``argv`` from ``sys.argv`` itself. Raises torchtitan's errors."""
     job = json.loads(_job_file(argv).read_text())

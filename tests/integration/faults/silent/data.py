@@ -37,7 +37,7 @@ def end_marks_dropped(module: Any) -> None:
 def last_sample_of_a_pass_left_out(module: Any) -> None:
     def init(run: Any, self: Any, *args: Any) -> None:
         run(self, *args)
-        self._samples -= 1
+        self.samples -= 1
 
     wrap(module.Stream, "__init__", init)
 

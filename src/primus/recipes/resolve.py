@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from itertools import chain
 from pathlib import Path
 
 from primus.errors import InputError, nearest
@@ -318,7 +319,7 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
         refuse(f"model.{objection[0]}", *objection[1:])
     for fault in published_faults(recipe):
         refuse(*fault)
-    for fault in (*layout_faults(recipe), *data_faults(recipe)):
+    for fault in chain(layout_faults(recipe), data_faults(recipe)):
         refuse(*fault)
     tokenizer = recipe.asset("tokenizer")
     if tokenizer is not None and (size := vocabulary(tokenizer) or 0) > recipe.architecture.vocab_size > 0:

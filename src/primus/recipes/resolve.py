@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from itertools import chain
 from pathlib import Path
 
 from primus.errors import InputError, nearest

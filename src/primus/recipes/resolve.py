@@ -84,6 +84,8 @@ def resolve(
     if described:
         kept = ("model.hf_repo", "model.moe.auxiliary_loss")
         settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
+        lengths = (settings[knows.key("seq_len")], described["model.max_seq_len"])
+        settings[knows.key("seq_len")] = min(lengths, key=lambda length: int(str(length.value)))
     if facts["gpu"] == CPU and facts["proxy"] == "false":
         settings["ranks"] = Setting(value=1, origin="one process on a CPU")
     _refuse_other_sizes(overriding, described)

@@ -16,6 +16,7 @@ from primus.recipes.schema import model_rules
 from primus.recipes.setting import Setting
 
 HUB = "hf:"
+_MODES = ("full", "lora")
 # What the ranks and the checks before them read of a repository on the hub.
 FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt")
 # transformers' model types, by the recipe's families.
@@ -170,13 +171,20 @@ def _values(file: Path, config: Mapping[str, Any], kind: str) -> Iterator[tuple[
         yield f"rope_scaling.{name}", f"{field}.{name}", rope.get(name, usual)
 
 
-def nearest_recipe(folder: Path) -> catalogue.Entry:
-    """Return the recipe that fine-tunes a model of the weights' family, and of the size nearest to theirs."""
+def nearest_recipe(folder: Path, mode: str | None = None) -> catalogue.Entry:
+    """Return the recipe that fine-tunes a model of the weights' family, and of the size nearest to theirs.
+
+    ``mode`` is ``full`` or ``lora``; None: either. Raises InputError if there is none.
+    """
+    if mode not in (None, *_MODES):
+        raise InputError(f"mode {mode!r} does not fine-tune", hint=f"the modes are {' and '.join(_MODES)}")
     _, config = config_of(folder)
     found: list[tuple[float, str, catalogue.Entry]] = []
     for entry in catalogue.entries():
         family = str(load.read(entry.path).settings["model.family"].value)
-        if entry.mode in ("full", "lora") and not entry.only_proxy and TYPES.get(family) == config["model_type"]:
+        if entry.mode not in ((mode,) if mode else _MODES) or entry.only_proxy:
+            continue
+        if TYPES.get(family) == config["model_type"]:
             model = {key.removeprefix("model."): s.value for key, s in model_of(folder, family).items()}
             try:
                 apart = abs(math.log(size(architecture(model)).total / entry.size.total))
@@ -184,5 +192,6 @@ def nearest_recipe(folder: Path) -> catalogue.Entry:
                 apart = math.inf  # an impossible size, which the resolution names
             found.append((apart, entry.recipe, entry))
     if not found:
-        raise InputError(f"no recipe fine-tunes models of type {config['model_type']}", hint="`primus list` shows all")
+        how = f" in mode {mode}" if mode else ""
+        raise InputError(f"no recipe fine-tunes models of type {config['model_type']}{how}", hint="see `primus list`")
     return min(found, key=lambda row: row[:2])[2]

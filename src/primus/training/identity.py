@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import stat
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,20 @@ def seal(folder: Path, identity: Mapping[str, Any]) -> None:
     write_file(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
+def seal_newest(checkpoints: Path, identity: Mapping[str, Any], keep: int) -> None:
+    """Seal the complete checkpoints in a folder to which a backend writes them by itself, one after the other.
+
+    The backend deletes all but the newest ``keep`` (0: none) at any time, so these are not looked at, and one that
+    disappears meanwhile is left alone.
+    """
+    for folder in reversed(steps(checkpoints)[-keep:]):
+        if (folder / FILE).exists():
+            return
+        # Without metadata, it is not complete yet. A folder that disappears while it is looked at seems to exist.
+        with suppress(FileNotFoundError, FileExistsError):
+            seal(folder, identity)
+
+
 def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
     """Raise InputError if the checkpoint is damaged, or of another run than ``recipe`` describes.
 
@@ -165,7 +181,10 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
                 f"--accept-change {name}: there is no such field" + nearest(name, current),
                 hint=f"there are: {', '.join(field for field in current if not _fixed(field))}",
             )
-    content = _read(folder)
+    try:
+        content = _read(folder)
+    except _Damage as error:
+        raise _damaged(folder, str(error)) from error
     if content is None:
         if ALL in accepted:
             return
@@ -219,7 +238,7 @@ def saved(folder: Path) -> Mapping[str, Any]:
     """Return the fields that were sealed into ``folder``; none if it has no readable ``recipe.json``."""
     try:
         content = _read(folder)
-    except InputError:
+    except (_Damage, InputError):
         return {}
     return content["identity"] if content else {}
 
@@ -228,9 +247,13 @@ def complete(folder: Path) -> bool:
     """Return whether ``folder`` is a sealed checkpoint with all its files in their full sizes."""
     try:
         content = _read(folder)
-    except InputError:
+    except (_Damage, InputError):
         return False
     return content is not None and not _damage(folder, content)
+
+
+class _Damage(Exception):
+    pass
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
@@ -239,9 +262,9 @@ def _read(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError, InputError) as error:
-        raise _damaged(folder, f"{FILE} cannot be read") from error
+        raise _Damage(f"{FILE} cannot be read") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("identity", "files")):
-        raise _damaged(folder, f"{FILE} was not written by primus")
+        raise _Damage(f"{FILE} was not written by primus")
     if content.get("format") != FORMAT:
         raise InputError(
             f"the checkpoint has format {content.get('format')}, but this version of primus reads format {FORMAT}",
@@ -252,13 +275,14 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 def _damage(folder: Path, content: Mapping[str, Any]) -> str:
     for name, size in content["files"].items():
-        path = folder / Path(name).name
         if not isinstance(size, int):
             return f"{FILE} was not written by primus"
-        if not path.is_file():
+        try:
+            status = (folder / Path(name).name).stat()
+        except OSError:
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} of {size:,} bytes"
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            return f"{name} has {status.st_size:,} of {size:,} bytes"
     try:
         digest = hashlib.sha256()
         with open_regular(folder / _METADATA) as file:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -17,7 +19,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import identity
 from primus.training.identity import header
-from primus.training.job import step_of
+from primus.training.job import step_of, steps
 
 CELLS = [
     ("llama3.1-8b", "torchtitan", "pretrain"), ("llama3.1-8b", "megatron", "pretrain"),
@@ -140,6 +142,41 @@ def test_a_damaged_checkpoint_is_a_sentence(tmp_path: Path, damage: object, told
         identity.check(folder, proxy(), ["all"])
     assert told in refused.value.message
     assert f"--resume-from {tmp_path}/step-3" in (refused.value.hint or "")
+
+
+def test_a_backend_may_delete_old_checkpoints_while_new_ones_are_sealed_and_listed(tmp_path: Path) -> None:
+    stale: SimpleQueue[Path | None] = SimpleQueue()
+
+    def purge() -> None:
+        while (folder := stale.get()) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        purging = pool.submit(purge)
+        try:
+            for step in range(1, 1001):
+                (folder := tmp_path / f"step-{step}").mkdir()
+                for name in ("__0_0.distcp", ".metadata"):
+                    (folder / name).touch()
+                if step % 8 == 0:  # those in between were saved in the background, and are sealed late
+                    for old in steps(tmp_path)[:-1]:  # some of them a second time, as torchtitan does
+                        stale.put(old)
+                    identity.complete(tmp_path / f"step-{step - 4}")
+                    identity.seal_newest(tmp_path, {}, keep=0)
+                    assert identity.complete(folder)
+        finally:
+            stale.put(None)
+        purging.result()
+    assert [path.name for path in steps(tmp_path) if identity.complete(path)] == ["step-1000"]
+
+
+def test_of_checkpoints_whose_records_are_all_damaged_each_is_a_sentence(tmp_path: Path) -> None:
+    folders = [kept(tmp_path / f"step-{step}", proxy()) for step in (1, 2, 3)]
+    for folder in folders:
+        (folder / identity.FILE).write_text("{}")
+        assert not identity.complete(folder)
+    with pytest.raises(InputError, match="was not written by primus"):
+        identity.check(folders[2], proxy())
 
 
 def test_the_hint_names_no_checkpoint_that_is_damaged_too(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_every_model_has_a_small_proxy_of_its_own_kind(entry: Entry) -> None:
     assert (small.moe.score, small.moe.normalize_top_k) == (whole.moe.score, whole.moe.normalize_top_k)
     if whole.moe.experts:
         assert small.moe.top_k < small.moe.experts
-        assert proxy.degree("ep") == 2, "experts are shared out, as on GPUs"
+        assert entry.backend == "finetune" or proxy.degree("ep") == 2, "experts are shared out, as on GPUs"
 
 
 def test_the_window_of_a_proxy_is_shorter_than_its_sequences() -> None:

@@ -136,7 +136,6 @@ def test_the_sizes_are_those_of_the_written(tmp_path: Path, change: dict[str, An
             {"max_position_embeddings": None},
             "max_position_embeddings: model.max_seq_len must be a whole number",
         ),
-        ({"max_position_embeddings": 1024}, "training.seq_len: 4096 is more than model.max_seq_len = 1024"),
         ({"num_attention_heads": "32"}, "num_attention_heads: model.heads must be a whole number, not '32'"),
         ({"num_attention_heads": 0}, "num_attention_heads: model.heads must be at least 1"),
         ({"num_hidden_layers": [32]}, "num_hidden_layers: model.layers must be a whole number, not .32."),
@@ -168,13 +167,20 @@ def test_another_activation_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_the_nearest_recipe_is_of_the_same_family_and_size(tmp_path: Path) -> None:
-    smaller = {**LLAMA31, "num_hidden_layers": 16}
+    smaller = {**LLAMA31, "num_hidden_layers": 16, "max_position_embeddings": 1024}
     large = {**LLAMA31, "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
-    cases = [("llama3-8b", LLAMA31), ("llama2-7b", LLAMA2), ("llama2-7b", smaller), ("qwen2.5-72b", QWEN25)]
+    cases = [
+        ("llama3-8b", LLAMA31),
+        ("llama2-7b", LLAMA2),
+        ("llama2-7b", smaller),
+        ("qwen2.5-7b", QWEN25),
+        ("mixtral-8x7b", MIXTRAL),
+    ]
     for number, (name, config) in enumerate([*cases, ("llama3-70b", large)]):
         assert weights.nearest_recipe(written(tmp_path / str(number), config)).recipe == name
-    with pytest.raises(InputError, match="no recipe fine-tunes models of type mixtral"):
-        weights.nearest_recipe(written(tmp_path / "mixtral", MIXTRAL))
+    assert resolve("llama2-7b", [f"weights={tmp_path / '2'}"], Choices(gpu="cpu", backend="finetune")).seq_len == 1024
+    with pytest.raises(InputError, match="mode 'pretrain' does not fine-tune"):
+        weights.nearest_recipe(tmp_path / "0", "pretrain")
 
 
 def pipe(path: Path) -> None:

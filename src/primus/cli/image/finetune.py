@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 from pathlib import Path
 
@@ -38,21 +39,30 @@ def finetune(options: argparse.Namespace) -> int:
     """
     name: str = options.weights
     folder = downloaded(name, *FILES) if name.startswith(HUB) else Path(name)
-    nearest = nearest_recipe(folder)
+    for choice in ("backend", "mode"):  # they may be written like settings
+        words = [word for word in options.overrides if word.startswith(f"{choice}=")]
+        if words and getattr(options, choice) is None:
+            setattr(options, choice, words[0].partition("=")[2])
+            options.overrides = [word for word in options.overrides if word != words[0]]
+    nearest = nearest_recipe(folder, options.mode)
     if options.backend not in (None, nearest.backend):
         raise InputError(f"--backend {options.backend} does not fine-tune", hint="`primus train` has all backends")
     options.backend, options.recipe = nearest.backend, nearest.recipe
-    given = {word.partition("=")[0] for word in options.overrides}
+    given = {word.partition("=")[0].removeprefix(f"{nearest.backend}.") for word in options.overrides}
+    if "assets.tokenizer" not in given and not any(map(list, map(folder.glob, ("tokenizer*", "vocab*", "*.model")))):
+        raise InputError(
+            f"{folder} has no tokenizer", hint="copy it from the weights' source, or assets.tokenizer=FOLDER"
+        )
     usual = {"weights": folder, "assets.corpus": options.data, "assets.tokenizer": folder, "save_weights": "true"}
     options.overrides = [*options.overrides, *(f"{key}={value}" for key, value in usual.items() if key not in given)]
     if options.ranks is None and "ranks" not in given and (names := detect().names):
         options.ranks = len(names)
     recipe, batch = _fitting(options)
-    if batch and not given & {"local_batch", "training.micro_batch_size", recipe.knows.key("local_batch")}:
+    if batch and not given & {"local_batch", "training.micro_batch_size"}:
         options.overrides = [*options.overrides, f"local_batch={batch}"]
     if not options.json:
-        words = " ".join(["primus train", recipe.name, *recipe.choices.words(), *options.overrides])
-        print(f"primus: the recipe is {recipe.name}, mode {recipe.mode}; the same run: {words}", file=sys.stderr)
+        same = shlex.join(["primus", "train", recipe.name, *recipe.choices.words(), *options.overrides])
+        print(f"primus: the recipe is {recipe.name}, mode {recipe.mode}; the same run: {same}", file=sys.stderr)
     return train(options)
 
 

@@ -327,3 +327,5 @@ def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Su
         f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}, "
         f"{figures}\n  → {job.output / 'metrics.jsonl'}"
     )
+    if (job.output / "weights").is_dir():
+        say(f"  → {job.output / 'weights'} for transformers{' and PEFT' * (job.recipe.mode == 'lora')}")

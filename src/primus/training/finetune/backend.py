@@ -26,7 +26,8 @@ from primus.turbo.optimizations import importable
 class LoraConfig:
     """Adapters of rank ``rank``, scaled by ``alpha`` ÷ ``rank``, for the linear layers in ``targets``.
 
-    If ``targets`` is empty, all linear layers except the output layer get adapters. Used in mode ``lora`` only.
+    If ``targets`` is empty, all linear layers except the output layer get adapters; Mixtral's experts are no linear
+    layers. Used in mode ``lora`` only.
     """
 
     rank: int = bounded(16, "[1, 65536]")

@@ -47,12 +47,16 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
 
 
 def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer."""
+    """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer.
+
+    The experts of a layer are one stacked tensor in transformers, not linear layers.
+    """
     adapters: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes(model).items():
         layer = name.removesuffix(".weight")
         kind = layer.rpartition(".")[2]
-        if kind.endswith("_proj") and name.endswith(".weight") and (not targets or kind in targets):
+        linear = name.endswith("_proj.weight") and ".experts." not in name
+        if linear and (not targets or kind in targets):
             adapters[layer + ".lora_A.weight"] = (rank, shape[1])
             adapters[layer + ".lora_B.weight"] = (shape[0], rank)
     return adapters

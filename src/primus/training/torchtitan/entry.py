@@ -18,7 +18,6 @@ from primus.recipes.architecture import rebuilt
 from primus.training import facts, gloo, identity, tokens
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
-from primus.training.job import steps
 from primus.training.loop.process import keep_graphs, name_policies
 from primus.training.torchtitan import cpu, render
 from primus.training.witness import Witness
@@ -78,9 +77,8 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
         def _seal(self) -> None:
             # Checkpoints saved in the background are complete some steps later.
             if dist.get_rank() == 0:
-                for folder in steps(output / "checkpoint"):
-                    if (folder / ".metadata").is_file() and not (folder / identity.FILE).exists():
-                        identity.seal(folder, job["identity"])
+                keep = self.job_config.checkpoint.keep_latest_k
+                identity.seal_newest(output / "checkpoint", job["identity"], keep)
 
         def _load_told(self, *args: Any, **kwargs: Any) -> bool:
             """Load the checkpoint, but keep this run's optimizer settings: torchtitan uses those of the old run."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gits import git
 from loopback import Server, index_debs, make_deb, make_wheel, serve
 from primus.plan.project import Project
 from project_kit import Kit
@@ -259,3 +260,62 @@ def test_a_report_of_a_lock_that_fails_is_written_too(
     nowhere = kit.primus("lock", "--report", str(file / "x.log"))
     assert nowhere.code == 2, nowhere.err
     assert "Traceback" not in nowhere.err
+
+
+def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, Server]) -> None:
+    kit, server = world
+    for name, versions in {
+        "engine": ("1.0+rocm10.0.0", "1.0+rocm9.5.0", "1.1+rocm10.1.0", "1.2+rocm10.2.0", "3.0+cpu"),
+        "engine-device": ("1.0+rocm10.0.0", "1.1+rocm10.1.0"),
+        "needy": ("1.0", "2.0"),
+    }.items():
+        for version in versions:
+            needs = {"needy 2.0": ("tool<1.1",)}.get(f"{name} {version}", ())
+            make_wheel(server.root / "files", name, version, needs=needs)
+    pins = "".join(
+        f"  {name}:\n    name: N\n    held: {held}\n    pins:\n      # Why {name}.\n"
+        f"      - {{wheel: {name}, version: {version}, channel: pypi}}\n"
+        for name, version, held in (
+            ("engine", "1.0+rocm10.0.0", "true"),
+            ("engine-device", "1.0+rocm10.0.0", "true"),
+            ("needy", "1.0", "false"),
+        )
+    )
+    kit.write("versions.yaml", VERSIONS + pins)
+    kit.edit("images/demo.yaml", "[tool, local]", "[tool, local, engine, engine-device, needy]")
+    assert kit.primus("lock").code == 0
+    git(kit.root, "init", "-q")
+    git(kit.root, "config", "user.name", "t")
+    git(kit.root, "config", "user.email", "t@example.invalid")
+    git(kit.root, "add", "versions.yaml", "images")
+    git(kit.root, "commit", "-qm", "one")
+    listed = json.loads(kit.primus("outdated", "--json").out)
+    assert {row["component"]: (row["pinned"], row["compatible"], row["newest"]) for row in listed} == {
+        "tool": ("1.0", "1.1", "1.1"),
+        "engine": ("1.0+rocm10.0.0", "1.1+rocm10.1.0", "1.1+rocm10.1.0"),
+        "engine-device": ("1.0+rocm10.0.0", "1.1+rocm10.1.0", "1.1+rocm10.1.0"),
+        "needy": ("1.0", "2.0", "2.0"),
+    }
+    before = (kit.root / "versions.yaml").read_text()
+    shown = kit.primus("bump", "engine")
+    assert shown.code == 0, shown.err
+    assert "+      - {wheel: engine-device, version: 1.1+rocm10.1.0, channel: pypi}" in shown.out
+    assert f"{LOCK}: 7 files, 0.0 MB; 2 changed" in shown.out
+    assert (kit.root / "versions.yaml").read_text() == before
+    made = kit.primus("bump", "engine", "tool=1.1", "--release", "v26.12", "--commit")
+    assert made.code == 0, made.err
+    after = (kit.root / "versions.yaml").read_text()
+    assert [line for line in before.splitlines() if "#" in line] == [line for line in after.splitlines() if "#" in line]
+    assert "release: v26.12\n" in after and kit.primus("lock", "--check").code == 0
+    assert git(kit.root, "log", "-1", "--format=%s") == "Begin v26.12"
+    assert git(kit.root, "status", "--porcelain", "--untracked-files=no") == ""
+    # needy 2.0 needs an older tool, which now is no longer pinned.
+    (row,) = [row for row in json.loads(kit.primus("outdated", "--json").out) if row["component"] == "needy"]
+    assert (row["compatible"], row["newest"]) == (None, "2.0")
+    refused = kit.primus("bump", "needy=2.0")
+    assert refused.code == 2 and "do not fit" in refused.err and "needy" in refused.err
+    assert "did you mean 'needy'" in kit.primus("bump", "neddy").err
+    assert kit.primus("bump", "needy=7").code == 2
+    server.faults.status["/simple/needy/"] = [500] * 9
+    failed = kit.primus("outdated")
+    assert failed.code == 3 and "does not answer" in failed.out

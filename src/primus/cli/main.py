@@ -23,6 +23,8 @@ VERBS = {
     "build": ("host.build.build", "build images; the last line is the manifest digest"),
     "explain": ("host.build.explain", "show which inputs changed since the last build, old → new"),
     "lock": ("host.lock.lock", "resolve versions.yaml to exact files"),
+    "outdated": ("host.lock.outdated", "list the pins that have newer versions"),
+    "bump": ("host.lock.bump", "move pins to newer versions, and lock"),
     "run": ("host.run.run", "run a command in an image"),
     "launch": ("host.launch.launch", "run a recipe on several machines with Slurm or Kubernetes"),
     "load": ("host.run.load", "load an image into a Docker engine"),
@@ -52,7 +54,7 @@ GROUPS = {"on the build host": "host.", "on the build host and in an image": "im
 # The verbs to begin with; those that are installed are shown.
 _FIRST = ("build", "validate", "run", "list", "train", "show", "fit", "preflight")
 # Verbs of similar tools, and what does the same here.
-_ELSEWHERE = {"images": "plan --all", "ls": "list", "outdated": "lock --check", "exec": "run", "shell": "run"}
+_ELSEWHERE = {"images": "plan --all", "ls": "list", "exec": "run", "shell": "run"}
 
 
 def installed_verbs() -> dict[str, tuple[str, str]]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
@@ -140,6 +141,13 @@ class Plan:
         ]  # fmt: skip
 
 
+def bash(name: str, variables: Mapping[str, object], command: str) -> str:
+    """Return the script ``NAME.sh`` of this package after what it reads: variables, and ``run_ranks``, its command."""
+    texts = (Path(__file__).with_name(f"{part}.sh").read_text(encoding="utf-8") for part in ("newest", name))
+    head = [f"{key}={value}" for key, value in variables.items()]
+    return "\n".join([*head, f"run_ranks() {{ exec {command}; }}", *texts])
+
+
 def seconds_of(text: str) -> float:
     """Return the seconds of a duration such as ``90m``, ``12h`` or ``2d``. Raises ValueError for any other text."""
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
@@ -152,18 +160,6 @@ def span(seconds: float) -> str:
     """Return a duration in its largest unit, as :func:`seconds_of` reads it."""
     unit, size = next((pair for pair in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * pair[1]), ("s", 1))
     return f"{seconds / size:.3g}{unit}"
-
-
-# In bash: sets RESUME_FROM to the newest whole checkpoint of the attempts in $run. The last step's is left out: what is
-# repeated after the one before it is judged.
-NEWEST = """\
-newest=0
-for folder in "$run"/attempt-*/checkpoint/step-*; do
-    [[ -f $folder/.metadata && -f $folder/recipe.json ]] || continue
-    step=${folder##*/step-}
-    if ((step < steps && step > newest)); then newest=$step RESUME_FROM=$folder; fi
-done
-"""
 
 
 def vendor(gpu: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from primus.errors import HostError, InputError
-from primus.launch.plan import EXAMPLE_IMAGE, NEWEST, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
+from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secrets, refuse_unfit, vendor
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
@@ -118,83 +118,12 @@ def script(plan: Plan, site: Site) -> str:
         interface = shlex.quote(site.interface)
         exports.append(f"export NCCL_SOCKET_IFNAME={interface} GLOO_SOCKET_IFNAME={interface}")
     head = [*(f"#SBATCH {option}" for option in (*flags, *site.extra)), "#", *(f"# {line}" for line in plan.lines())]
-    body = _BODY.format(
-        steps=plan.recipe.steps, restarts=site.restarts, root=shlex.quote(str(site.output)),
-        resume=shlex.quote(site.resume_from) if site.resume_from else "", newest=NEWEST,
-        port=site.port or "$(free_port)", task=_task(plan, site), srun=_srun(plan, site),
-    )  # fmt: skip
-    return "\n".join(["#!/bin/bash", *head, "", *exports, body])
-
-
-_BODY = """\
-set -uo pipefail
-# Slurm announces preemption and the time limit by USR1. The ranks end first; the job then goes back to the queue.
-# This comes first: the signal may arrive at any moment, and would end a script without a trap.
-told= srun=
-end() {{ told=$1; [[ -z $srun ]] || kill -TERM "$srun" 2>/dev/null; }}
-trap 'end USR1' USR1
-trap 'end TERM' TERM
-
-steps={steps} restarts={restarts}
-run={root}/$SLURM_JOB_ID
-attempt=${{SLURM_RESTART_COUNT:-0}}
-export OUTPUT=$run/attempt-$attempt
-mkdir -p "$run" || exit 3
-
-say() {{ printf 'primus: %s\\n' "$*" >&2; }}
-
-# Ranks meet on the first node. Slurm's own address of a node can differ from its name.
-address() {{ scontrol show node --oneliner "$1" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'; }}
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-# This script runs on the first node, so it sees which ports are taken there. Those from 32768 on are for outgoing
-# connections.
-listening() {{ timeout 1 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>/dev/null; }}
-free_port() {{
-    local port=$((20000 + SLURM_JOB_ID % 12000))
-    while listening 127.0.0.1 "$port" || listening "$MASTER_ADDR" "$port"; do port=$((port + 1)); done
-    echo "$port"
-}}
-export MASTER_ADDR MASTER_PORT RDZV_ID=$SLURM_JOB_ID-$attempt NODE_ADDRESSES
-MASTER_ADDR=$(address "${{nodes[0]}}")
-MASTER_PORT={port}
-NODE_ADDRESSES=$(for node in "${{nodes[@]}}"; do address "$node"; done | tr '\\n' ' ')
-
-# A restarted job continues from the newest whole checkpoint of its earlier attempts.
-export RESUME_FROM={resume}
-{newest}say "job $SLURM_JOB_ID, attempt $attempt, nodes ${{nodes[*]}}, meeting at $MASTER_ADDR:$MASTER_PORT"
-[[ -z $RESUME_FROM ]] || say "continuing from $RESUME_FROM"
-
-requeue() {{
-    if ((attempt >= restarts)); then
-        say "$1; not requeued: this was attempt $attempt, and --restarts is $restarts"
-        exit 1
-    fi
-    say "$1; requeued"
-    scontrol requeue "$SLURM_JOB_ID" || exit 1
-    sleep 60 # Slurm ends this script
-    exit 1
-}}
-
-{task}
-{srun} &
-srun=$!
-[[ -z $told ]] || kill -TERM "$srun"
-while :; do
-    wait "$srun"
-    code=$?
-    kill -0 "$srun" 2>/dev/null || break # a trap interrupts wait
-done
-((code == 0)) && exit 0
-[[ $told == USR1 ]] && requeue "the job was told to end"
-[[ $told == TERM ]] && exit "$code"
-# A node that does not answer explains the failure: the job runs again. Otherwise the worst exit code is the job's.
-for node in "${{nodes[@]}}"; do
-    timeout 60 srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$node" --time=1 true >/dev/null 2>&1 ||
-        requeue "node $node does not answer"
-done
-say "failed with exit code $code; the reason is in $OUTPUT/log.txt"
-exit "$code"
-"""
+    resume = shlex.quote(site.resume_from) if site.resume_from else ""
+    variables = {
+        "steps": plan.recipe.steps, "restarts": site.restarts, "root": shlex.quote(str(site.output)), "resume": resume,
+        "port": site.port or "", "task": _task(plan, site),
+    }  # fmt: skip
+    return "\n".join(["#!/bin/bash", *head, "", *exports, bash("slurm", variables, _srun(plan, site))])
 
 
 def _task(plan: Plan, site: Site) -> str:
@@ -203,7 +132,7 @@ def _task(plan: Plan, site: Site) -> str:
     train = f'{words} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
     address = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
     engine = "" if site.container in ("none", "pyxis") else f"{_engine(plan, site)} "
-    return f"task={shlex.quote(f'{address}; exec {engine}{site.command} {train}')}"
+    return shlex.quote(f"{address}; exec {engine}{site.command} {train}")
 
 
 def _names(site: Site) -> list[str]:

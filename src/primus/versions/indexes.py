@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
@@ -160,6 +161,32 @@ class Indexes:
         finally:
             LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), time.monotonic() - began, outcome)
         return response
+
+    def files(self, package: str) -> Iterator[tuple[str, str]]:
+        """Yield every file of the package that was not yanked, and the Python that it requires (empty: any).
+
+        Raises HostError if an index does not answer.
+        """
+        for url in (*self.urls, *self.find_links):
+            folder = local_path(url)
+            try:
+                if folder is None:
+                    with self.get(f"{url.rstrip('/')}/{package}/") as page:
+                        if page.status_code in (403, 404):
+                            continue
+                        page.raise_for_status()
+                        text = page.text
+                else:
+                    here = folder if url in self.find_links else folder / package
+                    pages = [path.read_text(encoding="utf-8") for path in here.glob("index.html")]
+                    text = "".join([*pages, *(f"<a>{path.name}</a>" for path in here.glob("*.*"))])
+            except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+                message = f"the Python index at {bare_url(url)} does not answer: {cause(error)}"
+                raise HostError(message, hint="check the network", about=package) from None
+            for about, name in re.findall(r"<a\b([^>]*)>\s*([^<]+?)\s*</a>", text):
+                if "data-yanked" not in about:
+                    needs = re.search(r'data-requires-python="([^"]*)"', about)
+                    yield name, unescape(needs[1]) if needs else ""
 
     def require_files(self, package: str) -> None:
         """Raise HostError if an index wants a login for the package, or sends a web page such as a form for one."""

@@ -17,8 +17,16 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
+from packaging.version import InvalidVersion, Version
 from uv import find_uv_bin
 
 from primus.errors import HostError, InputError
@@ -113,6 +121,44 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
     files = _measured("sdist", candidates, indexes)
     progress.finish("sdists", counted(len(files), "source archive"))
     return files
+
+
+def offered(name: str, request: Request, kind: str) -> set[Version]:
+    """Return the versions of a package (``kind`` wheel or sdist) that work on the target's base.
+
+    Raises HostError if an index does not answer.
+    """
+    tags, versions, host = _tags(request), set(), Indexes.of_host()
+    for place in _own(request, host).values() if name in request.indexed else [host]:
+        for file, needs in place.files(name):
+            with contextlib.suppress(InvalidVersion, InvalidWheelFilename, InvalidSdistFilename, InvalidSpecifier):
+                if kind == "wheel":
+                    package, version, _, own = parse_wheel_filename(file)
+                    fits = not tags.keys().isdisjoint(own) and (
+                        name not in request.pure or file.endswith("-none-any.whl")
+                    )
+                else:
+                    (package, version), fits = parse_sdist_filename(file), True
+                if package == name and fits and SpecifierSet(needs).contains(_base(request).python):
+                    versions.add(version)
+    return versions
+
+
+def fits_together(request: Request, loose: Collection[str]) -> dict[str, str] | None:
+    """Return the versions of all wheels if the request can be fulfilled, else None.
+
+    Those named in ``loose`` may be newer. Raises HostError if an index does not answer.
+    """
+    host = Indexes.of_host()
+    indexes = replace(host, urls=(*host.urls, *request.indexes.values()))
+    pins = [f"{name}{'>=' if name in loose else '=='}{version}" for name, version in request.wheels.items()]
+    try:
+        packages = _Uv(indexes, _platform(request), request.provided, request.indexes).resolve(
+            [*pins, *request.requires]
+        )
+    except NoSolutionError:
+        return None
+    return {package["name"]: package["version"] for package in packages}
 
 
 def _sdist(name: str, version: str, request: Request, indexes: Indexes) -> Candidate:

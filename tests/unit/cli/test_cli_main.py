@@ -63,8 +63,8 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "no verb 'buidl'; did you mean 'build'?" in captured.err
-    assert main(["outdated"]) == 2
-    assert "did you mean 'lock --check'?" in capsys.readouterr().err
+    assert main(["images"]) == 2
+    assert "did you mean 'plan --all'?" in capsys.readouterr().err
     assert main(["zzzzzz"]) == 2
     assert "did you mean" not in capsys.readouterr().err
 

@@ -58,7 +58,7 @@ def test_options_reach_the_job() -> None:
     text = json.dumps(objects)
     assert objects[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     for part in ('"suspend": true', '"secretKeyRef": {"name": "hf", "key": "key"}', '"rdma/hca": 8', '"74a1"',
-                 '"claimName": "runs"', "RESUME_FROM=/workspace/runs/x"):  # fmt: skip
+                 '"claimName": "runs"', "resume=/workspace/runs/x"):  # fmt: skip
         assert part in text
 
 

@@ -189,7 +189,7 @@ def test_containers_see_the_run_that_is_continued(capsys: pytest.CaptureFixture[
     assert main(["launch", "slurm", *words, "--resume-from", "/shared/run-7"]) == 0
     out = capsys.readouterr().out
     assert "/shared/run-7:/shared/run-7" in out
-    assert "export RESUME_FROM=/shared/run-7" in out
+    assert "resume=/shared/run-7" in out
 
 
 def test_the_exit_code_of_the_ranks_is_the_jobs(tmp_path: Path) -> None:

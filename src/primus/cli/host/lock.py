@@ -1,26 +1,35 @@
-"""The verb that updates or checks the locks."""
+"""Verbs about pins: lock them, list those that have newer versions, and move them."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import logging
 import platform
+import re
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus import __version__
-from primus.cli.host.common import SEVERAL, open_project, targets_of
-from primus.cli.verb import flag, option, print_json, verb
-from primus.errors import InputError, PrimusError
+from primus.cli.host.common import SEVERAL, SOURCE, open_project, targets_of
+from primus.cli.verb import JSON, flag, option, print_json, verb
+from primus.errors import HostError, InputError, PrimusError, did_you_mean
+from primus.files import write_file
+from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve_all
 from primus.progress import choose_progress
-from primus.terminal import counted
-from primus.versions.lock import Drift, Lock, Request, normalised
+from primus.release.bump import Outlook, Outlooks, Place, edit, trial
+from primus.release.documents import checkout
+from primus.terminal import Screen, counted
+from primus.versions.lock import Drift, Lock, Request, dumps, normalised
 from primus.versions.traffic import LOG
 
 if TYPE_CHECKING:
@@ -75,6 +84,143 @@ def lock(args: argparse.Namespace) -> int:
         return _check(targets, args.json)
     with _reported(args.report):
         return _lock(targets, args)
+
+
+@verb(*SEVERAL, example="primus outdated --json")
+def outdated(args: argparse.Namespace) -> int:
+    """List the pins that have newer versions: the newest that fits all other pins, and the newest of the index.
+
+    Pins of Python indexes are compared, for the channels that build the targets, or for --channel. Debian packages
+    follow their suite: primus lock --refresh. Exit code 3 if an index does not answer.
+    """
+    outlooks, places = _outlooks(args)
+    with ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(outlooks.of, places))
+    if args.json:
+        print_json([{**asdict(row), "moves": _named(row.moves)} for row in rows])
+    else:
+        table = []
+        for row in (row for row in rows if row.newest or row.error):
+            others = ", ".join(name for name in _named(row.moves) if name != row.component)
+            best = row.error or (row.compatible or "–") + (f" (with {others})" if others else "")
+            table.append((row.component, row.channel, ", ".join(row.targets), row.pinned, best, row.newest or "–"))
+        lines = Screen.of().table(table, head=("component", "channel", "targets", "pinned", "compatible", "newest"))
+        print("\n".join([*lines, f"{counted(len(rows) - len(table), 'pin')} of {len(rows)} at the newest version"]))
+    return HostError.exit_code if any(row.error for row in rows) else 0
+
+
+@verb(
+    option("component", nargs="*", metavar="COMPONENT[=VERSION]", help="what to move (default: all that can)"),
+    option("--release", metavar="NAME", help="also begin this release, dated today: v26.12"),
+    flag("--write", "write versions.yaml and the locks"),
+    flag("--commit", "write, and commit the change"),
+    *SOURCE,
+    JSON,
+    example="primus bump transformers --commit",
+)
+def bump(args: argparse.Namespace) -> int:
+    """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held trains move together.
+
+    Without --write or --commit, the change of versions.yaml and of the locks is shown, with the message of the commit.
+    Comments and the order of versions.yaml stay.
+    """
+    args.target = []
+    project, rows = open_project(args), _wanted(args)
+    if failed := next((row for row in rows if row.error), None):
+        raise HostError(f"{failed.component}: {failed.error}", hint="name the components that can be moved")
+    moves = {place: version for row in rows for place, version in row.moves.items()}
+    path = project.root / "versions.yaml"
+    old = path.read_text(encoding="utf-8")
+    new = edit(old, project, moves)
+    if args.release:
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        new = re.sub(r"(?m)^release: .*$", f"release: {args.release}", new, count=1)
+        new = re.sub(r"(?m)^created: .*$", f"created: {today}", new, count=1)
+    locks: list[tuple[str, Lock, Lock]] = []
+    shared: Shared = {}
+    with trial(project.root, new) as tried, choose_progress(args.json) as progress:
+        for resolved in resolve_all(tried, tried.target_names()):
+            if resolved.lock and resolved.stale:
+                lock = lock_target(resolved, progress, shared=shared, write=False).lock
+                assert lock is not None
+                locks.append((resolved.lock_name, resolved.lock, lock))
+    message = _message(project, moves, args.release)
+    if args.json:
+        changes = [{"lock": name, "changes": [asdict(c) for c in compare(*pair)]} for name, *pair in locks]
+        print_json({"moves": _named(moves), "locks": changes, "message": message if new != old else ""})
+    elif new == old:
+        print("every pin is at the newest version that fits the others")
+    else:
+        print(
+            "\n".join(difflib.unified_diff(old.split("\n"), new.split("\n"), "old", "versions.yaml", n=0, lineterm=""))
+        )
+        print("\n".join([*(_table(name, after, compare(before, after)) for name, before, after in locks), "", message]))
+    if new != old and (args.write or args.commit):
+        _save(
+            project.root,
+            {"versions.yaml": new, **{name: dumps(lock) for name, _, lock in locks}},
+            args.commit and message,
+        )
+    return 0
+
+
+def _wanted(args: argparse.Namespace) -> list[Outlook]:
+    """Return the outlooks of the pins to move: those of the named components, or of all."""
+    outlooks, places = _outlooks(args)
+    if not args.component:
+        with ThreadPoolExecutor(4) as pool:
+            return [] if args.release else list(pool.map(outlooks.of, places))
+    rows: list[Outlook] = []
+    for word in args.component:
+        name, _, version = word.partition("=")
+        its = [outlooks.of(place, version or None) for place in places if place[0] == name]
+        if not its:
+            hint = did_you_mean(name, {n for n, _ in places}) or "primus outdated --json lists those that can be moved"
+            raise InputError(f"no pin of a Python index is called {name!r}", hint=hint)
+        if version and not any(row.newest or row.error for row in its):
+            targets = ", ".join(target for row in its for target in row.targets)
+            raise InputError(f"no index offers {name} {version} for {targets}", hint="primus outdated shows the newest")
+        rows += its
+    return rows
+
+
+def _outlooks(args: argparse.Namespace) -> tuple[Outlooks, list[Place]]:
+    project = open_project(args)
+    names = targets_of(project, args) if args.target else project.target_names()
+    if args.channel and not args.target:
+        names = [name for name in names if args.channel in project.target(name).channels]
+    outlooks = Outlooks(project, names)
+    return outlooks, list(outlooks.uses)
+
+
+def _named(moves: Mapping[Place, str]) -> dict[str, str]:
+    return {name: version for (name, _), version in moves.items()}
+
+
+def _message(project: Project, moves: Mapping[Place, str], release: str | None) -> str:
+    pins = {(name, i): pin for name, item in project.versions.components.items() for i, pin in enumerate(item.pins)}
+    lines = [f"{name} {pins[name, i].version} → {version}" for (name, i), version in moves.items()]
+    title = f"Begin {release}" if release else f"Bump {lines[0]}" if len(lines) == 1 else f"Bump {len(lines)} pins"
+    return "\n".join([title, *(["", *lines] if lines and title != f"Bump {lines[0]}" else [])])
+
+
+def _save(root: Path, texts: Mapping[str, str], message: str) -> None:
+    """Write the files and, with a message, commit them. Raises InputError if the commit would hold other changes."""
+    if message and (edited := set(texts) & set(checkout(root)[1])):
+        raise InputError(
+            f"{', '.join(sorted(edited))} was changed and not committed", hint="commit it first, or --write"
+        )
+    for name, text in texts.items():
+        write_file(root / name, text)
+    if message:
+        done = subprocess.run(
+            ["git", "-C", str(root), "commit", "-qm", message, "--", *texts],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise HostError(f"git does not commit: {done.stderr.strip()}", hint="the files are written; commit them")
 
 
 def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:

@@ -174,7 +174,7 @@ def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
     sweeper = multiprocessing.get_context("spawn").Process(target=_sweep_often, args=(store.root,))
     sweeper.start()
     try:
-        for number in range(400):
+        for number in range(150):
             layer = write_layer(store, entries(str(number).encode()))
             assert store.has(layer.blob)
             with store.folder("work") as folder:

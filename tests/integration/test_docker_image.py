@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from docker_engine import private_dockerd
-from test_ordinary_user import TARGET, VERSIONS
 
 from host_tools import needs
-from primus.files import read_sealed
-from project_kit import Kit, lock
+from project_kit import Kit
 
 pytestmark = [pytest.mark.integration, needs("dockerd")]
 
@@ -92,19 +89,3 @@ def test_a_gpu_recipe_without_devices_is_refused(image: str) -> None:
     refused = docker(*RUN, image, "primus", "train", "llama3.1-8b")
     assert refused.returncode == 2, refused.stderr
     assert "--proxy" in refused.stderr
-
-
-def test_docker_as_the_sandbox_gives_the_same_digest(engine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kit = Kit(tmp_path / "project")
-    kit.write("versions.yaml", VERSIONS)
-    kit.write("images/small.yaml", TARGET)
-    lock(kit)
-    want = kit.build("small").digest
-    store = kit.root / ".primus/store"
-    (store / "targets/small.json").unlink()
-    for record in (store / "actions").iterdir():
-        if read_sealed(record)["kind"] == "wheels":
-            record.unlink()
-    again = kit.build("small", "--engine", "docker")
-    assert again.digest == want
-    assert "1 layer built, 3 reused" in again.err

@@ -1,15 +1,22 @@
-"""Source → wheel → layer → image, for real: a C extension from PyPI built in the sandbox of a Debian root."""
+"""Source → wheel → layer → image, for real: a C extension from PyPI built in the sandbox of a Debian root; and the same
+digests by an ordinary user and by Docker, of a target on the same root.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from docker_engine import private_dockerd
+from test_ordinary_user import NEEDS_USERS, a_user, as_user
 
+from host_tools import needs
 from primus.files import read_sealed
 from project_kit import Kit, lock
 
@@ -24,6 +31,10 @@ bases:
     python: 3.11.2
     packages: [libpython3.11-stdlib, python3.11-minimal]
 components:
+  pyyaml:
+    name: PyYAML
+    pins:
+      - {wheel: pyyaml, version: 6.0.3, channel: pypi}
   psutil:
     name: psutil
     pins:
@@ -43,16 +54,22 @@ channels: [pypi]
 components: [psutil]
 command: [sh]
 """
+SMALL = TARGET.replace("psutil", "pyyaml")
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    kit = Kit(tmp_path_factory.mktemp("native"))
+def native() -> Iterator[Kit]:
+    """A project that root has built, in a place that other users may enter."""
+    place = Path(tempfile.mkdtemp(prefix="primus-u-"))
+    place.chmod(0o755)
+    kit = Kit(place / "project")
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/native.yaml", TARGET)
+    kit.write("images/small.yaml", SMALL)
     lock(kit)
-    kit.build("native")
+    kit.build("native", "small")
     yield kit
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def test_extension_works_in_the_image(native: Kit) -> None:
@@ -111,6 +128,60 @@ def test_a_failed_build_shows_its_log(native: Kit, tmp_path: Path) -> None:
     assert "full log: " in result.err
 
 
+def lend_project(kit: Kit, user: str) -> Path:
+    """The project and the files its lock names, as the user's own."""
+    folder = kit.root.parent / user
+    shutil.copytree(kit.root / "images", folder / "images")
+    shutil.copy(kit.root / "versions.yaml", folder)
+    files = folder / ".primus/files/sha256"
+    files.mkdir(parents=True)
+    for file in json.loads((kit.root / "images/locks/pypi/small.json").read_text())["files"]:
+        shutil.copy(kit.root / ".primus/files/sha256" / file["sha256"], files)
+    subprocess.run(["chown", "-R", user, folder], check=True)
+    return folder
+
+
+@NEEDS_USERS[0]
+@NEEDS_USERS[1]
+def test_the_digest_is_that_of_root_and_the_image_runs(native: Kit) -> None:
+    with a_user("primus-t2", "--key", "SUB_UID_COUNT=65536") as user:
+        folder = lend_project(native, user)
+        built = as_user(user, folder, "build", "small", "--offline")
+        assert built.returncode == 0, built.stderr
+        assert built.stdout.splitlines()[-1] == native.build("small").digest
+        code = "import os, yaml; print(os.getuid(), yaml.safe_load('a: [1]'))"
+        ran = as_user(user, folder, "run", "small", "--", "python3", "-c", code)
+        assert (ran.returncode, ran.stdout) == (0, "0 {'a': [1]}\n"), ran.stderr
+
+
+@NEEDS_USERS[0]
+@NEEDS_USERS[1]
+def test_user_without_a_range_of_ids_is_told_the_command(native: Kit) -> None:
+    with a_user("primus-t3", "--key", "SUB_UID_COUNT=0", "--key", "SUB_GID_COUNT=0") as user:
+        folder = lend_project(native, user)
+        built = as_user(user, folder, "build", "small", "--offline")
+        assert built.returncode == 3, built.stderr
+        assert "usermod --add-subuids" in built.stderr
+        assert "Traceback" not in built.stderr
+
+
+@needs("dockerd")
+def test_docker_as_the_sandbox_gives_the_same_digest(
+    native: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = native.build("small").digest
+    store = native.root / ".primus/store"
+    (store / "targets/small.json").unlink()
+    for record in (store / "actions").iterdir():
+        if (data := read_sealed(record))["kind"] == "wheels" and "psutil" not in data["name"]:
+            record.unlink()
+    with private_dockerd(tmp_path / "docker") as url:
+        monkeypatch.setenv("DOCKER_HOST", url)
+        again = native.build("small", "--engine", "docker")
+    assert again.digest == want
+    assert "1 layer built, 3 reused" in again.err
+
+
 def test_damaged_fetched_file_is_named_and_fetched_again(native: Kit) -> None:
     lock = json.loads((native.root / "images/locks/pypi/native.json").read_text())
     sdist = next(f for f in lock["files"] if f["kind"] == "sdist")
@@ -150,4 +221,4 @@ def test_a_stale_lock_stops_the_build_and_has_its_line(native: Kit, tmp_path: Pa
     kit.write("images/locks/pypi/native.json", (native.root / "images/locks/pypi/native.json").read_text())
     result = kit.primus("build", "native")
     assert result.code == 2
-    assert "versions.yaml:12:9: the lock of native is stale: sdist psutil: locked 6.1.1, wanted 6.1.0" in result.err
+    assert "versions.yaml:16:9: the lock of native is stale: sdist psutil: locked 6.1.1, wanted 6.1.0" in result.err

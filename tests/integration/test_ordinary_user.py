@@ -1,9 +1,8 @@
-"""An ordinary user: containers, and the whole chain from lock to run with root's digest; else one sentence says why."""
+"""Containers of an ordinary user. That builds give root's digest, test_native_build.py shows."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -16,14 +15,10 @@ import pytest
 from sandbox_kit import needs_busybox
 
 from host_tools import needs
-from project_kit import SOURCE, Kit, lock
+from project_kit import SOURCE
 
-pytestmark = [
-    pytest.mark.integration,
-    needs_busybox,
-    pytest.mark.skipif(os.geteuid() != 0, reason="making users needs root"),
-    needs("newuidmap"),
-]
+NEEDS_USERS = (pytest.mark.skipif(os.geteuid() != 0, reason="making users needs root"), needs("newuidmap"))
+pytestmark = [pytest.mark.integration, needs_busybox, *NEEDS_USERS]
 
 
 @contextlib.contextmanager
@@ -53,43 +48,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-VERSIONS = """\
-release: v26.11
-created: 2026-11-20
-bases:
-  bookworm:
-    suite: bookworm
-    python: 3.11.2
-    packages: [libpython3.11-stdlib, python3.11-minimal]
-components:
-  pyyaml:
-    name: PyYAML
-    pins:
-      - {wheel: pyyaml, version: 6.0.3, channel: pypi}
-"""
-TARGET = """\
-description: One package on a small base
-base: bookworm
-channels: [pypi]
-components: [pyyaml]
-command: [sh]
-"""
-
-
-@pytest.fixture(scope="module")
-def kit() -> Iterator[Kit]:
-    """A project that root has built, in a place that other users may enter."""
-    place = Path(tempfile.mkdtemp(prefix="primus-u-"))
-    place.chmod(0o755)
-    kit = Kit(place / "project")
-    kit.write("versions.yaml", VERSIONS)
-    kit.write("images/small.yaml", TARGET)
-    lock(kit)
-    kit.build("small")
-    yield kit
-    shutil.rmtree(place, ignore_errors=True)
-
-
 def as_user(user: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     paths = [str(SOURCE), *(p for p in sys.path if "site-packages" in p)]
     env = {k: v for k, v in os.environ.items() if k not in ("HOME", "USER", "XDG_RUNTIME_DIR", "TMPDIR")}
@@ -113,19 +71,6 @@ def _python(user: str) -> str:
         if subprocess.run(command, capture_output=True, cwd="/", check=False).returncode == 0:
             return python
     pytest.skip("no Python that an ordinary user may start has this environment's packages")
-
-
-def lend_project(kit: Kit, user: str) -> Path:
-    """The project and the files its lock names, as the user's own."""
-    folder = kit.root.parent / user
-    shutil.copytree(kit.root / "images", folder / "images")
-    shutil.copy(kit.root / "versions.yaml", folder)
-    files = folder / ".primus/files/sha256"
-    files.mkdir(parents=True)
-    for file in json.loads((kit.root / "images/locks/pypi/small.json").read_text())["files"]:
-        shutil.copy(kit.root / ".primus/files/sha256" / file["sha256"], files)
-    subprocess.run(["chown", "-R", user, folder], check=True)
-    return folder
 
 
 SCRIPT = """
@@ -214,22 +159,3 @@ def test_a_limit_that_cannot_be_enforced_is_refused(user, place):
     assert code == 3
     assert "control groups of version 1 let only root set a limit" in out
     assert "ran" not in out
-
-
-def test_the_digest_is_that_of_root_and_the_image_runs(kit: Kit, user: str) -> None:
-    folder = lend_project(kit, user)
-    built = as_user(user, folder, "build", "small", "--offline")
-    assert built.returncode == 0, built.stderr
-    assert built.stdout.splitlines()[-1] == kit.build("small").digest
-    code = "import os, yaml; print(os.getuid(), yaml.safe_load('a: [1]'))"
-    ran = as_user(user, folder, "run", "small", "--", "python3", "-c", code)
-    assert (ran.returncode, ran.stdout) == (0, "0 {'a': [1]}\n"), ran.stderr
-
-
-def test_user_without_a_range_of_ids_is_told_the_command(kit: Kit) -> None:
-    with a_user("primus-t3", "--key", "SUB_UID_COUNT=0", "--key", "SUB_GID_COUNT=0") as user:
-        folder = lend_project(kit, user)
-        built = as_user(user, folder, "build", "small", "--offline")
-        assert built.returncode == 3, built.stderr
-        assert "usermod --add-subuids" in built.stderr
-        assert "Traceback" not in built.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from primus.gpus.generation import Generation
 from primus.gpus.table import generation
 from primus.plan.project import Choice, Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
+from primus.system.issues import Issue, issues
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, dumps, name_of, normalised
 from primus.yamlfile import Document
@@ -99,6 +100,13 @@ class ResolvedTarget:
     def stale(self) -> tuple[Drift, ...]:
         """The pins that the lock does not match; none if there is no lock."""
         return drift(self.lock, self.request) if self.lock else ()
+
+    @cached_property
+    def known_issues(self) -> list[Issue]:
+        """What is known to be wrong with the pinned and locked versions."""
+        locked = (file for file in (self.lock.files if self.lock else ()) if file.base in (None, *self.roots))
+        pins = {name: pin.version for name, pin in {**self.pins, **self.inside}.items()}
+        return issues({**{file.name: file.version for file in locked}, **pins}, [self.name])
 
     def place(self, *key: str | int) -> str:
         """Return ``images/<target>.yaml:line:col`` of a key."""
@@ -229,6 +237,9 @@ def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
     if not resolved.request.asks:
         return replace(resolved, lock=None)
     if resolved.lock is not None and not stale:
+        if refused := next((issue for issue in resolved.known_issues if issue.severity == "refuse"), None):
+            where = resolved.pin_of(refused.component)[1] or None
+            raise InputError(f"{resolved.name} would be wrong: {refused}", where=where, hint="pin another version")
         return resolved
     what = "; ".join(map(str, stale[:5])) + (f"; and {len(stale) - 5} more" if len(stale) > 5 else "")
     sentence = f"the lock of {resolved.name} is stale: {what}" if resolved.lock else f"{resolved.name} has no lock yet"

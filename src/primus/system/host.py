@@ -105,14 +105,13 @@ class Host:
         """Return the path as users of the machine know it."""
         return f"/{path.relative_to(self.root)}"
 
-    def component(self, name: str) -> str:
-        """Return the version of a component of the image, ignoring case; empty outside an image."""
+    def components(self) -> dict[str, str]:
+        """Return the versions of the image's components, by names in lower case; empty outside an image."""
         try:
             components = json.loads(self.text(str(IMAGE_FILE.relative_to("/"))) or "{}").get("components", {})
-            versions = {key.lower(): str(version) for key, version in components.items()}
-            return versions.get(name.lower(), "")
+            return {name.lower(): str(version) for name, version in components.items()}
         except (ValueError, AttributeError):
-            return ""
+            return {}
 
     def number(self, path: str) -> int | None:
         """Return the whole number in a file; None if there is none."""

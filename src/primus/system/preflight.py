@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from primus.system import fabric
 from primus.system.host import IMAGE_FILE, Finding, Host, failed, ok, skipped, slow
+from primus.system.issues import issues_here
 from primus.yamlfile import read_values
 
 _GIB = 2**30
@@ -133,7 +134,7 @@ def driver(host: Host) -> Iterator[Finding]:
     table = cast(dict[str, Any], read_values(Path(__file__).with_name("drivers.yaml")).data)
     version = host.text(f"sys/module/{'amdgpu' if gpus.vendor == 'amd' else 'nvidia'}/version")
     if gpus.vendor == "nvidia":
-        cuda = host.component("CUDA")
+        cuda = host.components().get("cuda", "")
         row = table["nvidia"].get(int(cuda.partition(".")[0])) if cuda[:1].isdigit() else None
         if row is None or not version:
             why = f"the table has no row for CUDA {cuda}" if cuda else "there is no image whose CUDA it must support"
@@ -146,7 +147,7 @@ def driver(host: Host) -> Iterator[Finding]:
         else:
             yield ok("driver", f"nvidia {version} supports CUDA {cuda} ({row['source']})")
         return
-    rocm = host.text("opt/rocm/.info/version") or host.component("ROCm")
+    rocm = host.text("opt/rocm/.info/version") or host.components().get("rocm", "")
     release, row = ".".join(rocm.split(".")[:2]), table["amdgpu"].get(version)
     order: list[str] = table["releases"]
     if row is None or release not in order:
@@ -346,12 +347,22 @@ def _leading(text: str) -> float:
     return float(match[0]) if match else 0.0
 
 
+@_check("known issues")
+def known_issues(host: Host) -> Iterator[Finding]:
+    """Name what is known to be wrong with this image's versions on this GPU."""
+    for issue in issues_here(host, host.gpus.generation):
+        if issue.severity == "refuse":
+            yield failed("known issues", str(issue), "use another image")
+        else:
+            yield skipped("known issues", str(issue))
+
+
 # Checks that do not apply to a job on one machine.
 OF_SEVERAL_NODES = ("RDMA", "RDMA rights", "RDMA firmware", "RDMA libraries", "network", "locked memory")
 # In the order of the report: problems that stop a job come first.
 CHECKS: tuple[Callable[[Host], Iterable[Finding]], ...] = (
     present, rights, visible, driver, shared_memory, disk, limits, container, health, numa, iommu, huge_pages,
-    cpu_clock, fabric.rdma, fabric.libraries, fabric.interface,
+    cpu_clock, fabric.rdma, fabric.libraries, fabric.interface, known_issues,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,7 @@ def test_json_reads_back_as_the_same_diff(nowhere: Path, capsys: pytest.CaptureF
         assert main(["diff", old, new, "--json"]) == 0
         text = capsys.readouterr().out
         assert json.loads(text)["old"] == f"rocm/primus:{old}"
-        assert build(Diff, parse(text, "json")) == diff(one(old), one(new))
+        assert replace(build(Diff, parse(text, "json")), issues=()) == diff(one(old), one(new))
 
 
 def test_an_ambiguous_name_names_the_choices(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

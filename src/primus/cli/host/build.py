@@ -165,6 +165,7 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, ful
         print_json(
             [
                 {"target": p.target, "ref": p.ref, "key": p.key, "layers": rows, **shares.get(p.target, {})}
+                | {"known_issues": [asdict(issue) for issue in p.resolved.known_issues]}
                 for p, rows in outlines
             ]
         )
@@ -174,7 +175,9 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, ful
     texts = []
     for plan, rows in outlines:
         state = store.record("targets", plan.state)
-        texts.append(outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full))
+        known = [screen.wrap(f"known issue: {i}", "  ! ", "    ") for i in plan.resolved.known_issues if full]
+        shown = outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full)
+        texts.append("\n".join([shown, *(line for lines in known for line in lines)]))
     print(("\n\n" if full else "\n").join(texts))
     if images:
         print("\n" + sharing_text(images, screen))

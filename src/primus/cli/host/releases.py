@@ -30,6 +30,7 @@ from primus.release.history import (
     unconfirmed,
 )  # fmt: skip
 from primus.release.sides import files, side, target_of
+from primus.system.issues import issues
 from primus.terminal import Screen
 
 
@@ -111,7 +112,12 @@ def diff(args: argparse.Namespace) -> int:
             part["files"] = files(one, other, project.workspace.store)
     compared, missing = sections(*parts)
     curves = golden.between(old.curves, new.curves, old.release.reference, new.release.reference)
-    difference = replace(compare(old.release, new.release), sections=compared, not_compared=missing, curves=curves)
+    gpus = new.release.gpus or (target_of(args.new),)
+    known = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
+    difference = replace(
+        compare(old.release, new.release), sections=compared, not_compared=missing, curves=curves,
+        issues=tuple(map(str, known)),
+    )  # fmt: skip
     if args.json:
         print_json(asdict(difference))
     else:

@@ -1,0 +1,86 @@
+"""Known issues of the versions in an image, from a table with their sources."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from operator import eq, ge, gt, le, lt
+from pathlib import Path
+from typing import Literal
+
+from primus.schema import build, described
+from primus.system.host import Host
+from primus.yamlfile import read
+
+FILE = Path(__file__).with_name("known-issues.yaml")
+_COMPARE = {"<": lt, "<=": le, "==": eq, ">=": ge, ">": gt}
+_BOUND = r"(<=?|==|>=?)([0-9][0-9A-Za-z.+]*)"
+_STATUS = "var/lib/dpkg/status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issue:
+    """One known issue; the file explains its fields."""
+
+    component: str
+    versions: str = described("", pattern=rf"\*|{_BOUND}(,{_BOUND})*", shape="like >=10.0.0,<10.1, or *")
+    with_: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    symptom: str
+    source: str
+    until: str | None
+    severity: Literal["note", "refuse"] = "note"
+
+    def __str__(self) -> str:
+        end = f"; until {self.until}" if self.until else ""
+        return f"{self.component} {self.versions}: {self.symptom} ({self.source}){end}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    issues: tuple[Issue, ...]
+
+
+@cache
+def _table(path: Path) -> tuple[Issue, ...]:
+    return build(_Table, read(path, path.name)).issues
+
+
+def issues(versions: Mapping[str, str | None], gpus: Collection[str], path: Path | None = None) -> list[Issue]:
+    """Return the known issues of these versions of components and packages on these GPUs.
+
+    A version may be several, as in ``2.13.0 (cpu), 2.12.0 (mi300x)``.
+    """
+    here = {re.sub("[ _]", "-", name.lower()): version or "" for name, version in versions.items()}
+    return [
+        issue
+        for issue in _table(path or FILE)
+        if all(
+            _matches(here.get(name), what) for name, what in {issue.component: issue.versions, **issue.with_}.items()
+        )
+        and (not issue.gpus or not set(issue.gpus).isdisjoint(gpus))
+    ]
+
+
+def issues_here(host: Host, gpu: str | None) -> list[Issue]:
+    """Return the known issues of the image that this code is in, on ``gpu``; none outside an image."""
+    if not (components := host.components()):
+        return []
+    debs = re.findall(r"^Package: (\S+)\n(?:.+\n)*?Version: (\S+)", host.text(_STATUS), re.M)
+    return issues({**dict(debs), **components}, [gpu] if gpu else [])
+
+
+def _matches(text: str | None, versions: str) -> bool:
+    several = [part.split(" ")[0] for part in (text or "").split(", ") if part]
+    return any(versions == "*" or all(_holds(v, *bound) for bound in re.findall(_BOUND, versions)) for v in several)
+
+
+def _holds(version: str, sign: str, bound: str) -> bool:
+    if sign == "==":
+        return version == bound
+    # Zeros at the end do not count, nor does the epoch of a Debian package.
+    pair = [re.match(r"(?:[0-9]+:)?v?([0-9]+(?:\.[0-9]+)*?)(?:\.0)*(?![0-9.])", text) for text in (version, bound)]
+    numbers = [[int(number) for number in match[1].split(".")] for match in pair if match]
+    return len(numbers) == 2 and bool(_COMPARE[sign](*numbers))

@@ -82,7 +82,7 @@ def test_states_of_70b_on_eight_h200_are_what_fsdp_memory_tracking_found():
         (("activation_checkpoint.mode=full",), ("activation_checkpoint.mode=selective",)),
         (("activation_checkpoint.mode=selective",), ()),
         ((), ("compile.enable=false",)),
-        ((), ("parallelism.fsdp_reshard_after_forward=never",)),
+        (("parallelism.fsdp_reshard_after_forward=always",), ()),
         (("training.seq_len=4096",), ()),
         (("tp=2",), ()),
         (("turbo=linear-cross-entropy",), ("turbo=off",)),

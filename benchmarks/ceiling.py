@@ -36,7 +36,8 @@ def seconds(call: Callable[[], object], repeats: int = 10) -> float:
         call()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3 / repeats
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3 / repeats
 
 
 def product(rows: int, inner: int, columns: int, *, fp8: bool) -> float:

@@ -40,6 +40,8 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         f"{FAULTS}:/faults:ro",
         "-v",
         f"{INSIDE}:{INSIDE}:ro",
+        "-v",
+        f"{REPOSITORY / 'docs'}:{REPOSITORY / 'docs'}:ro",
         "-e",
         "PYTHONPATH=/faults",
         "-e",

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.integration
 INSIDE = Path(__file__).with_name("inside")
 SCRIPTS = (
     "collectives", "compiled_blocks", "compiled_kernels", "data", "deepseek", "facts_of_a_run", "fp8_autocast",
-    "gathers", "models", "own_text", "reference_models", "stores",
+    "gathers", "models", "own_text", "reference_models", "stores", "tutorial",
 )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ VERBS = {
     "fit": ("image.recipes.fit", "predict a recipe's memory and its largest micro batch"),
     "train": ("image.train.train", "run a recipe on this machine"),
     "finetune": ("image.finetune.finetune", "fine-tune a model on your own data"),
+    "data": ("image.finetune.data", "report a corpus: documents, tokens, what is cut, and what is trained"),
     "preflight": ("image.preflight.preflight", "check this machine before a job"),
     "tune": ("image.tune.tune", "find the fastest settings of a recipe, or the fastest GEMM solutions"),
     "import-exp": ("image.compat.import_exp", "convert a Primus experiment file to a recipe"),

@@ -203,6 +203,8 @@ def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setti
 def _spelled_out(word: str, knows: Backend) -> str:
     """Replace a short name, as in ``steps=5``, by the backend's key."""
     what, equals, text = word.partition("=")
+    if what in ("corpus", "tokenizer"):
+        return f"assets.{word}"
     key = knows.keys.get(what) or knows.degrees.get(what)
     return f"{knows.name}.{key}={text}" if key and equals else word
 

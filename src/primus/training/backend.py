@@ -56,7 +56,7 @@ def _tokenize(job: Job, progress: Callable[[str], None]) -> None:
     for name, reader in readers.items():
         written = tokens.stored(cache, name)
         figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
-        progress(reader.sentence(figures, "held out for evaluation: " if name == "eval" else ""))
+        progress(reader.sentence(figures, recipe.seq_len, "held out for evaluation: " if name == "eval" else ""))
         for objection, hint in _objections(recipe, name, written):
             raise InputError(objection, where=reader.corpus.name, hint=hint)
 

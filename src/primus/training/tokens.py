@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -106,6 +106,18 @@ class Encoder:
         mask = [*[0] * (tokens[:1] != whole[:1]), *mask, 1][: len(whole)]
         mask[-1] = max(mask[-1], int(whole[-1] == self.end))
         return whole, mask
+
+    def parts(self, tokens: Sequence[int], mask: Sequence[int]) -> list[tuple[str, bool]]:
+        """Return the text of ``tokens`` in parts, and whether each is trained."""
+        parts, before = [], ""
+        for trained, run in groupby(range(len(tokens)), key=lambda place: bool(mask[place])):
+            # Parts of a text, since a tokenizer may decode the beginning of a text in another way.
+            last = [*run][-1] + 1
+            text: str = self.tokenizer.decode(tokens[:last], clean_up_tokenization_spaces=False)
+            text = text if last == len(tokens) else text.rstrip("\ufffd")  # half a character
+            parts.append((text[len(before) :], trained))
+            before = text
+        return parts
 
     def _masked(self, text: str, spans: Sequence[tuple[int, int]], *, special: bool) -> tuple[list[int], list[int]]:
         encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
@@ -223,14 +235,15 @@ class Reader:
         if texts:
             yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
 
-    def sentence(self, figures: Figures, head: str = "") -> str:
+    def sentence(self, figures: Figures, seq_len: int, head: str = "") -> str:
         """Return what was read, in one line that begins with ``head``."""
         kind = "chat" if self.layout.chat else "answer" if self.layout.prompted else "document"
-        marks = (("BOS", self.encoder.begin, figures.begin), ("EOS", self.encoder.end, figures.end))
+        marks = (("BOS", self.encoder.begin, figures.begin), ("trained EOS", self.encoder.end, figures.end))
         parts = [
             f"{counted(figures.documents, kind)} in {' and '.join(self.layout.columns)}, {figures.tokens:,} tokens"
             + (f", {figures.trained:.0%} of them trained" if self.masked else ""),
-            f"longest {figures.longest:,}, {figures.longer:.0%} longer than seq_len",
+            f"longest {figures.longest:,}, {figures.longer:.0%} {'cut at' if self.masked else 'longer than'} "
+            f"seq_len {seq_len:,}",
             ", ".join(f"no {name}" if mark is None else f"{name} in {share:.0%}" for name, mark, share in marks),
         ]
         if self.files.split:

@@ -1,25 +1,34 @@
-"""Fine-tune a model on your own data, without a recipe to pick."""
+"""Verbs about your own data: fine-tune a model without a recipe to pick, and report what would be trained."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from primus.cli.image.common import OVERRIDES, resolved
+from primus.cli.image.common import OVERRIDES, choices, resolved
 from primus.cli.image.train import RUN, train
-from primus.cli.verb import option, verb
+from primus.cli.verb import JSON, option, print_json, verb, whole
 from primus.errors import InputError
 from primus.gpus.detect import detect
-from primus.recipes.recipe import Recipe
+from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
 from primus.recipes.weights import FILES, HUB, downloaded, nearest_recipe
-from primus.training import machine
+from primus.terminal import Screen
+from primus.training import machine, tokens
+from primus.training.backend import backend_of
+from primus.training.corpus import corpus_of
 
 # A larger micro batch is hardly faster, and a step would train on more samples than fine-tuning wants.
 _LARGEST = 8
+# Tokens of a document that are shown.
+_SHOWN = 2000
+_CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
 
 @verb(
@@ -37,24 +46,7 @@ def finetune(options: argparse.Namespace) -> int:
     override them. All weights are trained if that fits the GPU's memory, otherwise LoRA adapters. The run exports what
     it trained to the folder `weights`. Exit codes are those of `primus train`.
     """
-    name: str = options.weights
-    folder = downloaded(name, *FILES) if name.startswith(HUB) else Path(name)
-    for choice in ("backend", "mode"):  # they may be written like settings
-        words = [word for word in options.overrides if word.startswith(f"{choice}=")]
-        if words and getattr(options, choice) is None:
-            setattr(options, choice, words[0].partition("=")[2])
-            options.overrides = [word for word in options.overrides if word != words[0]]
-    nearest = nearest_recipe(folder, options.mode)
-    if options.backend not in (None, nearest.backend):
-        raise InputError(f"--backend {options.backend} does not fine-tune", hint="`primus train` has all backends")
-    options.backend, options.recipe = nearest.backend, nearest.recipe
-    given = {word.partition("=")[0].removeprefix(f"{nearest.backend}.") for word in options.overrides}
-    if "assets.tokenizer" not in given and not any(map(list, map(folder.glob, ("tokenizer*", "vocab*", "*.model")))):
-        raise InputError(
-            f"{folder} has no tokenizer", hint="copy it from the weights' source, or assets.tokenizer=FOLDER"
-        )
-    usual = {"weights": folder, "assets.corpus": options.data, "assets.tokenizer": folder, "save_weights": "true"}
-    options.overrides = [*options.overrides, *(f"{key}={value}" for key, value in usual.items() if key not in given)]
+    given = _from_weights(options, options.weights, corpus=options.data, save_weights="true")
     if options.ranks is None and "ranks" not in given and (names := detect().names):
         options.ranks = len(names)
     recipe, batch = _fitting(options)
@@ -64,6 +56,30 @@ def finetune(options: argparse.Namespace) -> int:
         same = shlex.join(["primus", "train", recipe.name, *recipe.choices.words(), *options.overrides])
         print(f"primus: the recipe is {recipe.name}, mode {recipe.mode}; the same run: {same}", file=sys.stderr)
     return train(options)
+
+
+def _from_weights(options: argparse.Namespace, weights: str, **usual: str) -> set[str]:
+    """Let ``options`` name the nearest recipe, and override it by the weights' model and tokenizer and by ``usual``.
+
+    Returns the keys that the user overrides, without ``assets.``.
+    """
+    folder = downloaded(weights, *FILES) if weights.startswith(HUB) else Path(weights)
+    for choice in ("backend", "mode"):  # they may be written like settings
+        words = [word for word in options.overrides if word.startswith(f"{choice}=")]
+        if words and getattr(options, choice) is None:
+            setattr(options, choice, words[0].partition("=")[2])
+            options.overrides = [word for word in options.overrides if word != words[0]]
+    nearest = nearest_recipe(folder, options.mode)
+    if options.backend not in (None, nearest.backend):
+        raise InputError(f"--backend {options.backend} does not fine-tune", hint="`primus train` has all backends")
+    options.backend, options.recipe = nearest.backend, nearest.recipe
+    keys = [word.partition("=")[0].removeprefix(f"{nearest.backend}.") for word in options.overrides]
+    given = {key.removeprefix("assets.") for key in keys}
+    if "tokenizer" not in given and not any(map(list, map(folder.glob, ("tokenizer*", "vocab*", "*.model")))):
+        raise InputError(f"{folder} has no tokenizer", hint="copy it from the weights' source, or tokenizer=FOLDER")
+    usual = {"weights": str(folder), "tokenizer": str(folder)} | usual
+    options.overrides = [*options.overrides, *(f"{key}={value}" for key, value in usual.items() if key not in given)]
+    return given
 
 
 def _fitting(options: argparse.Namespace) -> tuple[Recipe, int]:
@@ -85,3 +101,63 @@ def _batch(recipe: Recipe) -> int:
     there = machine.host_bytes()
     needed = rules_of(recipe).states(recipe, offload=False) * recipe.get("ranks", int)
     return recipe.local_batch if not there or needed <= there else 0
+
+
+@verb(
+    option("recipe", metavar="RECIPE|WEIGHTS", help="name of a recipe, or folder of weights, or hf:OWNER/NAME"),
+    *OVERRIDES,
+    *choices(),
+    option("--samples", type=whole(least=0), metavar="N", default=5, help="documents to show (default: 5)"),
+    JSON,
+    example="primus data /models/llama-3.1-8b corpus=chats.jsonl seq_len=2048",
+)
+def data(options: argparse.Namespace) -> int:
+    """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents with their mask.
+
+    The tokenizer is that of the recipe, or of the weights. key=value arguments are those of train: corpus=FILE,
+    tokenizer=FOLDER, data.column=NAME, seq_len=N. The words that are trained are green, or between ⟦ and ⟧ where the
+    output has no color. Nothing is trained and no GPU is needed.
+    """
+    if options.recipe.startswith(HUB) or Path(options.recipe).is_dir():
+        _from_weights(options, options.recipe)
+    elif not (options.gpu or options.proxy or detect().names):
+        options.gpu = "mi300x"  # what is read depends on no GPU
+    recipe = resolved(options)
+    if (corpus := corpus_of(recipe)).name == MOCK or recipe.architecture.family == "flux":
+        raise InputError("there is no text to report", hint="corpus=FILE names a file, a folder or hf:OWNER/NAME")
+    backend_of(recipe).check_data(recipe)
+    tokens.without_torch()
+    reader = tokens.Reader(corpus)
+    with TemporaryDirectory() as folder:
+        tokens.write(reader, Path(folder), progress=lambda line: print(f"primus: {line}", file=sys.stderr))
+        written = tokens.stored(Path(folder))
+        figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
+        count = min(options.samples, figures.documents)
+        samples = [_sample(reader, written, number * figures.documents // count) for number in range(count)]
+    if options.json:
+        print_json(
+            {
+                "corpus": corpus.name, "tokenizer": corpus.tokenizer, "seq_len": recipe.seq_len,
+                "columns": reader.layout.columns, "unused_columns": reader.layout.unused, "split": reader.files.split,
+                "files_not_read": reader.files.others, "bos": reader.encoder.begin, "eos": reader.encoder.end,
+                **asdict(figures),
+                "samples": [[{"text": text, "trained": trained} for text, trained in parts] for parts in samples],
+            }
+        )  # fmt: skip
+        return 0
+    screen = Screen.of()
+    print("\n".join(screen.wrap(reader.sentence(figures, recipe.seq_len))))
+    for parts in samples:
+        before, behind = ("", "") if screen.colour or all(trained for _, trained in parts) else "⟦⟧"
+        print()
+        for text, trained in parts:
+            shown = _CONTROL.sub("\ufffd", text)
+            print(before + screen.paint(shown, "green") + behind if trained else shown, end="")
+        print()
+    return 0
+
+
+def _sample(reader: tokens.Reader, written: tokens.Tokens, number: int) -> list[tuple[str, bool]]:
+    place = written.document(number)
+    numbers = written.tokens[place][:_SHOWN].tolist()
+    return reader.encoder.parts(numbers, [1] * len(numbers) if written.mask is None else written.mask[place].tolist())

@@ -46,7 +46,8 @@ def finetune(options: argparse.Namespace) -> int:
     override them. All weights are trained if that fits the GPU's memory, otherwise LoRA adapters. The run exports what
     it trained to the folder `weights`. Exit codes are those of `primus train`.
     """
-    given = _from_weights(options, options.weights, corpus=options.data, save_weights="true")
+    given = _from_weights(options, options.weights, save_weights="true")
+    options.overrides = [*options.overrides, f"corpus={options.data}"]
     if options.ranks is None and "ranks" not in given and (names := detect().names):
         options.ranks = len(names)
     recipe, batch = _fitting(options)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from primus.engine.image import Built, Composed, compose, finished, judged_by, name_image
@@ -36,13 +37,22 @@ class Options:
     """Options of a build.
 
     ``offline``: use downloaded files only. ``rehash``: read all files and
-    layers again. ``engine``: the engine that runs build actions. ``quiet``: show no progress.
+    layers again. ``engine``: the engine that runs build actions. ``quiet``: show no progress. ``spent`` gets the
+    seconds of each stage.
     """
 
     offline: bool = False
     rehash: bool = False
     engine: str = "auto"
     quiet: bool = False
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count what happens inside as the stage ``name``."""
+        begin = time.monotonic()
+        yield
+        self.spent[name] = time.monotonic() - begin
 
 
 class Gates:
@@ -99,12 +109,12 @@ def build(
     with choose_progress(options.quiet) as progress, contextlib.closing(gates(workspace, progress)) as judges:
         judges.admit(plans)
         workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine, look=judges.look)
-        # fetch
-        fetch_files(workshop, plans, offline=options.offline)
-        # build
-        built = run_actions(workshop, missing(plans, workshop.done))
-        # compose → gates → index
-        return [(plan, complete.get(plan.key) or _image(store, plan, built, judges, rules)) for plan in plans]
+        with options.stage("fetch"):
+            fetch_files(workshop, plans, offline=options.offline)
+        with options.stage("build"):
+            built = run_actions(workshop, missing(plans, workshop.done))
+        with options.stage("check"):  # compose → gates → index
+            return [(plan, complete.get(plan.key) or _image(store, plan, built, judges, rules)) for plan in plans]
 
 
 def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gates, rules: str) -> Built:

@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -99,6 +100,7 @@ class Workshop:
             if self.done(action):
                 return False
             self.progress.start(action.key, action.name, None)
+            begin = time.monotonic()
             try:
                 with self._verified(action), store.folder("work") as scratch:
                     result = kind.make(action, self, scratch)
@@ -107,12 +109,13 @@ class Workshop:
                 where = error.where or next((i.where for i in action.inputs if i.where), None)
                 raise InputError(f"{action.name}: {error.message}", where=where, hint=error.hint) from None
             record = {"name": action.name, "kind": action.kind}
+            seconds = round(time.monotonic() - begin, 3)
             if isinstance(result, Wheel):
                 store.save("actions", action.key, {**record, "wheel": asdict(result)})
-                self.progress.finish(action.key, result.file)
+                self.progress.finish(action.key, f"{result.file}, {seconds:.1f} s")
             else:
-                store.save_layer(action.key, result, {**record, "tree": action.tree})
-                self.progress.finish(action.key, f"{result.blob.size / 1e6:.1f} MB, {result.seconds:.1f} s")
+                store.save_layer(action.key, replace(result, seconds=seconds), {**record, "tree": action.tree})
+                self.progress.finish(action.key, f"{result.blob.size / 1e6:.1f} MB, {seconds:.1f} s")
         return True
 
     def write(self, action: Action, entries: Sequence[Entry]) -> Layer:

@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import json
 import tarfile
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +163,6 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
     Raises InputError if it is not a layer or has an entry that an image may not contain, CheckFailed if its bytes
     change while they are read, HostError if the disk is full.
     """
-    begin = time.monotonic()
     try:
         with open_regular(path) as file, store.temporary() as out:
             packed = _Tee(file, out.write)
@@ -194,7 +192,6 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
         diff_id=plain.digest,
         unpacked=plain.size,
         paths=store.put("\n".join(lines).encode(), "text/plain").digest,
-        seconds=round(time.monotonic() - begin, 3),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -105,7 +104,6 @@ def write_layer(
     Raises InputError for paths that an image may not contain, CheckFailed if a source changes while it is read,
     HostError if the disk is full or an archive is damaged. The store is then unchanged.
     """
-    begin = time.monotonic()
     ordered = in_order(entries)
     try:
         with store.temporary() as out:
@@ -124,7 +122,6 @@ def write_layer(
         diff_id=f"sha256:{pipe.tar.hexdigest()}",
         unpacked=unpacked,
         paths=_save_paths(store, ordered),
-        seconds=round(time.monotonic() - begin, 3),
     )
 
 

@@ -119,16 +119,16 @@ NOTHING: LeftOut = LeftOut()
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The result of an action: the blob, the digest and size of the tar inside it, the paths, the seconds.
+    """The result of an action: the blob, the digest and size of the tar inside it, the paths.
 
-    ``left_out`` is GPU code for other GPUs that it does not contain.
+    ``seconds`` is the time of the whole action, and ``left_out`` GPU code for other GPUs that it does not contain.
     """
 
     blob: Blob
     diff_id: str = described("", pattern=_DIGEST, shape="a sha256 digest")
     unpacked: int
     paths: str = described("", pattern=_DIGEST, shape="a sha256 digest")
-    seconds: float
+    seconds: float = 0.0
     left_out: LeftOut = NOTHING
 
 

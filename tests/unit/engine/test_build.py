@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from primus.engine import pipeline
+from primus.engine.kinds import KINDS
+from primus.engine.workshop import Kind
 from primus.files import read_sealed
 from project_kit import Kit, make_project
 
@@ -249,3 +255,20 @@ def test_names_that_are_no_targets(kit: Kit, file: str, said: str, asked: str) -
     result = kit.primus("plan", asked)
     assert result.code == 2
     assert said in result.err
+
+
+def test_times_are_those_that_were_waited_for(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's seconds are those of its whole action, and the stages add up to the total."""
+    plain = KINDS["files"].make
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return plain(*arguments)
+
+    monkeypatch.setattr(pipeline, "KINDS", {**KINDS, "files": Kind(slow)})
+    told = kit.build().err
+    seconds = [float(number) for number in re.findall(r"built +(\d+\.\d) ", told)]
+    assert len(seconds) == 3
+    assert min(seconds) >= 0.3
+    total, stages = re.findall(r"reused, (\d+\.\d\d) s \((.*)\)", told)[0]
+    assert sum(float(number) for number in re.findall(r"\d+\.\d", stages)) == pytest.approx(float(total), abs=0.4)

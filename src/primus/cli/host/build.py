@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, SOURCE, open_project, resolved_targets, targets_of
@@ -102,7 +102,7 @@ def build(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"images": [asdict(image) for _, image in images], "seconds": round(seconds, 3)})
     else:
-        _summarize([(image, plan.resolved.choice) for plan, image in images], seconds)
+        _summarize([(image, plan.resolved.choice) for plan, image in images], seconds, options.spent)
     return 0
 
 
@@ -183,7 +183,7 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, ful
         print("\n" + sharing_text(images, screen))
 
 
-def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float) -> None:
+def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float, spent: Mapping[str, float]) -> None:
     if not any(image.changed for image, _ in images):
         # The digest alone goes to standard output. If both streams are one, it is on the same line.
         end = "  " if _one_stream() else "\n"
@@ -198,7 +198,9 @@ def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float) -> None:
         print(_table(image, choice, screen), file=sys.stderr)
     layers = [layer for image, _ in images for layer in image.layers]
     built = sum(layer.built for layer in layers)
-    print(f"{counted(built, 'layer')} built, {len(layers) - built} reused, {seconds:.2f} s", file=sys.stderr)
+    stages = ", ".join(f"{stage} {part:.1f}" for stage, part in spent.items() if part >= 0.05)
+    total = f"{seconds:.2f} s" + (f" ({stages})" if stages else "")
+    print(f"{counted(built, 'layer')} built, {len(layers) - built} reused, {total}", file=sys.stderr)
     for image, _ in images:
         print(image.digest)
 

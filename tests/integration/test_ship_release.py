@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,14 @@ import pytest
 import gits
 from amd_channel import registry
 from host_tools import needs
+from primus.errors import CheckFailed
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
+from primus.release import publish as publishing
 from primus.release.publish import Ready, prepare, publish
+from primus.release.registry import Repository
 from project_kit import Kit, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "git")]
@@ -29,7 +33,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def kit(tmp_path_factory: pytest.TempPathFactory, repository: str) -> Kit:
+def world(tmp_path_factory: pytest.TempPathFactory, repository: str) -> tuple[Kit, Ready, Ready]:
     """A project whose v26.11 is committed, built and published, and whose v26.12 is built and not committed."""
     kit = make_project(tmp_path_factory.mktemp("ship") / "project")
     kit.write(".gitignore", ".primus\n")
@@ -37,11 +41,17 @@ def kit(tmp_path_factory: pytest.TempPathFactory, repository: str) -> Kit:
     gits.git(kit.root, "add", ".")
     gits.git(kit.root, "commit", "-q", "-m", "v26.11")
     kit.build("demo")
-    publish(ready(kit), Project(kit.root).workspace.store, repository, Progress())
+    old = ready(kit)
+    publish(old, Project(kit.root).workspace.store, repository, Progress())
     kit.edit("versions.yaml", "release: v26.11", "release: v26.12")
     kit.write("parts/alpha/new.txt", "new")
     kit.build("demo")
-    return kit
+    return kit, old, ready(kit)
+
+
+@pytest.fixture(scope="module")
+def kit(world: tuple[Kit, Ready, Ready]) -> Kit:
+    return world[0]
 
 
 def ready(kit: Kit) -> Ready:
@@ -82,3 +92,41 @@ def test_an_unknown_name_is_one_sentence_with_what_exists(kit: Kit, tmp_path: Pa
         assert part in result.err
     broken = kit.primus("diff", "127.0.0.1:1/rocm/primus:v26.11-demo", "v26.12-demo")
     assert broken.code == 3 and "does not answer" in broken.err
+
+
+def test_a_tag_moves_forwards_and_back_and_that_of_a_release_does_not(
+    world: tuple[Kit, Ready, Ready], repository: str
+) -> None:
+    kit, old, new = world
+    publish(new, Project(kit.root).workspace.store, repository, Progress())
+    for release, ready_one in (("v26.12-demo", new), ("v26.11-demo", old)):
+        moved = kit.primus("tag", "latest-demo", release, "--to", repository)
+        assert moved.code == 0, moved.err
+        assert f"→ {ready_one.image.digest} ({release})" in moved.out
+        assert Repository(repository).digest("latest-demo") == ready_one.image.digest
+    refused = kit.primus("tag", "v26.11-demo", "v26.12-demo", "--to", repository)
+    assert refused.code == 2 and "never moves" in refused.err
+    unknown = kit.primus("tag", "latest-demo", "v26.13-demo", "--to", repository)
+    assert unknown.code == 2 and "its releases: v26.11-demo, v26.12-demo\n" in unknown.err
+
+
+def test_of_two_publishers_of_one_tag_one_says_that_it_lost(
+    world: tuple[Kit, Ready, Ready], repository: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit, *both = world
+    monkeypatch.setattr(publishing, "_PATIENCE", 0.3)
+    store = Project(kit.root).workspace.store
+
+    def attempt(one: Ready) -> str:
+        try:
+            return str(publish(one, store, repository, Progress())["digest"])
+        except CheckFailed as error:
+            return error.message
+
+    for number in range(8):
+        tag = f"v30.{number}-demo"
+        with ThreadPoolExecutor(2) as pool:
+            said = list(pool.map(attempt, [replace(one, tag=tag) for one in both]))
+        digest = Repository(repository).digest(tag)
+        assert said.count(str(digest)) == 1, said
+        assert sum(f"{tag} is" in one and str(digest) in one for one in said) == 1, said

@@ -32,6 +32,7 @@ VERBS = {
     "check": ("host.inspect.check", "check the contents of an image: GPU code, versions, secrets, size"),
     "verify": ("host.inspect.verify", "rebuild into an empty store, compare the digests and check"),
     "publish": ("host.publish.publish", "publish images with their evidence to a registry"),
+    "tag": ("host.publish.tag", "move a tag such as latest-cpu to a published release, also back"),
     "sbom": ("host.inspect.sbom", "list the files an image is made of; --json prints SPDX"),
     "why-size": ("host.inspect.why_size", "show which layers and folders make an image large"),
     "releases": ("host.releases.releases", "list published images, or show one"),

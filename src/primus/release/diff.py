@@ -179,6 +179,8 @@ def release_facts(release: Release) -> dict[str, str | None]:
     """Return what is known of a release apart from its components. None is not published."""
     return {
         "date": f"{release.date} ({release.date_kind})" if release.date_kind else release.date,
+        "supported until": release.supported_until,
+        "drivers": release.drivers,
         "size": None if release.size_gb is None else f"{release.size_gb:g} GB",
         "compressed size": _exact(release.content_size_bytes),
         "GPUs": _listed(release.gpus),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from primus.errors import InputError, did_you_mean
 from primus.schema import build, described
+from primus.system.preflight import amdgpu_drivers
 from primus.yamlfile import read
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Release:
     a README or unpublished data, and "image" if AMD read it from inside the image. ``image_verified`` are components
     confirmed in the image although the table as a whole is not. ``same_as`` is another tag with an identical table.
     ``locked`` are the versions of unpinned packages in the locks of the current pins.
+    ``drivers`` are the kernel drivers that support it.
     """
 
     image: str
@@ -68,6 +70,8 @@ class Release:
     confidence: Literal["published", "draft", "image"] | None = None
     image_verified: tuple[str, ...] = ()
     same_as: str | None = None
+    supported_until: str | None = None
+    drivers: str | None = None
     components: Mapping[str, str | None]
     alternates: tuple[Alternate, ...] = ()
     notes: tuple[str, ...] = ()
@@ -244,11 +248,14 @@ def pins(
     else:
         components |= {key_of(component): _versions(item.pins) for component, item in versions.components.items()}
     gpus = tuple(resolved.name for resolved in shown if resolved.name != _CPU)
+    rocm = [(t.name, pin.version) for t in shown if (pin := {**t.inside, **t.pins}.get("rocm")) and pin.version]
     return Release(
         image=IMAGE,
         tag=name,
         date=versions.created,
         date_kind="created",
+        supported_until=versions.supported_until,
+        drivers=_joined((f"amdgpu {' '.join(amdgpu_drivers(v))}", target) for target, v in rocm) if rocm else None,
         gpus=gpus,
         gfx=tuple(dict.fromkeys(gpu_arch[gpu] for gpu in gpus if gpu in gpu_arch)),
         components=components,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 VALIDATION = "application/vnd.primus.validation.v1+json"
 # The runs that at least one record must contain. A quick suite proves neither that runs repeat nor that they resume.
 _RUNS = {"base", "repeat", "resume", "accumulation"}
+# What follows a tag in the tag by which a publisher announces that it will set it, and the seconds that others wait.
+_ANNOUNCED = ".by-"
+_PATIENCE = 2.0
 # The only gate that a preview may fail: Debian's ROCm has no code for some GPUs.
 _FORGIVEN = "coverage"
 
@@ -191,13 +196,16 @@ def publish(
     # cosign stores signatures under this tag. Signing again with the same key would only make the list longer.
     if key and there.digest(f"{digest_tag(digest)}.sig") is None:
         sign(f"{repository}@{digest}", key)
+    if before is None and not ready.tag.endswith("-preview"):
+        _announce(there, ready)
     if before != digest:
         there.tag(ready.tag, ready.image.manifest)
-        if (now := there.digest(ready.tag)) != digest:
+        if (now := there.digest(ready.tag)) is None:
             raise HostError(
-                f"{repository}:{ready.tag} names {now or 'nothing'} after it was set to {digest}",
-                hint="run the command again; if another publish set the tag, the release already exists",
+                f"{repository}:{ready.tag} names nothing after it was set to {digest}", hint="run the command again"
             )
+        if now != digest:
+            raise _lost(there, ready.tag, now)
     sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
     return {
         "ref": f"{repository}:{ready.tag}",
@@ -208,6 +216,48 @@ def publish(
         "attached": attached,
         "signed": key is not None,
     }
+
+
+def _announce(there: Repository, ready: Ready) -> None:
+    """Let publishers of one new tag see each other: no registry sets a tag only if it is absent.
+
+    Each first sets a tag of its own for its image, and then looks for those of others. So at least one of two sees the
+    other, and waits for it; if both do, the smaller digest goes first. Raises CheckFailed if another image has the tag.
+    """
+    mine, digest = f"{ready.tag}{_ANNOUNCED}{ready.image.digest[7:19]}", ready.image.digest
+    there.tag(mine, ready.image.manifest)
+    others = [tag for tag in there.tags(f"{ready.tag}{_ANNOUNCED}") if tag != mine]
+    for _ in range(1 + (min(others) < mine) if others else 0):
+        time.sleep(_PATIENCE)
+        if there.digest(ready.tag) is not None:
+            break
+    if (now := there.digest(ready.tag)) not in (None, digest):
+        raise _lost(there, ready.tag, str(now))
+
+
+def _lost(there: Repository, tag: str, winner: str) -> CheckFailed:
+    return CheckFailed(
+        f"another publish was first: {there.name}:{tag} is {winner}", hint="raise `release` in versions.yaml"
+    )
+
+
+def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str]:
+    """Let a moving tag (``latest-cpu``) name a published release. Returns the old digest and the new one.
+
+    Raises InputError for a tag of a release, which never moves, and for a release that was not published.
+    """
+    if re.fullmatch(r"v[0-9]+[.][0-9.]+-.*", tag):
+        raise InputError(f"{tag} is the tag of a release, which never moves", hint="move a tag such as latest-cpu")
+    before, digest = there.digest(tag), there.digest(release)
+    if digest is None:
+        have = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"
+        raise InputError(f"{there.name} has no {release}; its releases: {have}", hint="primus publish publishes one")
+    there.tag(tag, there.manifest(release))
+    if (now := there.digest(tag)) != digest:
+        raise HostError(
+            f"{there.name}:{tag} names {now or 'nothing'} after it was set to {digest}", hint="run it again"
+        )
+    return before, digest
 
 
 def sign(image: str, key: str) -> None:

@@ -146,6 +146,16 @@ class Repository:
         """Whether the repository has the blob."""
         return self.request("HEAD", f"blobs/{digest}", absent=True).status_code != 404
 
+    def tags(self, beginning: str = "") -> list[str]:
+        """Return the tags of the repository that begin so, sorted."""
+        answer = self.request("GET", "tags/list", params={"n": "1000", "last": beginning}, absent=True)
+        tags = self._json(answer).get("tags") if answer.status_code != 404 else ()
+        return sorted(tag for tag in tags or () if isinstance(tag, str) and tag.startswith(beginning))
+
+    def manifest(self, reference: str) -> bytes:
+        """Return the manifest that a tag or digest names."""
+        return self.request("GET", f"manifests/{reference}", headers=_ANY_MANIFEST).content
+
     def tag(self, tag: str, manifest: bytes) -> None:
         """Set ``tag`` to the manifest, whose blobs must already be in the repository."""
         self._put(tag, manifest, MANIFEST_TYPE)

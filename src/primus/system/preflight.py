@@ -127,11 +127,31 @@ def visible(host: Host) -> Iterator[Finding]:
         yield slow("visible GPUs", f"several variables choose GPUs, each among those of the other: {pairs}", "keep one")
 
 
+def amdgpu_drivers(rocm: str) -> list[str]:
+    """Return the versions of the kernel driver that support this ROCm, of those in the table."""
+    table, release = _drivers(), _release(rocm)
+    order = table["releases"]
+    return [
+        version
+        for version, row in table["amdgpu"].items()
+        if release in row.get("supports", ())
+        or (release in order and abs(order.index(release) - order.index(row["rocm"])) <= table["apart"])
+    ]
+
+
+def _drivers() -> dict[str, Any]:
+    return cast(dict[str, Any], read_values(Path(__file__).with_name("drivers.yaml")).data)
+
+
+def _release(rocm: str) -> str:
+    return ".".join(rocm.split(".")[:2])
+
+
 @_check("driver", gpus=True)
 def driver(host: Host) -> Iterator[Finding]:
     """Check that the kernel's driver supports the ROCm or CUDA in use."""
     gpus = host.gpus
-    table = cast(dict[str, Any], read_values(Path(__file__).with_name("drivers.yaml")).data)
+    table = _drivers()
     version = host.text(f"sys/module/{'amdgpu' if gpus.vendor == 'amd' else 'nvidia'}/version")
     if gpus.vendor == "nvidia":
         cuda = host.components().get("cuda", "")
@@ -148,14 +168,11 @@ def driver(host: Host) -> Iterator[Finding]:
             yield ok("driver", f"nvidia {version} supports CUDA {cuda} ({row['source']})")
         return
     rocm = host.text("opt/rocm/.info/version") or host.components().get("rocm", "")
-    release, row = ".".join(rocm.split(".")[:2]), table["amdgpu"].get(version)
-    order: list[str] = table["releases"]
-    if row is None or release not in order:
+    row = table["amdgpu"].get(version)
+    if row is None or _release(rocm) not in table["releases"]:
         what = f"amdgpu {version or 'of the kernel'}" if row is None else f"ROCm {rocm or 'of unknown version'}"
         yield skipped("driver", f"the table has no row for {what}")
-    elif release not in row.get("supports", ()) and (
-        abs(order.index(release) - order.index(row["rocm"])) > table["apart"]
-    ):
+    elif version not in amdgpu_drivers(rocm):
         yield failed(
             "driver", f"amdgpu {version} is of ROCm {row['rocm']} ({row['source']}); it does not support ROCm {rocm} "
             f"({table['source']})", "install the driver of a nearer release, or use another image",

@@ -308,6 +308,12 @@ class Versions:
         pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
         shape="a date like 2026-11-20",
     )
+    supported_until: str | None = described(
+        "Last day on which the release gets fixes.",
+        pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
+        shape="a date like 2027-05-20",
+        default=None,
+    )
     bases: Mapping[str, Base] = described("Root file systems.")
     components: Mapping[str, Component] = described("Everything that is pinned.")
     indexes: Mapping[str, Index] = described("Python indexes of the channels' own.", default_factory=dict)

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from primus.versions.relock import Shared
 
 
+# Six months; whoever begins a release may write another date.
+_SUPPORTED_DAYS = 182
+
+
 def _changing(parser: argparse.ArgumentParser) -> None:
     changing = parser.add_mutually_exclusive_group()
     changing.add_argument("--check", action="store_true", help="compare with versions.yaml only; contact no source")
@@ -136,6 +140,8 @@ def bump(args: argparse.Namespace) -> int:
         today = time.strftime("%Y-%m-%d", time.gmtime())
         new = re.sub(r"(?m)^release: .*$", f"release: {args.release}", new, count=1)
         new = re.sub(r"(?m)^created: .*$", f"created: {today}", new, count=1)
+        end = time.strftime("%Y-%m-%d", time.gmtime(time.time() + _SUPPORTED_DAYS * 86400))
+        new = re.sub(r"(?m)^supported_until: .*$", f"supported_until: {end}", new, count=1)
     locks: list[tuple[str, Lock, Lock]] = []
     shared: Shared = {}
     with trial(project.root, new) as tried, choose_progress(args.json) as progress:

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from primus.cli.host.common import SEVERAL, resolved_targets
-from primus.cli.verb import flag, folder, option, print_json, verb
+from primus.cli.verb import JSON, flag, folder, option, print_json, verb
 from primus.errors import InputError
 from primus.plan.layers import plan_image
 from primus.progress import choose_progress
-from primus.release.publish import Ready, prepare
+from primus.release.publish import Ready, move_tag, prepare
 from primus.release.publish import publish as upload
+from primus.release.registry import Repository
 
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
@@ -40,13 +41,7 @@ def publish(args: argparse.Namespace) -> int:
     is not clean. The tag of a release is never moved. Exit code 1 if refused. The last line is the image name with its
     digest.
     """
-    if not args.to:
-        hint = f"nox -s publish-{args.target[0] if args.target else 'TARGET'} -- --to docker.io/rocm/primus"
-        raise InputError("--to is missing: it names the repository to publish to", hint=hint)
-    if not _NAME.match(args.to):
-        raise InputError(
-            f"--to {args.to!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
-        )
+    _check_repository(args.to, f"nox -s publish-{(args.target or ['TARGET'])[0]} -- --to docker.io/rocm/primus")
     targets, workspace = resolved_targets(args)
     for resolved in targets:
         if resolved.choice.preview and not args.preview:
@@ -72,6 +67,36 @@ def publish(args: argparse.Namespace) -> int:
         print(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
         print(f"{args.to}@{image['digest']}")
     return 1 if refused else 0
+
+
+@verb(
+    option("tag", metavar="TAG", help="tag that moves, such as latest-cpu"),
+    option("release", metavar="RELEASE", help="published release that it shall name, such as v26.11-cpu"),
+    option("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)"),
+    JSON,
+    example="primus tag latest-cpu v26.11-cpu --to registry.example.com/rocm/primus",
+)
+def tag(args: argparse.Namespace) -> int:
+    """Move a tag to a published release, forwards after a publish or back to an earlier one.
+
+    Tags of releases (v26.11-cpu) never move; all others may: latest-cpu, v26.11. Nothing is sent but the tag.
+    """
+    _check_repository(args.to, "primus tag latest-cpu v26.11-cpu --to docker.io/rocm/primus")
+    before, digest = move_tag(Repository(args.to), args.tag, args.release)
+    if args.json:
+        print_json({"tag": f"{args.to}:{args.tag}", "old": before, "new": digest})
+    else:
+        print(f"{args.to}:{args.tag}: {before or 'new'} → {digest} ({args.release})")
+    return 0
+
+
+def _check_repository(name: str, example: str) -> None:
+    if not name:
+        raise InputError("--to is missing: it names the repository to publish to", hint=example)
+    if not _NAME.match(name):
+        raise InputError(
+            f"--to {name!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
+        )
 
 
 def _row(ready: Ready) -> dict[str, object]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from docs.site.published import outcomes
+from primus.cli.main import parser_of
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
 from primus.training.metrics import of_recipe_unit
 
 # RECIPE[/BACKEND/MODE]:PRECISION:… of benchmarks/turbo.py, or RECIPE:BACKEND:MODE:PRECISION:… of benchmarks/gpu.py.
@@ -69,25 +73,39 @@ def _ours(root: Path) -> Iterator[Rate]:
     for path in sorted((root / "benchmarks/results").glob("*[24]xh200*.json")):
         document = json.loads(path.read_text("utf-8"))
         for row in document.get("results", ()):
-            cell = str(row.get("cell") or row.get("variant") or "")
+            cell = " ".join(str(row.get(key, "")) for key in ("cell", "variant", "name", "command"))
             figure = _figure(row)
             # Models with fewer layers and other libraries' own trainers have other throughput.
-            if figure is None or not row.get("passed") or re.search(r"\bbare\b|layers=|ranks=", cell):
+            if figure is None or not row.get("passed") or re.search(r"\bbare\b|layers|ranks=", cell):
                 continue
-            if (found := _CELL.match(cell)) is None:
+            if row.get("variant") == "default":
+                found = _of_command(row["command"])
+            else:
+                found = match.groupdict() if (match := _CELL.match(cell.strip())) else {}
+            if not found:
                 continue
-            gpus = row.get("ranks") or document.get("ranks") or 1
             flux = found["recipe"].startswith("flux")
+            seq_len = row.get("seq_len") or found.get("seq_len")
             yield Rate(
-                recipe=found["recipe"], precision=found["precision"], gpu="h200", gpus=gpus,
-                rate=figure / row["seq_len"] if flux else figure,
+                recipe=found["recipe"], precision=found["precision"], gpu="h200",
+                gpus=row.get("ranks") or document.get("ranks") or 1, rate=figure / seq_len if flux else figure,
                 backend=found["backend"] or ("flux" if flux else "torchtitan"), mode=found["mode"] or "pretrain",
-                seq_len=None if flux else row.get("seq_len"), batch=row.get("local_batch"),
+                seq_len=None if flux else seq_len, batch=row.get("local_batch"),
                 by=f"this project, {document['date']}", link=f"benchmarks/results/{path.name}",
             )  # fmt: skip
 
 
+def _of_command(command: str) -> dict[str, Any]:
+    """Return the choices of a `primus train` command, with what its recipe gives for the rest."""
+    options = parser_of("train").parse_args(shlex.split(command)[2:])
+    if not all("=" in word for word in options.overrides):
+        return {}
+    choices = Choices(backend=options.backend, mode=options.mode, precision=options.precision, gpu=options.gpu)
+    recipe = resolve(options.recipe, [*options.overrides, f"ranks={options.ranks}"], choices)
+    names = ("backend", "mode", "precision", "seq_len")
+    return {"recipe": recipe.name, **{name: getattr(recipe, name) for name in names}}
+
+
 def _figure(row: dict[str, Any]) -> float | None:
-    summary = row.get("summary") or row
-    figure = summary.get("tokens_per_second")
+    figure = row.get("tokens_per_second") or row.get("summary", {}).get("tokens_per_second")
     return figure if isinstance(figure, float) else None

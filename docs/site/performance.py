@@ -74,7 +74,8 @@ def _beside(one: Rate, ours: list[Rate]) -> tuple[str, ...]:
 
 
 def _size(one: Rate) -> str:
-    return f"{one.batch} × {one.seq_len}" if one.seq_len else f"{one.batch} images"
+    batch = f"{one.batch} × " if one.batch else ""
+    return f"{batch}{one.seq_len}" if one.seq_len else f"{one.batch} images"
 
 
 def _rate(one: Rate) -> str:

@@ -56,7 +56,6 @@ def document(root: Path) -> dict[str, Any]:
         "ways": [_way(entry, curves) for entry in all_entries],
         "rates": [asdict(rate) for rate in rates(root)],
         "docker": DOCKER,
-        "issues": [],
     }
 
 
@@ -66,6 +65,7 @@ def _gpu(project: Project, name: str) -> dict[str, Any]:
     return {
         "title": gpu.title, "vendor": vendor(name), "gib": round((gpu_bytes(name) or 0) / _GIB),
         "image": f"rocm/primus:{project.versions.release}-{name}",
+        "issues": [str(issue) for issue in target.known_issues],
         "status": f"Today's build is a preview, {target.ref}: {preview}." if preview else "",
     }  # fmt: skip
 

@@ -53,8 +53,7 @@
       ["Validated", (way.judged ? "A small model of the same code passes every check on a CPU." : "No recorded run.")
         + (about.vendor === "amd" ? " Nothing has been run on an AMD GPU." : "")],
       ["Image", `${about.image} has not been published: build it with “primus build ${gpu}”, then “primus load ${gpu}”. ${about.status}`],
-      ...data.issues.filter((issue) => (!issue.gpus || issue.gpus.includes(gpu)) && (!issue.recipes || issue.recipes.includes(model)))
-        .map((issue) => ["Known issue", issue.text]),
+      ...about.issues.map((text) => ["Known issue", text]),
     ];
     const table = element("dl");
     for (const [name, text] of facts) table.append(element("dt", name), typeof text === "string" ? element("dd", text) : text);
@@ -76,7 +75,7 @@
     if (!rows.length) return "Nobody has published a measurement of this combination.";
     const unit = (one) => (one.seq_len ? "tokens/s" : "images/s");
     const text = (one) => `${one.rate.toLocaleString("en", { maximumFractionDigits: one.seq_len ? 0 : 2 })} ${unit(one)} per GPU on ${one.gpus} × ${data.gpus[one.gpu].title}`
-      + (one.seq_len ? `, ${one.batch} × ${one.seq_len} tokens` : "") + ` (${one.by}${one.backend === backend ? "" : `, ${one.backend}`})`;
+      + (one.seq_len ? `, ${one.batch ? `${one.batch} × ` : ""}${one.seq_len} tokens` : "") + ` (${one.by}${one.backend === backend ? "" : `, ${one.backend}`})`;
     const list = element("ul");
     list.append(...rows.slice(0, 6).map((one) => element("li", text(one))));
     const entry = element("dd");

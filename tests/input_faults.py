@@ -757,7 +757,7 @@ def _made(
         name="demo",
         kind="wheels" if kind == "wheel" else "image",
         inputs=(
-            Input(name="assembler", value=assembler("zstd")),
+            Input(name="assembler", value=assembler()),
             Input(name="bytecode", value=f"sha256:{own}"),
             Input(name="demo", value=file.sha256, where="versions.yaml:9:1"),
         ),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.oci.contents import root_of_layers
-from primus.oci.layer import compression_of, write_layer
+from primus.oci.layer import write_layer
 from primus.oci.store import Layer, Store
 from primus.oci.tar import BLOCK, Entry
 from primus.plan.action import Action
@@ -124,7 +124,6 @@ class Workshop:
         layer = write_layer(
             self.workspace.store,
             entries,
-            compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
             advance=lambda count: self.progress.advance(action.key, count),
         )
         self.look(layer)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import zstandard
 
@@ -18,33 +17,23 @@ from primus.oci.tar import Entry, in_order, write_tar
 # Part of every key. Increase it whenever the same entries would give other bytes.
 _FORMAT = 1
 _ZSTD_LEVEL = 3
-_GZIP_LEVEL = 6
 _LARGE = 1 << 18
-COMPRESSIONS = tuple(LAYER_TYPES)
 
 
-def assembler(compression: str) -> str:
+def assembler() -> str:
     """Return what turns entries into bytes, for the keys: our format and the exact compressor."""
-    if compression == "gzip":
-        return f"tar {_FORMAT}, gzip {_GZIP_LEVEL}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
     return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {zstandard.__version__}"
 
 
-def compression_of(tool: str) -> str:
-    """Return the compression in an :func:`assembler` text, so that the compressor in the key is the one that runs."""
-    return next(compression for compression in COMPRESSIONS if f", {compression} " in tool)
-
-
-class _Compressor(Protocol):
-    def compress(self, data: bytes, /) -> bytes: ...
-
-    def flush(self) -> bytes: ...
-
-
 class _Pipe:
-    def __init__(self, out: IO[bytes], compressor: _Compressor, advance: Callable[[int], None]) -> None:
+    def __init__(self, out: IO[bytes], advance: Callable[[int], None]) -> None:
         self._out = out
-        self._compressor = compressor
+        # zstd's output does not depend on the number of threads, as long as there is at least one worker. Each worker
+        # takes about 20 MB, and layers are written in parallel.
+        threads = max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._compressor = zstandard.ZstdCompressor(
+            level=_ZSTD_LEVEL, threads=threads, write_checksum=True
+        ).compressobj()
         self._advance = advance
         self._buffer = bytearray()
         self.tar = hashlib.sha256()
@@ -82,21 +71,10 @@ class _Pipe:
         self._emit(self._compressor.flush())
 
 
-def _compressor(compression: str) -> _Compressor:
-    if compression == "gzip":
-        # wbits 31: a gzip header without a name and with time 0.
-        return zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 31)
-    # zstd's output does not depend on the number of threads, as long as there is at least one worker. Each worker takes
-    # about 20 MB, and layers are written in parallel.
-    threads = max(1, min(4, (os.cpu_count() or 1) // 2))
-    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=threads, write_checksum=True).compressobj()
-
-
 def write_layer(
     store: Store,
     entries: Iterable[Entry],
     *,
-    compression: str = "zstd",
     advance: Callable[[int], None] = lambda _: None,
 ) -> Layer:
     """Write the entries as a layer blob into the store.
@@ -107,11 +85,11 @@ def write_layer(
     ordered = in_order(entries)
     try:
         with store.temporary() as out:
-            pipe = _Pipe(out, _compressor(compression), advance)
+            pipe = _Pipe(out, advance)
             unpacked = write_tar(ordered, pipe)
             pipe.close()
             out.flush()
-            blob = Blob(digest=f"sha256:{pipe.blob.hexdigest()}", media_type=LAYER_TYPES[compression], size=pipe.size)
+            blob = Blob(digest=f"sha256:{pipe.blob.hexdigest()}", media_type=LAYER_TYPES["zstd"], size=pipe.size)
             store.adopt(Path(out.name), blob)
     except OSError as error:
         if error.errno is None:

@@ -66,7 +66,7 @@ class _Planner:
 
     @cached_property
     def tool(self) -> Input:
-        return Input(name="assembler", value=assembler(self.resolved.target.compression))
+        return Input(name="assembler", value=assembler())
 
     @cached_property
     def base_name(self) -> str | None:

@@ -59,7 +59,6 @@ class Target:
         default=(),
     )
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
-    compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
     arch: str | None = described(
         "GPU architecture that every GPU library in it must have code for, if no `gpu` is set; one of the GPU table.",
         default=None,

@@ -83,7 +83,7 @@ class Command:
     If ``argv`` is empty, the image's Cmd runs. ``env`` adds to the image's Env. ``cwd`` and ``user`` (``name``,
     ``uid`` or either with ``:group``) replace the image's. ``entrypoint`` False skips the image's Entrypoint.
     ``network`` False creates a network with loopback only; True uses the host's. ``tty`` None requests a terminal
-    if stdin and stdout are inherited terminals. ``memory_bytes`` and ``cpus`` (cores) are limits; None means no limit.
+    if stdin and stdout are inherited terminals. ``memory_bytes`` is a limit; None means none.
     ``shm_bytes`` is the size of /dev/shm.
     """
 
@@ -93,7 +93,6 @@ class Command:
     mounts: tuple[Mount, ...] = ()
     devices: Devices = field(default_factory=Devices)
     memory_bytes: int | None = None
-    cpus: float | None = None
     network: bool = False
     tty: bool | None = None
     user: str | None = None

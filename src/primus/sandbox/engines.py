@@ -218,7 +218,7 @@ class Podman(Engine):
         options = ["--volume=/etc/hosts:/etc/hosts:ro"] if command.network else []
         if os.geteuid() == 0:
             return [*options, *(f"--group-add={group}" for group in command.devices.groups)]
-        if (command.memory_bytes or command.cpus) and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
+        if command.memory_bytes and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
             hint = "run as root, or leave the limit out"
             raise HostError("control groups of version 1 let only root set a limit", hint=hint)
         return [*options, "--group-add=keep-groups"] if command.devices.names else options
@@ -342,7 +342,7 @@ def _client_environment(folder: Path | None) -> dict[str, str]:
 def _options(command: Command, terminal: bool) -> list[str]:
     """Return the options for ``command`` that all engines understand."""
     mounts = (*command.mounts, *command.devices.mounts)
-    memory, cpus = command.memory_bytes, command.cpus
+    memory = command.memory_bytes
     return [
         *("--interactive", "--init", "--cap-drop=MKNOD", f"--shm-size={command.shm_bytes}", "--entrypoint=/bin/sh"),
         *(["--network=host"] if command.network else ["--network=none", f"--hostname={command.hostname}"]),
@@ -352,7 +352,6 @@ def _options(command: Command, terminal: bool) -> list[str]:
         *([f"--workdir={command.cwd}"] if command.cwd else []),
         *([f"--user={command.user}"] if command.user else []),
         *([f"--memory={memory}", f"--memory-swap={memory}"] if memory is not None else []),
-        *([f"--cpus={cpus}"] if cpus is not None else []),
     ]
 
 

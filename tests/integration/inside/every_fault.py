@@ -2,8 +2,8 @@
 
     python every_fault.py OUT --seconds 600 --together 8
 
-OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. With --patches, train nothing:
-print the faults that replace a name that its module does not have.
+OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. With --patches, first print every
+fault that replaces a name that its module does not have.
 """
 
 from __future__ import annotations
@@ -81,15 +81,14 @@ def new_names(name: str) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, "the name of the run")
-    parser.add_argument("--patches", action="store_true", help="only look at the names that faults replace")
+    parser.add_argument("--patches", action="store_true", help="look at the names that all faults replace")
     options = parser.parse_args()
     prepare()
     names = [name for name in (*HEALTHY, *SILENT) if re.search(options.only, name)]
     if options.patches:
-        for name in names:
-            if name in SILENT and os.waitpid(forked(partial(new_names, name)), 0)[1]:
-                print(f"{name}: the patch failed")
-        return
+        for name in SILENT:
+            if os.waitpid(forked(partial(new_names, name)), 0)[1]:
+                print(f"{name}: the patch failed", flush=True)
     done = {row["name"] for row in rows(options.out)}
     waiting = [name for name in names if name not in done]
     print(f"{len(names)} runs, {len(waiting)} to do", flush=True)

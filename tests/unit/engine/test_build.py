@@ -158,23 +158,6 @@ def test_a_reader_that_stops_early_is_no_traceback(kit: Kit) -> None:
     assert done.returncode in (0, 141)
 
 
-def test_gzip_target_has_gzip_layers(kit: Kit) -> None:
-    zstd = json.loads(kit.build("demo", "--json").out)["images"][0]
-    kit.write("images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "compression: gzip\n")
-    gzip = json.loads(kit.build("demo", "--json").out)["images"][0]
-    blobs = kit.root / ".primus/store/blobs/sha256"
-    manifest = json.loads((blobs / gzip["digest"].removeprefix("sha256:")).read_bytes())
-    for layer in manifest["layers"]:
-        assert layer["mediaType"].endswith("tar+gzip")
-        assert (blobs / layer["digest"].removeprefix("sha256:")).read_bytes().startswith(b"\x1f\x8b")
-
-    def diff_ids(content: str) -> list[str]:
-        config = json.loads((blobs / content.removeprefix("sha256:")).read_bytes())
-        return list(config["rootfs"]["diff_ids"])
-
-    assert diff_ids(gzip["content"]) == diff_ids(zstd["content"])
-
-
 @pytest.mark.parametrize("damage", ["missing", "cut"])
 def test_lost_list_of_paths_is_made_again(kit: Kit, damage: str) -> None:
     first = kit.build().digest

@@ -88,7 +88,6 @@ def test_what_the_build_sees_decides_its_key(tmp_path: Path, change: Callable[[P
 @pytest.mark.parametrize(
     "change",
     [
-        lambda root: _build(root, target=TARGET + "compression: gzip\n"),
         lambda root: _build(root, versions=VERSIONS.replace("job_gb: 1", "job_gb: 4")),
         lambda root: _build(root, lock=_other("python3.11-minimal", "bookworm")),
     ],

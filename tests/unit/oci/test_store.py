@@ -34,14 +34,13 @@ def entries(data: bytes = b"hello") -> list[Entry]:
     return [Entry(path="opt/a", size=len(data), source=data), Entry(path="opt/b", mode=0o755, size=0, source=b"")]
 
 
-@pytest.mark.parametrize("compression", ["zstd", "gzip"])
-def test_same_entries_same_bytes_in_two_stores(tmp_path: Path, compression: str) -> None:
+def test_same_entries_same_bytes_in_two_stores(tmp_path: Path) -> None:
     layers = []
     for name in ("one", "two"):
         store = Store(tmp_path / name)
         store.prepare()
         data = os.urandom(0) + bytes(range(256)) * 20_000
-        layers.append(write_layer(store, entries(data), compression=compression))
+        layers.append(write_layer(store, entries(data)))
         assert store.check(layers[-1].blob.digest) is None
     assert layers[0].blob == layers[1].blob
     assert layers[0].diff_id == layers[1].diff_id

@@ -64,13 +64,6 @@ def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
     parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
 
 
-def _cores(text: str) -> float:
-    cores = float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) else 0
-    if not 0.01 <= cores <= 65536:
-        raise InputError(f"--cpus {text[:40]!r} is not a number of cores", hint="at least 0.01, e.g. --cpus 1.5")
-    return cores
-
-
 @verb(
     TARGET,
     _split_at_dashes,
@@ -99,7 +92,6 @@ def _cores(text: str) -> float:
     ),
     option("--memory", metavar="SIZE", help="memory limit, e.g. 2g"),
     option("--shm-size", metavar="SIZE", help="size of /dev/shm (default: 8g)"),
-    option("--cpus", type=_cores, metavar="N", help="CPU limit in cores, e.g. 1.5"),
     option("--user", metavar="NAME|UID[:GID]", help="user in the container (default: the image's)"),
     option("--workdir", metavar="DIR", help="working directory (default: the image's)"),
     option(
@@ -136,7 +128,6 @@ def run(args: argparse.Namespace) -> int:
         mounts=tuple(_mount(item) for item in args.volume),
         devices=gpus(args.gpus) + listed(args.device),
         memory_bytes=_bytes("--memory", args.memory),
-        cpus=args.cpus,
         network=args.network == "host",
         tty=args.tty,
         user=args.user,

@@ -16,8 +16,7 @@ from host_tools import needs
 from loopback import make_wheel
 from primus.recipes.choose import supported
 from primus.recipes.load import read
-from primus.release.documents import GATES, IN_TOTO, LOCK, SPDX
-from primus.release.publish import VALIDATION
+from primus.release.documents import GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.registry import Repository
 from project_kit import Kit
 

@@ -21,6 +21,7 @@ from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
+from primus.release.policy import Policy
 from primus.release.publish import Ready, prepare, publish
 from primus.release.registry import Repository
 from project_kit import make_project
@@ -107,7 +108,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ready, Store]:
     kit.build("demo")
     project = Project(kit.root)
     plan = plan_image(resolve(project, "demo"), project.workspace.stats)
-    ready = prepare(plan, project.workspace, records=kit.root / "none", preview=False, progress=Progress())
+    ready = prepare(
+        plan, project.workspace, records=kit.root / "none", policy=Policy(), preview=False, progress=Progress()
+    )
     return replace(ready, objections=()), project.workspace.store
 
 

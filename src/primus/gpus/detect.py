@@ -26,7 +26,8 @@ class Found:
     ``names`` has one entry per GPU; a GPU that is not in the table is called unknown. ``generations`` has one entry per
     GPU as well: its name in the table, or "" if the product is not identified. ``vendor`` is "amd", "nvidia" or "".
     ``usable`` means that this user can open the device nodes that training needs; otherwise, ``obstacle`` is the
-    reason. ``driver`` is the version of the kernel driver, or of the kernel if the driver is part of it.
+    reason. ``driver`` is the version of the kernel driver, or of the kernel if the driver is part of it. ``firmware``
+    is that of the GPUs: their VBIOS, and on AMD GPUs also that of their engines; "" if it is not known.
     """
 
     vendor: str = ""
@@ -35,6 +36,7 @@ class Found:
     usable: bool = False
     obstacle: str = ""
     driver: str = ""
+    firmware: str = ""
 
     @property
     def generation(self) -> str:
@@ -112,7 +114,7 @@ def _amd(root: Path) -> Found | None:
     obstacle = "" if _openable(root / "dev/kfd") else advice
     return Found(
         vendor="amd", names=tuple(names), generations=tuple(generations), usable=not obstacle, obstacle=obstacle,
-        driver=_driver(root, "amdgpu"),
+        driver=_driver(root, "amdgpu"), firmware=_amd_firmware(root),
     )  # fmt: skip
 
 
@@ -148,6 +150,8 @@ def _nvidia(root: Path) -> Found | None:
     return Found(
         vendor="nvidia", names=tuple(names), generations=tuple(g.name if g else "" for g in products),
         usable=not obstacle, obstacle=obstacle, driver=_driver(root, "nvidia"),
+        firmware=_each([line.partition(":")[2].strip() for gpu in sorted((root / "proc/driver/nvidia/gpus").glob("*"))
+                        for line in _lines(gpu / "information") if line.startswith("Video BIOS")]),
     )  # fmt: skip
 
 
@@ -156,6 +160,20 @@ def _driver(root: Path, module: str) -> str:
         return f"{module} {version}"
     kernel = text_if_readable(root / "proc/sys/kernel/osrelease").strip()
     return f"{module} of Linux {kernel}" if kernel else ""
+
+
+def _amd_firmware(root: Path) -> str:
+    files = [
+        (path.name.removesuffix("_version").removesuffix("_fw"), text_if_readable(path).strip())
+        for device in (root / "sys/class/drm").glob("card*/device")
+        for path in (device / "vbios_version", *device.glob("fw_version/*_fw_version"))
+    ]
+    return _each([f"{name} {version}" for name, version in files if version.strip("0x")])
+
+
+def _each(versions: list[str]) -> str:
+    """Return what all GPUs have, each version once."""
+    return ", ".join(sorted(set(filter(None, versions))))
 
 
 def name_of_gfx(version: int) -> str:

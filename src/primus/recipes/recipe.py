@@ -188,5 +188,9 @@ class Recipe:
     def digest(self) -> str:
         """sha256 over every resolved value and the bytes of every asset. Equal digests mean equal training."""
         values = {key: setting.value for key, setting in self.settings.items()}
-        text = json.dumps([values, dict(self.asset_digests)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return digest_of_recipe(values, self.asset_digests)
+
+
+def digest_of_recipe(values: Mapping[str, Value], assets: Mapping[str, str]) -> str:
+    """Return the digest of a recipe with these resolved values and digests of assets, as a record has them."""
+    return hashlib.sha256(json.dumps([values, dict(assets)], sort_keys=True).encode()).hexdigest()

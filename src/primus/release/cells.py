@@ -84,18 +84,20 @@ class Hardware:
     """The GPUs that the jobs get.
 
     ``gpu`` is the name of the generation, or "none" for the CPU. ``names`` has one entry per GPU, as the driver reports
-    it. ``driver`` is the driver's version. ``why`` is the reason for using the CPU although the target is for a GPU.
+    it. ``driver`` and ``firmware`` are versions. ``why`` is the reason for using the CPU although the target is for a
+    GPU.
     """
 
     gpu: str = NO_GPU
     names: tuple[str, ...] = ()
     driver: str = ""
+    firmware: str = ""
     devices: Devices = field(default_factory=Devices)
     why: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the GPUs and the driver for a record."""
-        return {"gpus": list(self.names), "driver": self.driver}
+        """Return GPUs, driver and firmware for a record."""
+        return {"gpus": list(self.names), "driver": self.driver, "firmware": self.firmware}
 
 
 def choose(count: str | None, target_gpu: Generation | None) -> Hardware:
@@ -121,7 +123,9 @@ def choose(count: str | None, target_gpu: Generation | None) -> Hardware:
             hint="--gpus none validates on the CPU",
         )
     names = machine.names if count == "all" else machine.names[: int(count)]
-    return Hardware(gpu=machine.generation, names=names, driver=machine.driver, devices=devices)
+    return Hardware(
+        gpu=machine.generation, names=names, driver=machine.driver, firmware=machine.firmware, devices=devices
+    )
 
 
 def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:

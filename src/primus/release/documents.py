@@ -27,28 +27,27 @@ if TYPE_CHECKING:
 GATES = "application/vnd.primus.gates.v1+json"
 LOCK = "application/vnd.primus.lock.v1+json"
 SPDX = "application/spdx+json"
+CYCLONEDX = "application/vnd.cyclonedx+json"
 IN_TOTO = "application/vnd.in-toto+json"
+VALIDATION = "application/vnd.primus.validation.v1+json"
 _UNKNOWN = "NOASSERTION"
 _IMAGE = "SPDXRef-image"
 _WORDS = {"CONTAINS": "inside", "GENERATED_FROM": "built from", "BUILD_TOOL_OF": "needed by a build"}
 
 
 def documents(image: Composed, outcome: Outcome, commit: str | None, edited: Sequence[str]) -> tuple[Document, ...]:
-    """Return the image's bill of materials, provenance, lock and gate findings.
+    """Return the image's bill of materials, lock, gate findings, and provenance, which names the others' hashes.
 
     ``edited`` are the files that differ from ``commit``.
     """
     resolved = image.plan.resolved
-    provenance = statement(image, None if edited else commit)
-    files = [
-        Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json())),
-        Document(media_type=IN_TOTO, name="provenance.json", data=canonical.dumps(provenance)),
-    ]
+    files = [Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json()))]
     if resolved.lock:
         spdx = canonical.dumps(bill(image, commit, edited))
         files.append(Document(media_type=LOCK, name="lock.json", data=resolved.lock_path.read_bytes()))
         files.append(Document(media_type=SPDX, name="sbom.spdx.json", data=spdx))
-    return tuple(files)
+    provenance = statement(image, None if edited else commit, files)
+    return (*files, Document(media_type=IN_TOTO, name="provenance.json", data=canonical.dumps(provenance)))
 
 
 def checkout(root: Path) -> tuple[str | None, list[str]]:
@@ -64,14 +63,22 @@ def checkout(root: Path) -> tuple[str | None, list[str]]:
         return None, []
 
 
-def statement(image: Composed, commit: str | None) -> dict[str, Any]:
+def statement(image: Composed, commit: str | None, others: Sequence[Document]) -> dict[str, Any]:
     """Return the provenance of the image: an in-toto statement with SLSA's predicate.
 
-    ``commit`` is that of the repository, or None if unknown. The key of a layer's action is a hash of everything that
-    can affect the layer's bytes. See https://slsa.dev/spec/v1.0/provenance.
+    ``commit`` is that of the repository, or None if unknown. ``others`` are the other documents about the image. The
+    key of a layer's action is a hash of everything that can affect the layer's bytes.
+    See https://slsa.dev/spec/v1.0/provenance.
     """
     resolved = image.plan.resolved
-    origin = {"release": resolved.versions.release, "target": resolved.name, "channel": resolved.choice.channel}
+    origin = {
+        "release": resolved.versions.release,
+        "target": resolved.name,
+        "channel": resolved.choice.channel,
+        "preview": resolved.choice.preview or "",
+        "gpu": resolved.gpu.name if resolved.gpu else None,
+        "recipes": list(resolved.target.recipes),
+    }
     source = [{"name": "source", "digest": {"gitCommit": commit}}] if commit else []
     locked = resolved.lock.files if resolved.lock else ()
     files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in locked]
@@ -86,7 +93,13 @@ def statement(image: Composed, commit: str | None) -> dict[str, Any]:
                 "internalParameters": {"layers": {action.name: action.key for action in image.plan.layers}},
                 "resolvedDependencies": [*source, *files],
             },
-            "runDetails": {"builder": {"id": "urn:primus-images:builder", "version": {"primus-images": __version__}}},
+            "runDetails": {
+                "builder": {"id": "urn:primus-images:builder", "version": {"primus-images": __version__}},
+                "byproducts": [
+                    {"name": other.name, "digest": {"sha256": canonical.digest_of(other.data).removeprefix("sha256:")}}
+                    for other in others
+                ],
+            },
         },
     }
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 import threading
 import time
 from base64 import b64decode, b64encode
@@ -27,7 +28,7 @@ from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from primus.errors import HostError, InputError
+from primus.errors import CheckFailed, HostError, InputError
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
 from primus.schema import read_json
@@ -43,6 +44,7 @@ _PASSING = (429, 500, 502, 503, 504)
 _TRIES, _FIRST_PAUSE, _LONGEST_PAUSE = 3, 0.5, 10.0
 # The most bytes of a manifest, a list or a token that are read. Registries accept manifests of up to 4 MiB.
 _BUDGET = 4 << 20
+_LARGEST_DOCUMENT = 256 << 20
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
 _LISTINGS = 3
 
@@ -152,13 +154,61 @@ class Repository:
         tags = self._json(answer).get("tags") if answer.status_code != 404 else ()
         return sorted(tag for tag in tags or () if isinstance(tag, str) and tag.startswith(beginning))
 
-    def manifest(self, reference: str) -> bytes:
-        """Return the manifest that a tag or digest names."""
-        return self.request("GET", f"manifests/{reference}", headers=_ANY_MANIFEST).content
-
     def tag(self, tag: str, manifest: bytes) -> None:
         """Set ``tag`` to the manifest, whose blobs must already be in the repository."""
         self._put(tag, manifest, MANIFEST_TYPE)
+
+    def manifest(self, reference: str) -> bytes | None:
+        """Return the manifest that a tag or digest names, or None. Its bytes are not compared with a digest."""
+        answer = self.request("GET", f"manifests/{reference}", headers=_ANY_MANIFEST, absent=True)
+        return None if answer.status_code == 404 else answer.content
+
+    def blob(self, digest: str, path: Path, most: int = _LARGEST_DOCUMENT) -> bool:
+        """Write the blob, at most ``most`` bytes and one more, to ``path``. Returns False if there is none.
+
+        Its bytes are not compared with the digest.
+        """
+
+        def save(answer: Response, **_: object) -> None:
+            with path.open("wb") as file:
+                for chunk in answer.iter_content(1 << 18):
+                    file.write(chunk[: most + 1 - file.tell()])
+                    if file.tell() > most:
+                        break
+            answer.close()
+            answer._content = b""
+
+        return self.request("GET", f"blobs/{digest}", absent=True, hook=save).status_code != 404
+
+    def documents(self, digest: str, media_type: str = "") -> list[Document]:
+        """Return the documents attached to the image ``digest``, or those of one type.
+
+        Raises CheckFailed for one whose bytes do not have its digest.
+        """
+        return [
+            self.document(descriptor)
+            for descriptor in self.referrers(digest)
+            if media_type in ("", descriptor.get("artifactType"))
+        ]
+
+    def document(self, descriptor: Mapping[str, Any]) -> Document:
+        """Return the document that an entry of the list of referrers names. Raises CheckFailed as above."""
+        what = f"the {descriptor.get('artifactType', 'document')} with digest {descriptor['digest']}"
+        manifest = self.manifest(descriptor["digest"])
+        if manifest is None:
+            raise CheckFailed(f"{what} is listed for the image, but missing")
+        if canonical.digest_of(manifest) != descriptor["digest"]:
+            raise CheckFailed(f"{what} was changed: its manifest has other bytes")
+        (layer,) = json.loads(manifest)["layers"]
+        name = layer.get("annotations", {}).get("org.opencontainers.image.title", "")
+        with tempfile.TemporaryDirectory(prefix="primus-document-") as folder:
+            path = Path(folder) / "data"
+            if not self.blob(layer["digest"], path):
+                raise CheckFailed(f"{what} ({name}) has lost its contents")
+            data = path.read_bytes()
+        if canonical.digest_of(data) != layer["digest"]:
+            raise CheckFailed(f"{what} ({name}) was changed: its contents have other bytes")
+        return Document(media_type=str(layer["mediaType"]), name=name, data=data)
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
         """Return the descriptors of the artifacts attached to the image ``digest``."""
@@ -252,17 +302,20 @@ class Repository:
         params: Mapping[str, str] | None = None,
         data: bytes | None = None,
         absent: bool = False,
+        hook: Callable[..., None] | None = None,
     ) -> Response:
         """Send one request to a path below the repository (``manifests/v1``), or to a URL that the registry returned.
 
         Raises HostError if the registry does not answer or refuses. With ``absent``, status 404 is returned instead.
+        ``hook`` reads the body of the answer; without one, it is kept in memory.
         """
         url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
 
         def send() -> Response:
             return self._session.request(
-                method, url, headers=headers, params=params, data=data, timeout=_TIMEOUT, auth=self._signed
-            )
+                method, url, headers=headers, params=params, data=data, timeout=_TIMEOUT, auth=self._signed,
+                hooks={"response": hook} if hook else None,
+            )  # fmt: skip
 
         with self._impatient(url):
             try:

@@ -25,6 +25,7 @@ from primus.report.html import page
 from primus.sandbox.container import Command, Mount
 from primus.sandbox.engines import choose
 from primus.sandbox.processes import stop_all
+from primus.schema import read_json
 from primus.training import proof, suite
 from primus.training.checks import Verdict
 from primus.training.job import JobResult
@@ -54,6 +55,7 @@ _TOGETHER = 2
 # 128 + SIGINT or SIGTERM: the user ended the job, so the job says nothing about the image.
 _INTERRUPTED = (130, 143)
 _GATE = "gate "
+_RATES = ("silent-faults", "healthy-seeds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +243,7 @@ def _evidence(
         )
     if unjudged := proof.unjudged(suite.recipe_of(jobs)):
         not_run.append(f"the comparison with the reference: {unjudged}")
-    return suite.record(
+    entry = suite.record(
         jobs,
         outcomes,
         [*verdicts, *map(_gate_verdict, gates.reports)],
@@ -251,6 +253,26 @@ def _evidence(
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         extra={"engine": engine, "machine": hardware.as_json(), "gates": gates.as_json(), "not_run": not_run},
     )
+    entry["suite"]["rates"] = suite_rates(resolved.root)
+    return entry
+
+
+def suite_rates(root: Path) -> dict[str, Any] | None:
+    """Return how many injected faults the suite named, and how many healthy runs it refused, as they were last
+    recorded in the repository, with the dates; None without the records.
+    """
+    try:
+        results: list[Any] = [read_json(root / "benchmarks/results" / f"{name}.json").data for name in _RATES]
+        faults, healthy = results
+        return {
+            "faults": len(faults["faults"]),
+            "named": sum(bool(fault["named_by"]) for fault in faults["faults"]),
+            "healthy": len(healthy["runs"]),
+            "refused": sum(bool(run["failed"]) for run in healthy["runs"]),
+            "recorded": [faults["date"], healthy["date"]],
+        }
+    except (OSError, InputError, KeyError, TypeError):
+        return None
 
 
 def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:

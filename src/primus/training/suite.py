@@ -19,7 +19,7 @@ from primus.recipes.choose import CPU, computes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.training import checks, metrics, outcome, proof
+from primus.training import checks, metrics, outcome, proof, reference
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
@@ -240,9 +240,19 @@ def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdic
 
 def digest(recipe: Recipe, jobs: Sequence[Job]) -> str:
     """Return a sha256 that identifies the suite: its format, its jobs and the recipe's validation section."""
-    names = [job.name for job in jobs]
-    content = {"format": FORMAT, "jobs": names, "validation": recipe.section("validation")}
+    return digest_of_suite(FORMAT, [job.name for job in jobs], recipe.section("validation"))
+
+
+def digest_of_suite(number: int, jobs: Sequence[str], limits: Mapping[str, Any]) -> str:
+    """Return the digest of a suite from its format, the names of its jobs and the recipe's validation section."""
+    content = {"format": number, "jobs": list(jobs), "validation": limits}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def reference_version() -> str:
+    """Return a hash of the reference's code. Another reference proves something else."""
+    files = sorted(Path(reference.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def record(
@@ -281,9 +291,10 @@ def record(
             "precision": recipe.precision,
             "gpu": recipe.gpu,
             "ranks": recipe.world_size,
+            "assets": dict(recipe.asset_digests),
             "settings": {key: setting.value for key, setting in recipe.settings.items()},
         },
-        "suite": {"sha256": digest(recipe, jobs), "format": FORMAT},
+        "suite": {"sha256": digest(recipe, jobs), "format": FORMAT, "reference": reference_version()},
         "versions": dict(base.facts.get("versions", {})) if base else {},
         "facts": dict(base.facts) if base else {},
         "measurements": _measurements(recipe, base) if base else {},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from primus.release.publish import Evidence, objections
+from primus.release.policy import Evidence, Policy, objections
 
 RUNS = ("base", "repeat", "resume", "accumulation")
 
@@ -43,10 +43,10 @@ DIVERGED = {"passed": False, "verdicts": [{"name": "loss falls", "passed": False
 
 
 def test_a_whole_release_may_be_published() -> None:
-    assert objections(GOOD, preview=False) == ()
-    assert objections(replace(GOOD, gpu="mi355x", records=(record(gpu="mi355x"),)), preview=False) == ()
+    assert objections(GOOD, Policy(), preview=False) == ()
+    assert objections(replace(GOOD, gpu="mi355x", records=(record(gpu="mi355x"),)), Policy(), preview=False) == ()
     shared = (record(jobs=QUICK), record(recipe={"name": "two"}))
-    assert objections(replace(GOOD, recipes=("one", "two"), records=shared), preview=False) == ()
+    assert objections(replace(GOOD, recipes=("one", "two"), records=shared), Policy(), preview=False) == ()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_whole_release_may_be_published() -> None:
     ],
 )
 def test_each_lack_is_named(changes: dict[str, Any], words: str) -> None:
-    found = objections(replace(GOOD, **changes), preview=False)
+    found = objections(replace(GOOD, **changes), Policy(), preview=False)
     assert any(words in objection for objection in found), found
 
 
@@ -95,7 +95,7 @@ def test_each_lack_is_named(changes: dict[str, Any], words: str) -> None:
     ],
 )
 def test_a_preview_may_lack_what_makes_it_one(changes: dict[str, Any]) -> None:
-    assert objections(replace(GOOD, **changes), preview=True) == ()
+    assert objections(replace(GOOD, **changes), Policy(), preview=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_a_preview_may_lack_what_makes_it_one(changes: dict[str, Any]) -> None:
     ],
 )
 def test_a_preview_may_lack_nothing_else(changes: dict[str, Any]) -> None:
-    assert objections(replace(GOOD, **changes), preview=True)
+    assert objections(replace(GOOD, **changes), Policy(), preview=True)

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 import zstandard
 
 from primus.cli.host.common import SEVERAL, SINGLE, resolved_target, resolved_targets
+from primus.cli.host.publish import PUBLISHED, verify_published
 from primus.cli.verb import flag, print_json, verb
 from primus.engine.image import Built, compose
 from primus.engine.pipeline import Options, build
@@ -83,13 +84,21 @@ def sbom(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(*SEVERAL, example="primus verify cpu")
+@verb(
+    *SEVERAL,
+    PUBLISHED,
+    example="primus verify --image registry.example.com/rocm/primus:v26.11-cpu --key cosign.pub",
+)
 def verify(args: argparse.Namespace) -> int:
     """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
 
     If the digests differ, the first differing layer and file are named, the second store is kept, and the exit code is
-    1. The gates are those of `primus check`.
+    1. The gates are those of `primus check`. With --image, nothing is built: every tampering with the published image,
+    its documents or their signatures is named, and so are statements that are void because suite, driver or firmware
+    differ.
     """
+    if args.image:
+        return verify_published(args)
     targets, workspace = resolved_targets(args)
     options = Options(rehash=True, quiet=args.json)
     built = build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())

@@ -6,18 +6,37 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from primus.cli.host.common import SEVERAL, resolved_targets
-from primus.cli.verb import JSON, flag, folder, option, print_json, verb
+from primus.cli.verb import JSON, flag, folder, group, option, path, print_json, verb
 from primus.errors import InputError
 from primus.plan.layers import plan_image
 from primus.progress import choose_progress
-from primus.release.publish import Ready, move_tag, prepare
+from primus.release import policy
+from primus.release.publish import Ready, finish, move_tag, prepare
 from primus.release.publish import publish as upload
 from primus.release.registry import Repository
+from primus.release.statement import Signer, requests
+from primus.release.verification import Trust, verified_text, verify_image
 
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
+
+_POLICY = "policy.yaml"
+_SIGNER = (
+    option("--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"),
+    flag("--keyless", "sign with cosign by your identity instead, which enters the public transparency log"),
+)
+
+PUBLISHED = group(
+    "a published image; needs cosign and the registry only",
+    option("--image", metavar="REF", help="check the image's signatures, evidence and bytes in its registry"),
+    option("--key", metavar="KEY", help="public key of its signatures: file or key service"),
+    option("--identity", metavar="NAME", help="who signed it without a key, as cosign's --certificate-identity"),
+    option("--issuer", metavar="URL", help="who vouches for that identity"),
+    option("--policy", type=path("--policy"), metavar="FILE", help="policy.yaml: what the image must have"),
+)
 
 
 @verb(
@@ -30,7 +49,14 @@ _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+
         metavar="DIR",
         help="folder of validation records (default: out/validation)",
     ),
-    option("--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"),
+    option("--policy", type=path("--policy"), metavar="FILE", help=f"what a release needs (default: {_POLICY})"),
+    *_SIGNER,
+    option(
+        "--sign-later",
+        type=folder("--sign-later"),
+        metavar="DIR",
+        help="push image and evidence without the tag, and write to DIR what `primus sign DIR` signs elsewhere",
+    ),
     flag("--dry-run", "check and print only; contact no registry"),
     example="primus publish cpu --to registry.example.com/rocm/primus --dry-run",
 )
@@ -48,14 +74,25 @@ def publish(args: argparse.Namespace) -> int:
             chosen = resolved.choice
             print(f"! {resolved.name} is a preview of channel {chosen.channel}: {chosen.preview}", file=sys.stderr)
             print(f"  → {chosen.reason}; --preview publishes the preview", file=sys.stderr)
+    if args.sign_later and (args.key or args.keyless):
+        raise InputError("--sign-later leaves the signing to `primus sign`", hint="leave out --key and --keyless")
+    signer = _signer(args)
+    file = args.policy or targets[0].root / _POLICY
+    rules = policy.load(file) if args.policy or file.exists() else policy.Policy()
     records = (args.records or targets[0].root / "out" / "validation").absolute()
     plans = [plan_image(resolved, workspace.stats) for resolved in targets]
     with choose_progress(args.json) as progress:
-        every = [prepare(plan, workspace, records=records, preview=args.preview, progress=progress) for plan in plans]
+        every = [
+            prepare(plan, workspace, records=records, policy=rules, preview=args.preview, progress=progress)
+            for plan in plans
+        ]
         refused = any(ready.objections for ready in every)
         done = []
         if not refused and not args.dry_run:
-            done = [upload(ready, workspace.store, args.to, progress, key=args.key) for ready in every]
+            done = [
+                upload(ready, workspace.store, args.to, progress, signer=signer, later=args.sign_later)
+                for ready in every
+            ]
     if args.json:
         print_json({"published": done, "judged": [_row(ready) for ready in every], "passed": not refused})
         return 1 if refused else 0
@@ -65,6 +102,8 @@ def publish(args: argparse.Namespace) -> int:
         sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
         sent = f"sent {sizes}" if image["new"] else "already published"
         print(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
+        if image["to_sign"]:
+            print(f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`", file=sys.stderr)
         print(f"{args.to}@{image['digest']}")
     return 1 if refused else 0
 
@@ -97,6 +136,54 @@ def _check_repository(name: str, example: str) -> None:
         raise InputError(
             f"--to {name!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
         )
+
+
+@verb(
+    option("folder", type=path("DIR"), metavar="DIR", help="folder that `primus publish --sign-later` wrote"),
+    *_SIGNER,
+    JSON,
+    example="primus sign to-sign --key cosign.key",
+)
+def sign(args: argparse.Namespace) -> int:
+    """Sign the evidence of published images, attach it to them in the registry, and set their tags.
+
+    Needs cosign, the registry and the key, but no project: images are built and validated on machines without the key.
+    """
+    if (signer := _signer(args)) is None:
+        raise InputError("--key or --keyless is missing: who signs?", hint="--key cosign.key")
+    done = []
+    for ref, subject, about in requests(args.folder):
+        name, _, tag = ref.rpartition(":")
+        there = Repository(name, lambda text: print(text, file=sys.stderr))
+        done.append({"ref": ref, "digest": subject["digest"], "signed": finish(there, tag, subject, about, signer)})
+    if args.json:
+        print_json({"signed": done})
+    for image in () if args.json else done:
+        print(f"{image['ref']}: {image['signed']} statements signed\n{image['ref']}@{image['digest']}")
+    return 0
+
+
+def verify_published(args: argparse.Namespace) -> int:
+    """Run `primus verify --image`."""
+    if args.target or args.all:
+        raise InputError("--image names a published image; a target is built from this project", hint="name one")
+    if bool(args.key) == bool(args.identity and args.issuer):
+        raise InputError("who must have signed it? Name --key, or --identity and --issuer", hint="--key cosign.pub")
+    trust = Trust(key=args.key, identity=args.identity, issuer=args.issuer)
+    rules = policy.load(args.policy) if args.policy else None
+    with choose_progress(args.json) as progress:
+        result = verify_image(args.image, trust, policy=rules, say=progress.say)
+    if args.json:
+        print_json({**asdict(result), "passed": result.passed})
+    else:
+        print(verified_text(args.image, result))
+    return 0 if result.passed else 1
+
+
+def _signer(args: argparse.Namespace) -> Signer | None:
+    if args.key and args.keyless:
+        raise InputError("--key and --keyless exclude each other")
+    return Signer(key=args.key) if args.key or args.keyless else None
 
 
 def _row(ready: Ready) -> dict[str, object]:

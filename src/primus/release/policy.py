@@ -1,0 +1,147 @@
+"""What a release needs: the rules of ``policy.yaml``, and what the evidence about an image lacks of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from primus.schema import build, described
+from primus.yamlfile import read
+
+# Seconds of a run of a proxy on two cores, the median of benchmarks/results/healthy-seeds.json.
+_SECONDS_OF_RUN = 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a release needs. Without a file, the defaults apply."""
+
+    runs: tuple[str, ...] = described(
+        "runs that at least one validation has: a quick suite proves neither that runs repeat nor that they resume",
+        default=("base", "repeat", "resume", "accumulation"),
+    )
+    forgiven: tuple[str, ...] = described(
+        "gates that a preview may fail: Debian's ROCm has no code for some GPUs", default=("coverage",)
+    )
+    driver: str | None = described("driver of every validation on a GPU", default=None)
+    firmware: str | None = described("firmware of every validation on a GPU", default=None)
+    found: float = described("least share of injected faults that the suite finds", default=0.0)
+    alarms: float = described("largest share of healthy runs that the suite refuses", default=1.0)
+    refused_licences: tuple[str, ...] = described("SPDX licences that no package of the image has", default=())
+    osv: str | None = described("file or folder of OSV data: no package has a vulnerability of it", default=None)
+    accepted: str | None = described("file of accepted vulnerabilities, with reasons and dates", default=None)
+
+
+def load(path: Path) -> Policy:
+    """Read a policy. Paths in it are relative to it. Raises InputError."""
+    policy = build(Policy, read(path))
+    osv, accepted = (value and str(path.parent / value) for value in (policy.osv, policy.accepted))
+    return replace(policy, osv=osv, accepted=accepted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The evidence about an image.
+
+    ``content`` is the digest of its config. ``preview`` is the reason why it is a preview; empty for a release. ``gpu``
+    is the GPU generation that it is for. ``recipes`` are those that its ``target`` names. ``records`` are all
+    validation records, also of other images. ``commit`` is that of the repository, and ``edited`` are files that differ
+    from it.
+    """
+
+    content: str
+    target: str
+    preview: str
+    gpu: str | None
+    recipes: Sequence[str]
+    failed_gates: Sequence[str]
+    records: Sequence[Mapping[str, Any]]
+    commit: str | None
+    edited: Sequence[str]
+
+    @property
+    def of_this_image(self) -> list[Mapping[str, Any]]:
+        """The records of this image."""
+        return [record for record in self.records if record["image"]["content"] == self.content]
+
+
+def objections(evidence: Evidence, policy: Policy, *, preview: bool) -> tuple[str, ...]:
+    """Return the reasons why the image may not be published, one sentence each; empty if it may.
+
+    A release for a GPU must have passed its validations on that GPU. With ``preview``, a CPU is sufficient, the
+    forgiven gates may fail, and files of the repository may be edited.
+    """
+    reasons = []
+    if evidence.preview and not preview:
+        reasons.append(f"it is a preview: {evidence.preview}")
+    reasons += [f"gate {gate} fails" for gate in evidence.failed_gates if not (preview and gate in policy.forgiven)]
+    reasons += _of_validation(evidence, policy, preview)
+    if evidence.commit is None and not preview:
+        reasons.append("the commit it was built from is unknown: this is not a git repository")
+    elif evidence.commit and evidence.edited and not preview:
+        reasons.append(f"files differ from commit {evidence.commit[:12]}: {_some(evidence.edited)}")
+    return tuple(reasons)
+
+
+def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[str]:
+    if not evidence.recipes:
+        return ["its target names no recipe to validate it with"]
+    records, where = [record for record in evidence.of_this_image if _passed(record, policy, preview)], ""
+    if evidence.gpu and not preview:
+        records, where = [record for record in records if record["gpu"] == evidence.gpu], f" on {evidence.gpu}"
+        if not records:
+            return [
+                f"nothing was trained in this image on {evidence.gpu}, and a run on a CPU does not count for the GPU "
+                f"(run primus validate {evidence.target} on a machine with that GPU)"
+            ]
+    trained = {record["recipe"]["name"] for record in records}
+    reasons = []
+    if lacking := [name for name in evidence.recipes if name not in trained]:
+        timed = [job["seconds"] for record in evidence.records for job in record["jobs"] if job.get("seconds")]
+        minutes = len(lacking) * (statistics.median(timed) if timed else _SECONDS_OF_RUN) / 60
+        reasons.append(
+            f"{_some(lacking)} did not pass a validation in this image{where} "
+            f"(primus validate {evidence.target} --suite quick: at least {max(1, round(minutes))} min)"
+        )
+    if not any({job["name"] for job in record["jobs"] if job["ran"]} >= {*policy.runs} for record in records):
+        reasons.append(
+            f"no validation in this image{where} repeated a run, resumed it and split its batch "
+            f"(primus validate {evidence.target})"
+        )
+    return [*reasons, *(reason for record in records for reason in unmet(record, policy))]
+
+
+def unmet(record: Mapping[str, Any], policy: Policy) -> list[str]:
+    """Return what the validation lacks of the policy's rules for machines and for the suite."""
+    reasons, machine, rates = [], record.get("machine", {}), record.get("suite", {}).get("rates")
+    for part in ("driver", "firmware"):
+        needed, there = getattr(policy, part), machine.get(part)
+        if needed and record["gpu"] != "none" and there != needed:
+            reasons.append(f"{record['recipe']['name']} was validated with {part} {there or 'unknown'}, not {needed}")
+    if policy.found > 0 or policy.alarms < 1:
+        if not rates:
+            return [*reasons, f"the validation of {record['recipe']['name']} says nothing about its suite's own faults"]
+        if rates["named"] < policy.found * rates["faults"]:
+            reasons.append(
+                f"the suite finds {rates['named']} of {rates['faults']} faults, less than {policy.found:.1%}"
+            )
+        if rates["refused"] > policy.alarms * rates["healthy"]:
+            share = f"{rates['refused']} of {rates['healthy']}"
+            reasons.append(f"the suite refuses {share} healthy runs, more than {policy.alarms:.1%}")
+    return reasons
+
+
+def _passed(record: Mapping[str, Any], policy: Policy, preview: bool) -> bool:
+    if not preview:
+        return record["passed"] is True
+    failed = {verdict["name"] for verdict in record["verdicts"] if not verdict["passed"]}
+    ran = all(job["ran"] for job in record["jobs"])
+    return bool(record["verdicts"]) and ran and failed <= {f"gate {gate}" for gate in policy.forgiven}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,172 @@
+"""Statements about an image that anybody can check: in-toto statements in signed envelopes, attached to the image.
+
+Every document about an image becomes a statement whose subject is the image. cosign signs each one as a Sigstore
+bundle, so that ``cosign verify-attestation`` and ``primus verify --image`` accept it. A statement depends on its
+document alone, so a verifier makes it again from the document and compares. docs/statements.md has the format.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from primus.errors import HostError, InputError
+from primus.oci import canonical
+from primus.oci.store import MANIFEST_TYPE
+from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION
+from primus.release.registry import Document, Repository
+from primus.schema import read_json
+
+BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
+PROVENANCE = "https://slsa.dev/provenance/v1"
+TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
+BILLS = {SPDX: "https://spdx.dev/Document", CYCLONEDX: "https://cyclonedx.org/bom"}
+_REQUEST = "request.json"
+_COSIGN = "install cosign 3 or newer (Debian: package cosign of forky or sid)"
+
+
+def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dict[str, Any]]:
+    """Return the statements about the image ``digest``, whose name is ``tag``: its signature, which names all
+    ``documents`` by their hashes, then one for each bill of materials, provenance and validation.
+    """
+    hashes = {document.name: canonical.digest_of(document.data) for document in documents}
+    about: list[tuple[str, dict[str, Any]]] = [(SIGNATURE, {"documents": hashes})]
+    for document in documents:
+        content = json.loads(document.data)
+        if document.media_type in BILLS:
+            about.append((BILLS[document.media_type], content))
+        elif document.media_type == IN_TOTO:
+            about.append((PROVENANCE, content["predicate"]))
+        elif document.media_type == VALIDATION:
+            about.append((TEST_RESULT, test_result(content, document.data)))
+    subject = [{"name": tag, "digest": {"sha256": digest.removeprefix("sha256:")}}]
+    return [
+        {"_type": "https://in-toto.io/Statement/v1", "subject": subject, "predicateType": kind, "predicate": predicate}
+        for kind, predicate in about
+    ]
+
+
+def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
+    """Return in-toto's test-result for a validation record, whose file is ``data``, with the extension ``primus``.
+
+    Raises KeyError, TypeError or AttributeError if it is not a record.
+    """
+    recipe, facts, verdicts = record["recipe"], record["facts"], record["verdicts"]
+    names = {
+        passed: [v["name"] for v in verdicts if v["passed"] is passed and not v.get("skipped")]
+        for passed in (True, False)
+    }
+    return {
+        "result": "PASSED" if record["passed"] else "FAILED",
+        "configuration": [
+            {"name": f"recipe {recipe['name']}", "digest": {"sha256": recipe["sha256"]}},
+            {"name": "suite", "digest": {"sha256": record["suite"]["sha256"]}},
+            {"name": "record", "digest": {"sha256": canonical.digest_of(data).removeprefix("sha256:")}},
+        ],
+        "passedTests": names[True],
+        "failedTests": names[False],
+        "primus": {
+            "image": record["image"],
+            "made": record["made"],
+            "recipe": {key: value for key, value in recipe.items() if key not in ("settings", "description")},
+            "suite": record["suite"],
+            "hardware": {"gpu": record["gpu"], **record["machine"]},
+            "precision": {key: facts.get(key) for key in ("matmul_dtypes", "matmul_flops", "gpu_kernels")},
+            "seeds": [facts.get("seed")],
+            "runs": [job["name"] for job in record["jobs"] if job["ran"]],
+            "not_run": record["not_run"],
+        },
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signer:
+    """Who signs: the owner of ``key`` (a file or the address of a key service), or without one, an identity that
+    cosign asks its provider for (keyless; the signature is entered in the public transparency log).
+    """
+
+    key: str | None
+
+    def bundle(self, statement: Mapping[str, Any]) -> bytes:
+        """Return the signed envelope. The password of the key comes from COSIGN_PASSWORD; a key's signature is
+        entered in no log. Raises HostError.
+        """
+        with tempfile.TemporaryDirectory(prefix="primus-sign-") as name:
+            content, bundle = Path(name) / "statement.json", Path(name) / "bundle.json"
+            content.write_bytes(canonical.dumps(statement))
+            words = ["attest-blob", "--yes", "--statement", str(content), "--bundle", str(bundle)]
+            key = ["--key", self.key, "--use-signing-config=false", "--tlog-upload=false"] if self.key else []
+            if problem := cosign(*words, *key):
+                raise HostError(
+                    f"cosign failed: {problem}", hint=_COSIGN if "unknown flag" in problem else "check the key"
+                )
+            return bundle.read_bytes()
+
+
+def cosign(*words: str) -> str:
+    """Run cosign. Returns why it failed; empty if it did not. Raises HostError if it is missing."""
+    if shutil.which("cosign") is None:
+        raise HostError("cosign, which signs and verifies, is missing", hint=_COSIGN)
+    done = subprocess.run(["cosign", *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode == 0:
+        return ""
+    errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
+    return (errors[0].partition(": ")[2] or errors[0]) if errors else f"code {done.returncode}"
+
+
+def attach_signed(there: Repository, subject: Mapping[str, Any], about: Sequence[Mapping[str, Any]], by: Signer) -> int:
+    """Sign the statements ``about`` the image ``subject`` and attach the bundles. Returns their number.
+
+    A statement that is attached already, signed with the same key, is not attached again.
+    """
+    before = {_signed_by(bundle.data) for bundle in there.documents(str(subject["digest"]), BUNDLE)}
+    signed = [by.bundle(statement) for statement in about]
+    new = [Document(media_type=BUNDLE, name="", data=data) for data in signed if _signed_by(data) not in before]
+    there.attach(new, dict(subject))
+    return len(signed)
+
+
+def _signed_by(bundle: bytes) -> tuple[str, str]:
+    """Return the payload of a bundle and the mark of its key. Every keyless signature has a certificate of its own."""
+    try:
+        content = json.loads(bundle)
+        material = content["verificationMaterial"]
+        return content["dsseEnvelope"]["payload"], str(material.get("publicKey", "keyless"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", ""
+
+
+def write_request(folder: Path, ref: str, subject: Mapping[str, Any], about: Sequence[Mapping[str, Any]]) -> Path:
+    """Write what is to be signed elsewhere: the statements ``about`` the image ``subject`` that ``ref`` will name."""
+    path = folder / ref.rpartition(":")[2] / _REQUEST
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(canonical.dumps({"ref": ref, "subject": subject, "statements": about}))
+    return path
+
+
+def requests(folder: Path) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+    """Return what :func:`write_request` wrote: reference, descriptor and statements of each image.
+
+    Raises InputError if there is none, or if a statement is about another image than its request.
+    """
+    found = []
+    for path in sorted(folder.glob(f"*/{_REQUEST}")):
+        content: Any = read_json(path).data
+        try:
+            ref, subject, about = content["ref"], content["subject"], content["statements"]
+            digests = {subject["digest"], *(f"sha256:{s['subject'][0]['digest']['sha256']}" for s in about)}
+            if subject["mediaType"] != MANIFEST_TYPE or len(digests) != 1 or not isinstance(ref, str):
+                raise TypeError
+        except (KeyError, TypeError, IndexError):
+            raise InputError("not a request of `primus publish --sign-later`", where=str(path)) from None
+        found.append((ref, subject, about))
+    if not found:
+        raise InputError(f"nothing to sign in {folder}", hint=f"primus publish TARGET --sign-later {folder}")
+    return found

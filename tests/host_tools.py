@@ -27,6 +27,7 @@ PACKAGES = {
     "skopeo": "skopeo",
     "busybox": "busybox-static",
     "git": "git",
+    "cosign": "cosign",
     "docker-buildx": "docker-buildx",
 }
 PLUGINS = [Path(f"/usr/{lib}/docker/cli-plugins/docker-buildx") for lib in ("libexec", "lib", "local/lib")]

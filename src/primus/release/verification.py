@@ -56,7 +56,9 @@ class Trust:
             by = ["--key", self.key, "--insecure-ignore-tlog"] if self.key else []
             by += ["--certificate-identity", self.identity] if self.identity else []
             by += ["--certificate-oidc-issuer", self.issuer] if self.issuer else []
-            return cosign("verify-blob-attestation", "--bundle", file.name, "--check-claims=false", "--type", kind, *by)
+            words = ("verify-blob-attestation", "--bundle", file.name, "--check-claims=false", "--type", kind, *by)
+            problem = cosign(*words)
+            return f"its signature is not by {self.key or self.identity} (cosign: {problem})" if problem else ""
 
 
 @dataclass(kw_only=True)

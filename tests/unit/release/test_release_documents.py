@@ -36,7 +36,7 @@ def image(lock: Lock, **local: str) -> Any:
     """An image with what the documents read of it. ``local`` are components and their paths."""
     resolved = SimpleNamespace(
         lock=lock, ref="v26.11-x", name="x", roots=[BASES[lock.channel]], versions=SimpleNamespace(release="v26.11"),
-        choice=SimpleNamespace(channel=lock.channel),
+        choice=SimpleNamespace(channel=lock.channel, preview=None), gpu=None, target=SimpleNamespace(recipes=()),
         pins={name: SimpleNamespace(path=path) for name, path in local.items()},
     )  # fmt: skip
     layers = [SimpleNamespace(name="python", key="k1")]
@@ -93,9 +93,10 @@ def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -
 
 def test_provenance_names_the_commit_every_file_and_every_key() -> None:
     lock = read(ROOT / "images/locks/pypi/cpu.json")
-    provenance = statement(image(lock), "c" * 40)
+    provenance = statement(image(lock), "c" * 40, [Document(media_type="x", name="lock.json", data=b"a")])
     assert provenance["subject"] == [{"name": "v26.11-x", "digest": {"sha256": "a" * 64}}]
-    definition = provenance["predicate"]["buildDefinition"]
+    definition, details = provenance["predicate"]["buildDefinition"], provenance["predicate"]["runDetails"]
+    assert details["byproducts"] == [{"name": "lock.json", "digest": {"sha256": digest_of(b"a")[7:]}}]
     assert definition["internalParameters"] == {"layers": {"python": "k1"}}
     source, *files = definition["resolvedDependencies"]
     assert source["digest"] == {"gitCommit": "c" * 40}

@@ -1,0 +1,396 @@
+"""One small image, published and signed for real; then every way to tamper with it, each named by `verify --image`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amd_channel import registry
+from host_tools import needs
+from primus.engine.image import compose
+from primus.engine.pipeline import Options, build
+from primus.gates.check import judge
+from primus.gates.examined import Examined, examine_layer
+from primus.oci import canonical
+from primus.oci.store import MANIFEST_TYPE
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.progress import Progress
+from primus.release.documents import VALIDATION, documents
+from primus.release.policy import Policy
+from primus.release.publish import Ready, publish
+from primus.release.registry import INDEX_TYPE, Document, Repository, digest_tag
+from primus.release.statement import BUNDLE, PROVENANCE, SIGNATURE, TEST_RESULT, Signer, statements
+from primus.release.verification import Trust, Verified, verify_image
+from primus.training import suite
+from primus.training.checks import Verdict
+from primus.versions.lock import Lock, LockedFile, dumps
+from project_kit import SOURCE, Kit, make_project
+
+pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "cosign")]
+
+BILL, TAG = "https://spdx.dev/Document", "v26.11-demo"
+Change = Callable[[Any], object]
+
+
+def record(content: str, digest: str) -> Document:
+    """The record of a validation of the image, whose jobs ran nowhere."""
+    jobs = suite.plan("llama3-proxy", Path("/out"), among=SOURCE.parent / "recipes")
+    image = {"ref": TAG, "manifest": digest, "content": content}
+    made: dict[str, Any] = suite.record(
+        jobs, {}, [Verdict("loss falls", True, "it does")], target="demo", image=image, gpu="none", time="2026-11-26"
+    )
+    made |= {"passed": True, "machine": {"gpus": [], "driver": "", "firmware": ""}, "not_run": []}
+    made["jobs"] = [{**job, "ran": True, "seconds": 1.0} for job in made["jobs"]]
+    made["suite"]["rates"] = {"faults": 100, "named": 99, "healthy": 100, "refused": 1, "recorded": []}
+    return Document(media_type=VALIDATION, name="validation-llama3-proxy.json", data=canonical.dumps(made))
+
+
+def small_image(kit: Kit) -> tuple[Ready, Any]:
+    """A built image with one wheel and one Debian package, and its documents."""
+    inside = "parts/alpha/lib/python3.11/site-packages/small-1.0.dist-info/METADATA"
+    kit.write(inside, "Metadata-Version: 2.4\nName: small\nVersion: 1.0\nLicense-Expression: MIT\n\n")
+    kit.write("parts/beta/blob", "b" * 5000)
+    project = Project(kit.root)
+    ((plan, _),) = build([resolve(project, "demo")], project.workspace, Options(quiet=True))
+    files = [
+        LockedFile(kind="wheel", name=name, version="1.0", file=f"{name}-1.0-py3-none-any.whl", size=9, sha256=sha256)
+        for name, sha256 in (("small", "a" * 64), ("tool", "b" * 64))
+    ]
+    lock = Lock(target="demo", channel="local", pins={}, files=(files[0], replace(files[1], base="build")))
+    plan.resolved.lock_path.parent.mkdir(parents=True)
+    plan.resolved.lock_path.write_text(dumps(lock))
+    plan = replace(plan, resolved=replace(plan.resolved, lock=lock))
+    image = compose(project.workspace.store, plan)
+    assert image
+    layers = zip(plan.layers, image.layers, strict=True)
+    facts = {action.name: examine_layer(project.workspace, layer) for action, layer in layers}
+    outcome = judge(Examined(image=image, facts=facts, workspace=project.workspace))
+    evidence = (*documents(image, outcome, "c" * 40, ()), record(canonical.digest_of(image.config), image.digest))
+    return Ready(image=image, tag=TAG, documents=evidence, objections=()), project.workspace.store
+
+
+@dataclass(frozen=True)
+class World:
+    """A registry with the image, and the keys of its publisher and of somebody else."""
+
+    root: Path
+    name: str
+    ready: Ready
+
+    @property
+    def there(self) -> Repository:
+        return Repository(self.name)
+
+    @property
+    def digest(self) -> str:
+        return self.ready.image.digest
+
+    def key(self, name: str) -> str:
+        return str(self.root / f"{name}.key")
+
+    def verify(self, reference: str = f":{TAG}", policy: Policy | None = None, key: str = "ours.pub") -> Verified:
+        return verify_image(self.name + reference, Trust(key=str(self.root / key)), policy=policy)
+
+    def blob(self, digest: str) -> Path:
+        """The file in which the registry keeps a blob or a manifest."""
+        number = digest.removeprefix("sha256:")
+        return self.root / "registry/data/docker/registry/v2/blobs/sha256" / number[:2] / number / "data"
+
+    def relist(self, change: Callable[[list[Document]], list[Document]]) -> None:
+        """Replace what is attached to the image by other documents, whose digests are right."""
+        there = self.there
+        new = change(there.documents(self.digest))
+        empty = canonical.dumps({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
+        there.request("PUT", f"manifests/{digest_tag(self.digest)}", data=empty, headers={"Content-Type": INDEX_TYPE})
+        there.attach(new, self.ready.subject)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("statements")
+    os.environ["COSIGN_PASSWORD"] = "a word"
+    for name in ("ours", "others"):
+        subprocess.run(
+            ["cosign", "generate-key-pair", f"--output-key-prefix={name}"], cwd=root, check=True, capture_output=True
+        )
+    ready, store = small_image(make_project(root / "project"))
+    with registry(root / "registry") as port:
+        world = World(root, f"127.0.0.1:{port}/rocm/primus", ready)
+        publish(ready, store, world.name, Progress(), signer=Signer(key=world.key("ours")))
+        shutil.copytree(root / "registry/data", root / "whole")
+        yield world
+
+
+@pytest.fixture
+def world(published: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    # cosign verifies each bundle; the same one is not verified twice.
+    monkeypatch.setattr(Trust, "rejects", REJECTS)
+    yield published
+    shutil.rmtree(published.root / "registry/data")
+    shutil.copytree(published.root / "whole", published.root / "registry/data")
+
+
+REJECTS = cache(Trust.rejects)
+
+
+def payload(bundle: Document) -> Any:
+    return json.loads(b64decode(json.loads(bundle.data)["dsseEnvelope"]["payload"]))
+
+
+def is_about(document: Document, what: str) -> bool:
+    """Whether it is the document of this name, or the bundle with this type of predicate."""
+    if document.media_type == BUNDLE:
+        return bool(payload(document)["predicateType"] == what)
+    return document.name.startswith(what)
+
+
+def edited(document: Document, change: Change) -> Document:
+    content = json.loads(document.data)
+    change(content)
+    return replace(document, data=canonical.dumps(content))
+
+
+def each(what: str, change: Callable[[Document], list[Document]]) -> Callable[[World], None]:
+    return lambda world: world.relist(
+        lambda those: [new for one in those for new in (change(one) if is_about(one, what) else [one])]
+    )
+
+
+def stored(what: str, damage: Callable[[bytes], bytes], *, contents: bool) -> Callable[[World], None]:
+    """Change a document, or its manifest, in the registry's own files."""
+
+    def tamper(world: World) -> None:
+        for descriptor in world.there.referrers(world.digest):
+            if is_about(world.there.document(descriptor), what):
+                digest = descriptor["digest"]
+                if contents:
+                    digest = json.loads(world.blob(digest).read_bytes())["layers"][0]["digest"]
+                world.blob(digest).write_bytes(damage(world.blob(digest).read_bytes()))
+
+    return tamper
+
+
+def inside(part: str, damage: Callable[[bytes], bytes] | None) -> Callable[[World], None]:
+    """Change a part of the image in the registry's own files, or remove it."""
+
+    def tamper(world: World) -> None:
+        content = json.loads(world.ready.image.manifest)
+        digest = {"manifest": world.digest, "config": content["config"]["digest"]}.get(part, "")
+        path = world.blob(digest or content["layers"][int(part)]["digest"])
+        path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
+
+    return tamper
+
+
+def forged(change: Change, *, what: str = "", by: str = "others", tag: str = TAG) -> Callable[[World], None]:
+    """Sign a changed statement with another key (or with ours), in place of the right one."""
+
+    def again(bundle: Document, world: World) -> list[Document]:
+        statement = payload(bundle)
+        change(statement)
+        return [replace(bundle, data=Signer(key=world.key(by)).bundle(statement))]
+
+    return lambda world: each(what, lambda bundle: again(bundle, world))(world)
+
+
+def resigned(name: str, change: Change) -> Callable[[World], None]:
+    """A publisher with the key who changes a document: all is signed, and nothing fits."""
+
+    def tamper(world: World) -> None:
+        plain = [d if not d.name.startswith(name) else edited(d, change) for d in world.ready.documents]
+        about = statements(plain, TAG, world.digest)
+        before = {d.data: d for d in world.there.documents(world.digest, BUNDLE)}
+        by = {json.dumps(payload(d), sort_keys=True): d for d in before.values()}
+        signer = Signer(key=world.key("ours"))
+        bundles = [
+            by.get(json.dumps(s, sort_keys=True)) or Document(media_type=BUNDLE, name="", data=signer.bundle(s))
+            for s in about
+        ]
+        world.relist(lambda _: [*plain, *bundles])
+
+    return tamper
+
+
+def moved(change: Callable[[Any], object]) -> Callable[[World], None]:
+    """Let the tag name a changed image, with the evidence of the right one."""
+
+    def tamper(world: World) -> None:
+        content = json.loads(world.ready.image.manifest)
+        change(content)
+        manifest = canonical.dumps(content)
+        there = world.there
+        subject = {"mediaType": MANIFEST_TYPE, "digest": canonical.digest_of(manifest), "size": len(manifest)}
+        there.tag(TAG, manifest)
+        there.attach(there.documents(world.digest), subject)
+
+    return tamper
+
+
+def signature(bundle: Document, change: Callable[[str], str]) -> Document:
+    def swap(content: Any) -> None:
+        (entry,) = content["dsseEnvelope"]["signatures"]
+        entry["sig"] = change(entry["sig"])
+
+    return edited(bundle, swap)
+
+
+def said(bundle: Document, change: Change) -> Document:
+    """The bundle with another payload under the old signature."""
+    statement = payload(bundle)
+    change(statement)
+    data = b64encode(canonical.dumps(statement)).decode()
+    return edited(bundle, lambda content: content["dsseEnvelope"].update(payload=data))
+
+
+def put(*path: str | int, value: Any) -> Change:
+    def change(content: Any) -> None:
+        *above, last = path
+        for part in above:
+            content = content[part]
+        content[last] = value(content[last]) if callable(value) else value
+
+    return change
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+DOCUMENTS = ("sbom.spdx.json", "provenance.json", "lock.json", "gates.json", "validation-")
+STATEMENTS = {SIGNATURE: "signature", PROVENANCE: "provenance.json", BILL: "sbom.spdx.json", TEST_RESULT: "validation-"}
+DIFFERENT = put("subject", 0, "digest", "sha256", value="e" * 64)
+OTHER = put("predicate", "more", value=1)
+
+# fmt: off
+TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
+    **{f"{d} removed": (each(d, lambda _: []), f"{d}.*it is missing, but signed") for d in DOCUMENTS},
+    **{f"{d} changed": (stored(d, flip, contents=True), rf"{d}.* was changed: its contents have other bytes") for d in DOCUMENTS},
+    **{f"{d} emptied": (stored(d, lambda _: b"", contents=True), f"{d}.* was changed: its contents") for d in DOCUMENTS},
+    **{f"manifest of {d}": (stored(d, flip, contents=False), "was changed: its manifest has other bytes|not a document") for d in DOCUMENTS},
+    **{
+        f"{d} replaced": (each(d, lambda one: [edited(one, put("more", value=1))]), f"{d}.*it was changed, other bytes are signed")
+        for d in DOCUMENTS
+    },
+    **{f"statement of {n} removed": (each(s, lambda _: []), f"{n}.*(no signed statement|not signed)") for s, n in STATEMENTS.items()},
+    **{
+        f"statement of {n} says more": (each(s, lambda b: [said(b, OTHER)]), f"{n}.*(no signed statement|not signed).*its signature is not by")
+        for s, n in STATEMENTS.items()
+    },
+    **{
+        f"statement of {n} about another": (each(s, lambda b: [said(b, DIFFERENT)]), f"{n}.*(no signed statement|not signed).*its signature is not by")
+        for s, n in STATEMENTS.items()
+    },
+    **{
+        f"signature of {n} broken": (
+            each(s, lambda b: [signature(b, lambda sig: sig[:-8] + "AAAAAAA=")]),
+            f"{n}.*(no signed statement|not signed).*its signature is not by",
+        )
+        for s, n in STATEMENTS.items()
+    },
+    **{f"{n} signed by another": (forged(lambda _: None, what=s), f"{n}.*(no signed statement|not signed).*: ") for s, n in STATEMENTS.items()},
+    **{f"{n} signed for another": (forged(DIFFERENT, what=s, by="ours"), f"{n}.*it is about sha256:eeee.* void") for s, n in STATEMENTS.items()},
+    "every statement removed": (lambda w: w.relist(lambda those: [d for d in those if d.media_type != BUNDLE]), "signature: no statement .* nothing is attached"),
+    "everything removed": (lambda w: w.relist(lambda _: []), "signature: no statement .* nothing is attached"),
+    "an envelope without a statement": (each(SIGNATURE, lambda b: [replace(b, data=b"{}")]), "signature: the image itself is not signed"),
+    "manifest changed": (inside("manifest", lambda data: data.replace(b"2026", b"2027")), "manifest: the registry returns other bytes|not that of an image"),
+    "config changed": (inside("config", flip), "config: its bytes are not those of"),
+    "config missing": (inside("config", None), "config: it is missing"),
+    "layer changed": (inside("0", flip), r"layer alpha: .*(hash to|does not decompress|no tar)"),
+    "layer cut": (inside("1", lambda data: data[:-20]), "layer beta: "),
+    "layer missing": (inside("1", None), "layer beta: it is missing"),
+    "layer longer": (inside("2", lambda data: data + b"\0" * 99), "layer recipes: "),
+    "image without a layer": (moved(lambda m: m["layers"].pop()), "it is about sha256:.* void for this image"),
+    "layers swapped": (moved(lambda m: m["layers"].reverse()), "layer .*: its content hashes to"),
+    "other annotations": (moved(lambda m: m["annotations"].update(x="y")), "it is about sha256:.* void for this image"),
+    "tag of another release": (
+        lambda w: w.there.tag("v26.12-demo", w.ready.image.manifest), "tag: v26.12-demo names the image that was signed as v26.11-demo",
+    ),
+    # The owner of the key is wrong, or lies.
+    "bill with another version": (resigned("sbom", put("packages", 1, "versionInfo", value="2.0")), "sbom.*small is 1.0 in the image, 2.0 in sbom"),
+    "bill with another file": (resigned("sbom", put("packages", 1, "checksums", 0, "checksumValue", value="f" * 64)), "sbom.*only sbom.spdx.json has small 1.0 with sha256 ffff"),
+    "bill without a package": (resigned("sbom", put("relationships", value=lambda r: r[1:])), "sbom.*small 1.0 is in the image, sbom.* has no such wheel"),
+    "bill with a package more": (resigned("sbom", put("relationships", value=lambda r: [*r, {**r[0], "relatedSpdxElement": r[1]["spdxElementId"]}])), "sbom.*tool 1.0 is in sbom.*, the image has no such"),
+    "bill of another image": (resigned("sbom", put("packages", 0, "checksums", 0, "checksumValue", value="f" * 64)), "sbom.*about another image"),
+    "damaged bill": (resigned("sbom", put("packages", value=7)), "sbom.*it is damaged"),
+    "lock with another version": (resigned("lock", put("files", 0, "version", value="2.0")), "sbom.*only lock.json has small 2.0"),
+    "lock with another file": (resigned("lock", put("files", 0, "sha256", value="f" * 64)), "provenance.*dependencies are not the files of lock"),
+    "provenance of other layers": (resigned("provenance", put("predicate", "buildDefinition", "internalParameters", "layers", "alpha", value="0")), "provenance.*layer alpha: action 0 built it"),
+    "provenance of another image": (resigned("provenance", put("subject", 0, "digest", "sha256", value="0")), "provenance.*about another image"),
+    "provenance of other products": (resigned("provenance", put("predicate", "runDetails", "byproducts", 0, "digest", "sha256", value="0")), "gates.json: it is missing or differs"),
+    "gates of another image": (resigned("gates", put("digest", value="sha256:0")), "gates.json: it is about another image"),
+    "a gate that failed": (resigned("gates", put("gates", 0, "passed", value=False)), "gates.json: gate .* is said to have failed"),
+    "record of another image": (resigned("validation", put("image", "content", value="sha256:0")), "validation.*about another image"),
+    "record of another recipe": (resigned("validation", put("recipe", "settings", "torchtitan.optimizer.lr", value=9.0)), "validation.*settings are not those of recipe"),
+    "record with wider limits": (resigned("validation", put("recipe", "settings", "validation.loss_drop", value=0.0)), "validation.*limits are not those of suite"),
+    "record with a failed check": (resigned("validation", put("verdicts", 0, "passed", value=False)), "validation.*verdict is not that of its checks"),
+    "record without a job": (resigned("validation", put("jobs", value=lambda jobs: jobs[:1])), "validation.*runs and limits are not those of suite"),
+    "record of an older suite": (resigned("validation", put("suite", "format", value=1)), "void: it is of suite 1, and this primus has suite"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_each_tampering_is_named(world: World, name: str) -> None:
+    tamper, expected = TAMPERINGS[name]
+    tamper(world)
+    references = {"tag of another release": ":v26.12-demo", "manifest changed": f"@{world.digest}"}
+    result = world.verify(references.get(name, f":{TAG}"))
+    named = (*result.faults, *result.void)
+    assert not result.passed
+    assert any(re.search(expected, fault) for fault in named), "\n".join(named)
+
+
+def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:
+    for kind in ("slsaprovenance1", "spdxjson", TEST_RESULT):
+        words = ["cosign", "verify-attestation", "--insecure-ignore-tlog", "--key", world.key("ours")[:-4] + ".pub"]
+        subprocess.run([*words, "--type", kind, f"{world.name}:{TAG}"], check=True, capture_output=True)
+    (result,) = world.verify().validations
+    assert result["primus"]["suite"]["rates"]["named"] == 99
+    assert world.verify(f"@{world.digest}").passed
+    assert "its signature is not by" in world.verify(key="others.pub").faults[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "lacking"),
+    [
+        (Policy(runs=("base", "another")), "no validation in this image repeated a run"),
+        (Policy(found=0.995), "the suite finds 99 of 100 faults"),
+        (Policy(alarms=0.001), "the suite refuses 1 of 100 healthy runs"),
+    ],
+)
+def test_a_policy_names_what_a_release_lacks(world: World, policy: Policy, lacking: str) -> None:
+    assert any("names no recipe" in reason for reason in world.verify(policy=policy).lacking)
+    needs_one = put("predicate", "buildDefinition", "externalParameters", "recipes", value=["llama3-proxy"])
+    resigned("provenance", needs_one)(world)
+    assert world.verify(policy=Policy()).passed
+    assert any(lacking in reason for reason in world.verify(policy=policy).lacking)
+
+
+def test_signing_elsewhere_ends_with_the_tag(world: World, tmp_path: Path) -> None:
+    project = Project(world.root / "project")
+    there = Repository(f"{world.name}/later")
+    publish(world.ready, project.workspace.store, there.name, Progress(), later=tmp_path / "sign")
+    assert there.digest(TAG) is None
+    kit = Kit(tmp_path)
+    nobody = kit.primus("sign", "sign")
+    assert (nobody.code, "who signs?" in nobody.err) == (2, True)
+    for number in (4, 4):  # the second time, nothing is attached anew
+        done = kit.primus("sign", "sign", "--key", world.key("ours"))
+        assert (done.code, f"{number} statements signed" in done.out) == (0, True), done.err
+        assert len(there.documents(world.digest, BUNDLE)) == 4
+    words = ("verify", "--image", f"{there.name}:{TAG}", "--key", str(world.root / "ours.pub"))
+    assert kit.primus(*words).out.splitlines()[-1] == "verified"
+    wrong = kit.primus(*words[:-1], str(world.root / "others.pub"))
+    assert (wrong.code, wrong.out.splitlines()[-1]) == (1, "FAILED")

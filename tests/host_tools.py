@@ -6,8 +6,11 @@ one sentence for each, and the tests that need it are skipped with the same reas
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,9 +30,10 @@ PACKAGES = {
     "skopeo": "skopeo",
     "busybox": "busybox-static",
     "git": "git",
-    "cosign": "cosign",
     "docker-buildx": "docker-buildx",
 }
+# The same, from Debian's unstable suite: stable's does not have the bundles that registries list. It needs libc only.
+UNSTABLE = {"cosign": "cosign"}
 PLUGINS = [Path(f"/usr/{lib}/docker/cli-plugins/docker-buildx") for lib in ("libexec", "lib", "local/lib")]
 
 
@@ -59,7 +63,7 @@ def dockerd() -> str:
 def missing(*programs: str) -> str:
     """Why tests that run ``programs`` cannot run here; empty when they can."""
     return "; ".join(
-        f"{program} is not installed (apt-get install {PACKAGES[program]})"
+        f"{program} is not installed (apt-get install {(PACKAGES | UNSTABLE)[program]})"
         for program in programs
         if not there(program)
     )
@@ -71,16 +75,38 @@ def needs(*programs: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(reason), reason=reason)
 
 
+def install_unstable(package: str) -> None:
+    """Install a package of Debian's unstable suite from the archive that this host uses, and leave its apt as it is."""
+    asked = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(SITE)"], capture_output=True, text=True, check=True
+    )
+    site = next(line for line in asked.stdout.splitlines() if line.endswith("/debian"))
+    with tempfile.TemporaryDirectory(prefix="primus-unstable-") as name:
+        folder = Path(name)
+        (folder / "lists").mkdir()
+        keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
+        (folder / "sources").write_text(f"deb [signed-by={keyring}] {site} sid main\n")
+        own = {"etc::sourcelist": "sources", "state::lists": "lists"}
+        options = [word for key, part in own.items() for word in ("-o", f"Dir::{key}={folder / part}")]
+        for words in (["update"], ["download", package]):
+            command = ["apt-get", "-q", *options, "-o", "Dir::Etc::sourceparts=/dev/null", *words]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        subprocess.run(["dpkg", "-i", *map(str, folder.glob("*.deb"))], check=True, capture_output=True)
+
+
 def main() -> int:
-    """Install what is missing; always 0, since each test says for itself what it lacks."""
+    """Install what is missing; always 0, because each test says for itself what it lacks."""
     lacking = {program: package for program, package in PACKAGES.items() if not there(program)}
-    if not lacking:
-        return 0
     try:
-        programs.install(lacking, say=print)
+        if lacking:
+            programs.install(lacking, say=print)
     except HostError as error:
         print(error.message, file=sys.stderr)
-    for program in lacking:
+    for program, package in UNSTABLE.items():
+        if not there(program):
+            with contextlib.suppress(OSError, subprocess.CalledProcessError, StopIteration):
+                install_unstable(package)
+    for program in (*lacking, *UNSTABLE):
         if reason := missing(program):
             print(f"tests that need it are skipped: {reason}", file=sys.stderr)
     return 0

@@ -217,18 +217,6 @@ class Repository:
             index = self._index(f"manifests/{digest_tag(digest)}")
         return list((index or {}).get("manifests", ()))
 
-    def document(self, descriptor: Mapping[str, Any]) -> Document:
-        """Return the document of an attached artifact. Raises HostError if its bytes do not match their digest."""
-        layers = self._json(self.request("GET", f"manifests/{descriptor['digest']}", headers=_ANY_MANIFEST)).get(
-            "layers"
-        )
-        layer = layers[0] if isinstance(layers, list) and layers and isinstance(layers[0], dict) else {}
-        data = self.request("GET", f"blobs/{layer.get('digest')}").content
-        if canonical.digest_of(data) != layer.get("digest"):
-            raise self._odd(f"blobs/{layer.get('digest')} has other bytes than its digest says")
-        name = str((layer.get("annotations") or {}).get("org.opencontainers.image.title", ""))
-        return Document(media_type=str(layer.get("mediaType")), name=name, data=data)
-
     def attach(self, documents: Sequence[Document], subject: dict[str, Any]) -> list[str]:
         """Attach ``documents`` to the image ``subject``, unless they already are. Returns the artifacts' digests.
 

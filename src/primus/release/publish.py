@@ -18,7 +18,7 @@ from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release.documents import VALIDATION, checkout, documents
 from primus.release.policy import Evidence, Policy, objections
 from primus.release.registry import Document, Repository, plain_http
-from primus.release.statement import Signer, attach_signed, statements, write_request
+from primus.release.statement import RELEASE_TAG, Signer, attach_signed, statements, write_request
 from primus.schema import read_json
 from primus.versions.registry import skopeo
 

@@ -28,6 +28,8 @@ SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
 PROVENANCE = "https://slsa.dev/provenance/v1"
 TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
 BILLS = {SPDX: "https://spdx.dev/Document", CYCLONEDX: "https://cyclonedx.org/bom"}
+# All other tags, such as latest-cpu, may move.
+RELEASE_TAG = r"v[0-9]+[.][0-9.]+-.*"
 _REQUEST = "request.json"
 _COSIGN = "install cosign 3 or newer (Debian: package cosign of forky or sid)"
 

@@ -28,7 +28,7 @@ from primus.recipes.recipe import digest_of_recipe
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.policy import Evidence, Policy, objections
 from primus.release.registry import Document, Repository
-from primus.release.statement import BUNDLE, SIGNATURE, TEST_RESULT, cosign, statements
+from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, cosign, statements
 from primus.sandbox.container import LayerRef
 from primus.terminal import counted
 from primus.training.suite import FORMAT, digest_of_suite
@@ -113,9 +113,9 @@ def verify_image(
     signed = _signed(documents, trust, result)
     if signed:
         names = {str(s["subject"][0].get("name")) for s in signed}
-        result.tag = match["tag"] or min(names)
-        if result.tag not in names:
-            result.faults.append(f"tag: {result.tag} names the image that was signed as {', '.join(sorted(names))}")
+        result.tag, tag = min(names), match["tag"]
+        if tag and tag not in names and re.fullmatch(RELEASE_TAG, tag):
+            result.faults.append(f"tag: {tag} names the image that was signed as {', '.join(sorted(names))}")
     ours = [document for document in documents if document.media_type in _CHECKS]
     image = _Seen(result.digest, config, stated, ours)
     for document in ours:

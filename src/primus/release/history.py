@@ -248,7 +248,8 @@ def pins(
     else:
         components |= {key_of(component): _versions(item.pins) for component, item in versions.components.items()}
     gpus = tuple(resolved.name for resolved in shown if resolved.name != _CPU)
-    rocm = [(t.name, pin.version) for t in shown if (pin := {**t.inside, **t.pins}.get("rocm")) and pin.version]
+    inside = {t.name: {**t.inside, **t.pins}.get("rocm") for t in shown}
+    rocm = [(target, pin.version) for target, pin in inside.items() if pin and pin.version]
     return Release(
         image=IMAGE,
         tag=name,

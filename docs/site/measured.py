@@ -85,7 +85,7 @@ def _ours(root: Path) -> Iterator[Rate]:
             if not found:
                 continue
             flux = found["recipe"].startswith("flux")
-            seq_len = row.get("seq_len") or found.get("seq_len")
+            seq_len = int(row.get("seq_len") or found["seq_len"])
             yield Rate(
                 recipe=found["recipe"], precision=found["precision"], gpu="h200",
                 gpus=row.get("ranks") or document.get("ranks") or 1, rate=figure / seq_len if flux else figure,

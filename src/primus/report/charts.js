@@ -170,7 +170,7 @@
   by("in").addEventListener("click", () => scaled(0.5));
   by("out").addEventListener("click", () => scaled(2));
   by("reset").addEventListener("click", () => zoom(whole));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  for (const media of ["(prefers-color-scheme: dark)", "print"]) matchMedia(media).addEventListener("change", draw);
   new ResizeObserver(() => {
     for (const chart of charts) {
       const width = chart.root.parentElement.clientWidth;

@@ -17,11 +17,13 @@ _NONE = "—"
 # With this policy, the browser refuses to load anything from outside the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fff;--fg:#1c2127;--soft:#5b6673;--rule:#dfe3e8;
+_LIGHT = """\
+--bg:#fff;--fg:#1c2127;--soft:#5b6673;--rule:#dfe3e8;
 --card:#f6f8fa;
 --good:#11753a;--goodbg:#e2f5e9;--bad:#b3261e;--badbg:#fdeceb;--select:rgba(31,95,191,.15);
---s0:#1f5fbf;--s1:#e07b1f;--s2:#8e3fc2;--s3:#0f8a7e;--s4:#b3261e;--s5:#6b7a12;--s6:#d14a91;--s7:#4a4f57}
+--s0:#1f5fbf;--s1:#e07b1f;--s2:#8e3fc2;--s3:#0f8a7e;--s4:#b3261e;--s5:#6b7a12;--s6:#d14a91;--s7:#4a4f57"""
+_STYLE = """
+:root{color-scheme:light dark;_LIGHT}
 @media(prefers-color-scheme:dark){:root{--bg:#14181d;--fg:#e6e9ed;--soft:#9aa5b1;--rule:#2f363e;
 --card:#1c2229;
 --good:#6fd596;--goodbg:#163423;--bad:#ff9a92;--badbg:#40191a;--select:rgba(120,174,245,.2);
@@ -42,10 +44,11 @@ overflow-wrap:anywhere}
 .figures div{background:var(--card);border-radius:8px;padding:10px 14px}
 .figures dt{color:var(--soft);font-size:14px}
 .figures dd{margin:0;font-size:19px;font-variant-numeric:tabular-nums}
-.wide{overflow-x:auto}
+.wide{overflow-x:auto}.wide:focus-visible{outline:2px solid var(--s0)}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:6px 12px 6px 0;vertical-align:top;
 border-bottom:1px solid var(--rule)}th{font-weight:600;color:var(--soft);font-size:14px}
-td.num{font-variant-numeric:tabular-nums;white-space:nowrap}td.name{white-space:nowrap}
+td.num{font-variant-numeric:tabular-nums}
+.checks td:nth-child(n+3){overflow-wrap:anywhere;min-width:8em}.checks td:last-child{min-width:20em}
 table+table,.wide+.wide{margin-top:22px}
 .pass-mark{color:var(--good);font-weight:600;white-space:nowrap}
 .fail-mark{color:var(--bad);font-weight:700;white-space:nowrap}tr.fail{background:var(--badbg)}
@@ -61,7 +64,13 @@ border-radius:6px;padding:6px 12px;min-height:36px}
 .u-legend .u-marker{border-radius:50%}.u-legend th,.u-legend td{border:0!important}
 .u-select{background:var(--select)!important}
 details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
-"""
+:is(button,input,summary):focus-visible{outline:2px solid var(--s0);outline-offset:2px}
+@media(max-width:700px){.checks,.checks tbody,.checks tr,.checks td{display:block}.checks tr:first-child{display:none}
+.checks tr{padding:8px 0;border-bottom:1px solid var(--rule)}.checks td{border:0;padding:1px 0;min-width:0!important}
+.checks td[data-head]:not(:empty)::before{content:attr(data-head)": ";color:var(--soft)}}
+@media print{:root{color-scheme:light;_LIGHT}body{max-width:none;padding:0}.controls{display:none}
+figure,tr{break-inside:avoid}h2{break-after:avoid}.wide{overflow:visible}}
+""".replace("_LIGHT", _LIGHT)
 
 
 def page(record: Mapping[str, Any]) -> str:
@@ -76,7 +85,7 @@ def page(record: Mapping[str, Any]) -> str:
             *(_box("note", f"<strong>Not run:</strong> {escape(text)}") for text in record.get("not_run", ())),
             _figures(record),
             f'<h2>Curves</h2>{CONTROLS}<div class="charts">{_charts(record["jobs"])}</div>',
-            f"<h2>Checks</h2>{_verdicts(record['verdicts'])}",
+            f"<h2>Checks</h2>{verdict_table(record['verdicts'])}",
             f"<h2>What ran</h2>{_what(record)}",
             f"<h2>Commands</h2>{_commands(record['jobs'])}",
         ]
@@ -181,8 +190,8 @@ def _box(kind: str, text: str, failed: Sequence[Mapping[str, Any]] = ()) -> str:
     return f'<div class="outcome {kind}">{text}{f"<ul>{items}</ul>" if items else ""}</div>'
 
 
-def _wide(rows: str) -> str:
-    return f'<div class="wide"><table>{rows}</table></div>'
+def _wide(rows: str, kind: str = "") -> str:
+    return f'<div class="wide" tabindex="0"><table class="{kind}">{rows}</table></div>'
 
 
 def _run_table(runs: Sequence[Run]) -> str:
@@ -257,13 +266,14 @@ def _line(label: str, colour: int, series: Sequence[Mapping[str, Any]], key: str
     return Line(label=label, colour=colour, points=[(step["step"], step[key]) for step in series])
 
 
-def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
+def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of checks of the whole suite and of failed ones, and the grid of those of single jobs."""
     overall = [verdict for verdict in verdicts if ": " not in verdict["name"]]
     single = [verdict for verdict in verdicts if ": " in verdict["name"]]
     rows = "".join(_row(verdict) for verdict in [*overall, *(item for item in single if not item["passed"])])
     head = "<tr><th></th><th>Check</th><th>Measured</th><th>Limit</th><th>Reason</th></tr>"
     cells = {(job, check): verdict for verdict in single for job, check in [verdict["name"].split(": ", 1)]}
-    return _wide(head + rows) + grid(cells, "Check of each job")
+    return _wide(head + rows, "checks") + grid(cells, "Check of each job")
 
 
 def _mark(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -277,8 +287,9 @@ def _row(verdict: Mapping[str, Any]) -> str:
     mark, sign, word = _mark(verdict)
     return (
         f'<tr class="{"fail" if word == "fail" else ""}"><td class="{mark}">{sign} {word}</td>'
-        f'<td class="name">{escape(verdict["name"])}</td><td class="num">{escape(verdict["measured"])}</td>'
-        f'<td class="num">{escape(verdict["limit"])}</td><td>{escape(verdict["reason"])}</td></tr>'
+        f'<td class="name">{escape(verdict["name"])}</td>'
+        f'<td class="num" data-head="measured">{escape(verdict["measured"])}</td>'
+        f'<td class="num" data-head="limit">{escape(verdict["limit"])}</td><td>{escape(verdict["reason"])}</td></tr>'
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from browser import CHROMIUM, Browser
-from primus.report.html import document
+from primus.report.html import document, verdict_table
 from primus.report.plot import CONTROLS, Line, chart
 
 ROOT = Path(__file__).parents[3]
@@ -58,7 +58,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Loss", "step", "nats", [Line(label=n, colour=c, points=loss) for c, n in enumerate(("first", "second"))]
     ) + chart("Throughput", "step", "tokens/s", [Line(label="first", colour=0, points=speed)])
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(document("Test", f'{CONTROLS}<div class="charts">{charts}</div>'), encoding="utf-8")
+    verdict = {
+        "name": "loss falls",
+        "measured": "-17.7% on each of 8 ranks " * 5,
+        "limit": "-10%",
+        "reason": "why " * 80,
+    }
+    checks = verdict_table([{**verdict, "passed": True}, {**verdict, "measured": "x" * 90, "passed": False}])
+    path.write_text(document("Test", f'{CONTROLS}<div class="charts">{charts}</div>{checks}'), encoding="utf-8")
     return path
 
 
@@ -166,3 +173,11 @@ def test_equal_lines_are_both_seen_and_a_name_hides_its_line(browser: Browser) -
     assert browser.js(script) == [True, True]
     browser.js("primusCharts[0].root.querySelectorAll('.u-series th')[2].click()")
     assert browser.js("new Promise(done => setTimeout(done, 50)).then(() => " + script + ")") == [True, False]
+
+
+def test_the_whole_table_of_checks_is_in_the_window_and_on_white_paper(browser: Browser) -> None:
+    assert browser.js("document.querySelector('.wide').scrollWidth <= document.querySelector('.wide').clientWidth")
+    browser.ask(
+        "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+    )
+    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -10,7 +10,8 @@ import pytest
 
 from project_kit import Kit
 
-pytestmark = pytest.mark.integration
+# Resolving over two suites is tested in test_debs_loopback.py, with two small ones.
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 VERSIONS = """\
 release: v26.11

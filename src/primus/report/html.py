@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from primus.report.plot import CONTROLS, Line, assets, chart
-from primus.report.run import Run
+from primus.report.run import Run, of_record
 
 MOST_RUNS = 8  # the number of distinguishable colours
 _NONE = "—"
@@ -40,10 +40,6 @@ overflow-wrap:anywhere}
 .outcome.fail{background:var(--badbg);color:var(--bad)}
 .outcome.note{border:1px dashed currentColor}
 .outcome ul{margin:8px 0 0;padding-left:20px}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:10px;margin:0}
-.figures div{background:var(--card);border-radius:8px;padding:10px 14px}
-.figures dt{color:var(--soft);font-size:14px}
-.figures dd{margin:0;font-size:19px;font-variant-numeric:tabular-nums}
 .wide{overflow-x:auto}.wide:focus-visible{outline:2px solid var(--s0)}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:6px 12px 6px 0;vertical-align:top;
 border-bottom:1px solid var(--rule)}th{font-weight:600;color:var(--soft);font-size:14px}
@@ -83,7 +79,7 @@ def page(record: Mapping[str, Any]) -> str:
             f'<p class="sub">{escape(str(recipe.get("description", "")))}</p>',
             _outcome(record),
             *(_box("note", f"<strong>Not run:</strong> {escape(text)}") for text in record.get("not_run", ())),
-            _figures(record),
+            f"<h2>Figures</h2>{_run_table([of_record(record)])}" if record["measurements"] else "",
             f'<h2>Curves</h2>{CONTROLS}<div class="charts">{_charts(record["jobs"])}</div>',
             f"<h2>Checks</h2>{verdict_table(record['verdicts'])}",
             f"<h2>What ran</h2>{_what(record)}",
@@ -217,31 +213,6 @@ def _outcome(record: Mapping[str, Any]) -> str:
     more = f", {skipped} were skipped" if skipped else ""
     text = f"<strong>✗ Failed.</strong> {len(failed)} of {len(verdicts)} checks do not hold{more}."
     return _box("fail", text, failed)
-
-
-def _figures(record: Mapping[str, Any]) -> str:
-    figures = record["measurements"]
-    seconds = sum(job.get("seconds", 0.0) for job in record["jobs"])
-
-    def number(key: str, form: str) -> str:
-        value = figures.get(key)
-        return _NONE if value is None else format(value, form)
-
-    shown = {
-        "First loss": number("first_loss", ".4f"),
-        "Last loss": number("last_loss", ".4f"),
-        "Tokens/s per rank": number("tokens_per_second", ",.0f"),
-        "Spread of it": number("spread", ".0%"),
-        "TFLOP/s, causal": number("tflops_causal", ",.4g"),
-        "TFLOP/s, non-causal": number("tflops_non_causal", ",.4g"),
-        "MFU, causal": f"{mfu['causal']:.1%} of {mfu['peak_tflops']:,g}" if (mfu := figures.get("mfu")) else _NONE,
-        "Memory, peak": number("memory_gib", ".2f") + (" GiB" if figures.get("memory_gib") is not None else ""),
-        "Precision": str(record["recipe"]["precision"]),
-        "All jobs": f"{seconds:.0f} s",
-    }
-    return '<dl class="figures">' + "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in shown.items()
-    ) + "</dl>"  # fmt: skip
 
 
 _COLOURS = {"base": 0, "repeat": 1, "resume": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,7 +104,7 @@ def read(path: Path) -> Run:
     if path.is_dir() and (path / "record.json").is_file():
         path = path / "record.json"
     try:
-        data = _job(path) if path.is_dir() else _record(path)
+        data = _job(path) if path.is_dir() else _record(_document(path).data)
         document = Document(name=str(path), data=data, places={}, typed=True)
         run = replace(build(Run, document), source=path)
     except NoResult:
@@ -144,12 +145,15 @@ def _job(folder: Path) -> dict[str, Any]:
     }
 
 
-def _record(path: Path) -> dict[str, Any]:
+def of_record(record: Mapping[str, Any]) -> Run:
+    """Return the run of a validation's record, whose first job ran."""
+    data = json.loads(json.dumps(_record(record)))
+    return build(Run, Document(name="record", data=data, places={}, typed=True))
+
+
+def _record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a run from the record of a validation."""
-    record = _document(path).data
     recipe, base = record["recipe"], record["jobs"][0]
-    if not base.get("series"):
-        raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
     return {
         "label": f"{record['target']} {recipe['name']}",
         "recipe": recipe["name"],
@@ -160,7 +164,7 @@ def _record(path: Path) -> dict[str, Any]:
         "verdicts": record["verdicts"],
         "summary": record["measurements"],
         "image": {key: value for key, value in record["image"].items() if isinstance(value, str)},
-        **_common(recipe, recipe["settings"], record["facts"], base["series"]),
+        **_common(recipe, recipe["settings"], record["facts"], base.get("series") or ()),
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,13 +16,16 @@ import gits
 from amd_channel import registry
 from host_tools import needs
 from primus.errors import CheckFailed
+from primus.oci.canonical import digest_of
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
 from primus.release import publish as publishing
+from primus.release.documents import GATES
+from primus.release.policy import Policy
 from primus.release.publish import Ready, prepare, publish
-from primus.release.registry import Repository
+from primus.release.registry import Document, Repository
 from project_kit import Kit, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "git")]
@@ -40,12 +45,10 @@ def world(tmp_path_factory: pytest.TempPathFactory, repository: str) -> tuple[Ki
     gits.git(kit.root, "init", "-q")
     gits.git(kit.root, "add", ".")
     gits.git(kit.root, "commit", "-q", "-m", "v26.11")
-    kit.build("demo")
     old = ready(kit)
     publish(old, Project(kit.root).workspace.store, repository, Progress())
     kit.edit("versions.yaml", "release: v26.11", "release: v26.12")
     kit.write("parts/alpha/new.txt", "new")
-    kit.build("demo")
     return kit, old, ready(kit)
 
 
@@ -54,10 +57,13 @@ def kit(world: tuple[Kit, Ready, Ready]) -> Kit:
     return world[0]
 
 
-def ready(kit: Kit) -> Ready:
+def ready(kit: Kit, target: str = "demo") -> Ready:
+    kit.build(target)
     project = Project(kit.root)
-    plan = plan_image(resolve(project, "demo"), project.workspace.stats)
-    checked = prepare(plan, project.workspace, records=kit.root / "none", preview=False, progress=Progress())
+    plan = plan_image(resolve(project, target), project.workspace.stats)
+    checked = prepare(
+        plan, project.workspace, records=kit.root / "none", preview=False, policy=Policy(), progress=Progress()
+    )
     return replace(checked, objections=())
 
 
@@ -85,13 +91,15 @@ def test_release_notes_are_markdown_and_text_fits_80_columns(kit: Kit, monkeypat
     assert max(map(len, kit.primus("diff", "v26.11-demo", "v26.12-demo").out.splitlines())) <= 80
 
 
-def test_an_unknown_name_is_one_sentence_with_what_exists(kit: Kit, tmp_path: Path) -> None:
+def test_an_unknown_name_is_one_sentence_with_what_exists(kit: Kit, repository: str) -> None:
     result = kit.primus("diff", "v26.13-demo", "v26.12-demo")
     assert result.code == 2
     for part in ("'v26.13-demo'", "pins v26.12", "v26.11-demo, v26.12-demo", "v24.12 to v26.8", "did you mean"):
         assert part in result.err
     broken = kit.primus("diff", "127.0.0.1:1/rocm/primus:v26.11-demo", "v26.12-demo")
     assert broken.code == 3 and "does not answer" in broken.err
+    absent = kit.primus("diff", f"{repository}:v26.10-demo", "v26.12-demo")
+    assert absent.code == 2 and "has no image v26.10-demo\n  → did you mean 'v26.11-demo'" in absent.err
 
 
 def test_a_tag_moves_forwards_and_back_and_that_of_a_release_does_not(
@@ -130,3 +138,45 @@ def test_of_two_publishers_of_one_tag_one_says_that_it_lost(
         digest = Repository(repository).digest(tag)
         assert said.count(str(digest)) == 1, said
         assert sum(f"{tag} is" in one and str(digest) in one for one in said) == 1, said
+
+
+# What these lines do is tested where an index, or a real image, is: test_lock_verb.py and test_cpu_image.py.
+ELSEWHERE = ("primus bump transformers", "primus validate cpu")
+
+
+def test_the_page_about_releases_runs_as_written(tmp_path: Path, repository: str) -> None:
+    kit = make_project(tmp_path / "project")
+    kit.write("images/cpu.yaml", (kit.root / "images/demo.yaml").read_text() + "recipes: [one]\n")
+    kit.write(".gitignore", ".primus\nout\n")
+    gits.commit(kit.root, {})
+    for name, value in (("name", "t"), ("email", "t@example.invalid")):
+        gits.git(kit.root, "config", f"user.{name}", value)
+    repository += "-page"
+    publish(ready(kit, "cpu"), Project(kit.root).workspace.store, repository, Progress())
+    page = (Path(__file__).parents[2] / "docs/release.md").read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, re.S) for line in block.splitlines()]
+    assert len(lines) > 12
+    for line in lines:
+        if line == "primus validate cpu":
+            record(kit)
+        if not line.startswith(ELSEWHERE):
+            words = shlex.split(line.replace("registry.example.com/rocm/primus", repository))
+            result = kit.primus(*words[1:])
+            assert result.code == 0, (line, result.err)
+    there = Repository(repository)
+    assert there.digest("latest-cpu") == there.digest("v26.11-cpu") != there.digest("v26.12-cpu") is not None
+    there.attach([Document(media_type=GATES, name="gates.json", data=b"[]")], ready(kit, "cpu").subject)
+    result = kit.primus("diff", f"{repository}:v26.12-cpu", "HEAD")
+    assert result.code == 2 and "gates.json" in result.err and "was not written by primus" in result.err
+
+
+def record(kit: Kit) -> None:
+    """What a validation of the built image would leave."""
+    content = digest_of(ready(kit, "cpu").image.config)
+    runs = [{"name": name, "ran": True} for name in ("base", "repeat", "resume", "accumulation")]
+    passed = {
+        "image": {"content": content}, "recipe": {"name": "one", "sha256": "0" * 64, "precision": "bf16"},
+        "suite": {"sha256": "0" * 64},
+        "passed": True, "gpu": "none", "machine": {}, "facts": {}, "made": "2026-11-26T00:00:00Z", "not_run": [],
+    }  # fmt: skip
+    kit.write("out/validation/cpu/one/record.json", json.dumps({**passed, "verdicts": [], "jobs": runs}))

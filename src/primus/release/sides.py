@@ -21,7 +21,7 @@ from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
 from primus.release import golden
 from primus.release.diff import one_of
-from primus.release.documents import GATES, LOCK
+from primus.release.documents import GATES, LOCK, VALIDATION
 from primus.release.gate_record import load_gate_records, lock_mark
 from primus.release.history import (
     IMAGE,
@@ -216,6 +216,11 @@ def _of_store(project: Project, ref: str) -> Side:
 
 
 def _of_registry(name: str, tag: str) -> Side:
+    registry = Repository(name)
+    if registry.digest(tag) is None:
+        tags = registry.tags()
+        hint = did_you_mean(tag, tags, most=3) or f"its tags: {', '.join(tags[-9:]) or 'none'}"
+        raise InputError(f"{name} has no image {tag}", hint=hint)
     reference = f"docker://{name}{'@' if tag.startswith('sha256:') else ':'}{tag}"
     trust = "--tls-verify=false" if plain_http(name) else "--tls-verify=true"
     about = json.loads(skopeo("inspect", "--no-tags", trust, reference))
@@ -224,17 +229,20 @@ def _of_registry(name: str, tag: str) -> Side:
     names = _layer_names(config.get("history", ()), about["Layers"])
     sizes = {layer: int(data["Size"]) for layer, data in zip(names, about.get("LayersData") or (), strict=False)}
     found = _of_config(config, digest, name, tag, "image of the registry", sizes)
-    registry = Repository(name)
     parts: dict[str, Part] = {}
     records = []
     for document in map(registry.document, registry.referrers(digest)):
-        if document.media_type == LOCK:
-            lock = loads(document.data, document.name)
-            parts["packages"] = {f.name: f.version for f in _in_image(lock)}
-        elif document.media_type == GATES:
-            parts["gates"] = _gates(json.loads(document.data), "")
-        elif document.name.startswith("validation-"):
-            records.append(json.loads(document.data))
+        try:
+            if document.media_type == LOCK:
+                packages = _in_image(loads(document.data, document.name))
+                parts["packages"] = {f.name: f.version for f in packages}
+            elif document.media_type == GATES:
+                parts["gates"] = _gates(json.loads(document.data), "")
+            elif document.media_type == VALIDATION:
+                records += [record] if golden.curves_of([record := json.loads(document.data)], "") else []
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{document.name} of {name}@{digest} was not written by primus: {type(error).__name__} {error}"
+            raise InputError(what, hint="publish the image again") from None
     curves = {"release": found.release.reference, "curves": golden.curves_of(records, "")} if records else {}
     return Side(release=found.release, parts={**found.parts, **parts}, curves=curves)
 

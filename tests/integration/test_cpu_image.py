@@ -16,7 +16,7 @@ from host_tools import needs
 from loopback import make_wheel
 from primus.recipes.choose import supported
 from primus.recipes.load import read
-from primus.release.documents import GATES, IN_TOTO, LOCK, SPDX, VALIDATION
+from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.registry import Repository
 from project_kit import Kit
 
@@ -214,7 +214,7 @@ def test_it_is_published_with_its_evidence_or_not_at_all(
         assert done.out.splitlines()[-1] == f"{name}@{digest}"
         assert there.digest("v26.11-cpu") == digest
         documents = {m["artifactType"]: m["digest"] for m in there.referrers(digest)}
-        assert set(documents) == {VALIDATION, GATES, LOCK, SPDX, IN_TOTO}
+        assert set(documents) == {VALIDATION, GATES, LOCK, SPDX, CYCLONEDX, IN_TOTO}
         lock = fetch(name, documents[LOCK], tmp_path / "lock")
         assert lock == (kit.root / "images/locks/pypi/cpu.json").read_bytes()
         record = json.loads(fetch(name, documents[VALIDATION], tmp_path / "validation"))

@@ -77,7 +77,10 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     layers = zip(plan.layers, image.layers, strict=True)
     facts = {action.name: examine_layer(project.workspace, layer) for action, layer in layers}
     outcome = judge(Examined(image=image, facts=facts, workspace=project.workspace))
-    evidence = (*documents(image, outcome, "c" * 40, ()), record(canonical.digest_of(image.config), image.digest))
+    evidence = (
+        *documents(image, outcome, facts, "c" * 40, ()),
+        record(canonical.digest_of(image.config), image.digest),
+    )
     return Ready(image=image, tag=TAG, documents=evidence, objections=()), project.workspace.store
 
 
@@ -268,8 +271,14 @@ def flip(data: bytes) -> bytes:
     return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
 
 
-DOCUMENTS = ("sbom.spdx.json", "provenance.json", "lock.json", "gates.json", "validation-")
-STATEMENTS = {SIGNATURE: "signature", PROVENANCE: "provenance.json", BILL: "sbom.spdx.json", TEST_RESULT: "validation-"}
+DOCUMENTS = ("sbom.spdx.json", "sbom.cdx.json", "provenance.json", "lock.json", "gates.json", "validation-")
+STATEMENTS = {
+    SIGNATURE: "signature",
+    PROVENANCE: "provenance.json",
+    BILL: "sbom.spdx.json",
+    "https://cyclonedx.org/bom": "sbom.cdx.json",
+    TEST_RESULT: "validation-",
+}
 DIFFERENT = put("subject", 0, "digest", "sha256", value="e" * 64)
 OTHER = put("predicate", "more", value=1)
 
@@ -318,12 +327,13 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
         lambda w: w.there.tag("v26.12-demo", w.ready.image.manifest), "tag: v26.12-demo names the image that was signed as v26.11-demo",
     ),
     # The owner of the key is wrong, or lies.
-    "bill with another version": (resigned("sbom", put("packages", 1, "versionInfo", value="2.0")), "sbom.*small is 1.0 in the image, 2.0 in sbom"),
-    "bill with another file": (resigned("sbom", put("packages", 1, "checksums", 0, "checksumValue", value="f" * 64)), "sbom.*only sbom.spdx.json has small 1.0 with sha256 ffff"),
-    "bill without a package": (resigned("sbom", put("relationships", value=lambda r: r[1:])), "sbom.*small 1.0 is in the image, sbom.* has no such wheel"),
-    "bill with a package more": (resigned("sbom", put("relationships", value=lambda r: [*r, {**r[0], "relatedSpdxElement": r[1]["spdxElementId"]}])), "sbom.*tool 1.0 is in sbom.*, the image has no such"),
-    "bill of another image": (resigned("sbom", put("packages", 0, "checksums", 0, "checksumValue", value="f" * 64)), "sbom.*about another image"),
-    "damaged bill": (resigned("sbom", put("packages", value=7)), "sbom.*it is damaged"),
+    "bill with another version": (resigned("sbom.spdx", put("packages", 1, "versionInfo", value="2.0")), "sbom.*small is 1.0 in the image, 2.0 in sbom"),
+    "bill with another file": (resigned("sbom.spdx", put("packages", 1, "checksums", 0, "checksumValue", value="f" * 64)), "sbom.*only sbom.spdx.json has small 1.0 with sha256 ffff"),
+    "bill without a package": (resigned("sbom.spdx", put("relationships", value=lambda r: r[1:])), "sbom.*small 1.0 is in the image, sbom.* has no such wheel"),
+    "bill with a package more": (resigned("sbom.spdx", put("relationships", value=lambda r: [*r, {**r[0], "relatedSpdxElement": r[1]["spdxElementId"]}])), "sbom.*tool 1.0 is in sbom.*, the image has no such"),
+    "bill of another image": (resigned("sbom.spdx", put("packages", 0, "checksums", 0, "checksumValue", value="f" * 64)), "sbom.*about another image"),
+    "other components": (resigned("sbom.cdx", put("components", 0, "purl", value="pkg:pypi/large@1.0")), "sbom.cdx.json: it differs from sbom.spdx.json in pkg:pypi/large@1.0"),
+    "damaged bill": (resigned("sbom.spdx", put("packages", value=7)), "sbom.*it is damaged"),
     "lock with another version": (resigned("lock", put("files", 0, "version", value="2.0")), "sbom.*only lock.json has small 2.0"),
     "lock with another file": (resigned("lock", put("files", 0, "sha256", value="f" * 64)), "provenance.*dependencies are not the files of lock"),
     "provenance of other layers": (resigned("provenance", put("predicate", "buildDefinition", "internalParameters", "layers", "alpha", value="0")), "provenance.*layer alpha: action 0 built it"),
@@ -386,10 +396,10 @@ def test_signing_elsewhere_ends_with_the_tag(world: World, tmp_path: Path) -> No
     kit = Kit(tmp_path)
     nobody = kit.primus("sign", "sign")
     assert (nobody.code, "who signs?" in nobody.err) == (2, True)
-    for number in (4, 4):  # the second time, nothing is attached anew
+    for number in (5, 5):  # the second time, nothing is attached anew
         done = kit.primus("sign", "sign", "--key", world.key("ours"))
         assert (done.code, f"{number} statements signed" in done.out) == (0, True), done.err
-        assert len(there.documents(world.digest, BUNDLE)) == 4
+        assert len(there.documents(world.digest, BUNDLE)) == 5
     words = ("verify", "--image", f"{there.name}:{TAG}", "--key", str(world.root / "ours.pub"))
     assert kit.primus(*words).out.splitlines()[-1] == "verified"
     wrong = kit.primus(*words[:-1], str(world.root / "others.pub"))

@@ -83,7 +83,10 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     width = max(len(report.gate) for report in outcome.reports)
     lines = [f"{outcome.ref} {outcome.digest}"]
     for report in outcome.reports:
-        head = f"  {screen.verdict(report.passed)} {report.gate:<{width}}  "
+        # A gate that passed with a warning, such as a key in a published package, does not look as if nothing was found.
+        warned = report.passed and any(finding.severity == "warning" for finding in report.findings)
+        sign = screen.paint(_SIGNS["warning"]) if warned else screen.verdict(report.passed)
+        head = f"  {sign} {report.gate:<{width}}  "
         lines += screen.wrap(report.summary, head, " " * (width + 6))
         for finding in report.findings:
             inside = finding.layer and finding.path

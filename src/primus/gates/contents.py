@@ -21,7 +21,10 @@ Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
 _METADATA = re.compile(r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA")
 # Nine of ten requirements are for an extra, and parsing them is slow. Markers with `or` are left to the parser.
 _OF_EXTRA = r"^(?!.*\sor\s).*;.*\bextra\s*==\s*[\"']"
+_ROWS = r"^(Name|Version|Requires-Dist|License-Expression|License|Classifier): (.+?)\s*$"
 _STATUS = "var/lib/dpkg/status"
+# The text is in the folder of a package, which may be a link to that of another package from the same source.
+COPYRIGHT = re.compile(r"usr/share/doc/([^/]+)(/copyright)?")
 # One file per package, in images whose dpkg database belongs to another layer.
 _STATUS_OF_PACKAGE = f"{_STATUS}.d/"
 # File name → (component, how the macros of its version begin).
@@ -42,7 +45,7 @@ _VERSION_IN_NAME = r"lib(hipblaslt|MIOpen)\.so\.([0-9]+\.[0-9]+(?:\.[0-9]{1,3})?
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """A version that a file of the image states.
+    """A version that a file of the image states, and the rows about its licence in a wheel's metadata.
 
     ``name`` is normalised for wheels, the component for headers and libraries. ``requires`` are a wheel's
     requirements (PEP 508) without those of its extras.
@@ -53,6 +56,7 @@ class Stated:
     version: str
     path: str
     requires: tuple[str, ...] = ()
+    licence: tuple[tuple[str, str], ...] = ()
 
 
 def states_versions(path: str) -> bool:
@@ -70,14 +74,14 @@ def stated_in(path: str, text: str) -> list[Stated]:
             if package.get("Status", "").endswith(" installed")
         ]
     if _METADATA.fullmatch(path):
-        rows = re.findall(r"^(Name|Version|Requires-Dist): (.+?)\s*$", text.partition("\n\n")[0], re.M)
+        rows = re.findall(_ROWS, text.partition("\n\n")[0], re.M)
         head = dict(rows)
         if not {"Name", "Version"} <= set(head):
             return []
         requires = tuple(value for name, value in rows if name == "Requires-Dist" and not re.search(_OF_EXTRA, value))
-        return [
-            Stated(kind="wheel", name=normalised(head["Name"]), version=head["Version"], path=path, requires=requires)
-        ]
+        licence = tuple((n, v) for n, v in rows if n.startswith("License") or v.startswith("License ::"))
+        name, version = normalised(head["Name"]), head["Version"]
+        return [Stated(kind="wheel", name=name, version=version, path=path, requires=requires, licence=licence)]
     component, prefix = _HEADERS.get(path.rpartition("/")[2], ("", ""))
     numbers = dict(re.findall(rf"^\s*#\s*define\s+{prefix}_(MAJOR|MINOR|PATCH)\s+(\d+)", text, re.M)) if prefix else {}
     if len(numbers) < 3:

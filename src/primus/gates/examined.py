@@ -23,6 +23,7 @@ from primus.errors import InputError
 from primus.files import read_sealed, write_sealed
 from primus.gates.codeobjects import PACK, Code, Library, code_in, is_kernel_file, library_of
 from primus.gates.contents import (
+    COPYRIGHT,
     Scanner,
     Stated,
     Trace,
@@ -56,7 +57,7 @@ Severity = Literal["error", "warning", "note"]
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
     """Facts about a layer. ``folders`` maps each folder to the bytes and number of its files, ``unreadable`` paths
-    to reasons.
+    to reasons. ``copyrights`` maps Debian packages to the text about their licences, or to a package with the same one.
     """
 
     folders: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class LayerFacts:
     stated: tuple[Stated, ...] = ()
     traces: tuple[Trace, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    copyrights: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +144,22 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), stop
     """
     folders: dict[str, tuple[int, int]] = {}
     code, libraries = list[Code](), list[Library]()
-    stated, traces, unreadable = list[Stated](), list[Trace](), dict[str, str]()
+    stated, traces, unreadable, copyrights = list[Stated](), list[Trace](), dict[str, str](), dict[str, str]()
     for member in members:
         if stop is not None and stop.is_set():
             raise InterruptedError
         path, size = member.path, member.size
         traces += path_traces(path, member.kind)
+        documented = COPYRIGHT.fullmatch(path)
+        if documented and member.kind == "symlink" and not documented[2]:
+            copyrights[documented[1]] = member.link.rpartition("/")[2]
         if member.kind != "file":
             continue
         folder = path.rpartition("/")[0]
         total, count = folders.get(folder, (0, 0))
         folders[folder] = total + size, count + 1
         scanner = Scanner(path, machine_paths)
-        is_text = size <= _TEXT_SIZE and (states_versions(path) or reads_text(path))
+        is_text = size <= _TEXT_SIZE and bool(documented or states_versions(path) or reads_text(path))
         with member.open() as stream, tempfile.SpooledTemporaryFile(max_size=_SPOOLED_IN_MEMORY) as copy:
             first = stream.read(_CHUNK)
             is_copied = is_text or first.startswith(_COPIED)
@@ -177,9 +182,11 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), stop
                 text = copy.read().decode("utf-8", "replace")
                 stated += stated_in(path, text)
                 traces += text_traces(path, text)
+                if documented and documented[2]:
+                    copyrights[documented[1]] = text
     return LayerFacts(
         folders=folders, code=tuple(code), libraries=tuple(libraries), stated=tuple(stated), traces=tuple(traces),
-        unreadable=unreadable,
+        unreadable=unreadable, copyrights=copyrights,
     )  # fmt: skip
 
 

@@ -40,12 +40,13 @@ _MOST_RATIO = 100
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """One path of a layer, without a leading slash. ``open`` streams a file's bytes, once, while the file is the
-    current member.
+    current member. ``link`` is where a symlink leads.
     """
 
     path: str
     kind: Kind | Literal["other"] = "file"
     size: int = 0
+    link: str = ""
     open: Callable[[], IO[bytes]]
 
 
@@ -83,6 +84,7 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
                         path=info.name.removeprefix("./").strip("/"),
                         kind=KINDS.get(info.type, "other"),
                         size=info.size if info.isreg() else 0,
+                        link=info.linkname,
                         open=lambda info=info: _open(archive, info),  # type: ignore[misc]
                     )
         # ValueError is for the numbers of a sparse file, RecursionError for thousands of extended headers in a row.

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from primus import __version__
 from primus.errors import InputError
 from primus.oci import canonical
+from primus.release.licences import Licences, licences
 from primus.release.registry import Document
 from primus.terminal import PLAIN
 from primus.versions.lock import LockedFile
@@ -23,6 +24,7 @@ from primus.versions.lock import LockedFile
 if TYPE_CHECKING:
     from primus.engine.image import Composed
     from primus.gates.check import Outcome
+    from primus.gates.examined import LayerFacts
 
 GATES = "application/vnd.primus.gates.v1+json"
 LOCK = "application/vnd.primus.lock.v1+json"
@@ -35,17 +37,20 @@ _IMAGE = "SPDXRef-image"
 _WORDS = {"CONTAINS": "inside", "GENERATED_FROM": "built from", "BUILD_TOOL_OF": "needed by a build"}
 
 
-def documents(image: Composed, outcome: Outcome, commit: str | None, edited: Sequence[str]) -> tuple[Document, ...]:
-    """Return the image's bill of materials, lock, gate findings, and provenance, which names the others' hashes.
+def documents(
+    image: Composed, outcome: Outcome, facts: Mapping[str, LayerFacts], commit: str | None, edited: Sequence[str]
+) -> tuple[Document, ...]:
+    """Return the image's bills of materials, lock, gate findings, and provenance, which names the others' hashes.
 
-    ``edited`` are the files that differ from ``commit``.
+    ``facts`` are those of its layers. ``edited`` are the files that differ from ``commit``.
     """
     resolved = image.plan.resolved
     files = [Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json()))]
     if resolved.lock:
-        spdx = canonical.dumps(bill(image, commit, edited))
+        spdx = bill(image, commit, edited, licences(facts))
         files.append(Document(media_type=LOCK, name="lock.json", data=resolved.lock_path.read_bytes()))
-        files.append(Document(media_type=SPDX, name="sbom.spdx.json", data=spdx))
+        files.append(Document(media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(spdx)))
+        files.append(Document(media_type=CYCLONEDX, name="sbom.cdx.json", data=canonical.dumps(cyclonedx(spdx))))
     provenance = statement(image, None if edited else commit, files)
     return (*files, Document(media_type=IN_TOTO, name="provenance.json", data=canonical.dumps(provenance)))
 
@@ -104,7 +109,7 @@ def statement(image: Composed, commit: str | None, others: Sequence[Document]) -
     }
 
 
-def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
+def bill(image: Composed, commit: str | None, edited: Sequence[str], licensed: Licences) -> dict[str, Any]:
     """Return the bill of materials of the image, as SPDX 2.3. Raises InputError if its target has no lock.
 
     A file that only a build needed is ``BUILD_TOOL_OF`` the image. The image is ``GENERATED_FROM`` a source that was
@@ -122,9 +127,11 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str
     packages, relations = [whole], []
     for file in resolved.lock.files:
         name = _identifier("-".join(filter(None, (file.kind, file.base, file.name, file.version))))
+        kind = "deb" if file.kind == "deb" else "wheel"
         packages.append(
             {
                 **_package(name, file.name, file.version),
+                "licenseDeclared": licensed.declared.get(f"{kind} {file.name}", _UNKNOWN),
                 "packageFileName": file.file,
                 "checksums": [{"algorithm": "SHA256", "checksumValue": file.sha256}],
                 "externalRefs": [
@@ -152,7 +159,39 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str
         "creationInfo": {"created": image.plan.config["created"], "creators": [f"Tool: primus-images-{__version__}"]},
         "documentDescribes": [_IMAGE],
         "packages": packages,
+        "hasExtractedLicensingInfos": [
+            {"licenseId": reference, "name": reference[11:-9], "extractedText": text}
+            for reference, text in sorted(licensed.texts.items())
+        ],
         "relationships": relations,
+    }
+
+
+def cyclonedx(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document of :func:`bill` as CycloneDX 1.6. What only a build needed is ``excluded`` from the image."""
+    whole, *packages = document["packages"]
+    tools = {r["spdxElementId"] for r in document["relationships"] if r["relationshipType"] == "BUILD_TOOL_OF"}
+
+    def component(package: Mapping[str, Any]) -> dict[str, Any]:
+        hashes = [{"alg": "SHA-256", "content": sum_["checksumValue"]} for sum_ in package.get("checksums", ())]
+        declared = package["licenseDeclared"]
+        return {
+            "bom-ref": package["SPDXID"],
+            "type": "container" if package is whole else "library",
+            "name": package["name"],
+            "version": package["versionInfo"],
+            "scope": "excluded" if package["SPDXID"] in tools else "required",
+            **({"hashes": hashes} if hashes else {}),
+            **({"purl": package["externalRefs"][0]["referenceLocator"]} if "externalRefs" in package else {}),
+            **({"licenses": [{"expression": declared}]} if declared != _UNKNOWN else {}),
+        }
+
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"timestamp": document["creationInfo"]["created"], "component": component(whole)},
+        "components": [component(package) for package in packages],
     }
 
 
@@ -163,7 +202,8 @@ def listing(document: Mapping[str, Any]) -> str:
     for relation in document["relationships"]:
         (other,) = {relation["spdxElementId"], relation["relatedSpdxElement"]} - {_IMAGE}
         package = packages[other]
-        rows.append((package["name"], package["versionInfo"], _WORDS[relation["relationshipType"]]))
+        licence = package["licenseDeclared"].replace(_UNKNOWN, "licence not declared")
+        rows.append((package["name"], package["versionInfo"], _WORDS[relation["relationshipType"]], licence))
     return "\n".join(PLAIN.table(rows))
 
 

@@ -76,7 +76,10 @@ def prepare(
     return Ready(
         image=image,
         tag=resolved.ref if resolved.choice.suffix or not preview else f"{resolved.ref}-preview",
-        documents=(*documents(image, outcome, commit, edited), *map(_validation, evidence.of_this_image)),
+        documents=(
+            *documents(image, outcome, examined.facts, commit, edited),
+            *map(_validation, evidence.of_this_image),
+        ),
         objections=objections(evidence, policy, preview=preview),
     )
 

@@ -10,13 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
 from primus.errors import InputError
+from primus.gates.contents import Kind, Stated
+from primus.gates.examined import LayerFacts
 from primus.oci.canonical import digest_of
 from primus.release import publish
-from primus.release.documents import bill, listing, purl, statement
+from primus.release.documents import bill, cyclonedx, listing, purl, statement
+from primus.release.licences import Licences, licences
 from primus.release.registry import Document, artifact, listed, plain_http
 from primus.versions.lock import Lock, LockedFile, load
 
@@ -44,12 +49,77 @@ def image(lock: Lock, **local: str) -> Any:
     return SimpleNamespace(plan=plan, digest=DIGEST)
 
 
+COPYRIGHT = """\
+Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
+
+Files: *
+License: GPL-2+ or Artistic, and Expat
+
+Files: debian/*
+License: LGPL-2.1+
+ Text.
+
+Files: x
+License: mine
+
+License: mine
+ Do what
+ you like.
+"""
+WHEELS: dict[str, tuple[list[tuple[str, str]], str]] = {
+    "expression": ([("License-Expression", "MIT OR Apache-2.0"), ("License", "GPL")], "MIT OR Apache-2.0"),
+    "field": ([("License", "Apache 2.0"), ("Classifier", "License :: OSI Approved :: BSD License")], "Apache-2.0"),
+    "combined": ([("License", "MPL-2.0 AND MIT")], "MPL-2.0 AND MIT"),
+    "classifier": ([("License", "UNKNOWN"), ("Classifier", "License :: OSI Approved :: MIT License")], "MIT"),
+    "ambiguous": ([("License", "BSD")], "LicenseRef-BSD-49d9777d"),
+    "proprietary": ([("Classifier", "License :: Other/Proprietary License")], "LicenseRef-Other-Proprietary-License"),
+    "gnu": ([("License", "LGPL-3.0-or-later")], "LGPL-3.0-or-later"),
+    "silent": ([], ""),
+}
+DEBS = {
+    "machine": (COPYRIGHT, "((GPL-2.0-or-later OR Artistic-1.0) AND MIT) AND LGPL-2.1-or-later AND LicenseRef-mine-"),
+    "prose": ("Anybody may do anything.", "LicenseRef-copyright-"),
+    "linked": ("machine", "((GPL-2.0-or-later OR Artistic-1.0) AND MIT) AND LGPL-2.1-or-later AND LicenseRef-mine-"),
+    "bare": ("", ""),
+}
+
+
+def stated(kind: Kind, name: str, licence: list[tuple[str, str]] = []) -> Stated:  # noqa: B006
+    return Stated(kind=kind, name=name, version="1", path="x", licence=tuple(licence))
+
+
+FACTS = LayerFacts(
+    stated=(*(stated("wheel", name, rows) for name, (rows, _) in WHEELS.items()), *(stated("deb", n) for n in DEBS)),
+    copyrights={name: text for name, (text, _) in DEBS.items() if text},
+)
+
+
+def test_licences_are_those_that_packages_declare_and_never_guessed() -> None:
+    found = licences({"layer": FACTS})
+    for name, (_, expression) in WHEELS.items():
+        assert found.declared.get(f"wheel {name}", "").startswith(expression)
+    for name, (_, expression) in DEBS.items():
+        assert found.declared.get(f"deb {name}", "").startswith(expression)
+    assert {"wheel silent", "deb bare"}.isdisjoint(found.declared)
+    assert " Do what\n you like." in found.texts.values()
+    assert all(text in found.declared["deb machine"] for text in found.texts if "mine" in text)
+
+
+def declared(lock: Lock) -> Licences:
+    """Licences for two packages of the lock."""
+    found = licences({"layer": FACTS})
+    names = [f"{'deb' if file.kind == 'deb' else 'wheel'} {file.name}" for file in lock.files[:2]]
+    expressions = (found.declared["deb machine"], found.declared["wheel ambiguous"])
+    return Licences(declared=dict(zip(names, expressions, strict=True)), texts=found.texts)
+
+
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
 def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
     lock = read(path)
-    document = bill(image(lock, recipes="recipes"), "c" * 40, ["README.md"])
+    document = bill(image(lock, recipes="recipes"), "c" * 40, ["README.md"], declared(lock))
     parsed = JsonLikeDictParser().parse(json.loads(json.dumps(document)))
     assert [m.validation_message for m in validate_full_spdx_document(parsed)] == []
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(cyclonedx(document))) is None
     assert len(document["packages"]) == len(lock.files) + 2
     assert len({package["SPDXID"] for package in document["packages"]}) == len(document["packages"])
     assert document["packages"][-1]["versionInfo"] == "c" * 40 + "+edited"
@@ -57,7 +127,7 @@ def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
 
 def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     lock = read(ROOT / "images/locks/pypi/h200.json")
-    document = bill(image(lock), None, ())
+    document = bill(image(lock), None, (), Licences())
     names = {package["SPDXID"]: package for package in document["packages"]}
     kinds: dict[str, set[str]] = {}
     for relation in document["relationships"]:
@@ -72,7 +142,7 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     lines = listing(document).splitlines()
     assert len(lines) == len(lock.files)
     assert [line.split()[1:] for line in lines if line.startswith("transformer-engine-torch ")] == [
-        ["2.20.2", "built", "from"]
+        ["2.20.2", "built", "from", "licence", "not", "declared"]
     ]
 
 

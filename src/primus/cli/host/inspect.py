@@ -18,17 +18,17 @@ import zstandard
 from primus.cli.host.common import SEVERAL, SINGLE, resolved_target, resolved_targets
 from primus.cli.host.publish import PUBLISHED, verify_published
 from primus.cli.verb import flag, print_json, verb
-from primus.engine.image import Built, compose
+from primus.engine.image import Built
 from primus.engine.pipeline import Options, build
-from primus.errors import InputError
 from primus.gates.check import Gatekeeper, check_image, judge, outcome_text
 from primus.gates.examined import examine, rules_hash
 from primus.oci.store import Store
 from primus.plan.layers import plan_image
 from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
-from primus.release.documents import bill, checkout, listing
+from primus.release.documents import bill, checkout, cyclonedx, listing
 from primus.release.gate_record import gate_record, write_gate_record
+from primus.release.licences import licences
 from primus.terminal import Screen, Styled, bytes_text
 
 # Folders below this fraction of the image are left out.
@@ -66,21 +66,24 @@ def check(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-@verb(*SINGLE, example="primus sbom cpu --json > cpu.spdx.json")
+@verb(
+    *SINGLE,
+    flag("--cyclonedx", "print CycloneDX 1.6 instead of SPDX; implies --json"),
+    example="primus sbom cpu --json > cpu.spdx.json",
+)
 def sbom(args: argparse.Namespace) -> int:
-    """List the files that a built image is made of, as in its lock.
+    """List the files that a built image is made of, as in its lock, with the licences that they declare.
 
-    --json prints the SPDX 2.3 document, with checksums and package URLs, that `primus publish` stores beside the image.
+    --json prints the SPDX 2.3 document, with checksums, licences and package URLs, that `primus publish` stores beside
+    the image.
     """
     resolved, workspace = resolved_target(args)
-    image = compose(workspace.store, plan_image(resolved, workspace.stats))
-    if image is None:
-        raise InputError(
-            f"{resolved.ref} is not built from the current versions.yaml", hint=f"primus build {resolved.name}"
-        )
-    document = bill(image, *checkout(resolved.root))
+    with choose_progress(args.json) as progress:
+        examined = examine(plan_image(resolved, workspace.stats), workspace, progress)
+    document = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
     # As in the registry: every character that is not ASCII is escaped.
-    print(json.dumps(document, indent=1) if args.json else listing(document))
+    shown = cyclonedx(document) if args.cyclonedx else document
+    print(json.dumps(shown, indent=1) if args.json or args.cyclonedx else listing(document))
     return 0
 
 

@@ -83,7 +83,7 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     width = max(len(report.gate) for report in outcome.reports)
     lines = [f"{outcome.ref} {outcome.digest}"]
     for report in outcome.reports:
-        # A gate that passed with a warning, such as a key in a published package, does not look as if nothing was found.
+        # A gate that passed with a warning, such as a key in a published package, must not look like a clean one.
         warned = report.passed and any(finding.severity == "warning" for finding in report.findings)
         sign = screen.paint(_SIGNS["warning"]) if warned else screen.verdict(report.passed)
         head = f"  {sign} {report.gate:<{width}}  "

@@ -48,7 +48,7 @@ def licences(facts: Mapping[str, LayerFacts]) -> Licences:
             expression = _of_rows(item.licence, found.texts)
         else:
             text = copyrights.get(item.name, "")
-            expression = _of_copyright(copyrights.get(text, "") if len(text) < _SHORT else text, found.texts)
+            expression = _of_copyright(copyrights.get(text, text), found.texts)
         if expression:
             found.declared[f"{item.kind} {item.name}"] = expression
     return found

@@ -35,22 +35,6 @@ def test_a_start_that_does_not_fit_into_memory_is_said_to(python: list[str], tmp
     assert "Traceback" not in ended.stderr
 
 
-def test_a_search_ends_within_its_total_limit_and_can_go_on(python: list[str], tmp_path: Path) -> None:
-    command = [*python, "-m", "primus.cli.main", *words(tmp_path, "--json", "--total-limit", "2")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    tried = [run for run in found["runs"] if not run["reason"]]
-    assert [run["settings"] for run in tried] == [[]], "only the recipe's own settings, which everything is compared to"
-    assert found["not_tried"] == len(found["runs"]) - 1 > 0
-    assert not found["better"]
-    # Kept results cost no time, so a second command gets as far and says the same.
-    again = subprocess.run([one for one in command if one != "--json"], capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    assert "not tried within 2 s; run again to continue" in again.stdout
-    assert "the recipe's own settings are the fastest of those tried" in again.stdout
-
-
 @pytest.mark.slow  # 12 runs, two minutes
 def test_a_search_goes_on_after_an_interruption_and_its_file_trains(python: list[str], tmp_path: Path) -> None:
     file = tmp_path / "tuned.yaml"

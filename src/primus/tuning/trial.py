@@ -25,7 +25,6 @@ from primus.training import failure, launch
 from primus.training.outcome import RunResult, read_result
 from primus.tuning.throughput import Point, different, gain
 
-NOT_TRIED = "not tried: --total-limit"
 # Seconds that a run gets to end its ranks.
 _GRACE = 30
 
@@ -114,28 +113,19 @@ class Search:
     """The runs of a search so far.
 
     ``rows`` are the results by candidate, ``finals`` the rates of the final runs of the start and the winner. There are
-    ``pairs`` of them. ``total_limit`` are the seconds for the whole search, None: no limit. ``say`` prints progress.
+    ``pairs`` of them. ``say`` prints progress.
     """
 
-    def __init__(
-        self, points: Sequence[Point], trials: Trials, *, pairs: int, total_limit: float | None,
-        say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, points: Sequence[Point], trials: Trials, *, pairs: int, say: Callable[[str], None]) -> None:
         self.rows: list[tuple[Point, Result]] = []
         self.finals: tuple[list[float], list[float]] = [], []
-        self._start, self._trials, self._pairs, self._total_limit = points[0], trials, pairs, total_limit
+        self._start, self._trials, self._pairs = points[0], trials, pairs
         self._say = say
         self._most = sum(not point.out for point in points) + 2 * pairs
-        self._runs, self._spent, self._longest = 0, 0.0, 0.0
-        self._began = time.monotonic()
+        self._runs, self._spent = 0, 0.0
 
     def measure(self, point: Point) -> float | None:
-        """Return the rate of a point; None if it failed, has another loss than the start, or no time is left."""
-        # The final runs decide, so the search reserves time for them.
-        if not self._has_time(point, 0, runs=1 + 2 * self._pairs):
-            nothing = Result(tokens_per_second=None, memory_gib=None, losses=(), reason=NOT_TRIED, seconds=0)
-            self.rows.append((point, nothing))
-            return None
+        """Return the rate of a point; None if it failed, or has another loss than the start."""
         result = self._run(point, 0)
         if not result.reason and point is not self._start and point.recipe:
             tolerance = point.recipe.find("validation.accumulation_tolerance", 0.01)
@@ -148,11 +138,6 @@ class Search:
         """Run the start and ``winner`` in turns; return gain and spread. Raises CheckFailed if a run fails."""
         for number in range(1, self._pairs + 1):
             for point, rates in zip((self._start, winner), self.finals, strict=True):
-                if not self._has_time(point, number, runs=1):
-                    raise CheckFailed(
-                        f"--total-limit {self._total_limit}: no time is left for the final runs",
-                        hint="run the same command again to continue: finished runs are kept",
-                    )
                 result = self._run(point, number)
                 if result.reason or result.tokens_per_second is None:
                     raise CheckFailed(
@@ -161,13 +146,6 @@ class Search:
                     )
                 rates.append(result.tokens_per_second)
         return gain(*self.finals)
-
-    def _has_time(self, point: Point, number: int, runs: int) -> bool:
-        """Return whether ``runs`` runs of the point, each as long as the longest, fit in --total-limit."""
-        total = self._total_limit
-        if total is None or not self._runs or (point.recipe and self._trials.known(point.recipe, number)):
-            return True
-        return time.monotonic() - self._began + runs * self._longest <= total
 
     def _run(self, point: Point, number: int) -> Result:
         if point.recipe is None:
@@ -178,7 +156,6 @@ class Search:
             self._say(f"run {self._runs + 1} of at most {self._most}{self._left()}: {point.title}")
             result = self._trials.run(point.recipe, number)
         self._runs, self._spent = self._runs + 1, self._spent + result.seconds
-        self._longest = max(self._longest, result.seconds)
         rate = f"{result.tokens_per_second:,.0f} tokens/s/rank" if result.tokens_per_second else result.reason
         self._say(f"  {point.title}: {rate}{suffix}")
         return result

@@ -31,12 +31,12 @@ from primus.training import machine, start
 from primus.training.job import Job
 from primus.tuning.gemm import Key, Place, alone, check, dumping, folder_of, measure, merge, read_shapes
 from primus.tuning.throughput import Point, candidates, overlay, search
-from primus.tuning.trial import NOT_TRIED, Search, Trials, ending
+from primus.tuning.trial import Search, Trials, ending
 from primus.turbo.optimizations import missing_packages
 
 _STAGES = ("dump", "tune", "use")
 _OF_GEMM = ("stage", "dump_steps", "workers")
-_OF_THROUGHPUT = ("output", "dry_run", "pairs", "limit", "total_limit", "warmup")
+_OF_THROUGHPUT = ("output", "dry_run", "pairs", "limit", "warmup")
 _GIB = 2**30
 
 
@@ -67,7 +67,6 @@ def _count(name: str, meaning: str, metavar: str = "N", *, least: int = 1, defau
         _count("--pairs", "final runs of start and winner each (default: 3)", least=3, default=3),
         _count("--warmup", "first steps that do not count (default: 5)", default=5),
         _count("--limit", "seconds one run may take (default: 900)", "S", default=900),
-        _count("--total-limit", "seconds for the whole search (default: no limit)", "S"),
     ),
     JSON,
     example="primus tune gemm llama2-7b --stage tune",
@@ -221,7 +220,6 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
             points,
             trials,
             pairs=options.pairs,
-            total_limit=options.total_limit,
             say=(lambda _: None) if options.json else _say,
         )
         winner = search(points, rows.measure)
@@ -301,7 +299,6 @@ def _show_end(
             "spread": evidence[1] if evidence else None,
             "better": better,
             "output": written,
-            "not_tried": sum(result.reason == NOT_TRIED for _, result in rows.rows),
         }
         print_json(document)
         return
@@ -316,10 +313,8 @@ def _show_end(
     ]  # fmt: skip
     head = ("micro batch", "checkpointing", "turbo", "tokens/s/rank", "GiB", "")
     print("\n" + "\n".join(Screen.of().table(table, head=head, right={0, 3, 4})))
-    if untried := sum(result.reason == NOT_TRIED for _, result in rows.rows):
-        print(f"{counted(untried, 'candidate')} not tried within {options.total_limit} s; run again to continue")
     if evidence is None:
-        print(f"the recipe's own settings are the fastest{' of those tried' if untried else ''}")
+        print("the recipe's own settings are the fastest")
     elif not better:
         change = f"{abs(evidence[0]):.1%} {'faster' if evidence[0] > 0 else 'slower'}"
         print(f"no change: in alternating runs, {winner.title} is {change}; the spread is {evidence[1]:.1%}")

@@ -30,6 +30,7 @@ from silent import SILENT
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import outcome, ranks
+from primus.training.backend import backend_of
 from primus.training.job import Job, JobResult
 
 Row = dict[str, Any]
@@ -53,7 +54,8 @@ def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
 
 def write(job: Job) -> None:
     """Make the job's folder with the files that its ranks read."""
-    job.output.mkdir(parents=True)
+    (job.output / "cache").mkdir(parents=True)
+    backend_of(job.recipe).tokenize(job, lambda _: None)
     for file, text in ranks.files(job).items():
         (job.output / file).write_text(text, encoding="utf-8")
 

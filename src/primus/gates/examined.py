@@ -125,7 +125,7 @@ class Examined:
     @property
     def left_out(self) -> LeftOut:
         """The GPU code that the build left out of the image."""
-        return LeftOut.sum(layer.left_out for layer in self.image.layers)
+        return sum((layer.left_out for layer in self.image.layers), LeftOut())
 
 
 @cache

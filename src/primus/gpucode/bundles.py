@@ -10,7 +10,7 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import IO, Any
 
@@ -185,11 +185,10 @@ class Inflated:
 
 @dataclass(kw_only=True)
 class Removed:
-    """What was removed from a file: number of code objects, their bytes, and the targets they were for."""
+    """What was removed from a file: number of code objects, and their bytes."""
 
     objects: int = 0
     size: int = 0
-    targets: list[str] = field(default_factory=list)
 
 
 def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Removed | None:
@@ -230,7 +229,6 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Remove
             continue
         removed.objects += sum(p.size > 0 for p in idle)
         removed.size += bundle.length - length if bundle.version else sum(p.size for p in idle)
-        removed.targets += [str(p.target) for p in idle if p.size and p.target not in removed.targets]
         at += bundle.length
     _copy(source, at, size - at, out)
     out.truncate(size)

@@ -16,16 +16,16 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from primus import files
 from primus.errors import HostError, InputError
 from primus.oci import canonical
 from primus.schema import build, described, read_json
-from primus.terminal import bytes_text
+from primus.terminal import bytes_text, counted
 from primus.yamlfile import Document
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -58,50 +58,19 @@ class Blob:
         return {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
 
 
-class LeftOut(NamedTuple):
-    """Number and bytes of the files left out; number of code objects removed from files, and their bytes; path and
-    targets of each file that lost code. It is a row in JSON records.
-    """
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Number and bytes of the files left out; number of the files that lost code, of their code objects, and bytes."""
 
     files: int = 0
     size: int = 0
+    pruned: int = 0
     objects: int = 0
     freed: int = 0
-    targets: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
-    @classmethod
-    def of(cls, row: Sequence[Any]) -> LeftOut:
-        """Create it from a row of a record. Raises ValueError for a row of another length."""
-        number, size, objects, freed, targets = row
-        return cls(number, size, objects, freed, tuple((path, tuple(names)) for path, names in targets))
-
-    @classmethod
-    def sum(cls, several: Iterable[LeftOut]) -> LeftOut:
-        """Return the sum of several."""
-        rows = list(several)
-        return cls(
-            files=sum(row.files for row in rows),
-            size=sum(row.size for row in rows),
-            objects=sum(row.objects for row in rows),
-            freed=sum(row.freed for row in rows),
-            targets=tuple(target for row in rows for target in row.targets),
-        )
-
-    def and_file(self, size: int) -> LeftOut:
-        """Add one file."""
-        return self._replace(files=self.files + 1, size=self.size + size)
-
-    def and_code(self, path: str, objects: int, freed: int, targets: Sequence[str]) -> LeftOut:
-        """Add the code objects removed from one file."""
-        more = ((path, tuple(targets)),) if objects else ()
-        return self._replace(objects=self.objects + objects, freed=self.freed + freed, targets=self.targets + more)
-
-    def inside(self, path: str) -> list[str]:
-        """Return the targets of the code removed from the file ``path`` or, if it ends with ``/``, from the
-        files in that folder.
-        """
-        named = (of for name, of in self.targets if name == path or (path.endswith("/") and name.startswith(path)))
-        return sorted({target for of in named for target in of})
+    def __add__(self, other: LeftOut) -> LeftOut:
+        """Return the sum of both."""
+        return LeftOut(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def text(self) -> str:
         """Describe it in words; empty if nothing was left out."""
@@ -109,7 +78,7 @@ class LeftOut(NamedTuple):
         if self.files:
             sentences.append(f"{self.files:,} kernel files left out, {bytes_text(self.size)}")
         if self.objects:
-            where = f"{len(self.targets)} {'file' if len(self.targets) == 1 else 'files'}"
+            where = counted(self.pruned, "file")
             sentences.append(f"{self.objects:,} code objects taken out of {where}, {bytes_text(self.freed)}")
         return "; ".join(sentences)
 
@@ -269,9 +238,7 @@ class Store:
         """
         record = self.record("actions", key)
         try:
-            fields = dict((record or {})["layer"])
-            left_out = LeftOut.of(fields.pop("left_out"))
-            layer = replace(build(Layer, Document(name=key, data=fields, places={}, typed=True)), left_out=left_out)
+            layer = build(Layer, Document(name=key, data=(record or {})["layer"], places={}, typed=True))
         except (KeyError, TypeError, ValueError, InputError):
             return None
         return layer if self.has(layer.blob) and self.blob_path(layer.paths).is_file() else None

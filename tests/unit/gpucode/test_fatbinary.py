@@ -108,7 +108,7 @@ def test_each_bundle_stays_where_it_is_with_the_code_of_one_gpu(form: str) -> No
         ((HOST, b""), (entry("gfx950"), mine)),
     ]
     assert other not in small
-    assert (removed.objects, removed.targets) == (4, ["gfx942", "gfx1100", "gfx90a"])
+    assert removed.objects == 4
     assert removed.size > 0
     code = code_in("lib.so", io.BytesIO(small), len(small))
     assert code is not None
@@ -146,7 +146,7 @@ def test_a_bundle_alone_is_a_file_too_and_other_files_are_none() -> None:
     small, removed = pruned(bundle(["gfx942", "gfx950"]), "gfx942")
     code = code_in("x.hsaco", io.BytesIO(small), len(small))
     assert code is not None
-    assert (code.targets, removed.targets) == (("gfx942",), ["gfx950"])
+    assert (code.targets, removed.objects) == (("gfx942",), 1)
     for data in (b"", b"text", elf({".text": b"x"}), code_object(GFX942), elf({".hip_fatbin": b"\0" * 99})):
         out = io.BytesIO()
         assert keep_only("gfx942", io.BytesIO(data), len(data), out) is None
@@ -193,7 +193,7 @@ def test_a_bundle_that_would_be_longer_stays_as_it_is() -> None:
     library = elf({".hip_fatbin": two})
     small, removed = pruned(library, "gfx950")
     assert [len(one.code) for one in read(small)] == [3, 2]
-    assert (removed.objects, removed.targets) == (1, ["gfx942"])
+    assert removed.objects == 1
     assert read(small)[0] == read(library)[0]
 
 

@@ -186,7 +186,7 @@ def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
 
 
 def test_what_was_left_out_is_read_back_and_a_record_in_another_shape_is_missing(store: Store) -> None:
-    left_out = LeftOut(files=2, size=9).and_code("lib/a.so", 3, 7, ["gfx90a", "gfx1100"])
+    left_out = LeftOut(files=2, size=9, pruned=1, objects=3, freed=7)
     layer = replace(write_layer(store, entries()), left_out=left_out)
     store.save_layer("k" * 64, layer, {"name": "x"})
     assert store.layer("k" * 64) == layer

@@ -102,9 +102,6 @@ def test_a_library_comes_with_the_code_of_one_gpu_and_the_links_to_it(tmp_path: 
         assert code is not None and code.targets == targets
     left = found.left_out
     assert (left.files, left.objects) == (0, 4)
-    assert left.inside(LIBRARIES + "librccl.so.1.0") == ["gfx1100", "gfx942"]
-    assert left.inside(LIBRARIES) == ["gfx1100", "gfx942"]
-    assert left.inside(LIBRARIES + "librccl.so") == []
     assert re.fullmatch(r"4 code objects taken out of 2 files, [0-9.]+ \w?B", left.text())
 
 

@@ -77,7 +77,7 @@ class KernelFiles:
             if member.isdir() or not any(fnmatch.fnmatchcase("/" + path, pattern) for pattern in patterns):
                 continue
             if self.arch and "gfx" in path and not is_for(path, self.arch):
-                self.left_out = self.left_out.and_file(member.size)
+                self.left_out += LeftOut(files=1, size=member.size)
             elif member.issym():
                 self.entries.append(Entry(path=path, kind="symlink", mode=0o777, link=member.linkname))
             elif stream is None:
@@ -101,7 +101,7 @@ class KernelFiles:
         if removed is None:
             raise CheckFailed(f"/{path} holds no GPU code and names no architecture", hint=_NARROW)
         whole.unlink()
-        self.left_out = self.left_out.and_code(path, removed.objects, removed.size, removed.targets)
+        self.left_out += LeftOut(pruned=min(removed.objects, 1), objects=removed.objects, freed=removed.size)
         return copy
 
 

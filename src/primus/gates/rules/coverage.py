@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from primus.gates.codeobjects import Code
 from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.gpucode.archs import in_path, runs_on
-from primus.oci.store import NOTHING, LeftOut
 
 # Such a folder counts as one library: each file is for one architecture, or for all.
 _PARTS = ("code object", "bundle", "kernel file")
@@ -88,32 +87,23 @@ def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tu
     return (), f"its kernel pack {listed} is not in the image" + (f", /{astray} is" if astray else "")
 
 
-def _has(library: GpuLibrary, left_out: LeftOut) -> str:
-    if taken := left_out.inside(library.path):
-        package = ", ".join(sorted({*taken, *library.targets}))
-        return f"its package has {package}, of which the image keeps {', '.join(library.targets) or 'none'}"
-    return "it has " + (", ".join(library.targets) or "no GPU code")
-
-
 def judge(examined: Examined) -> GateReport:
     """Judge all GPU code of the image."""
     unreadable = [(layer, path, why) for layer, f in examined.facts.items() for path, why in f.unreadable.items()]
-    return coverage(examined.code, examined.arch, unreadable, examined.left_out)
+    return coverage(examined.code, examined.arch, unreadable)
 
 
 def coverage(
     layers: Sequence[tuple[str, Iterable[Code]]],
     arch: str | None,
     unreadable: Iterable[tuple[str, str, str]] = (),
-    left_out: LeftOut = NOTHING,
 ) -> GateReport:
     """Return one error per GPU library without code for ``arch``; for CUDA, a warning.
 
     CUDA libraries also contain code in forms that are not read here (compressed entries, link-time code), and PTX
     runs on later GPUs, so a missing cubin proves nothing. HIP has neither.
 
-    ``unreadable`` are (layer, path, reason) of files that could not be examined. ``left_out`` counts the code
-    removed from files, so that a finding can state what their package contains. An image without GPU architecture
+    ``unreadable`` are (layer, path, reason) of files that could not be examined. An image without GPU architecture
     needs no coverage, which the report states.
     """
     libraries = gpu_libraries(layers, arch)
@@ -126,7 +116,8 @@ def coverage(
         return GateReport(summary=f"no GPU architecture to cover{with_code}", findings=tuple(findings))
     for library in libraries:
         if not runs_on(library.targets, arch):
-            message = f"no code for {arch}: {library.problem or _has(library, left_out)} ({library.form})"
+            has = library.problem or f"it has {', '.join(library.targets) or 'no GPU code'}"
+            message = f"no code for {arch}: {has} ({library.form})"
             severity: Severity = "warning" if arch.startswith("sm_") else "error"
             findings.append(Finding(severity=severity, layer=library.layer, path=library.path, message=message))
     if not libraries:

@@ -373,7 +373,6 @@ def _inputs() -> Iterator[Fault]:
         "a path that is a file": ("path: parts/alpha", "path: recipes/one.yaml"),
         "a path that is not there": ("path: parts/alpha", "path: parts/gamma"),
         "an empty path": ("path: parts/alpha", 'path: ""'),
-        "outside without a path": ("path: parts/alpha", "wheel: torch, outside: true"),
         "no target at all": ("to: /opt/alpha,", "to: /opt/alpha, targets: [],"),
         "no child at all": ("to: /opt/alpha,", "to: /opt/alpha, include: [],"),
         "a place with dots": ("to: /opt/alpha", "to: /opt/../../alpha"),

@@ -42,8 +42,7 @@ class Action:
     ``files`` are the locked files that it reads. ``tree`` are the local files (path, kind, sha256) of the folder
     ``root``. Both enter the key as hashes in ``inputs``. ``needs`` are the actions whose result affects its bytes.
     ``tools`` are the actions in whose result it runs; their keys are not part of its key, because what matters of
-    them is among the inputs. ``job_bytes`` is the memory that one compiler process of a ``build`` may need; the
-    number of processes does not affect the bytes.
+    them is among the inputs.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Action:
     files: tuple[LockedFile, ...] = ()
     root: str = ""
     tree: Tree = ()
-    job_bytes: int = 0
 
     @cached_property
     def key(self) -> str:

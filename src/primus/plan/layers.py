@@ -275,11 +275,11 @@ class _Planner:
         # Links above a file are followed; one within a folder is copied as a link.
         followed = {str(pin.path): root} | {f"{pin.path}/{name}": (root / name).parent for name in pin.include}
         for name, path in followed.items():
-            if not pin.outside and not path.resolve().is_relative_to(project.resolve()):
+            if not path.resolve().is_relative_to(project.resolve()):
                 raise InputError(
                     f"{component}: {name} is outside of this repository",
                     where=where,
-                    hint="if this is intended, set `outside: true` for the pin",
+                    hint="copy it into the repository",
                 )
         tree = tuple(self.stats.tree(root, pin.include))
         to, site = pin.to or "/", self.prefix.site if self.prefix else ""
@@ -390,7 +390,6 @@ class _Planner:
             # their keys.
             tools=(*system, *layers, *built),
             files=(source,),
-            job_bytes=round(build.job_gb * 1e9),
         )
 
 

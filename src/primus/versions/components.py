@@ -40,7 +40,6 @@ class Build:
     built: tuple[str, ...] = described("Components to build first and install there.", default=())
     environment: Mapping[str, str] = described("Environment of the build.", default_factory=dict)
     prepare: str = described("Shell commands in the unpacked source before it is built.", default="")
-    job_gb: float = described("Memory that one compiler may need, in GB. Limits how many run in parallel.", default=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +85,7 @@ class Pin:
         shape="a component, or a package of the base",
         default=None,
     )
-    path: str | None = described(
-        "Folder of this repository, copied unchanged. A folder elsewhere needs `outside: true`.", default=None
-    )
-    outside: bool = described("`path` is a folder outside of this repository.", default=False)
+    path: str | None = described("Folder of this repository, copied unchanged.", default=None)
     version: str | None = described(
         "Exact version: no range, no branch, no `latest`.",
         pattern=_VERSION,
@@ -135,8 +131,8 @@ class Pin:
         if kinds[0] == "path":
             if self.version is not None or self.to is None or self.channel != "local":
                 raise ValueError("a path pin has `to` and `channel: local`, and no version: its content is its version")
-        elif self.to is not None or self.include or self.outside:
-            raise ValueError("`to`, `include` and `outside` go with `path` only")
+        elif self.to is not None or self.include:
+            raise ValueError("`to` and `include` go with `path` only")
         elif self.version is None or self.channel == "local":
             raise ValueError(f"a {kinds[0]} pin needs an exact version and a channel other than local")
         if kinds[0] != "inside" and (kinds[0] == "deb") != (self.channel == "debian"):
@@ -154,10 +150,8 @@ class Pin:
 
     def _check_paths(self) -> None:
         """Raise ValueError for a path outside its folder, or one that no image may contain."""
-        if self.path is not None and (fault := path_fault(self.path)) and not self.outside:
-            raise ValueError(
-                f"path {self.path!r} cannot be used: {fault}; a folder outside of this repository needs `outside: true`"
-            )
+        if self.path is not None and (fault := path_fault(self.path)):
+            raise ValueError(f"path {self.path!r} cannot be used: {fault}")
         if self.to is not None and not self.to.strip("/"):
             raise WrongValue("to must be a folder below /, not / itself", "to")
         to = (self.to or "/").replace("{site}", "site").strip("/")

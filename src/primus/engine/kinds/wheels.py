@@ -40,6 +40,8 @@ from primus.versions.lock import normalised
 _UNIX = 3
 _MOST_TEXT = 64 << 20
 _ENCRYPTED = 1
+# Memory that one compiler process may need. A pin whose compilers need more sets MAX_JOBS in its `environment`.
+_JOB_BYTES = 2_000_000_000
 _OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _SCRIPT = """#!{python}
 import sys
@@ -122,7 +124,7 @@ def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
             "/in/order/sitecustomize.py": own_code(action, "sorted folders", ORDER, scratch),
         },
         outputs=out,
-        env={**_environment(action.job_bytes), **cast("Mapping[str, str]", action.spec["environment"])},
+        env={**_environment(), **cast("Mapping[str, str]", action.spec["environment"])},
         what=action.name,
     )
     wheels = [path for path in out.glob("*.whl") if path.is_file() and not path.is_symlink()]
@@ -136,11 +138,11 @@ def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
     return wheel
 
 
-def _environment(job_bytes: int) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Return the environment of every build. It allows as many compiler processes as cores and memory permit."""
     (line,) = [m for m in Path("/proc/meminfo").read_text().splitlines() if m.startswith("MemAvailable:")]
     memory = 1024 * int(line.split()[1])
-    jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // max(job_bytes, 1))))
+    jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // _JOB_BYTES)))
     return {
         "CMAKE_BUILD_PARALLEL_LEVEL": jobs,
         "MAX_JOBS": jobs,

@@ -32,7 +32,7 @@ description: rocminfo and what it needs
 base: rocm-small
 channels: [debian]
 previews: {debian: it only lists GPUs}
-arch: gfx942
+gpu: mi300x
 components: []
 command: [sh]
 """

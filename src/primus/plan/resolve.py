@@ -58,10 +58,8 @@ class ResolvedTarget:
 
     @property
     def arch(self) -> str | None:
-        """The GPU architecture that the target's libraries must contain code for: its generation's, or the
-        target file's.
-        """
-        return self.gpu.arch if self.gpu else self.target.arch
+        """The GPU architecture that the target's libraries must contain code for."""
+        return self.gpu.arch if self.gpu else None
 
     @property
     def budget_gb(self) -> float | None:
@@ -161,14 +159,10 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
             gpu = generation(target.gpu, project.gpus)
         except InputError as error:
             raise InputError(error.message, where=error.where or document.where(("gpu",)), hint=error.hint) from None
-    if target.arch and target.arch not in (archs := [row.arch for row in project.gpus.archs]):
-        raise InputError(
-            f"arch must be one of {', '.join(archs)}, not {target.arch!r}", where=document.where(("arch",))
-        )
     where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
     more = target.more.get(choice.channel, ())
     where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}
-    pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else target.arch, where)
+    pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else None, where)
     base = versions.bases.get(choice.base or "")
     packages = {name_of(p) for p in base.packages} if base else set()
     extras = extras_of(versions, target, choice.channel, choice.base, lambda *key: document.where(key))

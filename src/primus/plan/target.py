@@ -59,10 +59,6 @@ class Target:
         default=(),
     )
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
-    arch: str | None = described(
-        "GPU architecture that every GPU library in it must have code for, if no `gpu` is set; one of the GPU table.",
-        default=None,
-    )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
     budgets_gb: Mapping[str, float] = described("Budget per channel, where it is not that.", default_factory=dict)
 
@@ -80,8 +76,6 @@ class Target:
         for key, budget in [(("budget_gb",), self.budget_gb), *budgets]:
             if budget is not None and budget <= 0:
                 raise WrongValue(f"the budget must be more than 0 GB, not {budget:g}", *key)
-        if self.gpu is not None and self.arch is not None:
-            raise ValueError(f"gpu {self.gpu} tells the architecture already: leave out arch")
 
 
 def pins_of(

@@ -61,10 +61,9 @@ def test_an_image_that_is_not_built_or_out_of_date_is_bad_input(kit: Kit) -> Non
     assert kit.primus("check", "demo").code == 2
 
 
-@pytest.mark.parametrize("line", ["arch: gfx950", "gpu: mi355x"])
-def test_a_library_for_another_gpu_fails_the_image(kit: Kit, line: str) -> None:
+def test_a_library_for_another_gpu_fails_the_image(kit: Kit) -> None:
     preview(kit)
-    kit.edit("images/demo.yaml", "channels:", f"{line}\nchannels:")
+    kit.edit("images/demo.yaml", "channels:", "gpu: mi355x\nchannels:")
     kit.write("parts/alpha/lib/librocblas.so", elf({".hip_fatbin": bundle(["gfx942"])}))
     kit.write("parts/alpha/lib/x_gfx942.dat", b"123")
     kit.build()
@@ -181,10 +180,3 @@ def test_verify_runs_the_gates(kit: Kit) -> None:
     assert not result["passed"]
     assert result["images"][0]["difference"] is None
     assert [g["gate"] for g in result["images"][0]["gates"] if not g["passed"]] == ["litter"]
-
-
-def test_an_unknown_architecture_is_bad_input(kit: Kit) -> None:
-    kit.edit("images/demo.yaml", "channels:", "arch: gfx94\nchannels:")
-    result = kit.primus("check", "demo")
-    assert result.code == 2
-    assert "images/demo.yaml:2:1: arch must be one of gfx942, gfx950, sm_90, not 'gfx94'" in result.err

@@ -38,6 +38,7 @@ VERBS = {
     "tag": ("host.publish.tag", "move a tag such as latest-cpu to a published release, also back"),
     "sign": ("host.publish.sign", "sign published images elsewhere than where they were built"),
     "sbom": ("host.inspect.sbom", "list the files an image is made of; --json prints SPDX"),
+    "audit": ("host.publish.audit", "look up an image's packages in OSV data of known vulnerabilities"),
     "why-size": ("host.inspect.why_size", "show which layers and folders make an image large"),
     "releases": ("host.releases.releases", "list published images, or show one"),
     "diff": ("host.releases.diff", "compare two releases: components, sizes, GPUs"),

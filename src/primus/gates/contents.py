@@ -45,7 +45,9 @@ _VERSION_IN_NAME = r"lib(hipblaslt|MIOpen)\.so\.([0-9]+\.[0-9]+(?:\.[0-9]{1,3})?
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """A version that a file of the image states, and the rows about its licence in a wheel's metadata.
+    """A version that a file of the image states.
+
+    ``licence`` are the rows about it in a wheel's metadata, ``source`` name and version of a Debian source package.
 
     ``name`` is normalised for wheels, the component for headers and libraries. ``requires`` are a wheel's
     requirements (PEP 508) without those of its extras.
@@ -57,6 +59,7 @@ class Stated:
     path: str
     requires: tuple[str, ...] = ()
     licence: tuple[tuple[str, str], ...] = ()
+    source: str = ""
 
 
 def states_versions(path: str) -> bool:
@@ -67,9 +70,17 @@ def states_versions(path: str) -> bool:
 def stated_in(path: str, text: str) -> list[Stated]:
     """Return the versions in the file's text; none for other files."""
     if _is_status(path):
-        packages = [dict(re.findall(r"^(Package|Version|Status): (.+)$", block, re.M)) for block in text.split("\n\n")]
+        packages = [
+            dict(re.findall(r"^(Package|Version|Status|Source): (.+)$", block, re.M)) for block in text.split("\n\n")
+        ]
         return [
-            Stated(kind="deb", name=package["Package"], version=package["Version"], path=path)
+            Stated(
+                kind="deb",
+                name=package["Package"],
+                version=package["Version"],
+                path=path,
+                source=_source(package.get("Source") or package["Package"], package["Version"]),
+            )
             for package in packages
             if package.get("Status", "").endswith(" installed")
         ]
@@ -88,6 +99,12 @@ def stated_in(path: str, text: str) -> list[Stated]:
         return []
     version = f"{numbers['MAJOR']}.{numbers['MINOR']}.{numbers['PATCH']}"
     return [Stated(kind="header", name=component, version=version, path=path)]
+
+
+def _source(stated: str, version: str) -> str:
+    """Return name and version: a binary package that was built again has another version than its source."""
+    name, _, other = stated.rstrip(")").partition(" (")
+    return f"{name} {other or version}"
 
 
 def stated_in_library(path: str, file: IO[bytes]) -> list[Stated]:

@@ -128,11 +128,13 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str], licensed: L
     for file in resolved.lock.files:
         name = _identifier("-".join(filter(None, (file.kind, file.base, file.name, file.version))))
         kind = "deb" if file.kind == "deb" else "wheel"
+        source = licensed.sources.get(file.name) if kind == "deb" else None
         packages.append(
             {
                 **_package(name, file.name, file.version),
                 "licenseDeclared": licensed.declared.get(f"{kind} {file.name}", _UNKNOWN),
                 "packageFileName": file.file,
+                **({"sourceInfo": f"source package {source}"} if source else {}),
                 "checksums": [{"algorithm": "SHA256", "checksumValue": file.sha256}],
                 "externalRefs": [
                     {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": purl(file)}

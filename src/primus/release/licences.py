@@ -33,25 +33,29 @@ _SHORT = 60
 
 @dataclass
 class Licences:
-    """``declared`` maps ``wheel NAME`` and ``deb NAME`` to expressions, ``texts`` each LicenseRef in them to words."""
+    """``declared`` maps ``wheel NAME`` and ``deb NAME`` to expressions, ``texts`` each LicenseRef in them to words, and
+    ``sources`` Debian packages to name and version of their source.
+    """
 
     declared: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 def licences(facts: Mapping[str, LayerFacts]) -> Licences:
     """Return what the packages in the layers declare. A package that declares nothing is left out."""
-    found = Licences()
+    result = Licences()
     copyrights = {name: text for layer in facts.values() for name, text in layer.copyrights.items()}
     for item in (item for layer in facts.values() for item in layer.stated if item.kind in ("wheel", "deb")):
         if item.kind == "wheel":
-            expression = _of_rows(item.licence, found.texts)
+            expression = _of_rows(item.licence, result.texts)
         else:
+            result.sources[item.name] = item.source
             text = copyrights.get(item.name, "")
-            expression = _of_copyright(copyrights.get(text, text), found.texts)
+            expression = _of_copyright(copyrights.get(text, text), result.texts)
         if expression:
-            found.declared[f"{item.kind} {item.name}"] = expression
-    return found
+            result.declared[f"{item.kind} {item.name}"] = expression
+    return result
 
 
 def _of_rows(rows: Iterable[tuple[str, str]], texts: dict[str, str]) -> str:
@@ -85,7 +89,7 @@ def _words(name: str, bodies: Mapping[str, str], texts: dict[str, str]) -> str:
 
     def alternatives(part: str) -> str:
         names = re.split(r"\s+(?:and/or|or)\s+", part)
-        return " OR ".join(_all(_known(one, bodies, texts) for one in re.split(r"\s+and\s+", n)) for n in names)
+        return " OR ".join(_all(_known(part, bodies, texts) for part in re.split(r"\s+and\s+", n)) for n in names)
 
     return _all(map(alternatives, re.split(r",\s*(?:and\s+)?", name.strip())))
 

@@ -15,6 +15,7 @@ from primus.gates.check import judge
 from primus.gates.examined import examine
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
+from primus.release.audit import forbidden_in
 from primus.release.documents import VALIDATION, checkout, documents
 from primus.release.policy import Evidence, Policy, objections
 from primus.release.registry import Document, Repository, plain_http
@@ -73,14 +74,15 @@ def prepare(
         commit=commit,
         edited=edited,
     )
+    papers = documents(image, outcome, examined.facts, commit, edited)
     return Ready(
         image=image,
         tag=resolved.ref if resolved.choice.suffix or not preview else f"{resolved.ref}-preview",
         documents=(
-            *documents(image, outcome, examined.facts, commit, edited),
+            *papers,
             *map(_validation, evidence.of_this_image),
         ),
-        objections=objections(evidence, policy, preview=preview),
+        objections=(*objections(evidence, policy, preview=preview), *forbidden_in(papers, policy)),
     )
 
 

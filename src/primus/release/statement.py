@@ -158,7 +158,7 @@ def requests(folder: Path) -> list[tuple[str, dict[str, Any], list[dict[str, Any
 
     Raises InputError if there is none, or if a statement is about another image than its request.
     """
-    found = []
+    result = []
     for path in sorted(folder.glob(f"*/{_REQUEST}")):
         content: Any = read_json(path).data
         try:
@@ -168,7 +168,7 @@ def requests(folder: Path) -> list[tuple[str, dict[str, Any], list[dict[str, Any
                 raise TypeError
         except (KeyError, TypeError, IndexError):
             raise InputError("not a request of `primus publish --sign-later`", where=str(path)) from None
-        found.append((ref, subject, about))
-    if not found:
+        result.append((ref, subject, about))
+    if not result:
         raise InputError(f"nothing to sign in {folder}", hint=f"primus publish TARGET --sign-later {folder}")
-    return found
+    return result

@@ -25,6 +25,7 @@ from primus.gpus.detect import detect
 from primus.oci import canonical
 from primus.oci.contents import walk
 from primus.recipes.recipe import digest_of_recipe
+from primus.release.audit import forbidden_in
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.policy import Evidence, Policy, objections
 from primus.release.registry import Document, Repository
@@ -160,9 +161,9 @@ def _contents(
             say(f"layer {name}: {layer['size'] / 1e6:.1f} MB")
             try:
                 files = (m for m in walk(ref, path) if m.kind == "file" and states_versions(m.path))
-                found = [i for m in files for i in stated_in(m.path, m.open().read().decode("utf-8", "replace"))]
+                items = [i for m in files for i in stated_in(m.path, m.open().read().decode("utf-8", "replace"))]
                 # The packages of a registry's image are locked as layers, not individually.
-                stated[name] = [item for item in found if kind != "image" or item.kind != "deb"]
+                stated[name] = [item for item in items if kind != "image" or item.kind != "deb"]
             except HostError as error:
                 if config:
                     faults.append(f"layer {name}: {error.message.partition(': ')[2].partition(' (/')[0]}")
@@ -243,11 +244,11 @@ class _Seen:
 
     def of(self, media_type: str) -> list[Any]:
         """Return the contents of the documents of a type that can be read."""
-        found = []
+        contents = []
         for document in self.documents:
             with suppress(*_DAMAGED):
-                found += [json.loads(document.data)] if document.media_type == media_type else []
-        return found
+                contents += [json.loads(document.data)] if document.media_type == media_type else []
+        return contents
 
 
 def _provenance(content: Any, document: Document, image: _Seen) -> Iterator[str]:
@@ -370,6 +371,7 @@ def _lacking(documents: Sequence[Document], content: str, policy: Policy, previe
             edited=(),
         )
         yield from objections(evidence, policy, preview=preview)
+    yield from forbidden_in(documents, policy)
 
 
 def verified_text(reference: str, result: Verified) -> str:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
-from primus.cli.host.common import SEVERAL, resolved_targets
-from primus.cli.verb import JSON, flag, folder, group, option, path, print_json, verb
+from primus.cli.host.common import SEVERAL, SOURCE, resolved_target, resolved_targets
+from primus.cli.verb import JSON, flag, folder, group, new_file, option, path, print_json, verb
 from primus.errors import InputError
+from primus.gates.examined import examine
 from primus.plan.layers import plan_image
 from primus.progress import choose_progress
 from primus.release import policy
+from primus.release.audit import audit as look_up
+from primus.release.audit import load_accepted, openvex
+from primus.release.documents import bill, checkout
+from primus.release.licences import licences
 from primus.release.publish import Ready, finish, move_tag, prepare
 from primus.release.publish import publish as upload
 from primus.release.registry import Repository
 from primus.release.statement import Signer, requests
 from primus.release.verification import Trust, verified_text, verify_image
+from primus.schema import read_json
+from primus.terminal import counted
 
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
@@ -178,6 +189,47 @@ def verify_published(args: argparse.Namespace) -> int:
     else:
         print(verified_text(args.image, result))
     return 0 if result.passed else 1
+
+
+@verb(
+    option("what", metavar="SBOM|TARGET", help="SPDX file of `primus sbom --json`, or a built image"),
+    *SOURCE,
+    option("--osv", type=path("--osv"), metavar="PATH", required=True, help="OSV data: file, folder or all.zip"),
+    option(
+        "--accepted", type=path("--accepted"), metavar="FILE", help="accepted vulnerabilities, with reason and date"
+    ),
+    option("--vex", type=new_file("--vex", ".json"), metavar="FILE", help="write the result as OpenVEX"),
+    JSON,
+    example="primus audit cpu --osv osv/ --accepted accepted.yaml",
+)
+def audit(args: argparse.Namespace) -> int:
+    """Look up the packages of an image in OSV data of PyPI and Debian, without a network.
+
+    An accepted vulnerability needs a reason and the day of its next review. Exit code 1 if another one is found, or if
+    a review is late.
+    """
+    file = Path(args.what)
+    if file.is_file():
+        bom: Any = read_json(file).data
+    else:
+        args.target = args.what
+        resolved, workspace = resolved_target(args)
+        with choose_progress(args.json) as progress:
+            examined = examine(plan_image(resolved, workspace.stats), workspace, progress)
+        bom = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
+    findings, today = look_up(bom, args.osv, load_accepted(args.accepted)), datetime.now(tz=UTC)
+    if args.vex:
+        vex = openvex(findings, str(bom.get("name", "image")), today.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        args.vex.write_text(json.dumps(vex, indent=1) + "\n", encoding="utf-8")
+    unsafe = [finding for finding in findings if finding.is_open(today.date())]
+    if args.json:
+        print_json({"findings": [asdict(finding) for finding in findings], "passed": not unsafe})
+    else:
+        for finding in findings:
+            print(f"{'✗' if finding in unsafe else '–'} {finding.sentence(today.date())}")
+        print(f"{'FAILED' if unsafe else 'passed'}: {counted(len(unsafe), 'finding')} to act on, "
+              f"{len(findings) - len(unsafe)} accepted")  # fmt: skip
+    return 1 if unsafe else 0
 
 
 def _signer(args: argparse.Namespace) -> Signer | None:

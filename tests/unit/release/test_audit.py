@@ -1,0 +1,111 @@
+"""Known vulnerabilities: OSV's rules for versions, what is accepted until when, and OpenVEX."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus.release.audit import audit
+from project_kit import Kit
+
+
+def package(name: str, version: str, purl: str, **more: str) -> dict[str, Any]:
+    references = [{"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": purl}]
+    return {"SPDXID": f"SPDXRef-{name}", "name": name, "versionInfo": version, "externalRefs": references, **more}
+
+
+def bill(version: str, deb: str = "1.0-1") -> dict[str, Any]:
+    tool = package("tool", "1.0", "pkg:pypi/tool@1.0")
+    relation = {"spdxElementId": "SPDXRef-tool", "relationshipType": "BUILD_TOOL_OF", "relatedSpdxElement": "x"}
+    library = package("libdemo1", "9", "pkg:deb/debian/libdemo1@9", sourceInfo=f"source package demo {deb}")
+    return {
+        "name": "v26.11-cpu",
+        "packages": [package("small", version, f"pkg:pypi/small@{version}"), library, tool],
+        "relationships": [relation],
+    }
+
+
+def entry(name: str, ecosystem: str = "PyPI", *, versions: tuple[str, ...] = (), **events: str) -> dict[str, Any]:
+    ranges = [{"type": "ECOSYSTEM", "events": [{kind: at} for kind, at in events.items()]}] if events else []
+    affected = {"package": {"name": name, "ecosystem": ecosystem}, "ranges": ranges, "versions": list(versions)}
+    return {"id": "GHSA-1", "aliases": ["CVE-2026-1"], "summary": "It breaks", "affected": [affected]}
+
+
+CASES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
+    "before it": (entry("small", introduced="1.5"), "1.4", "1.0-1", None),
+    "in it": (entry("small", introduced="1.5"), "1.5", "1.0-1", ""),
+    "all": (entry("small", introduced="0"), "0.1", "1.0-1", ""),
+    "mended": (entry("small", introduced="0", fixed="2.0"), "2.0", "1.0-1", None),
+    "mended in the release candidate": (entry("small", introduced="0", fixed="2.0"), "2.0rc1", "1.0-1", "2.0"),
+    "local version of the mended": (entry("small", introduced="0", fixed="2.0"), "2.0+cpu", "1.0-1", None),
+    "last affected": (entry("small", introduced="0", last_affected="1.9"), "1.9", "1.0-1", ""),
+    "after the last affected": (entry("small", introduced="0", last_affected="1.9"), "1.10", "1.0-1", None),
+    "listed": (entry("small", versions=("1.0",)), "1.0", "1.0-1", ""),
+    "other letters": (entry("Small", introduced="0"), "1.0", "1.0-1", ""),
+    "another package": (entry("large", introduced="0"), "1.0", "1.0-1", None),
+    "another ecosystem": (entry("small", "npm", introduced="0"), "1.0", "1.0-1", None),
+    "only a build needed it": (entry("tool", introduced="0"), "1.0", "1.0-1", None),
+    "source of a deb": (
+        entry("demo", "Debian:12", introduced="0", fixed="1.0-1+deb12u1"),
+        "1",
+        "1.0-1",
+        "1.0-1+deb12u1",
+    ),
+    "mended deb": (entry("demo", "Debian:12", introduced="0", fixed="1.0-1+deb12u1"), "1", "1.0-1+deb12u2", None),
+    "deb with a tilde": (entry("demo", "Debian", introduced="0", fixed="1.0-1"), "1", "1.0-1~bpo12+1", "1.0-1"),
+    "deb with an epoch": (entry("demo", "Debian", introduced="0", fixed="2:0.1-1"), "1", "1.0-1", "2:0.1-1"),
+    "withdrawn": ({**entry("small", introduced="0"), "withdrawn": "2026-01-01"}, "1.0", "1.0-1", None),
+    "odd version": (entry("small", introduced="0"), "not a version", "1.0-1", None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_version_is_affected_as_osv_says(tmp_path: Path, name: str) -> None:
+    content, version, deb, fixed = CASES[name]
+    (tmp_path / "one.json").write_text(json.dumps(content))
+    assert [one.fixed for one in audit(bill(version, deb), tmp_path, ())] == ([] if fixed is None else [fixed])
+
+
+def test_a_finding_fails_until_it_is_accepted_and_again_when_its_review_is_late(tmp_path: Path) -> None:
+    kit = Kit(tmp_path)
+    kit.write("bill.json", json.dumps(bill("1.0")))
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("a.json", json.dumps(entry("small", introduced="0", fixed="2.0")))
+    words = ("audit", "bill.json", "--osv", "all.zip")
+    bad = kit.primus(*words, "--vex", "bad.json")
+    assert (bad.code, "small 1.0: GHSA-1, CVE-2026-1: It breaks (2.0 mends it)" in bad.out) == (1, True)
+    (said,) = json.loads((tmp_path / "bad.json").read_text())["statements"]
+    assert (said["status"], said["action_statement"]) == ("affected", "update to 2.0")
+    for day, code in (("2999-01-01", 0), ("2020-01-01", 1)):
+        rule = f"accepted:\n  - {{id: CVE-2026-1, reason: its code is never called, review: {day}}}\n"
+        kit.write("accepted.yaml", rule)
+        vex = f"vex-{code}.json"
+        assert kit.primus(*words, "--accepted", "accepted.yaml", "--vex", vex).code == code
+        (said,) = json.loads((tmp_path / vex).read_text())["statements"]
+        assert said["status"] == "not_affected"
+        assert said["products"] == [{"@id": "pkg:pypi/small@1.0"}]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("osv.json", "{}", "not an OSV entry"),
+        ("osv.json", "{", "not an OSV entry"),
+        ("osv.json", "[1]", "not an OSV entry"),
+        ("bill.json", "{}", "not an SPDX document"),
+        ("accepted.yaml", "accepted: [{id: x, reason: no, review: 2026-01-01}]", "a sentence"),
+        ("accepted.yaml", "accepted: [{id: x, reason: it is not called, review: soon}]", "a date"),
+    ],
+)
+def test_bad_input_is_a_sentence(tmp_path: Path, file: str, text: str, told: str) -> None:
+    kit = Kit(tmp_path)
+    kit.write("bill.json", json.dumps(bill("1.0")))
+    kit.write("osv.json", "[]")
+    kit.write("accepted.yaml", "accepted: []")
+    kit.write(file, text)
+    result = kit.primus("audit", "bill.json", "--osv", "osv.json", "--accepted", "accepted.yaml")
+    assert (result.code, told in result.err) == (2, True), result.err

@@ -1,12 +1,8 @@
 """Puts tests/ on the path, so that helpers such as loopback are imported by name, and the repository for docs.site."""
 
-import datetime
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -32,8 +28,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What is written anew, and whether the long runs run."""
     parser.addoption("--regenerate-golden", action="store_true", help="write the golden files anew")
-    parser.addoption("--record-faults", action="store_true", help="write benchmarks/results/faults.json anew")
-    parser.addoption("--record-fleet", action="store_true", help="write benchmarks/results/fleet.json anew")
     parser.addoption("--slurm-events", default="1", metavar="N", help="repetitions of each event in a Slurm job")
     parser.addoption("--slurm-seed", default="1", metavar="N", help="seed for the moments of these events")
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
@@ -41,35 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is slow unless it is asked for."""
-    if config.getoption("--slow") or config.getoption("--record-faults"):
+    if config.getoption("--slow"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
-
-
-@pytest.fixture
-def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Keeps what a test counted in benchmarks/results/fleet.json, with ``--record-fleet``."""
-    path = Path(__file__).parents[1] / "benchmarks/results/fleet.json"
-
-    def keep(name: str, **found: float) -> None:
-        if not request.config.getoption("--record-fleet"):
-            return
-        rows: dict[str, object] = {}
-        with suppress(OSError):
-            rows = json.loads(path.read_text())["rows"]
-        document = {
-            "what": "What tests of preflight and tuning counted.",
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "command": "pytest --slow --record-fleet tests/unit/system/test_preflight_host.py "
-            "tests/unit/tuning/test_gemm.py",
-            "rows": rows | {name: found},
-        }
-        path.write_text(json.dumps(document, indent=1) + "\n")
-
-    return keep
 
 
 @pytest.hookimpl(trylast=True)

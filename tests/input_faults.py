@@ -1,7 +1,4 @@
-"""Faults of stores and inputs, and a judge of what the engine makes of each: a sentence, and a store that stays valid.
-
-As a script it runs them all and writes one JSON document: ``python tests/input_faults.py > FILE``.
-"""
+"""Faults of stores and inputs, and a judge of what the engine makes of each: a sentence, and a valid store."""
 
 from __future__ import annotations
 
@@ -16,9 +13,7 @@ import shutil
 import signal
 import socket
 import stat
-import sys
 import tarfile
-import tempfile
 import time
 import warnings
 import zipfile
@@ -59,11 +54,6 @@ class Fault:
     words: tuple[str, ...] = ("build", "demo")
     codes: frozenset[int] = frozenset((1, 2, 3))
     engine: Callable[[Path], str] | None = None
-
-    @property
-    def kind(self) -> str:
-        """The first word of the name."""
-        return self.name.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -779,28 +769,3 @@ def _made(
 def faults() -> list[Fault]:
     """All of them."""
     return [*_stored(), *_inputs(), *_trees(), *_locks(), *_archives()]
-
-
-def report(folder: Path, command: str) -> dict[str, object]:
-    """Run all faults; kind → number, and every fault whose answer is wrong."""
-    bench, wrong, slowest, counts = Bench(folder), {}, 0.0, {}
-    for fault in faults():
-        said, seconds = bench.judge(fault)
-        counts[fault.kind] = counts.get(fault.kind, 0) + 1
-        slowest = max(slowest, seconds)
-        if said:
-            wrong[fault.name] = said
-    return {
-        "command": command,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "faults": sum(counts.values()),
-        "kinds": counts,
-        "slowest answer in seconds": round(slowest, 2),
-        "wrong": wrong,
-    }
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as empty:
-        json.dump(report(Path(empty), "python tests/input_faults.py"), sys.stdout, indent=1)
-        print()

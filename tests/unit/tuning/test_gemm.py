@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,9 +76,7 @@ def test_a_failure_says_why_and_keeps_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "most_kills"), [(160, 3), pytest.param(1000, 50, marks=pytest.mark.slow)])
-def test_kills_lose_no_finished_shape(
-    count: int, most_kills: int, tmp_path: Path, figures: Callable[..., None]
-) -> None:
+def test_kills_lose_no_finished_shape(count: int, most_kills: int, tmp_path: Path) -> None:
     gpus, program, work = 8, stand_in(tmp_path), tmp_path / "work"
     call = (
         "from pathlib import Path; from primus.tuning import gemm; "
@@ -108,11 +105,6 @@ def test_kills_lose_no_finished_shape(
     assert [row.rpartition(",Gemm")[0] for row in result.rows] == shapes(count)
     measured = sum(int(line.split()[1]) for line in ledger.read_text().splitlines())
     assert count <= measured <= count + kills * gpus * 16
-    if count == 1000:
-        figures(
-            "tuning", shapes=count, workers=gpus, kills=kills, measured=len(result.rows),
-            lost=count - len(result.rows), repeated=measured - count,
-        )  # fmt: skip
 
 
 def test_results_of_two_versions_are_not_mixed(tmp_path: Path) -> None:

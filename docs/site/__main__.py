@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sphinx.cmd.build import build_main
 
+from docs.site.faults import faults
 from docs.site.models import gpu_page, models_page
 from docs.site.performance import performance
 from docs.site.picker import picker
@@ -27,6 +28,8 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "src/primus/training/reference/README.md": "reference-model.md",
+    "src/primus/engine/README.md": "engine.md",
+    "src/primus/compat/README.md": "old-commands.md",
 }
 STANDS_FOR = {
     "README.md": "index.md",
@@ -34,6 +37,7 @@ STANDS_FOR = {
     "recipes": "models.md",
     "src/primus/gpus/generations.yaml": "gpus.md",
     "images": "reference/images.md",
+    "benchmarks/results/silent-faults.json": "measured/silent-faults.md",
     "src/primus/recipes/keys": "recipes.md",
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]*)(#[^)\s]*)?(?=\))")
@@ -42,15 +46,21 @@ _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 def written() -> dict[str, str]:
     """Return path in the repository → path in the site, for every page that people write."""
-    docs = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))}
-    return {name: name.removeprefix("docs/").replace("benchmarks/", "measured/") for name in docs} | ELSEWHERE
+    paths = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks/reports").glob("*.md")]
+    names = sorted(path.relative_to(ROOT).as_posix() for path in paths)
+    return {name: name.removeprefix("docs/").replace("benchmarks/reports", "measured") for name in names} | ELSEWHERE
 
 
 def assemble(source: Path) -> list[str]:
     """Write the sources of all pages, and the files that they link to. Returns the links that lead nowhere."""
     places, broken = written(), []
-    pages = {"models.md": models_page(), "gpus.md": gpu_page(load_table()), "performance.md": performance(ROOT)}
-    made = {**reference(ROOT), **pages}
+    made = {
+        **reference(ROOT),
+        "models.md": models_page(),
+        "gpus.md": gpu_page(load_table()),
+        "performance.md": performance(ROOT),
+        "measured/silent-faults.md": faults(ROOT),
+    }
     texts = {page: ((ROOT / page).read_text("utf-8"), target) for page, target in places.items()}
     texts |= {f"docs/{target}": (text, target) for target, text in made.items()}
     places |= {f"docs/{target}": target for target in made} | STANDS_FOR
@@ -63,7 +73,11 @@ def assemble(source: Path) -> list[str]:
             path, heading = os.path.normpath(Path(page).parent / match[1]), match[2] or ""
             if path + heading in places:
                 path, heading = path + heading, ""
+            if path == "README.md":  # the first page has none of its headings
+                heading = ""
             place = places.get(path)
+            if place == target and path.endswith(".json"):  # the page that is made of this file
+                place = None
             if place is None and (ROOT / path).is_file():
                 place = f"files/{path}"
                 (source / place).parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,8 @@ import pytest
 from primus.cli.main import main, parser_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+OTHERS = ("README.md", "CONTRIBUTING.md", "src/primus/compat/README.md")
+PAGES = [*(ROOT / name for name in OTHERS), *sorted(ROOT.glob("docs/*.md"))]
 RENDERED = {"train", "finetune", "launch", "compat"}
 # Absolute folders in the pages; here they are below a temporary one.
 FOLDERS = ("/data/tokenizer", "/models/llama-3.1-8b", "/weights")

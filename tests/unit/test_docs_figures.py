@@ -72,8 +72,9 @@ def ratios() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("ratio", "paragraph"), [pytest.param(*one, id=one[0]) for one in ratios()])
 def test_a_speed_up_stands_in_the_result_that_is_linked(ratio: str, paragraph: str) -> None:
-    linked = re.findall(r"benchmarks/([\w-]+)\.md", paragraph)
-    pages = [ROOT / f"docs/benchmarks/{name}.md" for name in linked] or sorted(ROOT.glob("docs/benchmarks/speed-*.md"))
+    linked = re.findall(r"reports/([\w-]+)\.md", paragraph)
+    reports = ROOT / "benchmarks/reports"
+    pages = [reports / f"{name}.md" for name in linked] or sorted(reports.glob("speed-*.md"))
     stated = [float(word) for page in pages for word in re.findall(r"\b\d+\.\d{3}\b", page.read_text())]
     places = len(ratio.partition(".")[2])
     assert any(abs(word - float(ratio)) <= 0.5001 * 10**-places for word in stated), paragraph

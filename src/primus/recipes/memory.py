@@ -2,7 +2,7 @@
 
 The terms are those of *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198), for FSDP2 and
 for Megatron's distributed optimizer. The tensors that a layer keeps for its backward pass are counted one by one; a few
-factors below, which cannot be counted, were fitted to runs on H200s. docs/benchmarks/h200-memory.md compares every
+factors below, which cannot be counted, were fitted to runs on H200s. benchmarks/reports/h200-memory.md compares every
 prediction with the measurement. One *element* below is one value per token; GiB are 2³⁰ bytes.
 """
 

@@ -13,7 +13,9 @@ from primus.cli.main import main
 from primus.release import docs
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(
+    page for glob in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "src/**/*.md") for page in ROOT.glob(glob)
+)
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 

@@ -1,6 +1,5 @@
 """What a build would do, and why: the layers to build and to reuse, and the inputs that changed since the last build,
-old → new, with their lines; and how many bytes of an image others share. A layer that is not built has no size, and
-neither has any sum that includes it.
+old → new, with their lines.
 """
 
 from __future__ import annotations
@@ -191,44 +190,3 @@ def _origin(row: Mapping[str, Any], changed: Sequence[Change] | None) -> str:
         more = len(reasons) - _REASONS
         words += [f"and {more} more changes: primus explain"] if more > 0 else []
     return "; ".join(words)
-
-
-Images = Mapping[str, Mapping[str, int | None]]
-"""Target → the compressed size of each of its layers, None if it is not built. Layers are identified by the digest of
-the blob or, if it is not built, the key of the action.
-"""
-
-
-def images_of(store: Store, plans: Sequence[ImagePlan]) -> Images:
-    """Return the images of the plans with the layers that the store has."""
-    images: dict[str, dict[str, int | None]] = {plan.target: {} for plan in plans}
-    for plan in plans:
-        for action in plan.layers:
-            layer = store.layer(action.key)
-            images[plan.target][layer.blob.digest if layer else action.key] = layer.blob.size if layer else None
-    return images
-
-
-def sharing(images: Images) -> dict[str, dict[str, int | None]]:
-    """Return each target's ``bytes``, those ``shared`` with other images and its ``own``. None means unknown."""
-    rows: dict[str, dict[str, int | None]] = {}
-    for target, layers in images.items():
-        # A layer that is not built may turn out to be the same blob as another image's.
-        if None in layers.values():
-            rows[target] = dict.fromkeys(("bytes", "shared", "own"))
-            continue
-        sizes = {identity: size for identity, size in layers.items() if size is not None}
-        elsewhere = {identity for other in images if other != target for identity in images[other]}
-        shared = sum(size for identity, size in sizes.items() if identity in elsewhere)
-        total = sum(sizes.values())
-        rows[target] = {"bytes": total, "shared": shared, "own": total - shared}
-    return rows
-
-
-def sharing_text(images: Images, screen: Screen = PLAIN) -> str:
-    """Return a table of the bytes of each target."""
-    rows = [
-        (target, *("unknown" if size is None else bytes_text(size) for size in row.values()))
-        for target, row in sharing(images).items()
-    ]
-    return "\n".join(screen.table(rows, head=("image", "size", "shared", "own"), right=(1, 2, 3)))

@@ -20,7 +20,7 @@ from primus.gates.check import Gatekeeper
 from primus.gates.examined import rules_hash
 from primus.oci.store import Store
 from primus.plan.action import ImagePlan
-from primus.plan.explain import changes, explain_text, images_of, outline, outline_text, sharing, sharing_text
+from primus.plan.explain import changes, explain_text, outline, outline_text
 from primus.plan.layers import plan_images
 from primus.plan.project import Choice, Project
 from primus.plan.resolve import resolve_all
@@ -44,7 +44,7 @@ def plan(args: argparse.Namespace) -> int:
     """Show what a build would do, layer by layer: + build, = reuse.
 
     For each layer to build, the plan gives the reason: what changed since the last build. For several targets, it only
-    counts the layers to reuse, and shows how many bytes each image shares with the others. --full lists every layer.
+    counts the layers to reuse. --full lists every layer.
     """
     plans, workspace = _planned(args)
     _print_plans(plans, workspace.store, as_json=args.json, full=args.full)
@@ -158,13 +158,11 @@ def clean(args: argparse.Namespace) -> int:
 
 def _print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, full: bool = False) -> None:
     """Print what building ``plans`` into ``store`` would do; a single plan is always shown in full."""
-    images = images_of(store, plans) if len(plans) > 1 else {}
     outlines = [(plan, outline(store, plan)) for plan in plans]
     if as_json:
-        shares = {target: {"sharing": row} for target, row in sharing(images).items()}
         print_json(
             [
-                {"target": p.target, "ref": p.ref, "key": p.key, "layers": rows, **shares.get(p.target, {})}
+                {"target": p.target, "ref": p.ref, "key": p.key, "layers": rows}
                 | {"known_issues": [asdict(issue) for issue in p.resolved.known_issues]}
                 for p, rows in outlines
             ]
@@ -179,8 +177,6 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, ful
         shown = outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full)
         texts.append("\n".join([shown, *(line for lines in known for line in lines)]))
     print(("\n\n" if full else "\n").join(texts))
-    if images:
-        print("\n" + sharing_text(images, screen))
 
 
 def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float, spent: Mapping[str, float]) -> None:

@@ -168,14 +168,16 @@ def _of_revision(root: Path, word: str, history: History, target: str) -> Side |
         commit = _git(root, "rev-parse", f"{last.strip()}^" if ended else "HEAD")
     short = commit.decode()[:12]
     with tempfile.TemporaryDirectory(prefix="primus-revision-") as folder:
-        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", short))) as archive:
-            wanted = [member for member in archive if member.name.startswith(_OF_REVISION)]
-            archive.extractall(folder, wanted, filter="data")
         try:
-            return _of_pins(Project.find(Path(folder)), history, target_of(word) or target, f"commit {short}")
-        except PrimusError as error:
-            where = f"{short}:{error.where}" if error.where else short
-            raise InputError(error.message, where=where, hint=f"compare it with the primus of {short}") from None
+            with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", short))) as archive:
+                wanted = [member for member in archive if member.name.startswith(_OF_REVISION)]
+                archive.extractall(folder, wanted, filter="data")
+            return _of_pins(Project(Path(folder)), history, target_of(word) or target, f"commit {short}")
+        except (PrimusError, tarfile.TarError) as error:
+            where = f"{short}:{getattr(error, 'where', None) or 'versions.yaml'}"
+            message = str(getattr(error, "message", error))
+            hint = getattr(error, "hint", None) or f"compare it with the primus of {short}"
+            raise InputError(message, where=where, hint=hint) from None
 
 
 def _git(root: Path, *words: str) -> bytes:
@@ -205,7 +207,9 @@ def _of_store(project: Project, ref: str) -> Side:
                 text = member.open().read().decode("utf-8", "replace")
                 packages |= dict(re.findall(r"^Package: (\S+)\n(?:.+\n)*?Version: (\S+)", text, re.M))
             elif re.fullmatch(f"{_RECIPES}[^/]+[.]yaml", member.path):
-                recipes.append((Path(member.path).stem, parse(member.open().read().decode(), member.path).data))
+                recipes.append(
+                    (Path(member.path).stem, parse(member.open().read().decode("utf-8", "replace"), member.path).data)
+                )
     parts = {"packages": packages, "recipes": _recipes(recipes)}
     record = store.record("targets", ref.partition("-")[2]) or {}
     if record.get("digest") == digest:
@@ -226,7 +230,7 @@ def _of_registry(name: str, tag: str) -> Side:
     about = json.loads(skopeo("inspect", "--no-tags", trust, reference))
     config = json.loads(skopeo("inspect", "--config", trust, reference))
     digest = str(about["Digest"])
-    names = _layer_names(config.get("history", ()), about["Layers"])
+    names = _layer_names(config.get("history") or (), about.get("Layers") or ())
     sizes = {layer: int(data["Size"]) for layer, data in zip(names, about.get("LayersData") or (), strict=False)}
     found = _of_config(config, digest, name, tag, "image of the registry", sizes)
     parts: dict[str, Part] = {}

@@ -138,6 +138,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
     program, real = stand_in(tmp_path), gemm.measure
     monkeypatch.setattr("primus.cli.image.tune.measure", lambda shapes, work, gpus: real(shapes, work, gpus, program))
+    monkeypatch.setattr("primus.cli.image.tune._gpus", lambda: ["0", "1"])
     place = gemm.Place.of("llama2-7b", tmp_path / "output/tune_gemm")
     place.shapes.mkdir(parents=True)
     (place.shapes / "tunableop_untuned_node0_gpu0.csv").write_text("\n".join(shapes(5)) + "\n")
@@ -145,7 +146,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
     return place
 
 
-TUNE = ["tune", "gemm", "llama2-7b", "--gpu", "mi300x", "--workers", "2"]
+TUNE = ["tune", "gemm", "llama2-7b", "--gpu", "mi300x"]
 
 
 def test_the_command_measures_and_refuses_another_recipe(
@@ -179,7 +180,6 @@ def test_two_tunings_of_one_folder_do_not_race(recorded: gemm.Place, capsys: pyt
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--workers", "0"], "a whole number of at least 1, not '0'"),
         (["--dump-steps", "0"], "a whole number of at least 1, not '0'"),
         (["--pairs", "4"], "--pairs cannot be used with primus tune gemm"),
         (["--gpu", "cpu", "--proxy"], "tunes GEMMs of GPUs only"),

@@ -35,7 +35,7 @@ from primus.tuning.trial import Search, Trials, ending
 from primus.turbo.optimizations import missing_packages
 
 _STAGES = ("dump", "tune", "use")
-_OF_GEMM = ("stage", "dump_steps", "workers")
+_OF_GEMM = ("stage", "dump_steps")
 _OF_THROUGHPUT = ("output", "dry_run", "pairs", "limit", "warmup")
 _GIB = 2**30
 
@@ -58,7 +58,6 @@ def _count(name: str, meaning: str, metavar: str = "N", *, least: int = 1, defau
         "gemm",
         option("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)"),
         _count("--dump-steps", "steps of the stage dump (default: 3)", default=3),
-        _count("--workers", "GPUs to measure on (default: all)"),
     ),
     group(
         "throughput",
@@ -112,7 +111,7 @@ def _dump(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
 
 
 def _tune(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
-    return tune_gemms(recipe, place, workers=options.workers, as_json=options.json)
+    return tune_gemms(recipe, place, as_json=options.json)
 
 
 def _use(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
@@ -122,9 +121,9 @@ def _use(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
 _RUN = {"dump": _dump, "tune": _tune, "use": _use}
 
 
-def tune_gemms(recipe: Recipe, place: Place, *, workers: int | None = None, as_json: bool = False) -> int:
-    """Measure the recorded GEMMs of ``recipe`` on all GPUs, or ``workers``, and write the result. Returns 0."""
-    shapes, gpus, key = read_shapes(place.shapes), _gpus(workers), key_here(recipe)
+def tune_gemms(recipe: Recipe, place: Place, *, as_json: bool = False) -> int:
+    """Measure the recorded GEMMs of ``recipe`` on all GPUs, and write the result. Returns 0."""
+    shapes, gpus, key = read_shapes(place.shapes), _gpus(), key_here(recipe)
     work = place.work(key)
     with alone(work.parent):
         if not as_json:
@@ -171,15 +170,11 @@ def _train(recipe: Recipe, steps: str | None, environment: Mapping[str, str], op
     ).returncode
 
 
-def _gpus(workers: int | None) -> list[str]:
-    """Return the devices to measure on, as in HIP_VISIBLE_DEVICES: all that this process may use, or ``workers``."""
-    devices = list(visible(len(detect().names), os.environ))
-    if workers is not None and workers > len(devices):
-        # The kernel may not list every device, so a larger --workers is accepted.
-        devices = [str(number) for number in range(workers)]
-    if not devices:
-        raise HostError("there is no GPU on this machine", hint="--workers N measures on N devices")
-    return devices[:workers]
+def _gpus() -> list[str]:
+    """Return the devices to measure on, as in HIP_VISIBLE_DEVICES: all that this process may use."""
+    if not (devices := list(visible(len(detect().names), os.environ))):
+        raise HostError("there is no GPU on this machine, or the environment hides all", hint="run it on a GPU")
+    return devices
 
 
 def _say(text: str) -> None:

@@ -402,5 +402,7 @@ def test_signing_elsewhere_ends_with_the_tag(world: World, tmp_path: Path) -> No
         assert len(there.documents(world.digest, BUNDLE)) == 5
     words = ("verify", "--image", f"{there.name}:{TAG}", "--key", str(world.root / "ours.pub"))
     assert kit.primus(*words).out.splitlines()[-1] == "verified"
+    nothing = kit.primus(*words[:-1], "nothing.pub")
+    assert (nothing.code, "there is no file nothing.pub" in nothing.err) == (2, True)
     wrong = kit.primus(*words[:-1], str(world.root / "others.pub"))
     assert (wrong.code, wrong.out.splitlines()[-1]) == (1, "FAILED")

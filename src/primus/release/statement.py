@@ -112,10 +112,15 @@ class Signer:
             return bundle.read_bytes()
 
 
-def cosign(*words: str) -> str:
-    """Run cosign. Returns why it failed; empty if it did not. Raises HostError if it is missing."""
+def need_cosign() -> None:
+    """Raise HostError if cosign is missing."""
     if shutil.which("cosign") is None:
         raise HostError("cosign, which signs and verifies, is missing", hint=_COSIGN)
+
+
+def cosign(*words: str) -> str:
+    """Run cosign. Returns why it failed; empty if it did not. Raises HostError if it is missing."""
+    need_cosign()
     done = subprocess.run(["cosign", *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return ""

@@ -29,7 +29,7 @@ from primus.release.audit import forbidden_in
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.policy import Evidence, Policy, objections
 from primus.release.registry import Document, Repository
-from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, cosign, statements
+from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, cosign, need_cosign, statements
 from primus.sandbox.container import LayerRef
 from primus.terminal import counted
 from primus.training.suite import FORMAT, digest_of_suite
@@ -96,6 +96,7 @@ def verify_image(
     match = _REFERENCE.fullmatch(reference)
     if match is None or "/" not in reference or not (match["tag"] or match["digest"]):
         raise InputError(f"{reference!r} names no image", hint="HOST[:PORT]/PATH:TAG or HOST[:PORT]/PATH@sha256:…")
+    need_cosign()
     there, result = Repository(match["name"], say), Verified()
     manifest = there.manifest(match["digest"] or match["tag"])
     if manifest is None:

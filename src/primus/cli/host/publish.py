@@ -180,6 +180,8 @@ def verify_published(args: argparse.Namespace) -> int:
         raise InputError("--image names a published image; a target is built from this project", hint="name one")
     if bool(args.key) == bool(args.identity and args.issuer):
         raise InputError("who must have signed it? Name --key, or --identity and --issuer", hint="--key cosign.pub")
+    if args.key and "://" not in args.key and not Path(args.key).is_file():
+        raise InputError(f"--key: there is no file {args.key}", hint="name the public key, such as cosign.pub")
     trust = Trust(key=args.key, identity=args.identity, issuer=args.issuer)
     rules = policy.load(args.policy) if args.policy else None
     with choose_progress(args.json) as progress:

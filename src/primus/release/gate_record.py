@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ def gate_record(examined: Examined, outcome: Outcome) -> dict[str, Any]:
                 "digest": layer.blob.digest,
                 "bytes": layer.blob.size,
                 "unpacked": layer.unpacked,
-                "left_out": layer.left_out,
+                "left_out": asdict(layer.left_out),
             }
             for action, layer in zip(image.plan.layers, image.layers, strict=True)
         ],

@@ -37,6 +37,7 @@ from primus.release.history import (
 )  # fmt: skip
 from primus.release.registry import Repository, plain_http
 from primus.sandbox.container import LayerRef
+from primus.system.issues import STATUS, debs
 from primus.terminal import bytes_text
 from primus.versions.lock import Lock, LockedFile, loads, normalised
 from primus.versions.registry import skopeo
@@ -46,7 +47,6 @@ Part = Mapping[str, str]
 _REGISTRY = re.compile(r"(?P<name>(?:localhost|[^/:]+\.[^/:]+|[^/:]+(?=:[0-9]))(?::[0-9]+)?/[^:@]+)[:@](?P<tag>.+)")
 _PACKAGE = re.compile(r"(?:site|dist)-packages/([^/]+)-([^/-]+)\.dist-info/METADATA$")
 _PINS = "io.primus.pins."
-_STATUS = "var/lib/dpkg/status"
 _RECIPES = "opt/primus/recipes/"
 # What a comparison needs of a revision, and not the rest of the repository.
 _OF_REVISION = ("versions.yaml", "images/", "recipes/", golden.FOLDER, "benchmarks/results/gates-")
@@ -198,14 +198,15 @@ def _of_store(project: Project, ref: str) -> Side:
     recipes: list[tuple[str, Any]] = []
     for step, ref_of_layer in zip(history, root.layers, strict=True):
         layer = store.layer(step["comment"])
-        paths = store.read(layer.paths).decode() if layer else ""
+        # Another version of primus may have written the record.
+        members = () if layer else walk(ref_of_layer, store.blob_path(ref_of_layer.digest))
+        paths = store.read(layer.paths).decode() if layer else "".join(f" {member.path}\n" for member in members)
         packages |= {normalised(m[1]): m[2] for line in paths.split("\n") if (m := _PACKAGE.search(line))}
-        if f" {_STATUS}\n" not in paths and f" {_RECIPES}" not in paths:
+        if f" {STATUS}\n" not in paths and f" {_RECIPES}" not in paths:
             continue
         for member in walk(ref_of_layer, store.blob_path(ref_of_layer.digest)):
-            if member.path == _STATUS:
-                text = member.open().read().decode("utf-8", "replace")
-                packages |= dict(re.findall(r"^Package: (\S+)\n(?:.+\n)*?Version: (\S+)", text, re.M))
+            if member.path == STATUS:
+                packages |= debs(member.open().read().decode("utf-8", "replace"))
             elif re.fullmatch(f"{_RECIPES}[^/]+[.]yaml", member.path):
                 recipes.append(
                     (Path(member.path).stem, parse(member.open().read().decode("utf-8", "replace"), member.path).data)

@@ -17,7 +17,7 @@ from primus.yamlfile import read
 FILE = Path(__file__).with_name("known-issues.yaml")
 _COMPARE = {"<": lt, "<=": le, "==": eq, ">=": ge, ">": gt}
 _BOUND = r"(<=?|==|>=?)([0-9][0-9A-Za-z.+]*)"
-_STATUS = "var/lib/dpkg/status"
+STATUS = "var/lib/dpkg/status"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,12 @@ def issues_here(host: Host, gpu: str | None) -> list[Issue]:
     """Return the known issues of the image that this code is in, on ``gpu``; none outside an image."""
     if not (components := host.components()):
         return []
-    debs = re.findall(r"^Package: (\S+)\n(?:.+\n)*?Version: (\S+)", host.text(_STATUS), re.M)
-    return issues({**dict(debs), **components}, [gpu] if gpu else [])
+    return issues({**debs(host.text(STATUS)), **components}, [gpu] if gpu else [])
+
+
+def debs(status: str) -> dict[str, str]:
+    """Return package → version of the text of dpkg's :data:`STATUS`."""
+    return dict(re.findall(r"^Package: (\S+)\n(?:.+\n)*?Version: (\S+)", status, re.M))
 
 
 def _matches(text: str | None, versions: str) -> bool:

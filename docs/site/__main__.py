@@ -19,6 +19,7 @@ from docs.site.models import gpu_page, models_page
 from docs.site.performance import performance
 from docs.site.picker import picker
 from docs.site.reference import reference
+from docs.site.rocm import rocm_data
 from primus.gpus.table import load_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +118,7 @@ def main(words: list[str]) -> int:
     settings = ["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(out / "doctrees")]
     if code := build_main([*settings, str(source), str(html)]):
         return code
-    for name, text in picker(ROOT).items():
+    for name, text in {**picker(ROOT), **rocm_data(ROOT)}.items():
         (html / name).write_text(text, "utf-8")
     for_machines(source, html)
     print(html / "index.html")

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from browser import CHROMIUM, Browser
 from primus.cli.main import VERBS, main
+from primus.recipes.backends import backends
 
 ROOT = Path(__file__).parents[2]
 PAGE_BYTES = 500_000
@@ -131,3 +133,17 @@ def test_the_address_says_what_is_chosen_by_keyboard(browser: Browser) -> None:
 def test_text_has_enough_contrast(browser: Browser, scheme: str) -> None:
     browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     assert browser.js(CONTRAST) >= AA
+
+
+def test_pages_of_rocm_find_every_variable_in_the_data(site: Path) -> None:
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(
+        "{{ data.docker.pull_tag }} {{ data.dockers[0].pull_tag }}"
+        "{% for name, version in data.docker.components.items() %}{{ name }} {{ version }}{% endfor %}"
+        "{% for group in data.model_groups %}{{ group.group }} {{ group.tag }}{% for model in group.models %}"
+        "{{ model.model }} {{ model.mad_tag }} {{ model.precision }} {{ model.config_name }} {{ model.train_tags[0] }}"
+        "{% endfor %}{% endfor %}"
+    )
+    files = sorted(site.glob("primus-*-benchmark-models.json"))
+    assert len(files) == len(backends())
+    for file in files:
+        assert template.render(data=json.loads(file.read_text())).count("rocm/primus:") == 2

@@ -1,0 +1,60 @@
+"""What pages of ROCm's documentation take from a file of data: the image, its components, and the models by group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from primus.compat.translate import table
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.recipes.catalogue import Entry, entries
+
+
+def rocm_data(root: Path) -> dict[str, str]:
+    """Return path in the site → JSON for each backend, in the form of ROCm's ``…-benchmark-models.yaml``.
+
+    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with ``mad_tag``.
+    """
+    project = Project(root)
+    targets = [resolve(project, name) for name in project.target_names()]
+    dockers = [
+        {
+            "pull_tag": f"rocm/primus:{project.versions.release}-{target.name}",
+            "target": target.name,
+            "components": {name: pin.version or "of this project" for name, pin in target.pins.items()},
+        }
+        for target in targets
+        if target.gpu and target.arch and target.arch.startswith("gfx")
+    ]
+    every: dict[str, list[Entry]] = {}
+    for entry in entries():
+        if not entry.only_proxy:
+            every.setdefault(entry.backend, []).append(entry)
+    return {
+        f"primus-{backend}-benchmark-models.json": json.dumps(
+            {"docker": dockers[0], "dockers": dockers, "model_groups": _groups(some)}, indent=1, ensure_ascii=False
+        )
+        for backend, some in every.items()
+    }
+
+
+def _groups(some: list[Entry]) -> list[dict[str, Any]]:
+    # MAD has no tag for the other recipes; pages need one as the name of a choice.
+    tags = {(row["recipe"], row["backend"]): tag for tag, row in table("commands")["tags"].items()}
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for entry in some:
+        models = groups.setdefault(entry.architecture.family, {})
+        model = models.setdefault(
+            entry.recipe,
+            {
+                "model": entry.description,
+                "mad_tag": tags.get((entry.recipe, entry.backend), f"primus_train_{entry.recipe}"),
+                "config_name": entry.path.name,
+                "precision": ", ".join(precision.upper() for precision in entry.precisions),
+                "train_tags": [],
+            },
+        )
+        model["train_tags"].append(entry.mode)
+    return [{"group": name, "tag": name.lower(), "models": list(models.values())} for name, models in groups.items()]

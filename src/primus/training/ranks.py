@@ -193,6 +193,7 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     # torchrun's own default. If it is not set, torchrun prints a warning.
     variables.setdefault("OMP_NUM_THREADS", "1")
     variables.setdefault("USER", "primus")
+    variables.setdefault("WANDB_MODE", "offline")
     # A rank that SIGABRT or SIGSEGV ends then prints its stack.
     variables.setdefault("PYTHONFAULTHANDLER", "1")
     return variables

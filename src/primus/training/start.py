@@ -40,10 +40,15 @@ _WRITABLE = {
 }
 
 
+# Settings of every backend, and the packages that each needs.
+TRACKERS = ("tensorboard", "wandb")
+
+
 def check_backend(job: Job) -> None:
     """Raise HostError if a package is not installed that the job's backend, or one of its settings, needs."""
     knows = job.recipe.knows
     optional = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
+    optional += [name for name in TRACKERS if job.recipe.find(knows.key(name), False)]
     missing = [name for name in (*knows.packages, *optional) if not importable(name)]
     if missing:
         raise HostError(

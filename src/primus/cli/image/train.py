@@ -53,6 +53,9 @@ RUN = (
         metavar="DIR",
         help="keep compiled GPU kernels here for later runs (default: runs/.compile-cache; with --output: not kept)",
     ),
+    option(
+        "--log", choices=start.TRACKERS, help="also write the figures for TensorBoard or Weights & Biases (offline)"
+    ),
     flag("--no-preflight", "start without checking the machine"),
     flag("--judge", "afterwards, repeat every step in float64 and compare"),
     flag("--force", "start even if the predicted memory exceeds the GPU's"),
@@ -86,6 +89,7 @@ def train(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
+    options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
     recipe = resolved(options, memory=memory)
     refuse_tuning(recipe)
     if options.accept_change and not options.resume_from:

@@ -43,8 +43,8 @@ class FinetuneConfig:
     ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files with Hugging Face's
     names, or ``hf:OWNER/NAME``. ``attention`` is Hugging Face's name of an implementation. Logits are computed for
     ``loss_chunk`` tokens at a time. ``packing`` fills each sample with whole documents, which do not see each other.
-    ``save_weights`` exports the trained weights, or adapters, to a folder ``weights``
-    that Hugging Face's libraries can load.
+    ``save_weights`` exports the trained weights, or adapters, to a folder ``weights`` that Hugging Face's libraries can
+    load; with ``export`` "merged", adapters are added to the weights that they were trained on.
     """
 
     weights: str = "random"
@@ -52,6 +52,7 @@ class FinetuneConfig:
     loss_chunk: int = bounded(2048, "[1, inf)")
     packing: bool = False
     save_weights: bool = False
+    export: Literal["trained", "merged"] = "trained"
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

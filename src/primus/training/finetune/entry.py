@@ -43,7 +43,7 @@ def main(job: RankJob, here: Process) -> None:
     packing = config.packing
     evaluation = Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None
     train.run(job, here, sharded, data.text(job, packing=packing), evaluation)
-    if config.save_weights:
+    if config.save_weights or config.export == "merged":
         if evaluation and evaluation.best:
             train.load_checkpoint(evaluation.best, sharded)
         _save(model, job, source)
@@ -68,15 +68,20 @@ def _facts(job: RankJob, config: FinetuneConfig, model: models.FineTuned) -> dic
 def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    config = job.section(FinetuneConfig)
+    merged = job.mode == "lora" and config.export == "merged"
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=not merged)
     state = get_model_state_dict(model, options=whole)
     if dist.get_rank() == 0:
         folder = job.output / "weights"
         name = job.assets["tokenizer"]
         # With mock data, the tokenizer of the initial weights.
         tokenizer = source if name == MOCK else tokenizer_folder(name)
+        if merged:
+            model = models.merged(job.model, config, source, state)
+            state = model.state_dict()
         models.ready_to_generate(model, tokenizer)
-        if job.mode == "lora" and source is not None:
+        if job.mode == "lora" and not merged and source is not None:
             # PEFT loads the base model from here. A folder of the hub's cache exists on this machine only.
             cached = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$", str(source))
             base = f"{cached[1]}/{cached[2]}" if cached else str(source.absolute())

@@ -152,6 +152,17 @@ def adapted(model: Any, lora: LoraConfig) -> Any:
         )  # fmt: skip
 
 
+def merged(
+    model: Architecture, config: FinetuneConfig, source: Path | None, state: Mapping[str, torch.Tensor]
+) -> FineTuned:
+    """Return the whole model of a run with adapters, whose ``state`` is gathered, with the adapters in its weights."""
+    whole = FineTuned(adapted(causal_model(model, config, source), config.lora), config.loss_chunk)
+    whole.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+    whole.model = whole.model.merge_and_unload()
+    whole.causal.tie_weights()
+    return whole
+
+
 class FineTuned(LanguageModel):
     """One of Hugging Face's causal models, with or without PEFT's adapters, for the loop."""
 

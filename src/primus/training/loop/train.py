@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
 import sys
 import time
@@ -119,8 +118,7 @@ class _Trackers:
                 import wandb
 
                 self._run = wandb.init(
-                    project="primus", name=job.output.name, dir=str(job.output), config=dict(job.config),
-                    mode=os.environ.get("WANDB_MODE", "offline"),
+                    project="primus", name=job.output.name, dir=str(job.output), config=dict(job.config)
                 )  # fmt: skip
         except ImportError as error:
             raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error

@@ -67,9 +67,7 @@ class Models:
         """Return ``weights`` as the run computes with them, in ``dtype``, and the scale of adapters."""
         computed = {name: (t if self._kept(name) else t.to(torch.bfloat16)).to(dtype) for name, t in weights.items()}
         if self._job["mode"] == "lora":
-            config = self._job["config"]
-            scale = float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
-            computed[".adapter_scale"] = torch.tensor(scale, dtype=torch.float64)
+            computed[".adapter_scale"] = torch.tensor(scale_of(self._job), dtype=torch.float64)
         return computed
 
     def _kept(self, name: str) -> bool:
@@ -77,6 +75,12 @@ class Models:
         gathered = self._job["config"].get("quantize.linear.float8.enable_fsdp_float8_all_gather")
         eight = self._job["precision"] == "fp8" and gathered and is_narrow(name)
         return self.exact or name.endswith(BIAS) or bool(eight)
+
+
+def scale_of(job: Mapping[str, Any]) -> float:
+    """Return the factor of what adapters add to their layers."""
+    config = job["config"]
+    return float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
 
 
 def _eight(job: Mapping[str, Any]) -> torch.dtype | None:

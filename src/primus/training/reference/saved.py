@@ -16,6 +16,7 @@ import torch
 from primus.recipes.architecture import Architecture
 from primus.training.reference import data
 from primus.training.reference.model import Model
+from primus.training.reference.models import scale_of
 from primus.training.reference.names import to_canonical
 from primus.training.reference.parameters import adapter_shapes
 
@@ -48,12 +49,31 @@ def differences(
         for file in sorted((output / "witness").glob("random-*.json"))
         if not json.loads(file.read_text(encoding="utf-8"))["kept"]
     ]
-    if job["config"].get("save_weights"):
+    if job["mode"] == "lora" and job["config"].get("export") == "merged":
+        job, last = {**job, "mode": "full"}, _merged(last, scale_of(job))
+        return findings + _exported(output / "weights", job, sizes, last, tolerance=1e-6)
+    if job["config"].get("save_weights") or job["config"].get("export") == "merged":
         findings += _exported(output / "weights", job, sizes, last)
     return findings
 
 
-def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: Mapping[str, torch.Tensor]) -> list[str]:
+def _merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    whole = {name: tensor.double() for name, tensor in weights.items() if ".lora_" not in name}
+    for name, down in weights.items():
+        if name.endswith(".lora_A.weight"):
+            layer = name.removesuffix("lora_A.weight")
+            whole[layer + "weight"] += scale * (weights[layer + "lora_B.weight"].double() @ down.double())
+    return whole
+
+
+def _exported(
+    folder: Path,
+    job: Mapping[str, Any],
+    sizes: Architecture,
+    last: Mapping[str, torch.Tensor],
+    *,
+    tolerance: float = 0.0,
+) -> list[str]:
     from safetensors.torch import load_file
 
     saved: dict[str, torch.Tensor] = {}
@@ -66,9 +86,9 @@ def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: M
     findings += [
         f"{name} in {folder.name} is not the trained one"
         for name, tensor in expected.items()
-        if name in saved and not torch.equal(saved[name], tensor.to(saved[name].dtype))
+        if name in saved and not torch.allclose(saved[name], tensor.to(saved[name].dtype), rtol=0, atol=tolerance)
     ]
-    findings += _other_tokens(folder, Path(job["assets"]["tokenizer"]))
+    findings += _other_tokens(folder, Path(job["assets"]["tokenizer"]), Path(str(job["config"].get("weights"))))
     if not adapters and not findings:
         findings += _other_logits(folder, job, sizes, saved)
     file = folder / ("adapter_config.json" if adapters else "config.json")
@@ -110,7 +130,7 @@ def _adapter_defaults() -> dict[str, Any]:
     return {key: value for key, value in defaults.items() if key not in _FREE}
 
 
-def _other_tokens(folder: Path, tokenizer: Path) -> list[str]:
+def _other_tokens(folder: Path, tokenizer: Path, initial: Path) -> list[str]:
     if not tokenizer.is_dir():
         return []
     findings = [
@@ -120,11 +140,14 @@ def _other_tokens(folder: Path, tokenizer: Path) -> list[str]:
     ]
     marks = data.marks(tokenizer)
     for file in (folder / "config.json", folder / "generation_config.json"):
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        config, before = (
+            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            for path in (file, initial / file.name)
+        )
         findings += [
             f"{file.name}: {key} is {config[key]}, not {number}"
             for key, number in marks.items()
-            if key in config and config[key] != number
+            if key in config and config[key] not in (number, before.get(key))
         ]
     return findings
 

@@ -1,6 +1,7 @@
 """What is known about a family of models: its file in ``families/``, which all others ask.
 
-A family adds to ``decoder.yaml``, which describes both formats, or to another family.
+A family adds to ``decoder.yaml``, which describes both formats, or to another family. Fields of a model and its
+``config.json`` are translated in both directions.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from primus.yamlfile import Scalar, read_values
 
 _FOLDER = Path(__file__).with_name("families")
 _DECODER = "decoder"
+# Keys of rope scaling in config.json, with transformers' values where one is omitted, by its kind.
+_STRETCH: Mapping[str, Mapping[str, float]] = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +81,11 @@ class Family:
     linears: Sequence[str] = ()
     backends: Mapping[str, Support] = field(default_factory=dict)
 
+    @property
+    def tuned(self) -> bool:
+        """Whether published weights of the family can be fine-tuned."""
+        return bool(self.linears)
+
     def has(self, key: str, backend: str = "") -> bool:
         """Whether the family has the field ``key`` of ``model.``, and ``backend`` computes it."""
         lacks = self.backends[backend].lacks if backend else ()
@@ -103,6 +114,11 @@ def family(name: str) -> Family:
     content = _read(name)
     backends = {key: Support(**row) for key, row in content.pop("backends", {}).items() if row is not None}
     return Family(name=name, backends=backends, **content)
+
+
+def families_of(kind: object) -> list[str]:
+    """Return the families of transformers' ``model_type``."""
+    return [name for name in families() if not family(name).images and family(name).transformers == kind]
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -150,3 +166,62 @@ def renamed(model: Any, backend: str) -> Mapping[str, str]:
     every = [weight for part in ("outer", "layer", "dense", "sparse") for weight in _weights(part)]
     every.sort(key=lambda weight: weight.belongs(model))
     return {name: weight.name for weight in every for name in weight.names.get(backend, ())}
+
+
+def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield field of ``model.``, key and value of a published ``config``, read from ``file``, of a model of a family.
+
+    Values are as in the file, so that they may have any type. Raises InputError if rope scaling is no mapping.
+    """
+    whole = {**known.defaults, **config}
+    heads, width = whole["num_attention_heads"], whole.get("hidden_size")
+    part = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    rope = {} if config.get(part) is None else config[part]
+    if not isinstance(rope, dict):
+        raise InputError(f"{part} is not a mapping", where=f"{file}: {part}")
+    for key, name in known.config.items():
+        # A field that the family lacks is of interest if the file sets it.
+        if name is None or not (config.get(name) if not known.has(key) or key in known.values else name in whole):
+            continue
+        value = whole[name]
+        if key == "kv_heads" and value is None:
+            value = heads
+        elif key == "head_dim" and (value is None or (isinstance(heads, int) and heads * value == width)):
+            value = 0
+        elif key == "window" and (value is None or not whole.get("use_sliding_window", True)
+                                  or ("use_sliding_window" in whole and whole["max_window_layers"])):  # fmt: skip
+            value = 0  # transformers gives the window to the layers from max_window_layers on
+        elif key == "rope_theta":
+            value = rope.get("rope_theta", value)
+        elif value is None and key.startswith("mla."):
+            value = 0
+        yield key, name, value
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not known.images:
+        yield "rope_scaling.kind", f"{part}.rope_type", "none" if kind == "default" else kind
+    if kind in _STRETCH:
+        original = rope.get("original_max_position_embeddings", whole["max_position_embeddings"])
+        yield "rope_scaling.original_max_position", f"{part}.original_max_position_embeddings", original
+        for name, usual in {"factor": 1.0, **_STRETCH[kind]}.items():
+            yield f"rope_scaling.{name}", f"{part}.{name}", rope.get(name, usual)
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """Return the keys of ``config.json`` of a decoder ``model`` (an Architecture): what :func:`described` reads."""
+    known, scaling = family(model.family), model.rope_scaling
+    config = {field: attrgetter(key)(model) for key, field in known.config.items()
+              if field is not None and known.has(key) and key not in known.values}  # fmt: skip
+    if known.has("mla.q_lora_rank"):
+        config["q_lora_rank"] = model.mla.q_lora_rank or None
+    config["head_dim"] = model.mla.qk_rope_head_dim or model.head_size
+    if known.has("window"):
+        config["sliding_window"] = model.window or None
+        if "use_sliding_window" in known.defaults:
+            config |= {"use_sliding_window": model.window > 0, "max_window_layers": 0 if model.window else model.layers}
+    rope = {"rope_type": "default", "rope_theta": float(config.pop("rope_theta"))}
+    if scaling.kind != "none":
+        rope |= {"rope_type": scaling.kind, "original_max_position_embeddings": scaling.original_max_position}
+        stretch = {key: float(getattr(scaling, key)) for key in ("factor", *_STRETCH[scaling.kind])}
+        # DeepSeek's models alone have both mscale.
+        rope |= {k: v for k, v in stretch.items() if model.mla.kv_lora_rank or not k.startswith("mscale")}
+    return config | {"rope_parameters": rope}

@@ -16,18 +16,13 @@ from typing import Any
 from primus.errors import InputError
 from primus.files import read_bytes
 from primus.recipes.architecture import size
-from primus.recipes.family import Family, families, family
+from primus.recipes.family import described, families_of, family
 from primus.recipes.faults import Fault
 from primus.recipes.load import beside
 from primus.recipes.recipe import Recipe
 from primus.yamlfile import spell
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
-# Keys of rope scaling in config.json. mscale of DeepSeek's models scales more than YaRN of other models.
-_STRETCH: Mapping[str, Mapping[str, float]] = {
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,41 +37,6 @@ class Difference:
     theirs: Any
     field: str
     meant: bool
-
-
-def described(known: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield field of ``model.``, key of config.json and value of a published model of a family."""
-    config = {**known.defaults, **config}
-    heads, width = config["num_attention_heads"], config.get("hidden_size")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for key, field in known.config.items():
-        value: Any = config.get(field)
-        if (
-            not known.has(key)
-            or key in known.values
-            or (value is None and key not in ("kv_heads", "head_dim", "window"))
-        ):
-            continue
-        if key == "kv_heads" and value is None:
-            value = heads
-        elif key == "head_dim" and (value is None or value * heads == width):
-            value = 0
-        elif key == "window":
-            # transformers gives the window to the layers from max_window_layers on.
-            value = 0 if config.get("use_sliding_window") is False or config.get("max_window_layers") else value or 0
-        elif key == "rope_theta":
-            value = rope.get("rope_theta", value)
-        yield key, field, float(value) if key == "rope_theta" else value
-    if not known.has("rope_scaling.kind"):
-        return
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    yield "rope_scaling.kind", "rope_scaling.rope_type", "none" if kind == "default" else kind
-    if kind in _STRETCH:
-        yield "rope_scaling.factor", "rope_scaling.factor", float(rope.get("factor", 1.0))
-        original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
-        yield "rope_scaling.original_max_position", "rope_scaling.original_max_position_embeddings", original
-        for name, usual in _STRETCH[kind].items():
-            yield f"rope_scaling.{name}", f"rope_scaling.{name}", float(rope.get(name, usual))
 
 
 def facts_of(recipe: Recipe) -> Mapping[str, Any] | None:
@@ -102,7 +62,7 @@ def facts_of(recipe: Recipe) -> Mapping[str, Any] | None:
 def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield where the recipe's model is not as published. A proxy has sizes of its own, so only its kind counts."""
     model = recipe.architecture
-    for key, field, value in described(family(model.family), facts):
+    for key, field, value in described(family(model.family), facts, recipe.path):
         mine, theirs, setting = attrgetter(key)(model), value, recipe.settings.get(f"model.{key}")
         if key == "head_dim":
             mine, theirs = model.head_size, value or model.hidden_size // max(1, model.heads)
@@ -119,7 +79,7 @@ def kind_faults(recipe: Recipe) -> Iterator[Fault]:
     known, facts, repo = family(recipe.architecture.family), facts_of(recipe), recipe.find("model.hf_repo", "")
     if facts is None or (kind := facts.get("model_type", "")) == known.transformers:
         return
-    fitting = [name for name in families() if family(name).transformers == kind]
+    fitting = families_of(kind)
     why = f"{known.name}, but {repo} has model_type = {kind or 'none'} in its config.json"
     yield "model.family", why, f"model.family={fitting[0]}" if fitting else "CONTRIBUTING.md says how to add a family"
 

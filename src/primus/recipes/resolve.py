@@ -13,12 +13,13 @@ from primus.errors import InputError, nearest
 from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import CPU, LENGTH, choose, supported
+from primus.recipes.family import families, family
 from primus.recipes.faults import data_faults, layout_faults, model_faults
 from primus.recipes.published import kind_faults, published_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
-from primus.recipes.weights import TYPES, model_of
+from primus.recipes.weights import model_of
 from primus.yamlfile import value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
@@ -142,9 +143,9 @@ def _weights_among(words: Sequence[str]) -> Path | None:
 
 def _of_weights(folder: Path, settings: Mapping[str, Setting], knows: Backend) -> dict[str, Setting]:
     """Return the model that the weights' ``config.json`` describes; nothing if the backend loads no weights."""
-    family = settings.get("model.family")
-    loads = family is not None and family.value in TYPES and "weights" in schema.backend_rules(knows.name)
-    return model_of(folder, str(family.value)) if family is not None and loads else {}
+    name = str(settings["model.family"].value) if "model.family" in settings else ""
+    loads = name in families() and family(name).tuned and "weights" in schema.backend_rules(knows.name)
+    return model_of(folder, name) if loads else {}
 
 
 def _refuse_other_sizes(overriding: Mapping[str, Setting], described: Mapping[str, Setting]) -> None:

@@ -12,10 +12,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from primus.recipes.architecture import size
+from primus.recipes.family import family
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import backend_rules
-from primus.recipes.weights import TYPES, config_of
+from primus.recipes.weights import config_of
 from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.logs import Series
 from primus.yamlfile import spell
@@ -97,7 +98,7 @@ def unjudged(recipe: Recipe) -> str | None:
             return f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
     if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0) > 0:
         return "dropout is random"
-    if recipe.weights is not None and recipe.architecture.family in TYPES:
+    if recipe.weights is not None and family(recipe.architecture.family).tuned:
         activation = config_of(recipe.weights)[1].get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             return f"hidden_act of the weights is {activation}, and the reference computes SiLU"

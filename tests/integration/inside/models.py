@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from primus.recipes import load
 from primus.recipes.architecture import (
@@ -20,11 +21,14 @@ from primus.recipes.architecture import (
     architecture,
     size,
 )
+from primus.recipes.family import described, families_of, family
 from primus.training.finetune import models
 from primus.training.finetune.backend import FinetuneConfig, LoraConfig
 from primus.training.flux.entry import draw, flow_matching, transformer
 from primus.training.fsdp.llama import Llama
 from primus.training.loop import weights
+from primus.training.reference.names import to_canonical
+from primus.training.reference.parameters import shapes, without_bias
 
 SMALL = Architecture(
     family="llama3", layers=2, hidden_size=64, heads=4, kv_heads=2, ffn_size=96, vocab_size=128, max_seq_len=256,
@@ -36,22 +40,9 @@ SAME = {
     "llama2": replace(SMALL, family="llama2", kv_heads=4, rope_theta=10000.0),
     "mistral": replace(SMALL, family="mistral", window=16, head_dim=32),
     "qwen2": replace(SMALL, family="qwen2", qkv_bias=True, tied_embeddings=True),
+    "qwen3": replace(SMALL, family="qwen3", qk_norm=True, head_dim=32),
 }
 MIXED = replace(SMALL, family="mixtral", moe=MixtureOfExperts(experts=4, top_k=2, ffn_size=32))
-NAMES = {
-    "embedding": "model.embed_tokens", "output": "lm_head", "norm": "model.norm", "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm", "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj", "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj", "down": "mlp.down_proj",
-}  # fmt: skip
-
-
-def theirs(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if not module.startswith("layers."):
-        return f"{NAMES[module]}.{kind}"
-    _, number, rest = module.split(".", 2)
-    return f"model.layers.{number}.{NAMES[rest]}.{kind}"
 
 
 @torch.no_grad()
@@ -62,7 +53,7 @@ def check_same_logits_and_loss(name: str, model: Architecture) -> None:
     own = Llama(model, 64, 1024)
     given = dict(hub.named_parameters())
     for own_name, parameter in own.named_parameters():
-        parameter.copy_(given.pop(theirs(own_name)))
+        parameter.copy_(given.pop(*to_canonical("fsdp", model, {own_name: parameter})))
     assert not given, f"{name}: {sorted(given)} have no counterpart"
     tokens = torch.randint(model.vocab_size, (2, 64))
     labels = tokens.roll(-1, 1)
@@ -122,19 +113,26 @@ def check_adapters_alone_are_trained() -> None:
         raise AssertionError("a target that names no layer was taken")
 
 
-def check_published_sizes() -> None:
-    for name in load.names():
-        settings = load.read(load.find(name)).settings
-        model = architecture({key[6:]: s.value for key, s in settings.items() if key.startswith("model.")})
-        if model.family == "flux":
-            made = transformer(model)
-        elif model.family.startswith("deepseek"):
+def check_published_models() -> None:
+    """What publishers say is transformers' model: the same names, shapes and number of parameters, without memory."""
+    files = sorted((load.folder() / "published").glob("*.json"))
+    assert len(files) > 20
+    for file in files:
+        facts = json.loads(file.read_text())
+        parameters = facts.pop("parameters")
+        if "model_type" not in facts:
             continue
-        else:
-            made = models.causal_model(model, FinetuneConfig())
-        found = sum(parameter.numel() for parameter in made.parameters())
-        assert found == size(model).total, f"{name}: {found} parameters, not {size(model).total}"
-        assert all(parameter.is_meta for parameter in made.parameters()), f"{name} takes memory"
+        known = family(families_of(facts["model_type"])[0])
+        fixed = {key: only[0] for key, only in known.values.items()}
+        told = {key: value for key, _, value in described(known, facts, file)}
+        model = architecture({"family": known.name, **fixed, **told})
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts))
+        tensors = (*made.named_parameters(), *made.named_buffers())
+        kept = {f"model.{name}": value for name, value in tensors if "inv_freq" not in name}
+        canonical = to_canonical("finetune", model, kept)
+        assert {name: tuple(value.shape) for name, value in without_bias(canonical).items()} == shapes(model), file.stem
+        assert sum(value.numel() for value in canonical.values()) == size(model).total == parameters, file.stem
 
 
 def check_fluxs_blocks_differ_in_their_gradients_layout() -> None:
@@ -194,6 +192,6 @@ for label, small in SAME.items():
 check_mixtrals_files_are_read()
 check_balance_is_trained_on_and_not_reported()
 check_adapters_alone_are_trained()
-check_published_sizes()
+check_published_models()
 check_fluxs_blocks_differ_in_their_gradients_layout()
 check_flux_begins_with_its_last_layers_gradient_alone()

@@ -9,6 +9,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from transformers import AutoModelForCausalLM
 
+from primus.recipes.family import families, family
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training.finetune.models import config_of
@@ -16,22 +17,28 @@ from primus.training.flux.entry import rotary_axes
 from primus.training.reference import blocks, diffusion, models
 from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
-from primus.training.reference.parameters import shapes
+from primus.training.reference.parameters import shapes, without_bias
 from primus.training.reference.rounding import Rounding, attended, bfloat, exact, softmax
 from primus.training.witness import Blocks
 
 
 def main() -> None:
     torch.manual_seed(0)
-    for name in ("llama2-7b", "llama3.1-8b", "mistral-7b", "qwen2.5-7b", "mixtral-8x7b"):
+    recipes = ("llama2-7b", "llama3.1-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-32b", "qwen3-30b-a3b",
+               "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3")  # fmt: skip
+    tried = {resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture.family for name in recipes}
+    assert tried == {name for name in families() if not family(name).images}, "each family against transformers"
+    for name in recipes:
         sizes = resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture
         if sizes.family == "mistral":
             sizes = replace(sizes, window=7)
         model = AutoModelForCausalLM.from_config(config_of(sizes, "eager"))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
-        weights = to_canonical("finetune", sizes, {f"model.{name}": value for name, value in model.named_parameters()})
-        assert {key: tuple(value.shape) for key, value in weights.items()} == shapes(sizes), name
+        mine = {f"model.{name}": value for name, value in (*model.named_parameters(), *model.named_buffers())
+                if not name.endswith("inv_freq")}  # fmt: skip
+        weights = to_canonical("finetune", sizes, mine)
+        assert {key: tuple(value.shape) for key, value in without_bias(weights).items()} == shapes(sizes), name
         tokens = torch.randint(0, sizes.vocab_size, (2, 33))
         with torch.no_grad():
             ours, _ = Model(sizes).logits({key: value.double() for key, value in weights.items()}, tokens)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from primus.recipes import family
 from primus.recipes.architecture import Architecture, rebuilt
-from primus.recipes.weights import TYPES
 from primus.training.identity import tensor_files
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
@@ -33,66 +33,23 @@ OUTER = ("lm_head.weight", "model.embed_tokens.weight")
 # The parts that PEFT adds to the names of weights.
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 _EXPERTS = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MIXTRALS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 def config_of(model: Architecture, attention: str) -> Any:
-    """Return transformers' configuration of ``model``. Raises SystemExit for an unsupported family."""
+    """Return transformers' configuration of ``model``."""
     from transformers import AutoConfig
 
-    if model.family not in TYPES:
-        raise SystemExit(f"the finetune backend has no model for the family {model.family}")
-    kind = TYPES[model.family]
-    settings: dict[str, Any] = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_size,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "max_position_embeddings": model.max_seq_len,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_embeddings,
-        "rope_parameters": _rope(model),
-        # The special tokens are unknown here, and some defaults are outside of a small vocabulary.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "use_cache": False,
-        "attn_implementation": attention,
-    }
-    if kind != "qwen2":
-        settings["head_dim"] = model.head_size
-    if kind == "mistral":
-        settings["sliding_window"] = model.window or None
-    elif kind == "mixtral":
-        settings |= {
-            "sliding_window": model.window or None,
-            "num_local_experts": model.moe.experts,
-            "num_experts_per_tok": model.moe.top_k,
-            "intermediate_size": model.moe.ffn_size or model.ffn_size,
-            "router_aux_loss_coef": model.moe.auxiliary_loss,
-        }
-    elif kind == "qwen2" and model.window:
-        settings |= {"use_sliding_window": True, "sliding_window": model.window, "max_window_layers": 0}
-    return AutoConfig.for_model(kind, **settings)
-
-
-def _rope(model: Architecture) -> dict[str, Any]:
-    scaling = model.rope_scaling
-    if scaling.kind == "none":
-        return {"rope_type": "default", "rope_theta": float(model.rope_theta)}
-    common = {
-        "rope_type": scaling.kind,
-        "rope_theta": float(model.rope_theta),
-        "factor": float(scaling.factor),
-        "original_max_position_embeddings": scaling.original_max_position,
-    }
-    if scaling.kind == "llama3":
-        return common | {
-            "low_freq_factor": float(scaling.low_freq_factor),
-            "high_freq_factor": float(scaling.high_freq_factor),
-        }
-    return common | {"beta_fast": float(scaling.beta_fast), "beta_slow": float(scaling.beta_slow)}
+    known = family.family(model.family)
+    settings = family.config_of(model)
+    if "head_dim" in known.backends.get("finetune", family.Support()).lacks:
+        del settings["head_dim"]
+    if model.moe.experts:
+        settings |= {"router_aux_loss_coef": model.moe.auxiliary_loss}
+    # The special tokens are unknown here, and some defaults are outside of a small vocabulary.
+    marks = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return AutoConfig.for_model(known.transformers, **settings, **marks, use_cache=False, attn_implementation=attention)
 
 
 def causal_model(
@@ -224,14 +181,15 @@ def stored(files: weights.Files, name: str) -> weights.Rows:
     experts = _EXPERTS.match(name)
     if not experts:
         return files.rows_of(name.replace(".mlp.gate.", ".block_sparse_moe.gate."))
-    # Mixtral's files have three matrices per expert. transformers uses stacked matrices of all experts.
-    parts = ("w1", "w3") if experts[2] == "gate_up_proj" else ("w2",)
-    head = f"{experts[1]}.block_sparse_moe.experts"
+    # Files have three matrices per expert, Mixtral's under other names. transformers stacks those of all experts.
+    head, places = f"{experts[1]}.mlp.experts", _PARTS[experts[2]]
+    if f"{head}.0.{places[0]}.weight" not in files:
+        head, places = f"{experts[1]}.block_sparse_moe.experts", _MIXTRALS[experts[2]]
 
     def rows(first: int, last: int) -> torch.Tensor:
         return torch.stack(
             [
-                torch.cat([files.whole(f"{head}.{number}.{part}.weight") for part in parts])
+                torch.cat([files.whole(f"{head}.{number}.{part}.weight") for part in places])
                 for number in range(first, last)
             ]
         )

@@ -225,6 +225,7 @@ class _Documents:
 
 def _register_model(job: Mapping[str, Any], written: tokens.Tokens) -> None:
     from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     # torchtitan's log rounds loss and gradient norm.
@@ -254,6 +255,10 @@ def _register_model(job: Mapping[str, Any], written: tokens.Tokens) -> None:
             spec,
             model_args={**spec.model_args, render.FLAVOR: arguments},
             build_tokenizer_fn=lambda _config: _Documents(written),
+            # Without it, the biases that balance experts stay zero in torchtitan's qwen3.
+            build_optimizers_fn=build_optimizers_with_moe_load_balancing
+            if model.moe.experts
+            else spec.build_optimizers_fn,
             build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(config, dims, tag),
         ),
     )

@@ -24,14 +24,25 @@ from primus.training.witness import Blocks
 
 def main() -> None:
     torch.manual_seed(0)
-    recipes = ("llama2-7b", "llama3.1-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-32b", "qwen3-30b-a3b",
-               "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3")  # fmt: skip
-    tried = {resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture.family for name in recipes}
-    assert tried == {name for name in families() if not family(name).images}, "each family against transformers"
-    for name in recipes:
-        sizes = resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture
-        if sizes.family == "mistral":
-            sizes = replace(sizes, window=7)
+    proxies = [
+        resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture
+        for name in (
+            "llama2-7b",
+            "llama3.1-8b",
+            "mistral-7b",
+            "qwen2.5-7b",
+            "mixtral-8x7b",
+            "deepseek-v2-lite",
+            "deepseek-v3",
+        )
+    ]
+    normed = replace(proxies[3], family="qwen3", qkv_bias=False, qk_norm=True, head_dim=32)
+    moe = replace(proxies[4].moe, ffn_size=48, normalize_top_k=False)
+    proxies += [normed, replace(normed, family="qwen3_moe", moe=moe), replace(proxies[1], tied_embeddings=True)]
+    assert {sizes.family for sizes in proxies} == {name for name in families() if not family(name).images}
+    for proxy in proxies:
+        name = proxy.family
+        sizes = replace(proxy, window=7) if name == "mistral" else proxy
         model = AutoModelForCausalLM.from_config(config_of(sizes, "eager"))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
@@ -67,6 +78,8 @@ def activations() -> None:
 
 def norms() -> None:
     """A norm's gradient, also as PyTorch computes it on a CPU, where it keeps means and deviations in bfloat16."""
+
+    torch.manual_seed(0)
 
     def gradient(states: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         leaf = states.detach().clone().requires_grad_()

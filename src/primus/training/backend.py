@@ -84,6 +84,11 @@ def _objections(recipe: Recipe, name: str, written: tokens.Tokens) -> Iterator[t
         )
 
 
+def _check_initial(recipe: Recipe) -> None:
+    if recipe.find(torchtitan.INITIAL, False) and (folder := recipe.asset("tokenizer")) is not None:
+        finetune.check(folder, recipe.architecture)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """The start of one backend's runs. The defaults are those of our own loop on text.
@@ -103,7 +108,7 @@ class Backend:
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "torchtitan": Backend(files=torchtitan.files, arguments=torchtitan.arguments),
+    "torchtitan": Backend(check_weights=_check_initial, files=torchtitan.files, arguments=torchtitan.arguments),
     "megatron": Backend(),
     "finetune": Backend(check_weights=finetune.check_weights),
     "flux": Backend(

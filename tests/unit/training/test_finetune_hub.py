@@ -19,6 +19,7 @@ from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import proof
+from primus.training.backend import backend_of
 from primus.training.finetune import backend
 from primus.training.flux.backend import check_transformer
 
@@ -158,6 +159,14 @@ def test_a_size_that_is_not_the_weights_is_refused(tmp_path: Path) -> None:
     words = [f"weights={written(tmp_path / 'w', LLAMA31)}", "model.layers=16"]
     with pytest.raises(InputError, match=r"model.layers is 16, and the weights have 32"):
         resolve("llama3.1-8b", words, Choices(gpu="mi300x", backend="finetune"))
+
+
+def test_weights_that_torchtitan_starts_from_are_checked_too(tmp_path: Path) -> None:
+    folder = written(tmp_path / "w", QWEN25)
+    words = ["checkpoint.initial_load_in_hf=true", f"assets.tokenizer={folder}"]
+    with pytest.raises(InputError, match="of type qwen2, and the recipe's model is of type llama"):
+        recipe = resolve("llama3.1-8b", words, Choices(gpu="mi300x", backend="torchtitan"))
+        backend_of(recipe).check_weights(recipe)
 
 
 def test_another_activation_is_not_judged(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from primus.errors import InputError
 from primus.recipes.architecture import Architecture
+from primus.recipes.family import family
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
 from primus.recipes.weights import FILES, HUB, config_of, downloaded
@@ -65,7 +66,10 @@ def check(folder: Path, model: Architecture) -> None:
     Damaged and quantized files are found from their headers. Then transformers itself builds the model of the folder's
     ``config.json`` and loads the headers' shapes into it, in a process of its own.
     """
-    file, _ = config_of(folder)
+    file, config = config_of(folder)
+    if config["model_type"] != (kind := family(model.family).transformers):
+        why = f"the weights are of type {config['model_type']}, and the recipe's model is of type {kind}"
+        raise InputError(why, where=f"{file}: model_type")
     for part in identity.tensor_files(folder):
         for name, dtype in identity.header(part).dtypes.items():
             if dtype not in _PLAIN:

@@ -30,6 +30,10 @@ WRONG = [
         "family": "qwen3", "qkv_bias": False, "qk_norm": True, "tied_embeddings": True, "window": 131072,
         "head_dim": 64, "vocab_size": 151936, "norm_eps": 1e-5,
     }.items()),
+    *(("qwen3-8b", f"model.{key}", value) for key, value in {
+        "family": "qwen2", "qk_norm": False, "qkv_bias": True, "head_dim": 64, "rope_theta": 10000.0, "heads": 64,
+    }.items()),
+    ("qwen3-8b", "torchtitan.parallelism.pipeline_parallel_degree", 2),
     ("mistral-7b", "model.window", 0), ("mistral-7b", "model.kv_heads", 32), ("mistral-7b", "model.family", "llama3"),
     *(("mixtral-8x7b", f"model.{key}", value) for key, value in {
         "moe.experts": 16, "moe.top_k": 1, "moe.ffn_size": 7168, "moe.normalize_top_k": False, "moe.score": "sigmoid",

@@ -181,7 +181,7 @@ def test_the_nearest_recipe_is_of_the_same_family_and_size(tmp_path: Path) -> No
     cases = [
         ("llama3-8b", LLAMA31),
         ("llama2-7b", LLAMA2),
-        ("llama2-7b", smaller),
+        ("llama3.2-3b", smaller),
         ("qwen2.5-7b", QWEN25),
         ("mixtral-8x7b", MIXTRAL),
     ]

@@ -9,6 +9,7 @@ from typing import Any
 from primus.recipes import memory as terms
 from primus.recipes.architecture import Architecture, size
 from primus.recipes.choose import CPU
+from primus.recipes.family import family
 from primus.recipes.faults import Fault
 from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
@@ -58,6 +59,8 @@ class Torchtitan(Rules):
             # github.com/pytorch/torchtitan/pull/2323. FSDP does not divide them.
             why = "without FSDP, torchtitan 0.2.2 divides gradients by the number of replicas once too often"
             yield replicas, why, "replicas=1, or more ranks than replicas"
+        if recipe.degree("pp") > 1 and family(recipe.architecture.family).backends["torchtitan"].model == "qwen3":
+            yield f"torchtitan.{recipe.knows.degrees['pp']}", "torchtitan 0.2.2 cannot cut Qwen 3 into stages", "pp=1"
         if recipe.degree("cp") > 1 and recipe.gpu == CPU:
             yield context, "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
         if recipe.unsharded and recipe.precision in ("fp8", "mxfp8") and recipe.find(_DTYPE, "float32") == "float32":

@@ -1,0 +1,103 @@
+"""Tokenizing a JSON Lines corpus by ``primus.training.tokens`` and by ``datasets.map``, in alternating runs.
+
+``python -m benchmarks.tokens TOKENIZER_FOLDER`` needs an image's Python packages. Each run is a process of its own; its
+time is that of everything after the imports, its memory the largest resident size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+RESULT = Path(__file__).parent / "results/tokens.json"
+REPETITIONS = 3
+
+
+def written(folder: Path, megabytes: int) -> Path:
+    """Write documents of 20 to 2,000 words, drawn from 20,000."""
+    draw = random.Random(1)
+    words = ["".join(draw.choices("etaoinshrdlucmfwypvbgkjqxz", k=draw.randint(2, 10))) for _ in range(20_000)]
+    path = folder / f"{megabytes}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < megabytes * 1_000_000:
+            file.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(20, 2000)))}) + "\n")
+    return path
+
+
+def primus(corpus: str, tokenizer: str, folder: str) -> float:
+    """Write the files that ranks map. Returns the seconds."""
+    from primus.training import tokens
+    from primus.training.corpus import Corpus
+
+    tokens.without_torch()
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
+
+    began = time.perf_counter()
+    tokens.write(tokens.Reader(Corpus(name=corpus, tokenizer=tokenizer)), Path(folder), progress=print)
+    return time.perf_counter() - began
+
+
+def hugging_face(corpus: str, tokenizer: str, folder: str) -> float:
+    """Write Arrow files, by a fast tokenizer on batches of 1,000 documents. Returns the seconds."""
+    from primus.training import tokens
+
+    tokens.without_torch()
+    import datasets
+    import transformers
+
+    began = time.perf_counter()
+    fast = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    rows = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=folder)
+    rows.map(
+        lambda batch: {"input_ids": fast([f"{text}{fast.eos_token}" for text in batch["text"]])["input_ids"]},
+        batched=True, remove_columns=["text"],
+    )  # fmt: skip
+    return time.perf_counter() - began
+
+
+def measured(name: str, corpus: Path, tokenizer: str) -> dict[str, float]:
+    """Run ``name`` in a process of its own."""
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.tokens", name, str(corpus), tokenizer, folder]
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "HF_HOME": folder, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    """Measure both, and write the result."""
+    if len(sys.argv) > 2:
+        seconds = {"primus": primus, "hugging_face": hugging_face}[sys.argv[1]](*sys.argv[2:])
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"seconds": round(seconds, 2), "peak_mib": round(peak)}))
+        return
+    runs: dict[str, list[dict[str, float]]] = {"primus": [], "hugging_face": []}
+    with TemporaryDirectory() as folder:
+        corpora = [written(Path(folder), size) for size in (25, 100)]
+        small = measured("primus", corpora[0], sys.argv[1])
+        for _ in range(REPETITIONS):
+            for name, rows in runs.items():
+                rows.append(measured(name, corpora[1], sys.argv[1]))
+    median = {name: statistics.median(row["seconds"] for row in rows) for name, rows in runs.items()}
+    document = {
+        "generated": "by `python -m benchmarks.tokens`; do not edit", "processors": os.cpu_count(),
+        "python": platform.python_version(), "corpus_mb": 100, "runs": runs, "of_25_mb": small,
+        "speed_of_primus_by_datasets": round(median["hugging_face"] / median["primus"], 2),
+    }  # fmt: skip
+    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -60,6 +60,8 @@ _SENDERS = {
     "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "assistant", "system": "system",
     "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
+# Keys of a message that say, by 0 or false, that it is not trained.
+WEIGHTS = ("weight", "train", "training", "loss_mask")
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
@@ -333,10 +335,17 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, An
     number = 0
     try:
         for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
-            yield f"{shown}: row {number}", row
+            yield f"{shown}: row {number}", {name: _without_nulls(value) for name, value in row.items()}
     except Exception as error:  # noqa: BLE001, each reader has its own errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"cannot be read after row {number}: {reason}", where=shown, hint=_HINT) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the keys that tables add, as null, to messages and tools that lack them."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,10 +448,20 @@ def _neither(value: Any, name: str, where: str) -> InputError:
 def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     """Return chat messages as transformers expects them, from these or ShareGPT's ``from`` and ``value``."""
     if isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value):
-        if all(isinstance(turn.get("role"), str) and ("content" in turn or "tool_calls" in turn) for turn in value):
+        if wrong := [turn for turn in value if any(turn.get(key) not in (None, 0, 1) for key in WEIGHTS)]:
+            shown = json.dumps(wrong[0], ensure_ascii=False, default=str)[:80]
+            raise InputError(f"a message is trained or not (weight 1 or 0), found {shown}", where=where)
+        if all(
+            isinstance(turn.get("role"), str) and (turn.get("content") is not None or turn.get("tool_calls"))
+            for turn in value
+        ):
             return [dict(turn) for turn in value]
         if all(_SENDERS.get(str(turn.get("from"))) and isinstance(turn.get("value"), str) for turn in value):
-            return [{"role": _SENDERS[turn["from"]], "content": turn["value"]} for turn in value]
+            kept = ({key: turn[key] for key in WEIGHTS if key in turn} for turn in value)
+            return [
+                {"role": _SENDERS[turn["from"]], "content": turn["value"], **weight}
+                for turn, weight in zip(value, kept, strict=True)
+            ]
     raise _neither(value, name, where)
 
 

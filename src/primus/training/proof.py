@@ -96,6 +96,9 @@ def unjudged(recipe: Recipe) -> str | None:
         name = recipe.get(f"assets.{key}", str)
         if name.startswith("hf:"):
             return f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
+    tokenizer = recipe.asset("tokenizer")
+    if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
+        return "the tokenizer has no tokenizer.json, which the reference reads"
     if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0) > 0:
         return "dropout is random"
     if recipe.weights is not None and family(recipe.architecture.family).tuned:

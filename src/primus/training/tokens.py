@@ -21,6 +21,7 @@ from primus.errors import HostError, InputError
 from primus.recipes.weights import HUB
 from primus.terminal import counted
 from primus.training.corpus import (
+    WEIGHTS,
     Corpus,
     Document,
     Files,
@@ -138,7 +139,9 @@ class Encoder:
                 "chat_template",
             ) from None  # fmt: skip
         try:
-            if completions and _MARKED.search(template) and not document.first:
+            if document.tools or any("tool_calls" in turn or isinstance(turn["content"], list) for turn in messages):
+                _refuse_dropped(document, self._rendered([messages], options)[0])
+            if completions and _MARKED.search(template) and not document.first and all(map(_trains, messages)):
                 encoded = self.tokenizer.apply_chat_template(
                     messages, return_dict=True, return_assistant_tokens_mask=True, **options
                 )
@@ -165,7 +168,7 @@ class Encoder:
         self, text: str, messages: Sequence[Mapping[str, Any]], first: int, options: Mapping[str, Any]
     ) -> list[tuple[int, int]] | None:
         """Return where the assistant's messages begin and end in ``text``; None if their beginnings do not agree."""
-        turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant" and n >= first]
+        turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant" and n >= first and _trains(turn)]
         if not turns:
             return []
         prompts = self._rendered([messages[:n] for n in turns], options, add_generation_prompt=True)
@@ -182,6 +185,21 @@ class Encoder:
                 return None
             spans.append((start, end))
         return spans
+
+
+def _trains(turn: Mapping[str, Any]) -> bool:
+    return all(turn.get(key) in (None, 1) for key in WEIGHTS)
+
+
+def _refuse_dropped(document: Document, text: str) -> None:
+    """Raise ValueError if ``text``, which the template made, lacks tools or calls, or shows parts as Python does."""
+    calls = [call for turn in document.messages or () for call in turn.get("tool_calls") or ()]
+    for tool in (*(document.tools or ()), *calls):
+        name = tool.get("function", tool).get("name", "")
+        if name not in text:
+            raise ValueError(f"it leaves out the tool {name!r}")
+    if "{'type': " in text:
+        raise ValueError("it has no form for content in parts")
 
 
 def _agreed(text: str, *beginnings: str) -> int | None:
@@ -246,6 +264,8 @@ class Reader:
             f"seq_len {seq_len:,}",
             ", ".join(f"no {name}" if mark is None else f"{name} in {share:.0%}" for name, mark, share in marks),
         ]
+        if figures.left_out:
+            parts.append(f"{figures.left_out:,} left out, which have no answer there")
         if self.files.split:
             parts.append(f"split {self.files.split}")
         if self.layout.unused:
@@ -294,6 +314,7 @@ class Tokens:
 class Figures:
     """Counts of a corpus, and shares of 1: of the tokens, those that are ``trained``; of the documents, those that are
     ``longer`` than ``seq_len`` + 1 tokens, that begin with BOS (``begin``), and in which EOS is trained (``end``).
+    ``left_out`` documents have no answer.
     """
 
     documents: int
@@ -301,6 +322,7 @@ class Figures:
     longest: int
     trained: float
     longer: float
+    left_out: int
     begin: float
     end: float
 
@@ -319,6 +341,7 @@ def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> Figures:
         tokens=len(tokens.tokens),
         longest=int(lengths.max()),
         trained=1.0 if tokens.mask is None else float(tokens.mask.mean()),
+        left_out=0 if tokens.mask is None else count - len(tokens.pieces(seq_len)[0]),
         longer=float((lengths > seq_len + 1).mean()),
         begin=float(begins.sum()) / count,
         end=len(np.unique(np.searchsorted(tokens.ends, ends, "right"))) / count,

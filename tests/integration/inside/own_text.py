@@ -447,6 +447,7 @@ def tokenizer_with(**files: Any) -> Maker:
 
 BAD_TEMPLATE = {"chat_template.jinja": "{% for m in messages %}{{ m.content }}"}
 NO_PREFIX = {"chat_template.jinja": "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"}
+CONTENTS = "{% for m in messages %}{{ m.content }}{{ '\\n' }}{% endfor %}"
 REFUSES = {"chat_template.jinja": "{{ raise_exception('roles must alternate') }}"}
 # name → (corpus, tokenizer or None, choices, the place, words of the sentence)
 REFUSED: dict[str, tuple[Maker, Maker | None, dict[str, Any], str, str]] = {
@@ -489,6 +490,16 @@ REFUSED: dict[str, tuple[Maker, Maker | None, dict[str, Any], str, str]] = {
                            "cannot be loaded"),
     "a tokenizer with its own code": (row_file({"text": "a"}), tokenizer_with(**{"tokenizer_config.json": {
         "tokenizer_class": "Foo", "auto_map": {"AutoTokenizer": ["foo.Foo", None]}}}), {}, "other", "custom code"),
+    "tools that the template leaves out": (row_file({"messages": [ASKED, SAID], "tools": TOOLS}), tokenizer_with(
+        **{"chat_template.jinja": CONTENTS}), {}, "a.jsonl:1", "leaves out the tool 'add'"),
+    "calls that the template leaves out": (row_file({"messages": CALLS}), tokenizer_with(
+        **{"chat_template.jinja": CONTENTS}), {}, "a.jsonl:1", "leaves out the tool 'add'"),
+    "parts that the template shows as Python": (
+        row_file({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, SAID]}),
+        tokenizer_with(**{"chat_template.jinja": CONTENTS}), {}, "a.jsonl:1", "content in parts"),
+    "an answer that is null": (row_file({"messages": [ASKED, {"role": "assistant", "content": None}]}), None, {},
+                               "a.jsonl:1", "role and content"),
+    "a weight of a half": (row_file({"messages": [ASKED, SAID | {"weight": 0.5}]}), None, {}, "a.jsonl:1", "0.5"),
     "an empty tokenizer": (row_file({"text": "a"}), lambda w: (w / "none").mkdir() or w / "none", {}, "none",
                            "cannot be loaded"),
 }  # fmt: skip
@@ -520,11 +531,40 @@ def check_a_prompt_is_not_trained(_case: str, where: Path) -> None:
         assert said == "Three.<|im_end|>\n", said
 
 
+def check_a_turn_that_is_not_trained(case: str, where: Path) -> None:
+    """As in axolotl and Mistral's own trainer: ``weight`` 0, or ``train`` false, on a message."""
+    key, value = case.split()
+    chat = [dict(turn) for turn in CHATS["several turns"]]
+    chat[1][key] = json.loads(value)
+    names = {"user": "human", "assistant": "gpt"}
+    share = [{"from": names[turn["role"]], "value": turn["content"], **{key: turn.get(key, 1)}} for turn in chat]
+    for number, row in enumerate(({"messages": chat}, {"conversations": share})):
+        for markers in (("", ""), ("{% generation %}", "{% endgeneration %}")):
+            text = TEMPLATES["chatml"].replace("«", markers[0]).replace("»", markers[1])
+            folder = folder_of(where / f"{number} {len(markers[0])}", CONFIG | {"chat_template": text})
+            ((ids, mask),) = ours(written(where, "rows.jsonl", row), folder)
+            said = AutoTokenizer.from_pretrained(folder).decode([n for n, part in zip(ids, mask, strict=True) if part])
+            assert said == "Three.<|im_end|>\n", said
+
+
+def check_nulls_of_a_table(_case: str, where: Path) -> None:
+    """Parquet adds a null for every key that another message has; templates ask whether a key exists."""
+    rows_of = [{"messages": CHATS["one turn"], "tools": None}, {"messages": CALLS, "tools": TOOLS}]
+    write_table(pa.Table.from_pylist(rows_of), where / "rows.parquet")
+    text = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{{ m.tool_calls[0].function.name }}"
+    text += "{% else %}{{ m.content }}{{ '\\n' }}{% endif %}{% endfor %}{{ tools | tojson if tools else '' }}"
+    folder = folder_of(where / "tokenizer", CONFIG | {"chat_template": text})
+    plain = [{"messages": CHATS["one turn"]}, {"messages": CALLS, "tools": TOOLS}]
+    wanted = ours(written(where, "rows.jsonl", *plain), folder, completions=False)
+    assert ours(where / "rows.parquet", folder, completions=False) == wanted
+
+
 def cases() -> Iterator[tuple[Callable[[str, Path], None], str]]:
     for check, names in (
         (check_tokenizer, TOKENIZERS), (check_template, TEMPLATES), (check_corpus, CORPORA), (check_folder, FOLDERS),
         (check_links, ["links"]), (check_columns, COLUMNS), (check_answers, ["texts", "Alpaca"]),
-        (check_refused, REFUSED), (check_a_prompt_is_not_trained, ["prompt"]),
+        (check_refused, REFUSED),
+        (check_a_turn_that_is_not_trained, ["weight 0", "train false"]), (check_nulls_of_a_table, ["null"]), (check_a_prompt_is_not_trained, ["prompt"]),
     ):  # fmt: skip
         yield from ((check, name) for name in names)
 

@@ -311,7 +311,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         from pyarrow import parquet
 
         rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
-        return rows
+        return [_without_nulls(row) for row in rows]
     if file.suffix.lower() in (".csv", ".tsv", ".arrow") or content[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5"):
         from datasets import load_dataset
 
@@ -325,6 +325,14 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     if lines[0].lstrip().startswith("["):
         return [{"text": row} if isinstance(row, str) else row for row in json.loads("\n".join(lines))]
     return [json.loads(line) for line in lines if line.strip()]
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what Parquet adds to messages that lack a key."""
+    present: dict[str, Any] = json.loads(
+        json.dumps(row, default=str), object_hook=lambda part: {k: v for k, v in part.items() if v is not None}
+    )
+    return present
 
 
 class _Words:
@@ -364,7 +372,7 @@ class _Words:
     ) -> tuple[list[int], list[bool] | None]:
         if "from" in turns[0]:
             roles = {"human": "user", "gpt": "assistant"}
-            turns = [{"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+            turns = [turn | {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
         if row.get("system") and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": row["system"]}, *turns]
         tools = row.get("tools")
@@ -373,10 +381,11 @@ class _Words:
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         if not answers:
             return encoded.ids, None
-        spans = marked or [
+        left = {n for n, turn in enumerate(turns) if 0 in map(turn.get, ("weight", "train", "training", "loss_mask"))}
+        spans = (marked if not left and not first else []) or [
             self._span(text, turns[:number], turn, tools)
             for number, turn in enumerate(turns)
-            if turn["role"] == "assistant" and number >= first
+            if turn["role"] == "assistant" and number >= first and number not in left
         ]
         inside = [any(start < last and end > begin for begin, last in spans) for start, end in encoded.offsets]
         return encoded.ids, inside

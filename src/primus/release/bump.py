@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +15,12 @@ from packaging.version import Version
 from primus.errors import HostError
 from primus.gates.rules.coherence import rocm_version
 from primus.plan.project import Project
-from primus.plan.resolve import ResolvedTarget, resolve_all
+from primus.plan.resolve import ResolvedTarget
 from primus.plan.target import request_of
-from primus.versions.components import Pin
+from primus.versions.components import Component, Pin
 from primus.versions.lock import normalised
 from primus.versions.wheels import fits_together, offered
+from primus.yamlfile import Document
 
 Place = tuple[str, int]
 """A component, and the number of its pin."""
@@ -49,10 +50,10 @@ class Outlook:
 class Outlooks:
     """Asks the indexes about the pins of a project. ``uses`` are the pins from indexes, with their targets."""
 
-    def __init__(self, project: Project, names: Sequence[str]) -> None:
+    def __init__(self, targets: Iterable[ResolvedTarget]) -> None:
         self.uses: dict[Place, list[ResolvedTarget]] = {}
         self._offers: dict[tuple[str, str, str], set[Version]] = {}
-        for resolved in resolve_all(project, names):
+        for resolved in targets:
             for component, pin in resolved.pins.items():
                 if pin.wheel or pin.sdist:
                     self.uses.setdefault((component, pin.place), []).append(resolved)
@@ -138,13 +139,12 @@ class Outlooks:
         return self._offers[key]
 
 
-def edit(text: str, project: Project, moves: Mapping[Place, str]) -> str:
+def edit(text: str, document: Document, components: Mapping[str, Component], moves: Mapping[Place, str]) -> str:
     """Return the text of versions.yaml with the pins moved. Comments and all else stay.
 
     With a ROCm, what is inside its packages and has its number moves, and so do the tools of builds.
     """
-    lines, document, components = text.split("\n"), project.versions_document, project.versions.components
-    every, tools = dict(moves), {}
+    lines, every, tools = text.split("\n"), dict(moves), {}
     for (name, number), version in moves.items():
         pin = components[name].pins[number]
         old, new = (str(rocm_version(normalised(_package(pin)), v) or "") for v in (pin.version or "", version))

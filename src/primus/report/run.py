@@ -153,7 +153,10 @@ def of_record(record: Mapping[str, Any]) -> Run:
 
 def _record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a run from the record of a validation."""
-    recipe, base = record["recipe"], record["jobs"][0]
+    recipe, jobs = _object(record["recipe"], "recipe"), record["jobs"]
+    if not jobs:
+        raise ValueError("jobs is empty")
+    base = _object(jobs[0], "jobs.0")
     return {
         "label": f"{record['target']} {recipe['name']}",
         "recipe": recipe["name"],
@@ -166,6 +169,12 @@ def _record(record: Mapping[str, Any]) -> dict[str, Any]:
         "image": {key: value for key, value in record["image"].items() if isinstance(value, str)},
         **_common(recipe, recipe["settings"], record["facts"], base.get("series") or ()),
     }
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object, not {value!r:.40}")
+    return value
 
 
 def _common(

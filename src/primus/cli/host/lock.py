@@ -23,12 +23,12 @@ from primus.cli.host.common import SEVERAL, SOURCE, open_project, targets_of
 from primus.cli.verb import JSON, flag, option, print_json, verb
 from primus.errors import HostError, InputError, PrimusError, did_you_mean
 from primus.files import write_file
-from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve_all
 from primus.progress import choose_progress
 from primus.release.bump import Outlook, Outlooks, Place, edit, trial
 from primus.release.documents import checkout
 from primus.terminal import Screen, counted
+from primus.versions.components import Component
 from primus.versions.lock import Drift, Lock, Request, dumps, normalised
 from primus.versions.traffic import LOG
 
@@ -135,7 +135,7 @@ def bump(args: argparse.Namespace) -> int:
     moves = {place: version for row in rows for place, version in row.moves.items()}
     path = project.root / "versions.yaml"
     old = path.read_text(encoding="utf-8")
-    new = edit(old, project, moves)
+    new = edit(old, project.versions_document, project.versions.components, moves)
     if args.release:
         today = time.strftime("%Y-%m-%d", time.gmtime())
         new = re.sub(r"(?m)^release: .*$", f"release: {args.release}", new, count=1)
@@ -150,7 +150,7 @@ def bump(args: argparse.Namespace) -> int:
                 lock = lock_target(resolved, progress, shared=shared, write=False).lock
                 assert lock is not None
                 locks.append((resolved.lock_name, resolved.lock, lock))
-    message = _message(project, moves, args.release)
+    message = _message(project.versions.components, moves, args.release)
     if args.json:
         changes = [{"lock": name, "changes": [asdict(c) for c in compare(*pair)]} for name, *pair in locks]
         print_json({"moves": _named(moves), "locks": changes, "message": message if new != old else ""})
@@ -195,7 +195,7 @@ def _outlooks(args: argparse.Namespace) -> tuple[Outlooks, list[Place]]:
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
         names = [name for name in names if args.channel in project.target(name).channels]
-    outlooks = Outlooks(project, names)
+    outlooks = Outlooks(resolve_all(project, names))
     return outlooks, list(outlooks.uses)
 
 
@@ -203,8 +203,8 @@ def _named(moves: Mapping[Place, str]) -> dict[str, str]:
     return {name: version for (name, _), version in moves.items()}
 
 
-def _message(project: Project, moves: Mapping[Place, str], release: str | None) -> str:
-    pins = {(name, i): pin for name, item in project.versions.components.items() for i, pin in enumerate(item.pins)}
+def _message(components: Mapping[str, Component], moves: Mapping[Place, str], release: str | None) -> str:
+    pins = {(name, i): pin for name, item in components.items() for i, pin in enumerate(item.pins)}
     lines = [f"{name} {pins[name, i].version} → {version}" for (name, i), version in moves.items()]
     title = f"Begin {release}" if release else f"Bump {lines[0]}" if len(lines) == 1 else f"Bump {len(lines)} pins"
     return "\n".join([title, *(["", *lines] if lines and title != f"Bump {lines[0]}" else [])])

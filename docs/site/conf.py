@@ -1,4 +1,4 @@
-"""Sphinx's settings. Furo instead of rocm-docs-core: a page of it is 1.2 MB and 99 packages build it, and its selector
+"""Sphinx's settings. Furo instead of rocm-docs-core, which about 90 packages build, and whose selector
 repeats the text of a page for each choice, where the picker reads thousands of them from one JSON document.
 """
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import shutil
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -161,14 +162,47 @@ def headers() -> Path:
 _AMD = "0x1002"
 
 
-def energy_meter(gpu: str, ranks: int, root: Path = Path("/")) -> Meter | None:
-    """Return a function that reads the joules used since a fixed time: the mean of the job's ``ranks`` AMD GPUs.
+def energy_meter(gpu: str, ranks: int, environment: Mapping[str, str], root: Path = Path("/")) -> Meter | None:
+    """Return a function that reads the joules used since a fixed time: the mean of the job's ``ranks`` GPUs.
 
-    The kernel's counters are in microjoules. Returns None if the recipe's ``gpu`` is a CPU, and unless there is one
-    counter for each rank, because a container sees all cards.
+    Returns None if the recipe's ``gpu`` is a CPU, if the GPUs have no counter, or if it is unknown which GPUs of
+    this machine the job uses.
     """
-    if gpu == CPU:
+    return None if gpu == CPU else _nvidia(ranks, environment) or _amd(ranks, root)
+
+
+def _nvidia(ranks: int, environment: Mapping[str, str]) -> Meter | None:
+    """Read NVML's counter, in millijoules since the driver was loaded. The library comes with the driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
         return None
+    count = ctypes.c_uint()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    words = [str(number) for number in range(count.value)] if visible is None else visible.split(",")
+    handles = []
+    for word in words[:ranks]:
+        handle = ctypes.c_void_p()
+        error = (
+            nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
+            if word.strip().isdigit()
+            else nvml.nvmlDeviceGetHandleByUUID(word.strip().encode(), ctypes.byref(handle))
+        )
+        if error:
+            return None
+        handles.append(handle)
+
+    def joules(handle: ctypes.c_void_p) -> float | None:
+        used = ctypes.c_ulonglong()
+        return None if nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(used)) else used.value / 1e3
+
+    return _mean([lambda handle=handle: joules(handle) for handle in handles], ranks)  # type: ignore[misc]
+
+
+def _amd(ranks: int, root: Path) -> Meter | None:
+    """Read the kernel's counters, in microjoules. A container sees all cards, so there must be one for each rank."""
     files = [
         file
         for card in sorted((root / "sys/class/drm").glob("card[0-9]*"))
@@ -180,11 +214,15 @@ def energy_meter(gpu: str, ranks: int, root: Path = Path("/")) -> Meter | None:
         word = _word(file)
         return int(word) / 1e6 if word.isdigit() else None
 
+    return _mean([lambda file=file: joules(file) for file in files], ranks)  # type: ignore[misc]
+
+
+def _mean(counters: Sequence[Meter], ranks: int) -> Meter | None:
     def read() -> float | None:
-        values = [value for value in map(joules, files) if value is not None]
+        values = [value for counter in counters if (value := counter()) is not None]
         return sum(values) / ranks if len(values) == ranks else None
 
-    return read if len(files) == ranks and read() is not None else None
+    return read if len(counters) == ranks and read() is not None else None
 
 
 def _word(path: Path) -> str:

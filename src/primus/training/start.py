@@ -117,7 +117,7 @@ def start(
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
     folder = ranks.folder_of_node(job, os.environ)
-    meter = machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int))
+    meter = machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
     clock = Clock(folder / ENERGY_FILE, meter)
 
     def line(text: str) -> None:

@@ -171,7 +171,9 @@ def _of_revision(root: Path, word: str, history: History, target: str) -> Side |
         try:
             with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", short))) as archive:
                 wanted = [member for member in archive if member.name.startswith(_OF_REVISION)]
-                archive.extractall(folder, wanted, filter="data")
+                # Before Python 3.11.4, extractall has no argument for it.
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)
+                archive.extractall(folder, wanted)
             return _of_pins(Project(Path(folder)), history, target_of(word) or target, f"commit {short}")
         except (PrimusError, tarfile.TarError) as error:
             where = f"{short}:{getattr(error, 'where', None) or 'versions.yaml'}"

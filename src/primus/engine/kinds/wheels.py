@@ -152,6 +152,14 @@ def _environment() -> dict[str, str]:
     }
 
 
+# zipfile, csv and configparser raise all of these for archives and texts that are damaged on purpose. KeyError's text is
+# the missing file in quotes; OSError is a place before the archive.
+_FAULTS = (
+    zipfile.BadZipFile, configparser.Error, csv.Error, zlib.error, struct.error, KeyError, ValueError, EOFError,
+    OverflowError, RuntimeError, OSError,
+)  # fmt: skip
+
+
 def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str] = ()) -> Iterator[Entry]:
     """Yield the wheel's files as entries, whose bytes are still in the archive. ``file_name`` is the wheel's
     original name.
@@ -165,12 +173,7 @@ def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collectio
         yield from _entries(path, file_name, prefix, without)
     except InputError as error:
         raise InputError(f"the wheel {file_name} cannot be used: {error.message}", hint="pin another wheel") from None
-    # zipfile, csv and configparser raise all of these for archives and texts that are damaged on purpose. KeyError's
-    # text is the missing file in quotes.
-    except (
-        zipfile.BadZipFile, configparser.Error, csv.Error, zlib.error, struct.error, KeyError, ValueError, EOFError,
-        OverflowError, RuntimeError,
-    ) as error:  # fmt: skip
+    except _FAULTS as error:
         raise InputError(f"the wheel {file_name} cannot be used: {error}", hint="pin another wheel") from None
 
 
@@ -313,7 +316,7 @@ class _Member:
         try:
             self._file = self._file or self._archive.open(self._info)
             return self._file.read(size)
-        except (zipfile.BadZipFile, zlib.error, EOFError, struct.error) as error:
+        except _FAULTS as error:
             raise InputError(
                 f"the wheel {self._wheel} cannot be used: {self._info.filename} in it is damaged: {error}",
                 hint="pin another wheel",

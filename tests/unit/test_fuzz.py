@@ -165,7 +165,7 @@ def to_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path]
 def layer(folder: Path) -> bytes:
     store = Store(folder / "seed")
     store.prepare()
-    made = write_layer(store, [Entry(path="a/b", source=b"text" * 99, size=396)], compression="gzip")
+    made = write_layer(store, [Entry(path="a/b", source=b"text" * 99, size=396)])
     return store.blob_path(made.blob.digest).read_bytes()
 
 

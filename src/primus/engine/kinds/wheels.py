@@ -152,8 +152,8 @@ def _environment() -> dict[str, str]:
     }
 
 
-# zipfile, csv and configparser raise all of these for archives and texts that are damaged on purpose. KeyError's text is
-# the missing file in quotes; OSError is a place before the archive.
+# zipfile, csv and configparser raise all of these for archives and texts that are damaged on purpose. KeyError's text
+# is the missing file in quotes; OSError is a place before the archive.
 _FAULTS = (
     zipfile.BadZipFile, configparser.Error, csv.Error, zlib.error, struct.error, KeyError, ValueError, EOFError,
     OverflowError, RuntimeError, OSError,

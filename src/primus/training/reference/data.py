@@ -307,12 +307,16 @@ def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> _
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     content = file.read_bytes()
+    if content[:2] == b"\x28\xb5":
+        from pyarrow import BufferReader, CompressedInputStream
+
+        content = CompressedInputStream(BufferReader(content), "zstd").read()
     if content[:4] == b"PAR1":
         from pyarrow import parquet
 
         rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
         return [_without_nulls(row) for row in rows]
-    if file.suffix.lower() in (".csv", ".tsv", ".arrow") or content[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5"):
+    if file.suffix.lower() in (".csv", ".tsv", ".arrow") or content[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7"):
         from datasets import load_dataset
 
         kind = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}.get(file.suffix.lower(), "json")

@@ -57,7 +57,12 @@ def window_of_one_more_in_bf16(module: Any) -> None:
 
 @silent("model", "finetune", FINETUNE, LOSS, GRADIENTS, words=BF16)
 def rotary_base_tripled(module: Any) -> None:
-    wrap(module, "_rope", lambda make, model: make(model) | {"rope_theta": 3 * model.rope_theta})
+    def tripled(original: Any, *args: Any) -> Any:
+        config = original(*args)
+        config.rope_parameters["rope_theta"] *= 3
+        return config
+
+    wrap(module, "config_of", tripled)
 
 
 @silent("constants", "finetune", "transformers.models.llama.modeling_llama", CONSTANTS, words=BF16)

@@ -7,10 +7,15 @@ import io
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgpack
+import zstandard
 
+from primus.gates.examined import LayerFacts
 from primus.oci.contents import Member
+from primus.oci.store import NOTHING, LeftOut
 
 HOST = "host-x86_64-unknown-linux-gnu-"
 
@@ -78,15 +83,8 @@ def bundle(targets: Sequence[str], payload: bytes = b"code" * 64, empty: Sequenc
 
 def compressed(plain: bytes, *, version: int = 2, method: int = 1) -> bytes:
     """The compressed form of a bundle (CCOB), as clang writes it in these versions."""
-    if method == 1:
-        import zstandard
-
-        data = zstandard.ZstdCompressor().compress(plain)
-    else:
-        data = zlib.compress(plain)
+    data = zstandard.ZstdCompressor().compress(plain) if method == 1 else zlib.compress(plain)
     digest = hashlib.md5(plain).digest()[:8]
-    if version == 1:
-        return b"CCOB" + struct.pack("<HHI", 1, method, len(plain)) + digest + data
     form, size = ("<HHII", 24) if version == 2 else ("<HHQQ", 32)
     return b"CCOB" + struct.pack(form, version, method, size + len(data), len(plain)) + digest + data
 
@@ -113,16 +111,12 @@ def pack_host(kernel: str, *packs: str) -> bytes:
     return elf({".rocm_kpack_ref": msgpack.packb({"kernel_name": kernel, "kpack_search_paths": list(packs)})})
 
 
-def cuda_fatbin(*entries: tuple[str, int]) -> bytes:
-    """A CUDA fat binary with ("sm" or "compute", number) entries."""
-    body = b""
-    for kind, arch in entries:
-        header = struct.pack("<HHIQIIHHI", 1 if kind == "compute" else 2, 0x101, 64, 16, 0, 0, 0, 0, arch)
-        body += header + b"\0" * (64 - len(header)) + b"c" * 16
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
-
-
 def member(path: str, data: bytes | str = b"", kind: str = "file") -> Member:
     """A file as a gate sees it."""
     content = data.encode() if isinstance(data, str) else data
     return Member(path=path, kind=kind, size=len(content), open=lambda: io.BytesIO(content))  # type: ignore[arg-type]
+
+
+def image_with(layers: Mapping[str, LayerFacts], arch: str | None = None, left_out: LeftOut = NOTHING) -> Any:
+    """An image as a gate sees it: layer → facts."""
+    return SimpleNamespace(facts=layers, arch=arch, left_out=left_out)

@@ -42,22 +42,9 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as JSON data, for ``--json`` and for evidence."""
-        return {
-            "target": self.target,
-            "ref": self.ref,
-            "digest": self.digest,
-            "passed": self.passed,
-            "gates": [
-                {
-                    "gate": report.gate,
-                    "passed": report.passed,
-                    "summary": report.summary,
-                    "findings": [asdict(finding) for finding in report.findings],
-                }
-                for report in self.reports
-            ],
-            "libraries": list(self.libraries),
-        }
+        gates = [{**asdict(report), "passed": report.passed} for report in self.reports]
+        fields = {"target": self.target, "ref": self.ref, "digest": self.digest, "passed": self.passed}
+        return {**fields, "gates": gates, "libraries": list(self.libraries)}
 
 
 def check_image(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Outcome:
@@ -68,13 +55,12 @@ def check_image(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Ou
 def judge(examined: Examined) -> Outcome:
     """Run every gate on an image."""
     image = examined.image
-    reports = ((name, gate.judge(examined)) for name, gate in gates().items())
     return Outcome(
         target=image.plan.resolved.name,
         ref=image.plan.ref,
         digest=image.digest,
-        reports=tuple(replace(report, gate=name) for name, report in reports if report is not None),
-        libraries=tuple(asdict(library) for library in gpu_libraries(examined.code, examined.arch)),
+        reports=tuple(replace(gate.judge(examined), gate=name) for name, gate in gates().items()),
+        libraries=tuple(asdict(library) for library in gpu_libraries(examined)),
     )
 
 

@@ -7,7 +7,6 @@ Forms of GPU code and their sources:
   the other in ``.hip_fatbin`` of a host library (clang's ClangOffloadBundler documentation).
 - Kernel packs (``KPAK``) and the host libraries that name them in ``.rocm_kpack_ref``: AMD's wheels split GPU code
   off the host libraries that way (ROCm/rocm-systems, rocm-kpack).
-- CUDA fat binaries in ``.nv_fatbin``: only their headers are read.
 - Files that say it by name: Tensile's and hipBLASLt's ``.dat``, and MIOpen's databases.
 """
 
@@ -15,20 +14,19 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal
 
 import msgpack
 
 from primus.gpucode.archs import in_path, of_flags
-from primus.gpucode.bundles import COMPRESSED, PLAIN, bundles_in, next_magic
+from primus.gpucode.bundles import COMPRESSED, PLAIN, bundles_in
 from primus.gpucode.elf import AMDGPU, DYN, linked_in, read_elf
 
-Form = Literal["fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "CUDA"]
+Form = Literal["fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack"]
 
-PACK = b"KPAK"
-_CUDA_FATBIN = struct.pack("<I", 0xBA55ED50)
+_PACK = b"KPAK"
 _KERNEL_ENDINGS = (
     ".co", ".hsaco", ".dat", ".dat.gz", ".kpack", ".kdb", ".kdb.bz2", ".db", "db.txt", ".tn.model", ".model",
 )  # fmt: skip
@@ -42,7 +40,7 @@ _SITE = r".*/(?:site|dist)-packages/([^/]+)"
 class Code:
     """GPU code that one file contains or refers to.
 
-    ``targets`` are target ids (``gfx942``, ``gfx90a:xnack-``, ``sm_90``). A host library whose code is in a kernel
+    ``targets`` are target ids (``gfx942``, ``gfx90a:xnack-``). A host library whose code is in a kernel
     pack has none: its code is ``kernel`` in one of ``packs``, paths relative to its folder with ``@GFXARCH@`` for
     the architecture. For a pack, ``kernels`` lists the targets of each such library.
     """
@@ -79,9 +77,9 @@ def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
     if head.startswith(b"\x7fELF"):
         return _of_elf(path, stream, size)
     if head.startswith((PLAIN, COMPRESSED)):
-        targets = bundle_targets(stream, 0, size)
+        targets = _bundle_targets(stream, 0, size)
         return Code(path=path, form="bundle", targets=targets, size=size)
-    if head.startswith(PACK):
+    if head.startswith(_PACK):
         return _of_pack(path, stream, size)
     named = in_path(path)
     if named and is_kernel_file(path):
@@ -97,25 +95,13 @@ def _of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:
     if reference := sections.get(".rocm_kpack_ref"):
         return _of_host(path, stream, *reference, size)
     if fat := sections.get(".hip_fatbin"):
-        return Code(path=path, form="fat binary", targets=bundle_targets(stream, *fat), size=size)
-    if cuda := sections.get(".nv_fatbin"):
-        return Code(path=path, form="CUDA", targets=_cuda_targets(stream, *cuda), size=size)
+        return Code(path=path, form="fat binary", targets=_bundle_targets(stream, *fat), size=size)
     return None
 
 
-# Offload bundles
-
-
-def bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
-    """Return the target ids of all bundles in this part of the stream; empty entries do not count.
-
-    Reads headers only, so the part may be large. Raises ValueError if a bundle is damaged.
-    """
+def _bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
     parts = (part for bundle in bundles_in(stream, offset, size) for part in bundle.parts if part.size)
     return tuple(dict.fromkeys(target for part in parts if (target := part.target)))
-
-
-# Kernel packs
 
 
 def _of_host(path: str, stream: IO[bytes], offset: int, size: int, file_size: int) -> Code:
@@ -134,10 +120,7 @@ def _of_host(path: str, stream: IO[bytes], offset: int, size: int, file_size: in
 
 def _of_pack(path: str, stream: IO[bytes], size: int) -> Code:
     stream.seek(0)
-    try:
-        _, _, start = struct.unpack("<4sIQ", stream.read(16))
-    except struct.error:
-        raise ValueError("a kernel pack is cut short") from None
+    _, _, start = struct.unpack("<4sIQ", stream.read(16))
     if not 16 <= start < size:
         raise ValueError("a kernel pack has its table outside the file")
     stream.seek(start)
@@ -157,39 +140,6 @@ def _unpacked(data: bytes) -> Any:
         return error.unpacked
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ValueError(f"not MessagePack: {error}") from None
-
-
-# CUDA
-
-
-def _cuda_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
-    """Return ``sm_NN`` for machine code, ``compute_NN`` for PTX."""
-    targets: dict[str, None] = {}
-    at, end = offset, offset + size
-    while (at := next_magic(stream, at, end, (_CUDA_FATBIN,))) >= 0 and at + 16 <= end:
-        stream.seek(at)
-        _, _, header, length = struct.unpack("<4sHHQ", stream.read(16).ljust(16, b"\0"))
-        if header < 16 or at + header + length > end:
-            at += 4
-            continue
-        targets |= dict.fromkeys(_cuda_entries(stream, at + header, at + header + length))
-        at += header + length
-    return tuple(targets)
-
-
-def _cuda_entries(stream: IO[bytes], at: int, end: int) -> Iterator[str]:
-    while at + 32 <= end:
-        stream.seek(at)
-        data = stream.read(32)
-        if len(data) < 32:
-            return
-        kind, _, header, length = struct.unpack_from("<HHIQ", data)
-        (arch,) = struct.unpack_from("<I", data, 28)
-        if header < 32:
-            return
-        if kind in (1, 2):
-            yield f"{'compute' if kind == 1 else 'sm'}_{arch}"
-        at += header + length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +166,7 @@ class Library:
 
 
 def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
-    """Return the ELF file as the loader sees it; None for a kernel or an object file, which it does not load.
-
-    Raises ValueError if the file is damaged.
-    """
+    """Return the ELF file as the loader sees it; None for one that it does not load. ValueError if it is damaged."""
     elf = read_elf(stream)
     if elf.kind != DYN or elf.machine == AMDGPU:
         return None

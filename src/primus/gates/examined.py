@@ -1,30 +1,32 @@
 """The input of a gate, an image with the facts about its layers, and its output, a report with findings.
 
-Facts are collected in one pass over the files of a layer, and cached by its digest. They depend only on the layer's
-bytes and on the rules, not on the target. The key in the cache is the digest and the hash of this package's code. A
-second check therefore reads no blob, and after a change of a rule every layer is read again.
+Facts are collected in one pass over the files of a layer. They depend only on the layer's bytes and on the rules, so
+they are cached by its digest and the hash of this package's code: a second check reads no blob, and after a change of a
+rule every layer is read again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
+import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
-from itertools import chain
+from functools import cache
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from threading import Event
-from typing import Literal
+from typing import IO, Literal
 
 from primus.engine.image import Composed, stored
 from primus.errors import InputError
 from primus.files import read_sealed, write_sealed
-from primus.gates.codeobjects import PACK, Code, Library, code_in, is_kernel_file, library_of
+from primus.gates.codeobjects import Code, Library, code_in, library_of
 from primus.gates.contents import (
     COPYRIGHT,
-    Scanner,
+    ELF,
     Stated,
     Trace,
     path_traces,
@@ -33,9 +35,8 @@ from primus.gates.contents import (
     stated_in_library,
     states_versions,
     text_traces,
+    traces_in,
 )
-from primus.gpucode.archs import in_path
-from primus.gpucode.bundles import COMPRESSED, PLAIN
 from primus.oci.contents import Member, reference, walk
 from primus.oci.store import Layer, LeftOut
 from primus.plan.action import ImagePlan
@@ -45,11 +46,9 @@ from primus.schema import build
 from primus.yamlfile import Document
 
 _CHUNK = 1 << 20
-# Files that a gate reads as a whole are short; even the dpkg status of a large image is well below this limit.
+# Files that a gate reads as text are short; even the dpkg status of a large image is well below this limit.
 _TEXT_SIZE = 32 << 20
-_SPOOLED_IN_MEMORY = 16 << 20
-# How files that a gate reads as a whole begin: libraries, bundles and kernel packs.
-_COPIED = (b"\x7fELF", PLAIN, COMPRESSED, PACK)
+_IN_MEMORY = 16 << 20
 
 Severity = Literal["error", "warning", "note"]
 
@@ -118,11 +117,6 @@ class Examined:
         return self.image.plan.resolved.arch
 
     @property
-    def code(self) -> list[tuple[str, tuple[Code, ...]]]:
-        """The GPU code of each layer."""
-        return [(layer, facts.code) for layer, facts in self.facts.items()]
-
-    @property
     def left_out(self) -> LeftOut:
         """The GPU code that the build left out of the image."""
         return sum((layer.left_out for layer in self.image.layers), LeftOut())
@@ -132,7 +126,8 @@ class Examined:
 def rules_hash() -> str:
     """Return a hash of the code that reads GPU code and judges it. A verdict is valid only for the same hash."""
     code, package = hashlib.sha256(), Path(__file__).parent
-    for path in (*sorted(package.rglob("*.py")), *sorted(package.with_name("gpucode").glob("*.py"))):
+    paths = (path for folder in (package, package.with_name("gpucode")) for path in folder.rglob("*"))
+    for path in sorted(path for path in paths if path.suffix in (".py", ".yaml")):
         code.update(path.read_bytes())
     return code.hexdigest()
 
@@ -158,28 +153,19 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), stop
         folder = path.rpartition("/")[0]
         total, count = folders.get(folder, (0, 0))
         folders[folder] = total + size, count + 1
-        scanner = Scanner(path, machine_paths)
-        is_text = size <= _TEXT_SIZE and bool(documented or states_versions(path) or reads_text(path))
-        with member.open() as stream, tempfile.SpooledTemporaryFile(max_size=_SPOOLED_IN_MEMORY) as copy:
-            first = stream.read(_CHUNK)
-            is_copied = is_text or first.startswith(_COPIED)
-            for chunk in chain((first,), iter(partial(stream.read, _CHUNK), b"")):
-                scanner.feed(chunk)
-                if is_copied:
-                    copy.write(chunk)
-            traces += scanner.traces()
+        with _contents(member) as (stream, data):
+            traces += traces_in(path, data, machine_paths)
+            is_elf = data[:4] == ELF
             try:
-                # The name of a kernel file is enough, and these files may be large.
-                if is_copied or (is_kernel_file(path) and in_path(path)):
-                    code += filter(None, [code_in(path, copy, size)])
-                if scanner.elf:
-                    libraries += filter(None, [library_of(path, copy, size)])
-                    stated += stated_in_library(path, copy)
+                code += filter(None, [code_in(path, stream, size)])
+                if is_elf:
+                    libraries += filter(None, [library_of(path, stream, size)])
+                    stated += stated_in_library(path, data)
             except ValueError as error:
                 unreadable[path] = str(error)
-            if is_text and not scanner.elf:
-                copy.seek(0)
-                text = copy.read().decode("utf-8", "replace")
+            is_text = size <= _TEXT_SIZE and (documented or states_versions(path) or reads_text(path))
+            if is_text and not is_elf:
+                text = data[:].decode("utf-8", "replace")
                 stated += stated_in(path, text)
                 traces += text_traces(path, text)
                 if documented and documented[2]:
@@ -188,6 +174,21 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), stop
         folders=folders, code=tuple(code), libraries=tuple(libraries), stated=tuple(stated), traces=tuple(traces),
         unreadable=unreadable, copyrights=copyrights,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _contents(member: Member) -> Iterator[tuple[IO[bytes], bytes | mmap]]:
+    """Yield the bytes of a file, to read and to search. A large file is on disk."""
+    with member.open() as stream:
+        if member.size <= _IN_MEMORY:
+            data = stream.read()
+            yield io.BytesIO(data), data
+            return
+        with tempfile.TemporaryFile() as copy:
+            shutil.copyfileobj(stream, copy, _CHUNK)
+            copy.flush()
+            with mmap(copy.fileno(), 0, access=ACCESS_READ) as mapped:
+                yield copy, mapped
 
 
 def machine_paths(workspace: Workspace) -> Sequence[bytes]:

@@ -56,14 +56,12 @@ def of_flags(flags: int, abi: int) -> str:
 def runs_on(targets: Iterable[str], arch: str) -> bool:
     """Whether code for one of ``targets`` runs on a GPU of ``arch``.
 
-    Instinct GPUs have ECC memory and, by default, XNACK off. Code that requires the opposite is not loaded. SPIR-V
-    is compiled when it is loaded. ``compute_NN`` is PTX, which newer NVIDIA GPUs compile.
+    Instinct GPUs have ECC memory and, by default, XNACK off. Code that requires the opposite is not loaded. SPIR-V is
+    compiled when it is loaded.
     """
     for target in targets:
         name, _, features = target.partition(":")
         if name == "amdgcnspirv" and arch.startswith("gfx"):
-            return True
-        if name.startswith("compute_") and arch.startswith("sm_") and int(name[8:]) <= int(arch[3:]):
             return True
         fits = name == arch or arch in _GENERIC.get(name, ())
         if fits and not {"xnack+", "sramecc-"} & set(features.split(":")):

@@ -25,9 +25,9 @@ COMPRESSED = b"CCOB"
 _PAGE = 4096
 # The limit for a bundle's list of entries. A library has a few entries, each id well below 100 bytes.
 _LIST_SIZE = 1 << 20
-# Version of a compressed bundle → format of its header after the magic: version, method (0: zlib, 1: zstd), total
-# length (not in version 1), uncompressed length, first half of the uncompressed bundle's MD5.
-_HEADS = {1: "<4sHHI8s", 2: "<4sHHII8s", 3: "<4sHHQQ8s"}
+# Version of a compressed bundle → format of its header: magic, version, method (0: zlib, 1: zstd), total length,
+# uncompressed length, first half of the uncompressed bundle's MD5. Version 1, of 2023, has no length.
+_HEADS = {2: "<4sHHII8s", 3: "<4sHHQQ8s"}
 # Part of the keys. Increase it whenever the same input would give other bytes.
 FORMAT = 1
 _CHUNK = 1 << 20
@@ -58,9 +58,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A bundle of ``length`` bytes at ``offset`` of a stream. ``version`` is 0 for an uncompressed one. A
-    compressed one contains ``unpacked`` bytes; in version 1 it does not state its length, and extends to the next
-    bundle or the end.
+    """A bundle of ``length`` bytes at ``offset`` of a stream. ``version`` is 0 for an uncompressed one; a compressed
+    one contains ``unpacked`` bytes.
     """
 
     offset: int
@@ -83,7 +82,7 @@ def bundles_in(stream: IO[bytes], offset: int, size: int) -> Iterator[Bundle]:
             stream.seek(at)
             parts, length = parts_of(stream.read(min(_LIST_SIZE, end - at)))
             yield Bundle(offset=at, length=length, parts=parts)
-        elif (bundle := _compressed(stream, at, offset, end)) is not None:
+        elif (bundle := _compressed(stream, at)) is not None:
             yield bundle
             length = bundle.length
         else:
@@ -127,18 +126,17 @@ def parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
     return tuple(parts), length
 
 
-def _compressed(stream: IO[bytes], at: int, begin: int, end: int) -> Bundle | None:
+def _compressed(stream: IO[bytes], at: int) -> Bundle | None:
     stream.seek(at)
     head = stream.read(struct.calcsize(_HEADS[3]))
     try:
         _, version, method = struct.unpack_from("<4sHH", head)
-        fields = struct.unpack_from(_HEADS[version], head)
+        *_, length, unpacked, _ = struct.unpack_from(_HEADS[version], head)
     except (struct.error, KeyError):
         return None
-    length = _to_next(stream, at, begin, end) if version == 1 else fields[3]
     if length <= struct.calcsize(_HEADS[version]):
         return None
-    bundle = Bundle(offset=at, length=length, parts=(), version=version, method=method, unpacked=fields[-2])
+    bundle = Bundle(offset=at, length=length, parts=(), version=version, method=method, unpacked=unpacked)
     contents = Inflated(stream, bundle)
     data = b""
     while len(data) < _LIST_SIZE and (chunk := contents.read(_LIST_SIZE)):
@@ -146,14 +144,6 @@ def _compressed(stream: IO[bytes], at: int, begin: int, end: int) -> Bundle | No
     if not data.startswith(PLAIN):
         raise ValueError("a compressed offload bundle holds something else")
     return replace(bundle, parts=parts_of(data)[0])
-
-
-def _to_next(stream: IO[bytes], at: int, begin: int, end: int) -> int:
-    """Return the bytes from the bundle at ``at`` to the next bundle on a page, counted from ``begin``."""
-    after = at + 1
-    while (after := next_magic(stream, after, end, (PLAIN, COMPRESSED))) >= 0 and (after - begin) % _PAGE:
-        after += 1
-    return (after if after >= 0 else end) - at
 
 
 class Inflated:
@@ -195,15 +185,11 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Remove
     """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out``, without code that does
     not run on ``arch``.
 
-    Nothing moves: each bundle is rewritten, shorter, at its old offset, and zeros follow up to its old end. Addresses
-    in a library stay the same, and the zeros compress to nothing. A compressed bundle is compressed again as clang
-    does, in the same version of the format: the HIP runtime reads its length from its header and passes it to comgr,
-    which reads it as LLVM does.
+    Nothing moves: each bundle is rewritten, shorter, at its old offset, and zeros follow up to its old end. A
+    compressed bundle is compressed again in the same version; it stays unchanged if it would become larger.
 
-    Returns None, and copies nothing, if the file has no offload bundles. A compressed bundle stays unchanged if the
-    new one would be larger, which may happen to a few bytes of well-compressed code.
-
-    Raises ValueError if the file or one of its bundles is damaged.
+    Returns None, and copies nothing, if the file has no offload bundles. Raises ValueError if the file or one of its
+    bundles is damaged.
     """
     source.seek(0)
     head = source.read(len(PLAIN))
@@ -266,9 +252,7 @@ def _write_plain(source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], o
 
 
 def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Part], out: IO[bytes]) -> int | None:
-    """Write the remaining entries, each moved up to the next page, compressed like the original bundle. Returns the
-    length, or None if the result is larger than the original.
-    """
+    """Write the entries, each moved up to the next page. Returns the length; None if it is larger than before."""
     moved, end = [], len(_list_of(remaining))
     for part in remaining:
         start = end + -end % _PAGE
@@ -276,30 +260,23 @@ def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Par
         end = start + part.size
     form = _HEADS[bundle.version]
     zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=end)
-    compressor, digest = (
-        zlib.compressobj(_ZLIB_LEVEL) if bundle.method == 0 else zstd,
-        hashlib.md5(usedforsecurity=False),
-    )
-    length = struct.calcsize(form)
+    compressor = zlib.compressobj(_ZLIB_LEVEL) if bundle.method == 0 else zstd
+    digest, length = hashlib.md5(usedforsecurity=False), struct.calcsize(form)
     for data in chain(_laid_out(Inflated(source, bundle), remaining, moved), (None,)):
-        if data is not None:
-            digest.update(data)
+        digest.update(data or b"")
         small = compressor.flush() if data is None else compressor.compress(data)
         if length + len(small) > bundle.length:
             return None
         out.seek(bundle.offset + length)
         out.write(small)
         length += len(small)
-    total = () if bundle.version == 1 else (length,)
     out.seek(bundle.offset)
-    out.write(struct.pack(form, COMPRESSED, bundle.version, bundle.method, *total, end, digest.digest()[:8]))
+    out.write(struct.pack(form, COMPRESSED, bundle.version, bundle.method, length, end, digest.digest()[:8]))
     return length
 
 
 def _laid_out(plain: Inflated, remaining: Sequence[Part], moved: Sequence[Part]) -> Iterator[bytes]:
-    """Yield the bytes of the new bundle. ``plain`` is read once from its start, because it may be larger than the
-    memory.
-    """
+    # The old bundle is read once from its start, because it may be larger than the memory.
     head, done = _list_of(moved), 0
     yield head
     at = len(head)

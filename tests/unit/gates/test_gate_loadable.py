@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpu_files import elf
+from gpu_files import elf, image_with
 from primus.gates.codeobjects import Library, library_of
-from primus.gates.examined import Finding
-from primus.gates.rules.loadable import loadable, toolkit_of
+from primus.gates.examined import Finding, LayerFacts
+from primus.gates.rules.loadable import judge, toolkit_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 CUDA13 = (f"{SITE}/nvidia/cu13/lib/libcudart.so.13", elf(soname="libcudart.so.13"))
@@ -21,7 +21,7 @@ def findings(*files: tuple[str, bytes]) -> Sequence[Finding]:
         library = library_of(path, io.BytesIO(data), len(data))
         assert library is not None
         libraries.append(library)
-    return loadable([("one", libraries)]).findings
+    return judge(image_with({"one": LayerFacts(libraries=tuple(libraries))})).findings
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from primus.errors import CheckFailed
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.plan.resolve import ResolvedTarget
-from primus.versions.lock import Lock, LockedFile, name_of, normalised, upstream
+from primus.versions.lock import name_of, normalised, upstream
 
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
 # Packages with ROCm's own version numbers. rocm-bootstrap and the bindings have their own numbers.
@@ -47,9 +47,9 @@ class Package:
     @property
     def rocm(self) -> RocmVersion | None:
         """The ROCm version in the package's version; None if there is none."""
-        if self.kind == "deb":
-            return _parsed(_OWN.match(upstream(self.version)) if _DEBS.fullmatch(self.name) else None)
-        return rocm_version(self.name, self.version)
+        if self.kind == "wheel":
+            return rocm_version(self.name, self.version)
+        return _parsed(_DEBS.fullmatch(self.name) and _OWN.match(upstream(self.version)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,7 @@ class RocmVersion:
         return (*self.numbers, 0, 0, 0)[: max(3, len(self.numbers))]
 
     def agrees(self, other: RocmVersion) -> bool:
-        """Whether both may be the same version: ``7.2`` leaves the patch open, and ``10`` alone is too short to
-        differ.
-        """
+        """Whether both may be the same version: ``7.2`` leaves the patch open."""
         shared = min(len(self.numbers), len(other.numbers))
         if self.numbers[:shared] != other.numbers[:shared]:
             return False
@@ -86,9 +84,7 @@ def rocm_version(name: str, version: str) -> RocmVersion | None:
 
 
 def _parsed(match: re.Match[str] | None) -> RocmVersion | None:
-    if match is None:
-        return None
-    return RocmVersion(numbers=tuple(map(int, match[1].split("."))), pre=match[2] or "")
+    return RocmVersion(numbers=tuple(map(int, match[1].split("."))), pre=match[2] or "") if match else None
 
 
 def judge(examined: Examined) -> GateReport:
@@ -97,42 +93,27 @@ def judge(examined: Examined) -> GateReport:
     return coherence(pinned_packages(resolved), resolved.arch)
 
 
-def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
+def coherence(packages: Sequence[Package], arch: str | None) -> GateReport:
     """Return one error per package that differs from the others, with the line that sets its version."""
-    packages = list(packages)
     train = [(p, v) for p in packages if (v := p.rocm) is not None]
-    findings = [
-        *_versions(train),
-        *(
-            Finding(severity="error", path=package.where, message=f"{package.name} {package.version} {message}")
-            for package in packages
-            if package.kind == "wheel" and (message := _other_device(package, arch))
-        ),
+    findings = _versions(train) + [
+        Finding(severity="error", path=package.where, message=f"{package.name} {package.version} {message}")
+        for package in packages
+        if package.kind == "wheel" and (message := _other_device(package, arch))
     ]
-    if train:
-        newest = max(v for _, v in train)
-        summary = f"{len(train)} packages of the ROCm train, newest {newest}"
-    else:
-        summary = "no package of the ROCm train"
+    newest = f", newest {max(v for _, v in train)}" if train else ""
+    summary = f"{len(train) or 'no'} package{'s' if train else ''} of the ROCm train{newest}"
     return GateReport(summary=summary, findings=tuple(findings))
 
 
 def check_pins(resolved: ResolvedTarget) -> None:
     """Raise CheckFailed if the target's packages contradict each other. Needs no built layer."""
-    report = coherence(pinned_packages(resolved), resolved.arch)
-    if errors := report.errors:
+    if errors := coherence(pinned_packages(resolved), resolved.arch).errors:
         raise CheckFailed(
             f"{resolved.name}: " + "; ".join(f.message for f in errors[:5]),
             where=errors[0].path or None,
             hint="pin one ROCm version, and device packages of this target's GPU",
         )
-
-
-def _built_with(lock: Lock) -> tuple[LockedFile, ...]:
-    """Return the wheels that only the roots of builds contain. What is built with another ROCm belongs to that ROCm."""
-    names = {f.name for f in lock.python_packages}
-    wheels = {(f.name, f.version): f for f in lock.files if f.kind == "wheel" and f.base and f.name not in names}
-    return tuple(wheels.values())
 
 
 def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
@@ -147,8 +128,12 @@ def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
     lines = {match[1]: number for number, match in reversed(matches) if match}
     base = resolved.choice.base
     listed = {name_of(p) for p in resolved.versions.bases[base].packages} if base else set()
+    wheels = {(f.name, f.version): f for f in lock.python_packages} if lock else {}
+    # What only the roots of builds contain. What is built with another ROCm belongs to that ROCm.
+    names = {name for name, _ in wheels}
+    wheels |= {(f.name, f.version): f for f in lock.files if f.kind == "wheel" and f.name not in names} if lock else {}
     result = []
-    for file in (*lock.python_packages, *_built_with(lock), *resolved.debs) if lock else ():
+    for file in (*wheels.values(), *resolved.debs):
         where = f"{resolved.lock_name}:{lines.get(file.sha256, 1)}:1"
         if file.kind == "deb":
             where = resolved.base_place(base or "") if file.name in listed else where
@@ -190,12 +175,9 @@ def _beside(
     is then only used by what Debian linked against it.
     """
     stem = _SONAME.sub("", package.name)
-    return (
-        package.kind == "deb"
-        and version < meant
-        and stem != package.name
-        and any(p.kind == "deb" and v.agrees(meant) and _SONAME.sub("", p.name) == stem for p, v in train)
-    )
+    others = (p for p, v in train if p.kind == "deb" and v.agrees(meant))
+    is_older = package.kind == "deb" and version < meant and stem != package.name
+    return is_older and any(_SONAME.sub("", other.name) == stem for other in others)
 
 
 def _other_device(package: Package, arch: str | None) -> str:

@@ -6,11 +6,11 @@ A library without it fails at its first kernel, hours after the job started.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from primus.gates.codeobjects import Code
-from primus.gates.examined import Examined, Finding, GateReport, Severity
+from primus.gates.examined import Examined, Finding, GateReport
 from primus.gpucode.archs import in_path, runs_on
 
 # Such a folder counts as one library: each file is for one architecture, or for all.
@@ -28,29 +28,26 @@ class GpuLibrary:
     problem: str = ""
 
 
-def gpu_libraries(layers: Sequence[tuple[str, Iterable[Code]]], arch: str | None = None) -> tuple[GpuLibrary, ...]:
-    """Return the image's GPU libraries. With ``arch``, the code of host libraries is looked up in its pack."""
-    packs = {code.path: code for _, codes in layers for code in codes if code.form == "kernel pack"}
+def gpu_libraries(examined: Examined) -> tuple[GpuLibrary, ...]:
+    """Return the image's GPU libraries. The code of host libraries is looked up in their packs."""
+    packs = {c.path: c for facts in examined.facts.values() for c in facts.code if c.form == "kernel pack"}
     libraries: list[GpuLibrary] = []
     folders: dict[str, list[tuple[str, Code]]] = {}
-    for layer, codes in layers:
-        for code in codes:
-            if code.form == "host of a pack":
-                targets, problem = _follow(code, packs, arch)
-                library = GpuLibrary(layer=layer, path=code.path, form=code.form, targets=targets, problem=problem)
-                libraries.append(library)
-            elif code.form in _PARTS:
+    for layer, facts in examined.facts.items():
+        for code in facts.code:
+            if code.form in _PARTS:
                 folders.setdefault(_folder(code), []).append((layer, code))
             elif code.form != "kernel pack":
-                libraries.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=code.targets))
+                of_pack = code.form == "host of a pack"
+                targets, problem = _follow(code, packs, examined.arch) if of_pack else (code.targets, "")
+                library = GpuLibrary(layer=layer, path=code.path, form=code.form, targets=targets, problem=problem)
+                libraries.append(library)
     libraries += [_folder_library(folder, parts) for folder, parts in folders.items()]
     return tuple(sorted(libraries, key=lambda lib: (lib.layer, lib.path)))
 
 
 def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrary:
-    """Return a folder of kernel files as one library. If it has code, only the code counts: a catalogue (``.dat``)
-    alone runs nothing.
-    """
+    # If the folder has code, only the code counts: a catalogue (`.dat`) alone runs nothing.
     code = [part for part in parts if part[1].form in ("code object", "bundle")]
     return GpuLibrary(
         layer=", ".join(dict.fromkeys(layer for layer, _ in parts)),
@@ -68,7 +65,7 @@ def _folder(code: Code) -> str:
 
 
 def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tuple[str, ...], str]:
-    """Return the targets for which a host library's packs contain code, and what is wrong with them."""
+    """Return the targets for which a host library's packs contain code, or why they have none."""
     if arch is None:
         return (), ""
     candidates = [
@@ -88,41 +85,28 @@ def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tu
 
 
 def judge(examined: Examined) -> GateReport:
-    """Judge all GPU code of the image."""
-    unreadable = [(layer, path, why) for layer, f in examined.facts.items() for path, why in f.unreadable.items()]
-    return coverage(examined.code, examined.arch, unreadable)
+    """Return one error per GPU library without code for the image's GPU, and a warning per file that cannot be read.
 
-
-def coverage(
-    layers: Sequence[tuple[str, Iterable[Code]]],
-    arch: str | None,
-    unreadable: Iterable[tuple[str, str, str]] = (),
-) -> GateReport:
-    """Return one error per GPU library without code for ``arch``; for CUDA, a warning.
-
-    CUDA libraries also contain code in forms that are not read here (compressed entries, link-time code), and PTX
-    runs on later GPUs, so a missing cubin proves nothing. HIP has neither.
-
-    ``unreadable`` are (layer, path, reason) of files that could not be examined. An image without GPU architecture
-    needs no coverage, which the report states.
+    CUDA libraries are not judged: they also contain code in forms that are not read here (compressed entries, link-time
+    code), and PTX runs on later GPUs. HIP has neither.
     """
-    libraries = gpu_libraries(layers, arch)
+    arch, libraries = examined.arch, gpu_libraries(examined)
     findings = [
         Finding(severity="warning", layer=layer, path=path, message=f"could not be examined: {reason}")
-        for layer, path, reason in unreadable
+        for layer, facts in examined.facts.items()
+        for path, reason in facts.unreadable.items()
     ]
-    if arch is None:
+    if arch is None or not arch.startswith("gfx"):
         with_code = f"; {len(libraries)} GPU libraries are in it all the same" if libraries else ""
-        return GateReport(summary=f"no GPU architecture to cover{with_code}", findings=tuple(findings))
-    for library in libraries:
-        if not runs_on(library.targets, arch):
-            has = library.problem or f"it has {', '.join(library.targets) or 'no GPU code'}"
-            message = f"no code for {arch}: {has} ({library.form})"
-            severity: Severity = "warning" if arch.startswith("sm_") else "error"
-            findings.append(Finding(severity=severity, layer=library.layer, path=library.path, message=message))
+        summary = f"code for {arch} is not judged" if arch else f"no GPU architecture to cover{with_code}"
+        return GateReport(summary=summary, findings=tuple(findings))
+    uncovered = [library for library in libraries if not runs_on(library.targets, arch)]
+    for library in uncovered:
+        has = library.problem or f"it has {', '.join(library.targets) or 'no GPU code'}"
+        message = f"no code for {arch}: {has} ({library.form})"
+        findings.append(Finding(severity="error", layer=library.layer, path=library.path, message=message))
     if not libraries:
         message = f"no GPU library is in the image, and it is meant for {arch}"
         findings.append(Finding(severity="error", message=message))
-    covered = sum(runs_on(library.targets, arch) for library in libraries)
-    summary = f"{covered} of {len(libraries)} GPU libraries cover {arch}"
+    summary = f"{len(libraries) - len(uncovered)} of {len(libraries)} GPU libraries cover {arch}"
     return GateReport(summary=summary, findings=tuple(findings))

@@ -24,22 +24,18 @@ _TOOLKITS = {
 _OF_THE_HOST = re.compile(r"libcuda\.so\.1|libcudadebugger\.so\.1|libnvidia-[a-z0-9-]+\.so\.\d+|libnvcuvid\.so\.1")
 _MACHINES = {3: "x86", 40: "Arm", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
 _IMAGE = 62
+_SEVERITIES = ("error", "warning", "note")
 
 
 def judge(examined: Examined) -> GateReport:
-    """Judge every file that the dynamic loader can load."""
-    return loadable([(layer, facts.libraries) for layer, facts in examined.facts.items()])
-
-
-def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
     """Return an error for a variant for another major version of the image's own toolkit, next to the right variant;
     a warning for a library for another processor; a note for a library that needs one which the image does not have.
     """
-    rows = [(layer, library) for layer, libraries in layers for library in libraries]
+    rows = [(layer, library) for layer, facts in examined.facts.items() for library in facts.libraries]
     names = {name for _, library in rows for name in (library.soname, library.path.rpartition("/")[2])}
     toolkits = _toolkits(names)
     paths = {library.path for _, library in rows}
-    groups: dict[Severity, dict[tuple[str, str], list[tuple[str, Library]]]] = {"error": {}, "warning": {}, "note": {}}
+    groups: dict[tuple[Severity, str, str], list[tuple[str, Library]]] = {}
     for layer, library in rows:
         severity: Severity
         if library.machine not in (_IMAGE, 0):
@@ -53,12 +49,9 @@ def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
             message = f"needs {', '.join(sorted(missing))}, which the image does not have"
         else:
             continue
-        groups[severity].setdefault((owner_of(layer, library.path), message), []).append((layer, library))
-    findings = [
-        _finding(severity, libraries, message)
-        for severity, of_severity in groups.items()
-        for (_, message), libraries in of_severity.items()
-    ]
+        groups.setdefault((severity, owner_of(layer, library.path), message), []).append((layer, library))
+    findings = [_finding(severity, libraries, message) for (severity, _, message), libraries in groups.items()]
+    findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     summary = f"{len(rows)} libraries, modules and programs" + "".join(f"; {k} {v}" for k, v in toolkits.items())
     return GateReport(summary=summary, findings=tuple(findings))
 
@@ -74,12 +67,11 @@ def toolkit_of(path: str) -> dict[str, set[int]]:
 
 def _toolkits(names: Iterable[str]) -> dict[str, int]:
     """Return toolkit → its major version in the image. A toolkit with several versions is left out."""
-    versions_of: dict[str, set[int]] = {}
-    for name in names:
-        for toolkit, (runtime, _) in _TOOLKITS.items():
-            if match := runtime.match(name):
-                versions_of.setdefault(toolkit, set()).add(int(match[1]))
-    return {toolkit: versions.pop() for toolkit, versions in versions_of.items() if len(versions) == 1}
+    versions = {
+        toolkit: {int(match[1]) for name in names if (match := runtime.match(name))}
+        for toolkit, (runtime, _) in _TOOLKITS.items()
+    }
+    return {toolkit: majors.pop() for toolkit, majors in versions.items() if len(majors) == 1}
 
 
 def _other_variant(path: str, toolkits: Mapping[str, int], paths: set[str]) -> tuple[str, str] | None:

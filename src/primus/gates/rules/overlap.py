@@ -6,23 +6,16 @@ image crashed because two components shipped a ``libmha_bwd.so`` of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from primus.gates.codeobjects import Library, owner_of
+from primus.gates.codeobjects import owner_of
 from primus.gates.examined import Examined, Finding, GateReport
 
 
 def judge(examined: Examined) -> GateReport:
-    """Judge every file that the dynamic loader can load."""
-    return shared_names([(layer, facts.libraries) for layer, facts in examined.facts.items()])
-
-
-def shared_names(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
     """Return one warning per library name that two owners ship, with all its paths."""
     places: dict[str, dict[str, tuple[str, str]]] = {}
     count = 0
-    for layer, libraries in layers:
-        for library in libraries:
+    for layer, facts in examined.facts.items():
+        for library in facts.libraries:
             count += bool(library.names)
             for name in library.names:
                 places.setdefault(name, {}).setdefault(owner_of(layer, library.path), (layer, library.path))

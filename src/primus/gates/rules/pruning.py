@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from primus.gates.codeobjects import Code, is_kernel_file
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.gpucode.archs import in_path, runs_on
-from primus.oci.store import NOTHING, LeftOut
 from primus.terminal import bytes_text
 
 _FORMS = ("code object", "bundle", "kernel pack")
 
 
 def judge(examined: Examined) -> GateReport:
-    """Judge all GPU code of the image."""
-    return pruning(examined.code, examined.arch, examined.left_out)
-
-
-def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left_out: LeftOut = NOTHING) -> GateReport:
-    """Return one warning per layer with kernel files of other architectures, with their number and bytes, and one
-    per library whose fat binary contains code for them. CUDA's fat binaries count as a whole, because they are
-    never split.
-
-    ``left_out`` is what the build removed.
+    """Return one warning per layer with kernel files of other architectures, and one per library whose fat binary has
+    code for them.
     """
+    arch = examined.arch
     if arch is None:
         return GateReport(summary="no GPU architecture to prune for")
     findings, total, size, libraries = [], 0, 0, 0
-    for layer, codes in layers:
-        idle = [c for c in codes if _is_for_others(c, arch)]
+    for layer, facts in examined.facts.items():
+        idle = [c for c in facts.code if _is_for_others(c, arch)]
         if idle:
             total, size = total + len(idle), size + sum(c.size for c in idle)
             message = f"{len(idle)} kernel files, {bytes_text(sum(c.size for c in idle))}, are not for {arch}"
             findings.append(Finding(severity="warning", layer=layer, path=min(c.path for c in idle), message=message))
-        for code in codes:
+        for code in facts.code:
             if code.form == "fat binary" and (others := [t for t in code.targets if not runs_on([t], arch)]):
                 libraries += 1
                 message = f"it also holds code for {', '.join(others)}"
@@ -42,7 +32,7 @@ def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left
     summary = f"{total} kernel files for other architectures, {bytes_text(size)}"
     if libraries:
         summary += f"; code for them in {libraries} {'library' if libraries == 1 else 'libraries'}"
-    if text := left_out.text():
+    if text := examined.left_out.text():
         summary += f"; {text}"
     return GateReport(summary=summary, findings=tuple(findings))
 

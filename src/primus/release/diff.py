@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,20 +15,17 @@ ROWS = (
     "rocm", "python", "pytorch", "transformer_engine", "flash_attention", "hipblaslt", "triton", "rccl", "primus",
     "primus_turbo", "aiter",
 )  # fmt: skip
+Values = Mapping[str, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One fact that differs. ``old`` or ``new`` is None if that side does not state it.
-
-    ``step`` is the direction of the version number, if it can be compared.
-    """
+    """One value that differs. ``old`` or ``new`` is None if that side does not state it."""
 
     what: str
     kind: Literal["added", "removed", "changed"]
     old: str | None
     new: str | None
-    step: Literal["forward", "back"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,38 +41,30 @@ class Contradiction:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """The differences of one kind, such as packages or files, and the number of entries that are the same."""
+    """The differences of one kind, such as components, packages or files, and the values that are the same."""
 
     name: str
     changes: tuple[Change, ...]
-    same: int
+    same: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
     """The comparison of two releases, called ``image:tag``. The origin is empty for a release that AMD published.
 
-    ``facts`` are date, size, GPUs and identity. ``unknown`` are components without a version on either side.
-    ``sections`` are what else both sides state, and ``not_compared`` what only one of them does. ``curves`` are
-    differences between the golden curves of both sides, and ``issues`` the known issues of the new one.
+    ``sections`` are facts (date, size, GPUs and identity), components, and what else both sides state;
+    ``not_compared`` is what only one of them states. ``curves`` are differences between the golden curves of both
+    sides, and ``issues`` the known issues of the new one.
     """
 
     old: str
     new: str
     old_origin: str
     new_origin: str
-    facts: tuple[Change, ...]
-    gpus_added: tuple[str, ...]
-    gpus_removed: tuple[str, ...]
-    size_gb_change: float | None
-    components: tuple[Change, ...]
-    same_facts: Mapping[str, str]
-    same_components: Mapping[str, str]
-    unknown: tuple[str, ...]
+    sections: tuple[Section, ...]
+    not_compared: tuple[str, ...]
     contradictions: tuple[Contradiction, ...]
     notes: Mapping[str, tuple[str, ...]]
-    sections: tuple[Section, ...] = ()
-    not_compared: tuple[str, ...] = ()
     curves: tuple[str, ...] = ()
     issues: tuple[str, ...] = ()
 
@@ -94,41 +83,33 @@ def one_of(releases: Sequence[Release], word: str) -> Release:
     raise InputError(f"{word} stands for {len(distinct)} images: {names}", hint=hint)
 
 
-def diff(old: Release, new: Release) -> Diff:
-    """Compare ``old`` with ``new``."""
-    differing, same_facts, _ = _compare(release_facts(old), release_facts(new), list(release_facts(old)), steps=False)
+def diff(
+    old: Release, new: Release, old_parts: Mapping[str, Values] | None = None,
+    new_parts: Mapping[str, Values] | None = None,
+) -> Diff:  # fmt: skip
+    """Compare ``old`` with ``new``, and the parts of both that have the same name: name → value."""
+    before, after = dict(old_parts or {}), dict(new_parts or {})
     names = component_order([*old.components, *new.components])
-    components, same, unknown = _compare(_with_locked(old, names), _with_locked(new, names), names, steps=True)
+    sections = [
+        _compare("facts", release_facts(old), release_facts(new), release_facts(old)),
+        _compare("components", _with_locked(old, names), _with_locked(new, names), names),
+        *(
+            _compare(name, before[name], after[name], sorted({*before[name], *after[name]}, key=_natural))
+            for name in after
+            if name in before
+        ),
+    ]
     sides = {side.reference: side for side in (old, new)}.values()
-    size = None if old.size_gb is None or new.size_gb is None else round(new.size_gb - old.size_gb, 6)
     return Diff(
         old=old.reference,
         new=new.reference,
         old_origin=old.origin,
         new_origin=new.origin,
-        facts=differing,
-        gpus_added=_beyond(new.gpus, old.gpus),
-        gpus_removed=_beyond(old.gpus, new.gpus),
-        size_gb_change=size,
-        components=components,
-        same_facts=same_facts,
-        same_components=same,
-        unknown=unknown,
+        sections=tuple(sections),
+        not_compared=tuple(sorted(before.keys() ^ after.keys())),
         contradictions=tuple(contradiction for side in sides for contradiction in contradictions(side)),
         notes={side.reference: side.notes for side in sides if side.notes and not side.origin},
     )
-
-
-def sections(
-    old: Mapping[str, Mapping[str, str]], new: Mapping[str, Mapping[str, str]]
-) -> tuple[tuple[Section, ...], tuple[str, ...]]:
-    """Compare what both sides state, section by section. Also returns the names of what only one side states."""
-    result = []
-    for name in (name for name in new if name in old):
-        entries = sorted({*old[name], *new[name]}, key=_natural)
-        changes, same, _ = _compare(old[name], new[name], entries, steps=name == "packages")
-        result.append(Section(name=name, changes=changes, same=len(same)))
-    return tuple(result), tuple(sorted(old.keys() ^ new.keys()))
 
 
 def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None]:
@@ -138,36 +119,18 @@ def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None
 
 def contradictions(release: Release) -> tuple[Contradiction, ...]:
     """Return every value for which another table of the same tag differs."""
-    prefix = release.digest[7:15] if release.digest else None
-    size = _exact(release.content_size_bytes)
+    best = {**release.components, **release_facts(release), "digest": release.digest and release.digest[7:15]}
     return tuple(
-        Contradiction(tag=release.reference, source=other.source, what=what, table=best, other=value)
+        Contradiction(tag=release.reference, source=other.source, what=what, table=best.get(what), other=value)
         for other in release.alternates
-        for what, best, value in (
-            ("digest", prefix, other.digest_prefix),
-            ("image id", release.image_id, other.image_id),
-            ("compressed size", size, _exact(other.content_size_bytes)),
-            *((name, release.components.get(name), version) for name, version in other.components.items()),
-            *((name, None, version) for name, version in other.other_packages.items()),
-        )
-        if value is not None and value != best
+        for what, value in other.differs.items()
+        if value != best.get(what)
     )
 
 
 def component_order(names: Sequence[str]) -> list[str]:
     """Return each name once: first the rows of the published tables, then the rest in natural order."""
     return sorted(set(names), key=lambda name: (ROWS.index(name) if name in ROWS else len(ROWS), _natural(name), name))
-
-
-def step(old: str, new: str) -> Literal["forward", "back"] | None:
-    """Return the direction of a version change, or None if it is unclear (commits, equal numbers)."""
-    # Only dotted numbers count, because a commit such as 2631e68d also begins with digits.
-    matches = [re.match(r"v?([0-9]+(?:\.[0-9]+)+)", version) for version in (old, new)]
-    numbers = [tuple(map(int, match[1].split("."))) for match in matches if match]
-    if len(numbers) < 2:
-        return None
-    before, after = (number[: min(map(len, numbers))] for number in numbers)
-    return None if before == after else "forward" if before < after else "back"
 
 
 def _natural(text: str) -> tuple[tuple[int, str], ...]:
@@ -177,47 +140,38 @@ def _natural(text: str) -> tuple[tuple[int, str], ...]:
 
 def release_facts(release: Release) -> dict[str, str | None]:
     """Return what is known of a release apart from its components. None is not published."""
+    size = release.content_size_bytes
     return {
-        "date": f"{release.date} ({release.date_kind})" if release.date_kind else release.date,
+        "date": release.date,
         "supported until": release.supported_until,
         "drivers": release.drivers,
         "size": None if release.size_gb is None else f"{release.size_gb:g} GB",
-        "compressed size": _exact(release.content_size_bytes),
+        "compressed size": None if size is None else f"{size:,} bytes",
         "GPUs": _listed(release.gpus),
         "architectures": _listed(release.gfx),
         "digest": release.digest,
         "image id": release.image_id,
-        "confidence": None if release.origin else release.confidence,
+        "confidence": release.confidence,
     }
-
-
-def _exact(size: int | None) -> str | None:
-    return None if size is None else f"{size:,} bytes"
 
 
 def _listed(names: tuple[str, ...] | None) -> str | None:
     return None if names is None else ", ".join(sorted(names, key=_natural)) or "none"
 
 
-def _beyond(names: tuple[str, ...] | None, others: tuple[str, ...] | None) -> tuple[str, ...]:
-    # If one side is unknown, nothing counts as added or removed.
-    return () if names is None or others is None else tuple(sorted(set(names) - set(others), key=_natural))
-
-
-def _compare(
-    old: Mapping[str, str | None], new: Mapping[str, str | None], names: Sequence[str], *, steps: bool
-) -> tuple[tuple[Change, ...], dict[str, str], tuple[str, ...]]:
-    pairs = {name: (old.get(name), new.get(name)) for name in names}
-    changes = tuple(
-        Change(
-            what=name,
-            kind="added" if before is None else "removed" if after is None else "changed",
-            old=before,
-            new=after,
-            step=step(before, after) if steps and before is not None and after is not None else None,
-        )
-        for name, (before, after) in pairs.items()
-        if before != after
+def _compare(name: str, old: Values, new: Values, entries: Iterable[str]) -> Section:
+    pairs = {entry: (old.get(entry), new.get(entry)) for entry in entries}
+    return Section(
+        name=name,
+        changes=tuple(
+            Change(
+                what=entry,
+                kind="added" if before is None else "removed" if after is None else "changed",
+                old=before,
+                new=after,
+            )
+            for entry, (before, after) in pairs.items()
+            if before != after
+        ),
+        same={entry: before for entry, (before, after) in pairs.items() if before == after and before is not None},
     )
-    same = {name: before for name, (before, after) in pairs.items() if before == after and before is not None}
-    return changes, same, tuple(name for name, pair in pairs.items() if pair == (None, None))

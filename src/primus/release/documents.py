@@ -57,15 +57,16 @@ def documents(
 
 def checkout(root: Path) -> tuple[str | None, list[str]]:
     """Return the commit checked out at ``root`` (None outside git) and the files that differ from it."""
+    commit = git(root, "rev-parse", "--verify", "HEAD").decode()
+    return commit or None, [line[3:] for line in git(root, "status", "--porcelain").decode().splitlines()]
 
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
 
+def git(root: Path, *words: str) -> bytes:
+    """Return what git prints, without line ends at its end; nothing if it fails or is missing."""
     try:
-        commit = git("rev-parse", "--verify", "HEAD").strip()
-        return commit, [line[3:] for line in git("status", "--porcelain").splitlines()]
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=True).stdout.rstrip(b"\n")
     except (OSError, subprocess.CalledProcessError):
-        return None, []
+        return b""
 
 
 def statement(image: Composed, commit: str | None, others: Sequence[Document]) -> dict[str, Any]:

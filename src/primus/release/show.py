@@ -4,33 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
-from primus.release.diff import (
-    ROWS,
-    Change,
-    Contradiction,
-    Diff,
-    component_order,
-    contradictions,
-    release_facts,
-)
-from primus.release.history import History, Release, UnconfirmedTag, errors_about, newest_first
+from primus.release.diff import ROWS, Change, Contradiction, Diff, component_order, contradictions, release_facts
+from primus.release.history import History, Release, newest_first
 from primus.terminal import PLAIN, Screen, Styled
 
 _NONE = "–"
 _HEAD = ("tag", "date", "ROCm", "PyTorch", "GPUs", "size")
-_CONFIDENCE = {
-    "published": "published: docs page, docs data or release note",
-    "draft": "draft: README or unpublished data",
-    "image": "image: read by AMD from inside the image",
-    None: "not published",
-}
-# What is said of an entry that a published release lacks, and pins or an image do.
-_NOT_THERE = ("not published", "not there")
 # The most rows of one section as text, such as files.
-_MOST = 40
+_MOST = 60
 _MARK = {"added": Styled("+", "green"), "removed": Styled("-", "red"), "changed": Styled("~", "yellow")}
 # Longer lines of prose are hard to read, even on a wide screen.
 _PROSE = 116
@@ -40,35 +23,8 @@ def _heading(text: str, screen: Screen) -> list[str]:
     return ["", *screen.wrap(Styled(text, "bold"))]
 
 
-def _items(lines: Iterable[str], screen: Screen) -> list[str]:
-    narrow = replace(screen, width=min(screen.width or _PROSE, _PROSE))
-    return [part for line in lines for part in narrow.wrap(line, "  - ", "    ")]
-
-
-def _changes(difference: Diff, screen: Screen, *, facts: bool) -> list[str]:
-    changes = difference.facts if facts else difference.components
-    same = difference.same_facts if facts else difference.same_components
-    rows: list[tuple[str, str, str]] = [
-        (_MARK[change.kind], change.what, _text(change, difference, facts=facts)) for change in changes
-    ]
-    if facts or not difference.sections:
-        rows += [("=", what, value) for what, value in same.items()]
-    return screen.table(rows, indent="  ")
-
-
-def _text(change: Change, difference: Diff, *, facts: bool) -> str:
-    def missing(origin: str) -> str:
-        return _unknown_fact(origin) if facts else _NOT_THERE[bool(origin)]
-
-    old, new = change.old or missing(difference.old_origin), change.new or missing(difference.new_origin)
-    remark = _remark(change, difference)
-    return f"{old} → {new}" + (f"  ({remark})" if remark else "")
-
-
-def plain(release: Release) -> dict[str, Any]:
-    """Return the release for JSON output."""
-    shown = {name: value for name, value in asdict(release).items() if name not in ("locked", "origin")}
-    return {**shown, "pinned": release.pinned}
+def _absent(origin: str) -> str:
+    return "not there" if origin else "not published"
 
 
 def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
@@ -78,61 +34,54 @@ def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
     return "\n".join([*screen.table(rows, head=_HEAD), *legend])
 
 
-def release_page(history: History, release: Release, screen: Screen = PLAIN) -> str:
+def release_page(release: Release, screen: Screen = PLAIN) -> str:
     """Return everything that is known about one release."""
-    components = [
-        (name, release.components[name] or release.missing) for name in component_order([*release.components])
-    ]
+    absent = _absent(release.origin)
+    facts = {**release_facts(release), **({"same table as": release.same_as} if release.same_as else {})}
+    names = component_order([*release.components])
     sections = {
         "other sources on this tag": [line for _, line in _by_source(contradictions(release))],
-        "known errors of published pages": [
-            f"{error.where}: printed {error.printed}; right: {error.right}" for error in errors_about(history, release)
-        ],
         "notes": release.notes,
     }
-    return "\n".join(
-        [
-            *_heading(release.reference, screen)[1:],
-            *screen.table(_facts(release), indent="  "),
-            *_heading("components", screen),
-            *screen.table(components, indent="  "),
-            *_sections(sections, screen),
-        ]
-    )
+    lines = [
+        *_heading(release.reference, screen)[1:],
+        *screen.table([(name, value or absent) for name, value in facts.items()], indent="  "),
+        *_heading("components", screen),
+        *screen.table([(name, release.components[name] or absent) for name in names], indent="  "),
+        *_items(sections, screen),
+    ]
+    return "\n".join(lines)
 
 
 def diff_page(difference: Diff, screen: Screen = PLAIN) -> str:
     """Return the differences."""
-    lines = [
-        *_heading(_title(difference), screen)[1:],
-        "",
-        *_changes(difference, screen, facts=True),
-        *_heading(f"components: {_counts(difference.components, len(difference.same_components))}", screen),
-        *_changes(difference, screen, facts=False),
-    ]
+    lines = _heading(_title(difference), screen)[1:]
     for part in difference.sections:
-        lines += _heading(f"{part.name}: {_counts(part.changes, part.same)}", screen)
-        rows = [
-            (_MARK[change.kind], change.what, _text(change, difference, facts=False)) for change in part.changes[:_MOST]
+        lines += _heading(f"{part.name}: {_counts(part.changes, len(part.same))}", screen)
+        rows: list[tuple[str, str, str]] = [
+            (_MARK[change.kind], change.what, _text(change, difference)) for change in part.changes[:_MOST]
         ]
+        if part.name == "facts" or (part.name == "components" and len(difference.sections) == 2):
+            rows += [("=", what, value) for what, value in part.same.items()]
         lines += screen.table(rows, indent="  ")
         if len(part.changes) > _MOST:
             lines.append(f"  and {len(part.changes) - _MOST} more, which --json lists")
-    return "\n".join([*lines, *_sections(_remarks(difference), screen)])
+    return "\n".join([*lines, *_items(_remarks(difference), screen)])
+
+
+def _text(change: Change, difference: Diff) -> str:
+    return f"{change.old or _absent(difference.old_origin)} → {change.new or _absent(difference.new_origin)}"
 
 
 def notes(difference: Diff) -> str:
     """Return the differences as release notes in Markdown."""
     lines = [f"# {_escaped(_title(difference))}", ""]
-    parts = {"facts": difference.facts, "components": difference.components}
-    for name, changes in {**parts, **{part.name: part.changes for part in difference.sections}}.items():
-        sides = [(c.what, *((side or "–").replace("\n", " ") for side in (c.old, c.new))) for c in changes]
-        if sides:
-            lines += _section(name.capitalize(), ("name", "old", "new"), sides)
+    for part in difference.sections:
+        rows = [(c.what, *((side or _NONE).replace("\n", " ") for side in (c.old, c.new))) for c in part.changes]
+        lines += _section(part.name.capitalize(), ("name", "old", "new"), rows) if rows else []
     for title, items in _remarks(difference).items():
-        lines += (
-            [f"## {_escaped(title.capitalize())}", "", *(f"- {_escaped(item)}" for item in items), ""] if items else []
-        )
+        bullets = [f"- {_escaped(item)}" for item in items]
+        lines += [f"## {_escaped(title.capitalize())}", "", *bullets, ""] if items else []
     return "\n".join(lines).rstrip("\n")
 
 
@@ -143,7 +92,6 @@ def _title(difference: Diff) -> str:
 
 def _remarks(difference: Diff) -> dict[str, Sequence[str]]:
     return {
-        "on neither side": [", ".join(difference.unknown)] if difference.unknown else [],
         "training": difference.curves,
         f"known issues of {difference.new}": difference.issues,
         "stated by one side only": [", ".join(difference.not_compared)] if difference.not_compared else [],
@@ -152,15 +100,9 @@ def _remarks(difference: Diff) -> dict[str, Sequence[str]]:
     }
 
 
-def doubts(tags: Sequence[UnconfirmedTag], screen: Screen = PLAIN) -> str:
-    """Return the unconfirmed tags, one item each."""
-    items = (f"{tag.reference}: named by {tag.named_by}; {tag.status}" for tag in tags)
-    return "\n".join([*_heading("unconfirmed tags", screen)[1:], *_items(items, screen)])
-
-
 def page(history: History) -> str:
     """Return docs/releases.md."""
-    every = newest_first(history.every)
+    every = newest_first(history.releases)
     rows = [_row(release) for release in every]
     columns = [name for name in ROWS if name not in ("rocm", "pytorch")]
     lines = [
@@ -198,25 +140,22 @@ def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], int
     return section(title, [_escaped(name) for name in head], [map(_escaped, row) for row in rows], intro)
 
 
-def _sections(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
-    return [
-        line
-        for title, items in sections.items()
-        if items
-        for line in (*_heading(title, screen), *_items(items, screen))
-    ]
+def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
+    """Return the sections that have items, with one paragraph for each item."""
+    narrow = replace(screen, width=min(screen.width or _PROSE, _PROSE))
+    lines = []
+    for title, items in sections.items():
+        lines += _heading(title, screen) if items else []
+        lines += [line for item in items for line in narrow.wrap(item, "  - ", "    ")]
+    return lines
 
 
 def _row(release: Release) -> tuple[str, ...]:
     star = " *" if contradictions(release) else ""
-    pins = " (versions.yaml)" if release.pinned else ""
+    pins = " (versions.yaml)" if release.origin else ""
     versions = (release.components.get(name) or _NONE for name in ("rocm", "pytorch"))
-    gpus = _NONE if release.gpus is None else ", ".join(release.gpus) or "none"
-    return (release.reference + pins + star, release.date or _NONE, *versions, gpus, _size(release))
-
-
-def _size(release: Release) -> str:
-    return _NONE if release.size_gb is None else f"{release.size_gb:g} GB"
+    gpus, size = (release_facts(release)[name] or _NONE for name in ("GPUs", "size"))
+    return (release.reference + pins + star, release.date or _NONE, *versions, gpus, size)
 
 
 def _legend(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -224,24 +163,6 @@ def _legend(rows: Sequence[tuple[str, ...]]) -> list[str]:
     if any(row[0].endswith("*") for row in rows):
         lines.append("* another published table differs: see primus releases NAME.")
     return lines
-
-
-def _facts(release: Release) -> list[tuple[str, str]]:
-    values = release_facts(release)
-    size, confidence = values["size"], _CONFIDENCE[release.confidence]
-    values |= {"size": size and f"{size} unpacked", "confidence": confidence}
-    if release.pinned:
-        del values["confidence"]
-    rows = [(name, value or _unknown_fact(release.origin)) for name, value in values.items()]
-    if release.image_verified:
-        rows.append(("read from the image", ", ".join(release.image_verified)))
-    if release.same_as:
-        rows.append(("same table as", release.same_as))
-    return rows
-
-
-def _unknown_fact(origin: str) -> str:
-    return "not known before it is built" if "image" not in origin and origin else _NOT_THERE[bool(origin)]
 
 
 def _by_source(contradicting: Iterable[Contradiction]) -> list[tuple[str, str]]:
@@ -262,14 +183,6 @@ def _counts(changes: Sequence[Change], same: int) -> str:
         (same, "the same"),
     ]
     return ", ".join(f"{count} {words}" for count, words in parts if count) or "none is named"
-
-
-def _remark(change: Change, difference: Diff) -> str:
-    if change.what == "size" and difference.size_gb_change is not None:
-        return f"{difference.size_gb_change:+g} GB"
-    if change.what == "GPUs":
-        return ", ".join([*(f"+{gpu}" for gpu in difference.gpus_added), *(f"-{g}" for g in difference.gpus_removed)])
-    return "goes back" if change.step == "back" else ""
 
 
 def _escaped(text: str) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import re
-import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,20 +20,9 @@ from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
 from primus.release import golden
 from primus.release.diff import one_of
-from primus.release.documents import GATES, LOCK, VALIDATION
+from primus.release.documents import GATES, LOCK, VALIDATION, git
 from primus.release.gate_record import load_gate_records, lock_mark
-from primus.release.history import (
-    IMAGE,
-    History,
-    Release,
-    key_of,
-    newest_first,
-    pin_names,
-    pins,
-    select,
-    spread,
-    unconfirmed,
-)  # fmt: skip
+from primus.release.history import IMAGE, Release, key_of, load_history, newest_first, pin_names, pins, select, spread
 from primus.release.registry import Repository, plain_http
 from primus.sandbox.container import LayerRef
 from primus.system.issues import STATUS, debs
@@ -65,7 +53,7 @@ class Side:
     layers: Mapping[str, LayerRef] = field(default_factory=dict)
 
 
-def side(word: str, project: Project | None, history: History, target: str = "") -> Side:
+def side(word: str, project: Project | None, target: str = "") -> Side:
     """Return what ``word`` names: an image of the store, a published release, pins, an image of a registry, a revision.
 
     The first of these that knows the name decides. Of pins that name no target, only those of ``target`` are meant, if
@@ -77,20 +65,20 @@ def side(word: str, project: Project | None, history: History, target: str = "")
     if match := _REGISTRY.fullmatch(word):
         return _of_registry(match["name"], match["tag"])
     try:
-        releases = select(history, word)
+        releases = select(load_history(), word)
     except InputError:
-        if project is None or unconfirmed(history, word):
+        if project is None:
             raise
     else:
         return Side(release=one_of(releases, word))
     names = pin_names(project.versions, project.target_names())
     plain = bare.removesuffix("-preview")
     if plain in names:
-        return _of_pins(project, history, target if plain in names[:2] else plain.partition("-")[2], "versions.yaml")
-    if (found := _of_revision(project.root, plain, history, target)) is not None:
-        return found
+        return _of_pins(project, target if plain in names[:2] else plain.partition("-")[2], "versions.yaml")
+    if (revision := _of_revision(project.root, plain, target)) is not None:
+        return revision
     images = sorted(project.workspace.store.images())
-    published = newest_first(history.releases)
+    published = newest_first(load_history().releases)
     raise InputError(
         f"no release, image or git revision is called {word!r}: versions.yaml pins {names[0]}, the store has "
         f"{', '.join(images) or 'no image'}, and {published[-1].name} to {published[0].name} were published",
@@ -117,7 +105,7 @@ def target_of(word: str) -> str:
     return match[1] if match else ""
 
 
-def _of_pins(project: Project, history: History, target: str, origin: str) -> Side:
+def _of_pins(project: Project, target: str, origin: str) -> Side:
     """Return the pins of a project: those of all targets, or of one."""
     targets = {t.name: t for t in resolve_all(project, [target] if target else project.target_names())}
     gates: dict[str, str] = {}
@@ -136,7 +124,7 @@ def _of_pins(project: Project, history: History, target: str, origin: str) -> Si
         **({"gates": gates} if gates else {}),
     }
     name = "-".join(filter(None, (project.versions.release, target)))
-    release = pins(project.versions, targets, name, history.gpu_arch, origin=f"pins of {origin}")
+    release = pins(project.versions, targets, name, origin=f"pins of {origin}")
     # An image does not tell from which folder it has its local components.
     local = {key_of(name) for name, item in project.versions.components.items() if item.pins[0].path}
     components = {name: "local" if name in local else version for name, version in release.components.items()}
@@ -152,42 +140,33 @@ def _in_image(lock: Lock) -> list[LockedFile]:
     return [f for f in lock.files if f.kind != "layer" and not (f.base or "").endswith(" build")]
 
 
-def _of_revision(root: Path, word: str, history: History, target: str) -> Side | None:
+def _of_revision(root: Path, word: str, target: str) -> Side | None:
     """Return the pins of the commit that ``word`` names, or of the last one with this release; None without one."""
     name = word.removesuffix(f"-{target_of(word)}")
     for revision in dict.fromkeys((word, name)):
-        if commit := _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"):
+        if commit := git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"):
             break
     else:
         line = f"release: {name}"
-        last = _git(root, "log", "-1", "--format=%H", "-G", f"^{re.escape(line)}$", "--", "versions.yaml").decode()
+        last = git(root, "log", "-1", "--format=%H", "-G", f"^{re.escape(line)}$", "--", "versions.yaml").decode()
         if not last:
             return None
         # The last commit that touched the line wrote the next release, unless the release is that of HEAD.
-        ended = line not in _git(root, "show", f"{last.strip()}:./versions.yaml").decode().splitlines()
-        commit = _git(root, "rev-parse", f"{last.strip()}^" if ended else "HEAD")
+        ended = line not in git(root, "show", f"{last.strip()}:./versions.yaml").decode().splitlines()
+        commit = git(root, "rev-parse", f"{last.strip()}^" if ended else "HEAD")
     short = commit.decode()[:12]
     with tempfile.TemporaryDirectory(prefix="primus-revision-") as folder:
         try:
-            with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", short))) as archive:
-                wanted = [member for member in archive if member.name.startswith(_OF_REVISION)]
+            with tarfile.open(fileobj=io.BytesIO(git(root, "archive", short))) as archive:
                 # Before Python 3.11.4, extractall has no argument for it.
                 archive.extraction_filter = getattr(tarfile, "data_filter", None)
-                archive.extractall(folder, wanted)
-            return _of_pins(Project(Path(folder)), history, target_of(word) or target, f"commit {short}")
+                archive.extractall(folder, [member for member in archive if member.name.startswith(_OF_REVISION)])
+            return _of_pins(Project(Path(folder)), target_of(word) or target, f"commit {short}")
         except (PrimusError, tarfile.TarError) as error:
             where = f"{short}:{getattr(error, 'where', None) or 'versions.yaml'}"
             message = str(getattr(error, "message", error))
             hint = getattr(error, "hint", None) or f"compare it with the primus of {short}"
             raise InputError(message, where=where, hint=hint) from None
-
-
-def _git(root: Path, *words: str) -> bytes:
-    """Return what git prints; nothing if it fails or is missing."""
-    try:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=True).stdout.rstrip(b"\n")
-    except (OSError, subprocess.CalledProcessError):
-        return b""
 
 
 def _of_store(project: Project, ref: str) -> Side:
@@ -272,7 +251,6 @@ def _of_config(
         image=image,
         tag=tag,
         date=str(config.get("created", ""))[:10] or None,
-        date_kind="created",
         digest=digest,
         content_size_bytes=sum(sizes.values()) or None,
         components=pinned,

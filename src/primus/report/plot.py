@@ -1,4 +1,4 @@
-"""Charts for a page: their data as JSON, and the library and script that draw them, all inside the page.
+"""Charts for a page: their data as JSON, and the files that style and draw them.
 
 uPlot draws the lines and provides zoom, live values and a legend that hides lines. ``charts.js`` adds smoothing, a log
 axis, touch, and marks for missing values.
@@ -13,20 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-_HERE = Path(__file__).parent
 _WIDEST = 5  # pixels
-# The controls above the charts of a report; charts.js handles them.
-CONTROLS = """\
-<div class="controls" role="group" aria-label="All charts">
-<label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"><output
- for="smoothing">0</output></label>
-<label><input type="checkbox" id="log"> Log axis</label>
-<span class="buttons"><button type="button" id="in">Zoom in</button><button type="button" id="out">Zoom out</button
-><button type="button" id="reset">Whole run</button></span>
-<span class="sub">Drag across a chart, or pinch it, to zoom; double-click to see the whole run.
-Click a name below a chart to hide its line.</span></div>
-<noscript><p>The charts need JavaScript. The tables hold every figure without it.</p></noscript>
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +33,21 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
 
     Later lines are drawn above earlier ones, and thinner, so that equal lines do not hide each other.
     """
-    finite = [{x: y for x, y in line.points if y is not None and math.isfinite(y)} for line in lines]
-    if not any(finite):
+
+    def finite(line: Line) -> list[tuple[float, float | None]]:
+        return [(x, y if y is not None and math.isfinite(y) else None) for x, y in line.points]
+
+    if all(y is None for line in lines for _, y in finite(line)):
         return f'<p class="empty">{escape(title)}: no step was logged, nothing to draw.</p>'
-    drawn = [(line, values) for line, values in zip(lines, finite, strict=True) if line.points]
+    drawn = [line for line in lines if line.points]
+    widths = [min(2 + above, _WIDEST) for above in reversed(range(len(drawn)))]
     data = {
         "title": title,
         "x": x_title,
         "y": y_title,
         "lines": [
-            {
-                "label": line.label,
-                "colour": line.colour,
-                "width": min(2 + above, _WIDEST),
-                "points": [[x, values.get(x)] for x, _ in line.points],
-            }
-            for above, (line, values) in zip(reversed(range(len(drawn))), drawn, strict=True)
+            {"label": line.label, "colour": line.colour, "width": width, "points": finite(line)}
+            for line, width in zip(drawn, widths, strict=True)
         ],
     }
     # Escaped, because "</script>" in a label would end the element.
@@ -73,11 +59,6 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
     )
 
 
-def assets() -> tuple[str, str]:
-    """Return the style sheet and the scripts that a page with charts needs once; the library comes first."""
-    library = _HERE / "uplot"
-    style = (library / "uPlot.min.css").read_text(encoding="utf-8")
-    code = (library / "uPlot.iife.min.js").read_text(encoding="utf-8")
-    terms = " ".join((library / "LICENSE").read_text(encoding="utf-8").split())
-    script = (_HERE / "charts.js").read_text(encoding="utf-8")
-    return style, f"/* {terms} */\n{code}\n{script}"
+def asset(name: str) -> str:
+    """Return the text of a file beside this one."""
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 from primus.errors import InputError
 from primus.files import read_bytes
 from primus.recipes.backends import backends
-from primus.schema import build, parse_json
+from primus.schema import build, parse_json, read_json
 from primus.training.checks import Verdict
 from primus.training.metrics import Summary
 from primus.training.outcome import RESULT_FILE, RunResult
@@ -32,7 +32,6 @@ class Run:
     """
 
     label: str
-    source: Path = field(default=Path(), metadata={"hidden": True})
     recipe: str
     backend: str
     mode: str
@@ -74,19 +73,15 @@ class NoResult(InputError):
 def read_all(paths: Sequence[Path]) -> tuple[tuple[Run, ...], tuple[NoResult, ...]]:
     """Read the runs and give each a unique label. Of several, those without a result are left out, with the reasons.
 
-    Raises InputError as :func:`read`, for a run named twice, and if no run is left.
+    Raises InputError as :func:`read`, and if no run remains.
     """
     runs: list[Run] = []
     left_out: list[NoResult] = []
     for path in paths:
         try:
-            run = read(path)
+            runs.append(read(path))
         except NoResult as error:
             left_out.append(error)
-            continue
-        if any(other.source.resolve() == run.source.resolve() for other in runs):
-            raise InputError(f"{path} is named twice")
-        runs.append(run)
     if not runs:
         raise left_out[0]
     labels = [run.label for run in runs]
@@ -103,15 +98,17 @@ def read(path: Path) -> Run:
         raise InputError(f"there is no {path}", hint=_NOT_OURS)
     if path.is_dir() and (path / "record.json").is_file():
         path = path / "record.json"
+    if path.is_dir() and not (path / "job.json").is_file():
+        raise InputError(f"{path} contains no job.json", hint=_NOT_OURS)
+    if path.is_dir() and not (path / RESULT_FILE).is_file():
+        raise NoResult(
+            f"{path} contains no {RESULT_FILE}: the run has not ended, or was interrupted",
+            hint="wait until the run has ended, or leave it out",
+        )
     try:
-        data = _job(path) if path.is_dir() else _record(_document(path).data)
-        document = Document(name=str(path), data=data, places={}, typed=True)
-        run = replace(build(Run, document), source=path)
-    except NoResult:
-        raise
-    except (InputError, ValueError, TypeError, LookupError, AttributeError) as error:
-        if isinstance(error, InputError) and error.hint == _NOT_OURS:
-            raise
+        data = _job(path) if path.is_dir() else _record(_json(path).data)
+        run = build(Run, Document(name=str(path), data=data, places={}, typed=True))
+    except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"not a file that primus wrote: {reason}", where=str(path), hint=_NOT_OURS) from None
     if not run.series:
@@ -121,19 +118,13 @@ def read(path: Path) -> Run:
 
 def _job(folder: Path) -> dict[str, Any]:
     """Return the fields of a run from the folder of its job."""
-    if not (folder / "job.json").is_file():
-        raise InputError(f"{folder} contains no job.json", hint=_NOT_OURS)
-    if not (folder / RESULT_FILE).is_file():
-        raise NoResult(
-            f"{folder} contains no {RESULT_FILE}: the run has not ended, or was interrupted",
-            hint="wait until the run has ended, or leave it out",
-        )
-    job, result = _document(folder / "job.json").data, _document(folder / RESULT_FILE)
+    job, result = _json(folder / "job.json").data, _json(folder / RESULT_FILE)
     if (ended := build(RunResult, result)).passed is None or ended.summary is None:
         raise KeyError("passed")
-    facts = _document(folder / "facts.json").data if (folder / "facts.json").is_file() else {}
-    lines = _bytes(folder / "metrics.jsonl").splitlines() if (folder / "metrics.jsonl").is_file() else []
-    steps = [_parsed(line, f"{folder / 'metrics.jsonl'}:{number}").data for number, line in enumerate(lines, 1)]
+    facts = _json(folder / "facts.json").data if (folder / "facts.json").is_file() else {}
+    metrics = folder / "metrics.jsonl"
+    lines = read_bytes(metrics).splitlines() if metrics.is_file() else []
+    steps = [_readable(parse_json(line, f"{metrics}:{number}").data) for number, line in enumerate(lines, 1)]
     recipe = job["recipe"]
     return {
         "label": str(_readable(folder.resolve().name)),
@@ -153,10 +144,7 @@ def of_record(record: Mapping[str, Any]) -> Run:
 
 def _record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a run from the record of a validation."""
-    recipe, jobs = _object(record["recipe"], "recipe"), record["jobs"]
-    if not jobs:
-        raise ValueError("jobs is empty")
-    base = _object(jobs[0], "jobs.0")
+    recipe, base = record["recipe"], record["jobs"][0]
     return {
         "label": f"{record['target']} {recipe['name']}",
         "recipe": recipe["name"],
@@ -171,22 +159,16 @@ def _record(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be an object, not {value!r:.40}")
-    return value
-
-
 def _common(
     what: Mapping[str, Any], settings: Mapping[str, Any], facts: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    knows = backends()[what["backend"]]
+    backend = backends()[what["backend"]]
     missing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
     return {
         **{key: what[key] for key in ("backend", "mode", "precision")},
         "nodes": settings["nodes"],
-        "local_batch": settings[knows.key("local_batch")],
-        "seq_len": settings[knows.key("seq_len")],
+        "local_batch": settings[backend.key("local_batch")],
+        "seq_len": settings[backend.key("seq_len")],
         "corpus": settings.get("assets.corpus", ""),
         "product": facts.get("gpu", ""),
         "series": [{**missing, **step, "step": step["step"]} for step in steps],
@@ -202,19 +184,6 @@ def _readable(data: Any) -> Any:
     return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", data) if isinstance(data, str) else data
 
 
-def _parsed(data: bytes, name: str) -> Any:
-    document = parse_json(data, name)
-    if not isinstance(document.data, dict):
-        raise InputError("not a JSON object", where=name, hint=_NOT_OURS)
+def _json(path: Path) -> Any:
+    document = read_json(path)
     return replace(document, data=_readable(document.data))
-
-
-def _document(path: Path) -> Any:
-    return _parsed(_bytes(path), str(path))
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return read_bytes(path)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None

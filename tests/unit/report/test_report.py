@@ -191,7 +191,7 @@ def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pyt
         ({"metrics.jsonl": ""}, "the run logged no step"),
         ({"metrics.jsonl": '{"step": 1, "lo'}, "metrics.jsonl:1"),
         ({"metrics.jsonl": '{"step": 1, "loss": "low"}\n'}, "not a file that primus wrote"),
-        ({"metrics.jsonl": "[1]\n"}, "not a JSON object"),
+        ({"metrics.jsonl": "[1]\n"}, "not a file that primus wrote"),
         ({"metrics.jsonl": None}, "the run logged no step"),
         ({"result.json": None}, "has not ended, or was interrupted"),
         ({"result.json": "{}"}, "'exit_code' is missing"),
@@ -249,15 +249,11 @@ def test_a_report_inside_a_container_says_how_to_keep_it(
     assert f"primus: {tmp_path / 'out'} is inside the container" in capsys.readouterr().err
 
 
-def test_too_many_runs_the_same_run_and_no_place_to_write(
-    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_runs_and_no_place_to_write(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(make("run"))
     out = ["--out", str(tmp_path / "out")]
     assert main(["report", *[folder] * 9, *out]) == 2
     assert "9 runs are too many\n  → compare at most 8" in capsys.readouterr().err
-    assert main(["report", folder, folder, *out]) == 2
-    assert "named twice" in capsys.readouterr().err
     assert main(["report", folder, "--out", "/proc/report"]) == 3
     assert "cannot write to /proc/report" in capsys.readouterr().err
 
@@ -313,18 +309,8 @@ def test_the_old_script_appends_its_rows(
         return 0
 
     monkeypatch.setattr(compat, "train", replace(train.train, call=trained))
-    words = [
-        "compat",
-        "pytorch_benchmark_report.sh",
-        "-t",
-        "pretrain",
-        "-m",
-        "llama-3.1-8b",
-        "-p",
-        "BF16",
-        "-s",
-        "8192",
-    ]
+    words = ["compat", "pytorch_benchmark_report.sh"]
+    words += ["-t", "pretrain", "-m", "llama-3.1-8b", "-p", "BF16", "-s", "8192"]
     assert main(words) == main(words) == 0
     if not kept:
         assert "Is a directory" in capsys.readouterr().err

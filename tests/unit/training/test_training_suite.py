@@ -147,7 +147,7 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, .
     suite.write_record(made, tmp_path / "deep" / "record.json")
     assert json.loads((tmp_path / "deep" / "record.json").read_text()) == made
     html = page(made | {"target": "<cpu>"})
-    assert "✓ Passed" in html
+    assert "✓ the suite" in html
     assert "&lt;cpu&gt;" in html
     assert html.count('<figure class="chart">') == 3
     assert "http" not in html.partition("<body>")[2].partition("/*")[0].replace("http-equiv", "")

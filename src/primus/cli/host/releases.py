@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,19 +15,7 @@ from primus.plan.resolve import resolve_all
 from primus.release import docs as documents
 from primus.release import golden, show
 from primus.release.diff import diff as compare
-from primus.release.diff import sections
-from primus.release.history import (
-    IMAGE,
-    History,
-    Release,
-    errors_about,
-    load_history,
-    of_image,
-    pin_names,
-    pins,
-    select,
-    unconfirmed,
-)  # fmt: skip
+from primus.release.history import IMAGE, Release, load_history, pin_names, pins, select
 from primus.release.sides import files, side, target_of
 from primus.system.issues import issues
 from primus.terminal import Screen
@@ -41,7 +28,6 @@ def _releases() -> list[str]:
 
 @verb(
     option("name", nargs="?", metavar="NAME", help="a release or tag: v26.4, primus:v25.10", complete=_releases),
-    option("--image", metavar="IMAGE", help="only this image, for example rocm/primus"),
     PROJECT,
     JSON,
     example="primus releases v26.4",
@@ -52,35 +38,18 @@ def releases(args: argparse.Namespace) -> int:
     Values that were not published are shown as not published; they are never taken from elsewhere. Inside a project,
     the pins of versions.yaml are listed first, as the next release.
     """
-    history = load_history()
-    project = _project(args)
-    of_this_image = of_image(history, args.image)
+    history, project = load_history(), _project(args)
     if args.name is not None:
-        shown = _of_image(_choices(history, args.name, project), of_this_image, args)
-        doubtful = unconfirmed(history, args.name)
-        errors = tuple(dict.fromkeys(error for release in shown for error in errors_about(history, release)))
+        shown = _choices(args.name, project)
     else:
-        shown, doubtful, errors = list(of_this_image), history.unconfirmed_tags, history.documentation_errors
-        if project is not None and args.image in (None, IMAGE, IMAGE.rpartition("/")[2]):
-            shown.insert(0, _pinned(project, project.versions.release, history))
+        pinned = [_pinned(project, project.versions.release)] if project else []
+        shown = (*pinned, *history.releases)
     if args.json:
-        document = {
-            "releases": [show.plain(release) for release in shown],
-            "unconfirmed_tags": [asdict(tag) for tag in doubtful],
-            "documentation_errors": [asdict(error) for error in errors],
-        }
-        print_json(document)
-        return 0
-    screen = Screen.of()
-    if args.name is not None:
-        parts = [show.release_page(history, release, screen) for release in shown]
-        print("\n\n".join([*parts, *([show.doubts(doubtful, screen)] if doubtful else [])]))
-        return 0
-    print(show.release_list(shown, screen))
-    if args.image is None:
-        images = sorted({release.image for release in history.related_images})
-        related = "Related images: " + ", ".join(f"primus releases --image {image}" for image in images)
-        print("\n".join(screen.wrap(related)))
+        print_json({"releases": [asdict(release) for release in shown]})
+    elif args.name is not None:
+        print("\n\n".join(show.release_page(release, Screen.of()) for release in shown))
+    else:
+        print(show.release_list(shown, Screen.of()))
     return 0
 
 
@@ -100,24 +69,20 @@ def diff(args: argparse.Namespace) -> int:
     (registry.example.com/rocm/primus:v26.11-cpu), or pins of a git revision (HEAD~3, a tag, an earlier release). Files
     are compared if both images are in the store.
     """
-    history = load_history()
     project = _project(args)
     if project is not None:
         project.workspace.hold()
     target = target_of(args.old) or target_of(args.new)
-    old, new = (side(word, project, history, target) for word in (args.old, args.new))
+    old, new = (side(word, project, target) for word in (args.old, args.new))
     parts = [dict(one.parts) for one in (old, new)]
     if old.layers and new.layers and project is not None:
         for one, other, part in ((old, new, parts[0]), (new, old, parts[1])):
             part["files"] = files(one, other, project.workspace.store)
-    compared, missing = sections(*parts)
     curves = golden.between(old.curves, new.curves, old.release.reference, new.release.reference)
     gpus = new.release.gpus or (target_of(args.new),)
-    known = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
-    difference = replace(
-        compare(old.release, new.release), sections=compared, not_compared=missing, curves=curves,
-        issues=tuple(map(str, known)),
-    )  # fmt: skip
+    known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
+    compared = compare(old.release, new.release, *parts)
+    difference = replace(compared, curves=curves, issues=tuple(map(str, known_issues)))
     if args.json:
         print_json(asdict(difference))
     else:
@@ -151,37 +116,26 @@ def docs(args: argparse.Namespace) -> int:
     return 0
 
 
-def _of_image(releases: Sequence[Release], of_image: Sequence[Release], args: argparse.Namespace) -> list[Release]:
-    images = {release.image for release in of_image}
-    of_both = [release for release in releases if args.image is None or release.image in images]
-    if not of_both:
-        names = ", ".join(release.reference for release in releases)
-        raise InputError(f"{args.image} has no release {args.name}", hint=f"{args.name} stands for {names}")
-    return of_both
-
-
 def _project(args: argparse.Namespace) -> Project | None:
     # The history does not need one.
     return Project.find(args.project, store=getattr(args, "store", None)) if args.project or Project.here() else None
 
 
-def _pinned(project: Project, name: str, history: History) -> Release:
+def _pinned(project: Project, name: str) -> Release:
     targets = {target.name: target for target in resolve_all(project, project.target_names())}
-    return pins(project.versions, targets, name, history.gpu_arch)
+    return pins(project.versions, targets, name)
 
 
-def _choices(history: History, word: str, project: Project | None) -> Sequence[Release]:
+def _choices(word: str, project: Project | None) -> tuple[Release, ...]:
     """Return the releases that ``word`` names in the history or, if there are none, in the current pins.
 
     Raises InputError if neither knows the name.
     """
+    names = pin_names(project.versions, project.target_names()) if project else ()
     try:
-        return select(history, word)
+        return select(load_history(), word, also=names)
     except InputError:
-        if project is None:
-            raise
-        names = pin_names(project.versions, project.target_names())
         bare = word.removeprefix(f"{IMAGE}:")
-        if bare in names:
-            return (_pinned(project, bare, history),)
-        return select(history, word, also=names)
+        if project is None or bare not in names:
+            raise
+        return (_pinned(project, bare),)

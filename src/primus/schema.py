@@ -25,12 +25,13 @@ from primus.yamlfile import LARGEST, MOST_DIGITS, Document, Key, Plain, conflict
 
 T = TypeVar("T")
 
-# The name of each type, and the YAML scalars that it accepts. bool does not count as a number.
-_SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
-    str: ("text", lambda value: isinstance(value, str)),
-    int: ("a whole number", lambda value: type(value) is int),
-    float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(cast(float, value))),
-    bool: ("true or false", lambda value: type(value) is bool),
+# The name of each type, the YAML scalars that it accepts, and its name in JSON Schema. bool does not count as a number.
+# A YAML editor reads 26.11 as a number where this module reads text.
+_SCALARS: dict[type, tuple[str, Callable[[object], bool], str | list[str]]] = {
+    str: ("text", lambda value: isinstance(value, str), ["string", "number"]),
+    int: ("a whole number", lambda value: type(value) is int, "integer"),
+    float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(cast(float, value)), "number"),
+    bool: ("true or false", lambda value: type(value) is bool, "boolean"),
 }
 
 
@@ -85,7 +86,7 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
         if data not in args:
             raise _wrong("one of " + ", ".join(map(str, args)), data, doc, key, near=[str(a) for a in args])
         return data
-    shape, fits = _SCALARS[hint]
+    shape, fits, _ = _SCALARS[hint]
     meaning: object = data
     if not doc.typed and hint is not str and isinstance(data, str):
         try:
@@ -158,7 +159,8 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         (inner,) = (a for a in args if a is not type(None))
-        return _or_null(_schema(inner, defs, meta))
+        # The reader accepts null for such a value, so an editor must not report it as an error.
+        return {"anyOf": [_schema(inner, defs, meta), {"type": "null"}]}
     if dataclasses.is_dataclass(hint):
         cls = cast(type, hint)
         if cls.__name__ not in defs:
@@ -184,28 +186,9 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
         return {"type": "object", "additionalProperties": _schema(args[1], defs, meta)}
     if origin is typing.Literal:
         return {"enum": list(args)}
-    # A YAML editor reads 26.11 as a number where this module reads text, so every scalar is also allowed in its raw
-    # form.
-    kinds: dict[type, Any] = {
-        str: {"type": ["string", "number"]},
-        int: {"type": "integer"},
-        float: {"type": "number"},
-        bool: {"type": "boolean"},
-    }
-    kind = dict(kinds[hint])
     if meta.get("pattern"):
-        kind = {"type": "string", "pattern": f"^(?:{meta['pattern']})$"}
-    return kind
-
-
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    # The reader accepts null for such a value, so an editor must not report it as an error.
-    if "enum" in schema:
-        return {**schema, "enum": [*schema["enum"], None]}
-    if "type" in schema:
-        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return {**schema, "type": [*kinds, "null"]}
-    return {"anyOf": [schema, {"type": "null"}]}
+        return {"type": "string", "pattern": f"^(?:{meta['pattern']})$"}
+    return {"type": _SCALARS[hint][2]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

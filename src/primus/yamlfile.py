@@ -26,7 +26,8 @@ Plain: TypeAlias = "str | list[Plain] | dict[str, Plain] | None"
 Tree: TypeAlias = "Scalar | list[Tree] | dict[str, Tree]"
 Key: TypeAlias = "tuple[str | int, ...]"
 
-_MOST_CHARACTERS = 2_000_000
+_BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_MOST_CHARACTERS = 500_000
 # A few nested aliases can stand for more values than fit into memory.
 _MOST_VALUES = 20_000
 _DEEPEST = 64
@@ -53,6 +54,8 @@ _REMEDIES = {
     "',' or": "close the bracket, and separate its values by commas",
     "unexpected end of stream": "close the quotes",
     "alphabetic or numeric": "put a value that begins with '*' or '&' in quotes",
+    "undefined alias": "put a value that begins with '*' in quotes, or write '&' with the same name above it",
+    "another document": "a file has one document: delete the line '---' and what follows it",
     "unknown escape character": "use single quotes, or write the backslash twice",
 }
 # Characters that YAML does not allow.
@@ -66,32 +69,21 @@ _PLAIN = r"[\w/](?:[\w/.+:-]*[\w/])?"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _File:
-    name: str
-    places: dict[Key, tuple[int, int]] = field(repr=False)
-
-    def where(self, key: Key = ()) -> str:
-        """Return ``file:line:col`` of ``key``, or of its nearest parent in the file."""
-        return _nearest(self.name, self.places, key)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document(_File):
-    """The file's data (mappings, lists, text, None) and the 1-based line and column of each key path.
+class Document:
+    """The file's data, and the 1-based line and column of each key (``places``) and value (``origins``).
 
     ``typed`` data contains numbers and booleans, as in JSON; otherwise every scalar is text or None.
     """
 
-    data: Plain
+    name: str
+    data: Any
+    places: dict[Key, tuple[int, int]] = field(repr=False)
+    origins: dict[Key, tuple[int, int]] = field(default_factory=dict, repr=False)
     typed: bool = False
 
-
-@dataclass(frozen=True, kw_only=True)
-class Values(_File):
-    """The file's data with typed scalars; ``places`` are those of keys, ``origins`` those of values."""
-
-    data: Tree
-    origins: dict[Key, tuple[int, int]] = field(repr=False)
+    def where(self, key: Key = ()) -> str:
+        """Return ``file:line:col`` of ``key``, or of its nearest parent in the file."""
+        return _nearest(self.name, self.places, key)
 
     def origin(self, key: Key = ()) -> str:
         """Return ``file:line:col`` of the value at ``key``, or of its nearest parent in the file."""
@@ -110,7 +102,7 @@ def read(path: Path, name: str | None = None) -> Document:
     return parse(_text(path, name or str(path)), name or str(path))
 
 
-def read_values(path: Path, name: str | None = None) -> Values:
+def read_values(path: Path, name: str | None = None) -> Document:
     """Read ``path`` with typed scalars; ``name`` is its name in messages. Raises InputError with the place."""
     return parse_values(_text(path, name or str(path)), name or str(path))
 
@@ -129,16 +121,12 @@ def _text(path: Path, shown: str) -> str:
 
 def parse(text: str, name: str) -> Document:
     """Parse ``text`` with scalars as text. Raises InputError with the place of the first error."""
-    builder = _Builder(name, typed=False)
-    data: Any = builder.build(text)
-    return Document(name=name, data=data, places=builder.places)
+    return _Builder(name, typed=False).build(text)
 
 
-def parse_values(text: str, name: str) -> Values:
+def parse_values(text: str, name: str) -> Document:
     """Parse ``text`` with typed scalars. Raises InputError with the place of the first error."""
-    builder = _Builder(name, typed=True)
-    data: Any = builder.build(text)
-    return Values(name=name, data=data, places=builder.places, origins=builder.origins)
+    return _Builder(name, typed=True).build(text)
 
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
@@ -150,7 +138,7 @@ def value(text: str, where: str) -> Scalar | list[Scalar]:
             raise InputError(str(error), where=where) from None
     shown = _printable(text if len(text) <= 60 else f"{text[:60]}…")
     try:
-        parsed = parse_values(text, "value").data
+        parsed: Tree = parse_values(text, "value").data
     except InputError as error:
         reason = error.message.removeprefix("this is not YAML: ")
         raise InputError(f"{shown!r} is not a plain value: {reason}", where=_printable(where)) from None
@@ -230,140 +218,94 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-@dataclass(slots=True)
-class _Node:
-    """A scalar's text and whether it is plain, a sequence, or a mapping's keys with their places and values."""
+class _Loader(_BaseLoader):  # type: ignore[misc]
+    """Composes nodes that have a tag only if the file gives one."""
 
-    place: tuple[int, int]
-    scalar: str | None = None
-    plain: bool = False
-    items: list[_Node] | None = None
-    pairs: dict[str, tuple[tuple[int, int], _Node]] = field(default_factory=dict)
+    def resolve(self, *_: object) -> None: ...
 
 
 class _Builder:
-    """Builds one document from the parser's events, one at a time, so that a limit also stops the parser."""
-
     def __init__(self, name: str, *, typed: bool) -> None:
-        self.name, self.typed = name, typed
-        self.places: dict[Key, tuple[int, int]] = {}
-        self.origins: dict[Key, tuple[int, int]] = {}
-        self._anchors: dict[str, _Node | None] = {}  # None while the node is open
+        self._name, self._typed = name, typed
+        self._places: dict[Key, tuple[int, int]] = {}
+        self._origins: dict[Key, tuple[int, int]] = {}
         self._count = self._length = 0
 
-    def build(self, text: str) -> Tree:
+    def build(self, text: str) -> Document:
         if len(text) > _MOST_CHARACTERS:
-            raise InputError(f"the text is longer than {_MOST_CHARACTERS:,} characters", where=self.name)
+            raise InputError(f"the text is longer than {_MOST_CHARACTERS:,} characters", where=self._name)
         if bad := re.search(_UNREADABLE, text):
             place = (text.count("\n", 0, bad.start()) + 1, bad.start() - text.rfind("\n", 0, bad.start()))
             raise self._error(f"this is not YAML: the character U+{ord(bad[0]):04X} is not allowed", place)
         try:
-            node = self._document(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-        except yaml.MarkedYAMLError as error:
-            if merged := conflict(text, self.name):
-                raise merged from None
-            mark = error.problem_mark or error.context_mark
-            where = f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
-            problem = str(error.problem or error.context)
-            if "nesting depth" in problem:
-                # libyaml has a limit of its own, and reads so far ahead that it may reach it first.
-                raise InputError(_TOO_DEEP, where=where) from None
-            line = (text.split("\n")[mark.line :] or [""])[0] if mark else ""
-            hint = next((hint for part, hint in _REMEDIES.items() if part in problem), None)
-            if "\t" in line[: len(line) - len(line.lstrip())]:
-                problem, hint = "a tab cannot indent a line", "use spaces instead of tabs"
-            raise InputError(f"this is not YAML: {problem}", where=where, hint=hint) from None
-        except yaml.YAMLError as error:
-            raise InputError(f"this is not YAML: {' '.join(str(error).split())}", where=self.name) from None
-        self._count = self._length = 0
-        return self._expand(node, (), 0) if node is not None else None
+            node = yaml.compose(text, Loader=_Loader)
+        except (yaml.YAMLError, RecursionError) as error:
+            raise conflict(text, self._name) or self._refusal(error, text) from None
+        data = None if node is None else self._data(node, (), 0)
+        return Document(name=self._name, data=data, places=self._places, origins=self._origins, typed=self._typed)
+
+    def _refusal(self, error: Exception, text: str) -> InputError:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        where = f"{self._name}:{mark.line + 1}:{mark.column + 1}" if mark else self._name
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        if "nesting depth" in problem or isinstance(error, RecursionError):
+            return InputError(_TOO_DEEP, where=where)
+        line = (text.split("\n")[mark.line :] or [""])[0] if mark else ""
+        hint = next((hint for part, hint in _REMEDIES.items() if part in problem), None)
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            problem, hint = "a tab cannot indent a line", "use spaces instead of tabs"
+        return InputError(f"this is not YAML: {problem}", where=where, hint=hint)
 
     def _error(self, message: str, place: tuple[int, int], hint: str | None = None) -> InputError:
-        return InputError(message, where=f"{self.name}:{place[0]}:{place[1]}", hint=hint)
+        return InputError(message, where=f"{self._name}:{place[0]}:{place[1]}", hint=hint)
 
-    def _within(self, place: tuple[int, int], depth: int) -> None:
+    def _data(self, node: yaml.Node, key: Key, depth: int) -> Tree:
+        place = _place(node)
         self._count += 1
         if self._count > _MOST_VALUES:
             raise self._error(f"there are too many values: more than {_MOST_VALUES:,}, aliases included", place)
         if depth > _DEEPEST:
             raise self._error(_TOO_DEEP, place)
+        if node.tag is not None:
+            raise self._error(f"the tag {node.tag:.40} is not supported", place, "write the plain value")
+        self._places.setdefault(key, place)
+        self._origins[key] = place
+        if isinstance(node, yaml.SequenceNode):
+            return [self._data(item, (*key, index), depth + 1) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        mapping: dict[str, Tree] = {}
+        for word_node, inner in node.value:
+            if not isinstance(word_node, yaml.ScalarNode) or word_node.tag is not None or word_node.value == "<<":
+                raise self._error("a key must be plain text", _place(word_node))
+            word = self._text(word_node)
+            if word in mapping:
+                raise self._error(f"duplicate key {word!r}", _place(word_node), "keep one of the two")
+            self._places[(*key, word)] = _place(word_node)
+            mapping[word] = self._data(inner, (*key, word), depth + 1)
+        return mapping
 
-    def _document(self, events: Iterator[Any]) -> _Node | None:
-        root = None
-        for event in events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                if root is not None:
-                    raise self._error("this is not YAML: a second document starts here", _mark(event))
-                root = self._node(events, next(events), 0)
-        return root
-
-    def _node(self, events: Iterator[Any], event: Any, depth: int) -> _Node:
-        place = _mark(event)
-        self._within(place, depth)
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in self._anchors:
-                raise self._error(f"there is no anchor &{event.anchor} above this alias", place)
-            if (anchored := self._anchors[event.anchor]) is None:
-                raise self._error(f"the anchor &{event.anchor} contains itself", place)
-            return anchored
-        if event.tag is not None:
-            raise self._error(f"the tag {event.tag:.40} is not supported", place, "write the plain value")
-        if event.anchor is not None:
-            self._anchors[event.anchor] = None
-        node = _Node(place)
-        if isinstance(event, yaml.ScalarEvent):
-            # A plain scalar's style is None with the Python parser and "" with the C parser.
-            node.scalar, node.plain = self._checked(event), not event.style
-        elif isinstance(event, yaml.SequenceStartEvent):
-            node.items = []
-            while not isinstance(event_inside := next(events), yaml.SequenceEndEvent):
-                node.items.append(self._node(events, event_inside, depth + 1))
-        else:
-            while not isinstance(event_inside := next(events), yaml.MappingEndEvent):
-                word = self._word(event_inside)
-                if word in node.pairs:
-                    raise self._error(f"duplicate key {word!r}", _mark(event_inside), "keep one of the two")
-                node.pairs[word] = (_mark(event_inside), self._node(events, next(events), depth + 1))
-        if event.anchor is not None:
-            self._anchors[event.anchor] = node
-        return node
-
-    def _word(self, event: Any) -> str:
-        if not isinstance(event, yaml.ScalarEvent) or event.tag is not None or event.value == "<<":
-            raise self._error("a key must be plain text", _mark(event))
-        return self._checked(event)
-
-    def _checked(self, event: Any) -> str:
-        # An escape can spell it; no path, variable or argument can contain it.
-        if "\0" in event.value:
-            raise self._error("the character U+0000 is not allowed", _mark(event))
-        return str(event.value)
-
-    def _expand(self, node: _Node, key: Key, depth: int) -> Tree:
-        self._within(node.place, depth)
-        self.places.setdefault(key, node.place)
-        if self.typed:
-            self.origins[key] = node.place
-        if node.items is not None:
-            return [self._expand(item, (*key, index), depth + 1) for index, item in enumerate(node.items)]
-        if node.scalar is None:
-            result: dict[str, Tree] = {}
-            for word, (place, inner) in node.pairs.items():
-                self.places[(*key, word)] = place
-                result[word] = self._expand(inner, (*key, word), depth + 1)
-            return result
-        self._length += len(node.scalar)
-        if self._length > _MOST_CHARACTERS:
-            raise self._error(f"more than {_MOST_CHARACTERS:,} characters of text, aliases included", node.place)
-        if not node.plain:
-            return node.scalar
-        if not self.typed:
-            return None if node.scalar in _NULL else node.scalar
+    def _scalar(self, node: yaml.ScalarNode) -> Scalar:
+        text = self._text(node)
+        # A plain scalar's style is None with the Python parser and "" with the C parser.
+        if node.style:
+            return text
+        if not self._typed:
+            return None if text in _NULL else text
         try:
-            return scalar(node.scalar)
+            return scalar(text)
         except ValueError as error:
-            raise self._error(str(error), node.place) from None
+            raise self._error(str(error), _place(node)) from None
+
+    def _text(self, node: yaml.ScalarNode) -> str:
+        # An escape can spell it; no path, variable or argument can contain it.
+        if "\0" in node.value:
+            raise self._error("the character U+0000 is not allowed", _place(node))
+        self._length += len(node.value)
+        if self._length > _MOST_CHARACTERS:
+            raise self._error(f"more than {_MOST_CHARACTERS:,} characters of text, aliases included", _place(node))
+        return str(node.value)
 
 
-def _mark(event: Any) -> tuple[int, int]:
-    return event.start_mark.line + 1, event.start_mark.column + 1
+def _place(node: yaml.Node) -> tuple[int, int]:
+    return node.start_mark.line + 1, node.start_mark.column + 1

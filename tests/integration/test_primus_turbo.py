@@ -70,7 +70,6 @@ CALLS = """
 import torch
 from primus.turbo import primus_turbo
 from primus.turbo.optimizations import CALLS
-primus_turbo.check()
 torch.manual_seed(0)
 q, k, v = torch.randn(2, 16, 4, 32), torch.randn(2, 16, 2, 32), torch.randn(2, 16, 2, 32)
 exact = primus_turbo.attention(q.double(), k.double(), v.double(), window=5)
@@ -100,15 +99,3 @@ def test_every_call_computes_what_its_definition_says(python: list[str]) -> None
     ended = run(python, "-c", CALLS, fault=STAND_IN)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "['turbo_attention', 'turbo_fp8_linear']"
-
-
-def test_another_version_of_the_package_is_refused_by_name(python: list[str]) -> None:
-    code = (
-        "import primus_turbo.pytorch.ops as ops; from primus.turbo import primus_turbo\n"
-        "def flash_attn_func(q, k, v): ...\n"
-        "ops.flash_attn_func = flash_attn_func\n"
-        "primus_turbo.check()"
-    )
-    ended = run(python, "-c", code, fault=STAND_IN)
-    assert ended.returncode == 1
-    assert "takes no softmax_scale, causal, window_size, deterministic" in ended.stderr

@@ -120,10 +120,11 @@ def test_what_is_spelled_is_read_back(given_value: object) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[" * 1_000_000, "nested too deeply"),
-        ("- " * 500_000, "nested too deeply"),
+        ("[" * 400_000, "nested too deeply"),
+        ("- " * 200_000, "nested too deeply"),
         ("a: " + "9" * 5000, "too long"),
         ("".join(f"a{n}: 1\n" for n in range(30_000)), "too many values"),
+        ("a: !!str 3.10", "tag"),
         (
             "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)),
             "too many values",
@@ -131,8 +132,8 @@ def test_what_is_spelled_is_read_back(given_value: object) -> None:
         ("a: &a " + "x" * 100_000 + "\nb: [" + ",".join(["*a"] * 15_000) + "]\n", "aliases included"),
         ('a: ["b\\0c"]', "U+0000"),
         ('"b\\0c": 1', "U+0000"),
-        ("a: &a [&b [*a]]", "contains itself"),
-        ("a: *b", "no anchor &b"),
+        ("a: &a [&b [*a]]", "nested too deeply"),
+        ("a: *b", "undefined alias"),
         ("a: !!python/object:os.system x", "tag"),
         ("x" * 3_000_000, "longer than"),
         ("a: \ud800", "U+D800"),

@@ -12,7 +12,7 @@ from primus.compat.translate import Option, Translation, table, translate, typed
 from primus.errors import InputError, nearest
 from primus.recipes.backends import backend as backend_named
 from primus.recipes.setting import Value
-from primus.yamlfile import Scalar, Tree, Values, read_values, spell
+from primus.yamlfile import Document, Scalar, Tree, read_values, spell
 
 _HEAD = ("work_group", "user_name", "exp_name", "workspace")
 _TRAINER = ("framework", "config", "model", "overrides")
@@ -119,7 +119,7 @@ def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _flatten(document: Values, key: tuple[str, ...], environment: Mapping[str, str], overrides: list[Option]) -> None:
+def _flatten(document: Document, key: tuple[str, ...], environment: Mapping[str, str], overrides: list[Option]) -> None:
     tree, where = _at(document, key), document.where(key)
     if isinstance(tree, dict):
         for name in tree:
@@ -153,14 +153,14 @@ def _filled(tree: Tree, where: str, environment: Mapping[str, str]) -> Value:
     return typed(text)
 
 
-def _at(document: Values, key: tuple[str, ...]) -> Tree:
-    tree = document.data
+def _at(document: Document, key: tuple[str, ...]) -> Tree:
+    tree: Tree = document.data
     for part in key:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
-def _check_keys(document: Values, key: tuple[str, ...], allowed: Sequence[str]) -> Mapping[str, Tree]:
+def _check_keys(document: Document, key: tuple[str, ...], allowed: Sequence[str]) -> Mapping[str, Tree]:
     tree = _at(document, key)
     if not isinstance(tree, dict):
         what = ".".join(key) or "an experiment"
@@ -171,7 +171,7 @@ def _check_keys(document: Values, key: tuple[str, ...], allowed: Sequence[str]) 
     return tree
 
 
-def _text(document: Values, key: tuple[str, ...], environment: Mapping[str, str]) -> str:
+def _text(document: Document, key: tuple[str, ...], environment: Mapping[str, str]) -> str:
     tree = _at(document, key)
     if not isinstance(tree, str):
         raise InputError(f"{'.'.join(key)} is missing", where=document.where(key))

@@ -12,7 +12,7 @@ from primus.errors import InputError, nearest
 from primus.files import refuse_special
 from primus.recipes.choose import LENGTH, check_choice, check_word
 from primus.recipes.setting import Setting, Value
-from primus.yamlfile import Key, Scalar, Tree, Values, parse_values
+from primus.yamlfile import Document, Key, Scalar, Tree, parse_values
 
 _IN_IMAGE = Path("/opt/primus/recipes")
 
@@ -165,14 +165,14 @@ def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
     return Source(settings=settings, cases=tuple(cases)), list(uses.values())
 
 
-def _items(document: Values, key: str) -> list[Tree]:
+def _items(document: Document, key: str) -> list[Tree]:
     value = document.data.get(key, []) if isinstance(document.data, dict) else []
     if not isinstance(value, list):
         raise InputError(f"{key} must be a list", where=document.origin((key,)))
     return value
 
 
-def _case(document: Values, index: int, data: Tree) -> Case:
+def _case(document: Document, index: int, data: Tree) -> Case:
     """Read one case: ``when``, an optional ``because``, and settings."""
     place: Key = ("cases", index)
     if not isinstance(data, dict):
@@ -203,7 +203,9 @@ def _words(value: Value) -> tuple[str, ...]:
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
 
 
-def _settings(document: Values, place: Key, data: Mapping[str, Tree], other: Sequence[str] = ()) -> dict[str, Setting]:
+def _settings(
+    document: Document, place: Key, data: Mapping[str, Tree], other: Sequence[str] = ()
+) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for key, value in data.items():
         if key not in other:
@@ -211,7 +213,7 @@ def _settings(document: Values, place: Key, data: Mapping[str, Tree], other: Seq
     return settings
 
 
-def _flatten(document: Values, place: Key, key: str, value: Tree, into: dict[str, Setting]) -> None:
+def _flatten(document: Document, place: Key, key: str, value: Tree, into: dict[str, Setting]) -> None:
     """Add ``value`` to ``into`` under its dotted name; ``a.b: 1`` and ``a: {b: 1}`` are the same key."""
     if isinstance(value, dict):
         for word, inner in value.items():

@@ -1,13 +1,11 @@
 """Calls of Primus Turbo's public API, and modules that replace PyTorch's own.
 
-The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that versions.yaml pins). ``SIGNATURES`` lists
-the parameters that they use, and :func:`check` compares it with the installed package. Every call is counted in
+The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that versions.yaml pins). Each is counted in
 :data:`primus.turbo.optimizations.CALLS`, with which a run proves what it used.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,31 +13,8 @@ import torch
 
 from primus.turbo.optimizations import CALLS
 
-# Name in primus_turbo.pytorch → parameters that are passed by name or position here.
-SIGNATURES: dict[str, tuple[str, ...]] = {
-    "ops.flash_attn_func": ("q", "k", "v", "softmax_scale", "causal", "window_size", "deterministic"),
-    "ops.grouped_gemm": ("a", "b", "group_lens", "trans_b"),
-    "modules.Float8Linear.from_float": ("mod", "config"),
-    "core.low_precision.Float8QuantConfig": ("granularity",),
-}
 # Its FP8 products support only sizes divisible by this number.
 _FP8_MULTIPLE = 128
-
-
-def check() -> None:
-    """Raise SystemExit if the installed package lacks one of these functions, or one of the used parameters."""
-    for name, parameters in SIGNATURES.items():
-        function: Any = _package()
-        try:
-            for part in name.split("."):
-                function = getattr(function, part)
-        except AttributeError:
-            raise SystemExit(f"the installed Primus Turbo has no {name}: it is not the pinned version") from None
-        lacking = [parameter for parameter in parameters if parameter not in inspect.signature(function).parameters]
-        if lacking:
-            raise SystemExit(
-                f"{name} of the installed Primus Turbo takes no {', '.join(lacking)}: it is not the pinned version"
-            )
 
 
 def _package() -> Any:

@@ -386,8 +386,6 @@ def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED)
     """Test one optimization. Returns what is wrong, or an empty string."""
     _poison(device)
     try:
-        if name.startswith("turbo-"):
-            primus_turbo.check()
         for compared in TESTS[name](shapes, Maker(device, seed)):
             if reason := compared.fault():
                 return f"{compared.label} {reason}"

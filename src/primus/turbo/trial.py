@@ -11,8 +11,8 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ from primus.turbo.optimizations import (
 )  # fmt: skip
 
 KEPT = "selftest.json"
-# Compiling one kernel takes seconds; a minute without an answer is a hang, but the first import of torch may read
-# gigabytes from a cold disk.
-_PATIENCE = 180.0
+# Compiling one kernel takes seconds, so a minute is a hang. The import of torch may read gigabytes from a cold disk.
+_PATIENCE, _IMPORT = 60.0, 120.0
 _COMMAND = (sys.executable, "-m", "primus.turbo.selftest")
 
 
@@ -121,42 +120,22 @@ def _faults(
 
 
 def _run(names: Sequence[str], shapes: Shapes, environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Test ``names`` in one process, and in another one for those after a name that ended the process."""
+    """Test ``names`` in one process, and in another one those after a name that ended the process."""
     rows: dict[str, dict[str, Any]] = {}
     while todo := [name for name in names if name not in rows]:
-        code = _answers([*_COMMAND, json.dumps(asdict(shapes)), *todo], environment, rows)
-        begun = next((name for name in todo if name not in rows), "")
-        if not begun:
-            break
-        ended = "gave no answer" if code is None else f"ended its process with exit code {code}"
-        rows[begun] = {"fault": ended, "seconds": _PATIENCE if code is None else 0.0}
-    return rows
-
-
-def _answers(command: list[str], environment: Mapping[str, str], rows: dict[str, dict[str, Any]]) -> int | None:
-    """Add the process's results to ``rows``. Returns its exit code, None if it was ended because it hung."""
-    hung = threading.Event()
-    with subprocess.Popen(
-        command, env={**environment}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-
-        def end() -> None:
-            hung.set()
-            process.kill()
-
-        def watch() -> threading.Timer:
-            timer = threading.Timer(_PATIENCE, end)
-            timer.start()
-            return timer
-
-        timer = watch()
-        for line in process.stdout or ():
-            timer.cancel()
-            timer = watch()
-            try:
+        command = [*_COMMAND, json.dumps(asdict(shapes)), *todo]
+        try:
+            process = subprocess.run(
+                command, env={**environment}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                timeout=_IMPORT + _PATIENCE * len(todo), check=False,
+            )  # fmt: skip
+            output, fault = process.stdout, f"ended its process with exit code {process.returncode}"
+        except subprocess.TimeoutExpired as error:
+            output, fault = error.stdout or b"", "gave no answer"
+        for line in output.splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # what a library printed
                 row = json.loads(line)
                 rows[row["name"]] = {"fault": row["fault"], "seconds": row["seconds"]}
-            except (ValueError, KeyError, TypeError):
-                continue  # what a library printed
-        timer.cancel()
-    return None if hung.is_set() else process.returncode
+        if begun := next((name for name in todo if name not in rows), ""):
+            rows[begun] = {"fault": fault, "seconds": 0.0}
+    return rows

@@ -29,7 +29,6 @@ from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import cpu, render, weights
 from primus.training.megatron.render import MegatronConfig
-from primus.turbo import primus_turbo
 from primus.turbo.primus_turbo import attention
 
 
@@ -195,8 +194,6 @@ def build(
 ) -> list[DistributedDataParallel | ShardedParallel]:
     """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
     layers = layers_of(choices)
-    if turbo:
-        primus_turbo.check()
     if find_spec("transformer_engine") is None:
         cpu.apply_without_te()
     transformer = configure(model, training, config, layers, on_cpu=on_cpu)

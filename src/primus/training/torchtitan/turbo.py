@@ -23,8 +23,6 @@ from primus.turbo.sharded import Step, clip_by, lay_out_gradients
 
 def patch(names: Sequence[str]) -> None:
     """Patch libraries in this process. Call it before torchtitan creates its process group."""
-    if any(name.startswith("turbo-") for name in names):
-        primus_turbo.check()
     for name, apply in (
         ("real-rope", _rotate_in_real_numbers),
         ("fp8-weight-cast", _cast_weights),

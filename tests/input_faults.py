@@ -443,10 +443,7 @@ def _based(kit: Kit) -> None:
     target = "description: Based\nchannels: [pypi]\nbase: tiny\ncomponents: [demo-pkg, alpha]\n"
     kit.write("images/based.yaml", target)
     layer, wheel = b"layer", b"wheel"
-    files = (
-        replace(_locked("layer", layer), name="tiny-01", base="tiny"),
-        _locked("wheel", wheel),
-    )
+    files = (replace(_locked("layer", layer), name="tiny-01", base="tiny"), _locked("wheel", wheel))
     lock = Lock(target="based", channel="pypi", pins=resolve(Project(kit.root), "based").request.flat(), files=files)
     kit.write("images/locks/pypi/based.json", dumps(lock))
 

@@ -7,69 +7,98 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from _pytest.mark.structures import ParameterSet
-from fault_kit import CASES, Case, base, judged, outcome_of
-from training_kit import failing
+from training_kit import failing, train
 
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+from primus.training import checks, outcome
+from primus.training.checks import Verdict
+from primus.training.job import Job
 from primus.training.outcome import Outcome
 
 pytestmark = pytest.mark.integration
 
-# The other jobs are the base's, only shorter.
-COMPARED = [case for case in CASES if case.compared or case.precision == "fp8"]
+STEPS = 10
+# The step at which torchtitan's healthy run saves the checkpoint that a resumed run starts from.
+KEPT = 8
+BASES = {"fsdp": ("steps=10", "lr=0.01"), "torchtitan": ("steps=10", f"checkpoint={KEPT}")}
+# Fault of faults/sitecustomize.py → the check, and settings of the job that it breaks; --precision is a choice.
+FAULTS = {
+    "fsdp": {
+        "nan": ("finite", "steps=3"),
+        "no_updates": ("loss falls",),
+        "loop_lost_micro_batch": ("accumulation", "steps=1", "training.micro_batch_size=2"),
+        "no_fp8": ("precision", "steps=1", "--precision=fp8"),
+        "loop_bf16": ("precision", "steps=3"),
+        "loop_early_stop": ("steps logged", "steps=3"),
+        "loop_short_sequences": ("configuration", "steps=1"),
+        "one_rank": ("configuration", "steps=1"),
+    },
+    "torchtitan": {"forgets_its_place": ("resume",), "other_seed": ("same result again",)},
+}
+# Unit tests break each check, and test_silent_faults.py breaks each backend.
+QUICK = ("nan", "loop_lost_micro_batch", "no_fp8")
+CASES = [
+    pytest.param(backend, fault, *what[:1], what[1:], id=fault, marks=() if fault in QUICK else pytest.mark.slow)
+    for backend, faults in FAULTS.items()
+    for fault, what in faults.items()
+]
 
 
-def marked(case: Case) -> ParameterSet:
-    """Slow but for some of our own loop: unit tests break each check, and test_silent_faults.py breaks each backend."""
-    quick = case.backend == "fsdp" and case.name in ("nan", "loop_lost_micro_batch", "no_fp8")
-    marks = () if quick else pytest.mark.slow
-    return pytest.param(case, id=f"{case.backend}-{case.name}", marks=marks)
+def job_of(backend: str, output: Path, *words: str, resume_from: Path | None = None) -> Job:
+    precision = next((word.removeprefix("--precision=") for word in words if word.startswith("--")), "fp32")
+    choices = Choices(backend=backend, gpu="cpu", proxy=True, precision=precision)
+    settings = {word.partition("=")[0]: word for word in (*BASES[backend], *words) if not word.startswith("--")}
+    recipe = resolve("llama3.1-8b", [*settings.values()], choices)
+    return Job(name="job", recipe=recipe, output=output, resume_from=resume_from)
+
+
+def judged(run: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, ...]:
+    """The verdicts on any run, those that its length allows, and ``check`` if it compares runs."""
+    recipe, verdicts = run.job.recipe, list(outcome.basic_verdicts(run))
+    if run.job.first_step == 1 and recipe.steps >= STEPS:
+        verdicts.append(checks.loss_falls(run.series, recipe.get("validation.loss_drop", float)))
+    if check == "accumulation":
+        tolerance = recipe.get("validation.accumulation_tolerance", float)
+        verdicts.append(checks.accumulation(healthy.series, run.series, tolerance))
+    elif check == "resume":
+        tolerance = recipe.get("validation.resume_tolerance", float)
+        verdicts.append(checks.resume(healthy.series, run.series, KEPT + 1, tolerance))
+    elif check == "same result again":
+        verdicts.append(
+            checks.reproducible(healthy.series, run.series, recipe.get("validation.repeat_tolerance", float))
+        )
+    return tuple(verdicts)
 
 
 @pytest.fixture(scope="module")
 def healthy(python: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """Backend → its base run, made when first asked for."""
+    """Backend → its run without a fault, made when first asked for."""
 
     @cache
     def of(backend: str) -> Outcome:
-        return base(python, backend, tmp_path_factory.mktemp(backend) / "base")
+        job = job_of(backend, tmp_path_factory.mktemp(backend) / "base")
+        return outcome.read(job, train(python, job))
 
     return of
 
 
-@pytest.mark.parametrize(
-    "backend", ["fsdp", *(pytest.param(b, marks=pytest.mark.slow) for b in ("torchtitan", "megatron"))]
-)
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("torchtitan", marks=pytest.mark.slow)])
 def test_the_healthy_run_passes(healthy: Callable[[str], Outcome], backend: str) -> None:
-    left = healthy(backend)
-    assert failing(judged(left, left)) == []
-    assert left.series.exact
+    base = healthy(backend)
+    assert failing(judged(base, base)) == []
+    assert base.series.exact
 
 
-@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+@pytest.mark.parametrize(("backend", "fault", "check", "words"), CASES)
 def test_a_fault_is_caught_by_the_check_meant_for_it(
-    python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path, case: Case
-) -> None:
-    base = healthy(case.backend)
-    left = outcome_of(python, case.job(tmp_path / "broken", base.job.output), case.name)
-    verdicts = judged(left, base, case.check)
-    assert failing(verdicts) == [case.check], verdicts
-    if case.name == "nan":
+    python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path,
+    backend: str, fault: str, check: str, words: tuple[str, ...],
+) -> None:  # fmt: skip
+    base = healthy(backend)
+    checkpoint = base.job.output / "checkpoint" / f"step-{KEPT}" if check == "resume" else None
+    job = job_of(backend, tmp_path / "broken", *words, resume_from=checkpoint)
+    verdicts = judged(outcome.read(job, train(python, job, fault)), base, check)
+    assert failing(verdicts) == [check], verdicts
+    if fault == "nan":
         assert any(verdict.reason.startswith("step 3: loss nan") for verdict in verdicts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", COMPARED, ids=lambda case: f"{case.backend}-{case.name}")
-def test_the_same_job_without_its_fault_passes(
-    python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path, case: Case
-) -> None:
-    base = healthy(case.backend)
-    left = outcome_of(python, case.job(tmp_path / "whole", base.job.output))
-    assert failing(judged(left, base, case.check)) == []
-
-
-@pytest.mark.slow
-def test_another_precision_fails(python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path) -> None:
-    case = Case(fault="", backend="fsdp", name="loop_bf16", check="precision", words=("fsdp.training.steps=3",))
-    left = outcome_of(python, case.job(tmp_path / "broken"), case.name)
-    assert failing(judged(left, healthy("fsdp"))) == ["precision"]

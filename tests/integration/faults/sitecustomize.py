@@ -55,17 +55,6 @@ def one_rank(ranks: Any) -> None:
     ranks.argv = alone
 
 
-def short_sequences(datasets: Any) -> None:
-    """The data come in pieces of half the length."""
-    made = datasets.HuggingFaceTextDataset.__init__
-
-    def init(self: Any, *given: Any, **named: Any) -> None:
-        made(self, *given, **named)
-        self.seq_len //= 2
-
-    datasets.HuggingFaceTextDataset.__init__ = init
-
-
 def forgets_its_place(dataloader: Any) -> None:
     """A resumed run begins with the first samples again."""
     dataloader.ParallelAwareDataloader.load_state_dict = lambda self, state: None
@@ -96,40 +85,6 @@ def loop_early_stop(train: Any) -> None:
 
     run = train.run
     train.run = lambda given, *others: run(replace(given, last_step=min(2, given.last_step)), *others)
-
-
-def megatron_lost_micro_batch(session: Any) -> None:
-    """Every micro-batch is counted in the loss, but Megatron's buffers keep the first one's gradient."""
-    forward_backward = session.MegatronSession.forward_backward
-
-    def without_the_others(self: Any, batches: Any, terms: int) -> Any:
-        total = forward_backward(self, batches, terms)
-        forward_backward(self, batches[:1], terms)
-        return total
-
-    session.MegatronSession.forward_backward = without_the_others
-
-
-def early_stop(train: Any) -> None:
-    """The loop ends after step 2 as if all were done, with exit code 0."""
-    train.Trainer.should_continue_training = lambda self: self.step < min(2, self.job_config.training.steps)
-
-
-def lost_micro_batch(train: Any) -> None:
-    """Every second micro-batch is counted in the loss, but its gradient is lost."""
-    run = train.Trainer.forward_backward_step
-
-    def forward_backward_step(self: Any, **kwargs: Any) -> Any:
-        self.micro = getattr(self, "micro", 0) + 1
-        loss_fn = self.loss_fn
-        if self.micro % 2 == 0:
-            self.loss_fn = lambda *args: (whole := loss_fn(*args)).detach() + 0 * whole
-        try:
-            return run(self, **kwargs)
-        finally:
-            self.loss_fn = loss_fn
-
-    train.Trainer.forward_backward_step = forward_backward_step
 
 
 def loop_lost_micro_batch(sharded: Any) -> None:
@@ -199,15 +154,11 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "no_updates": ("torch.optim.adamw", no_updates),
     "no_fp8": ("torchao.float8", no_fp8),
     "one_rank": ("primus.training.ranks", one_rank),
-    "short_sequences": ("torchtitan.hf_datasets.text_datasets", short_sequences),
     "forgets_its_place": ("torchtitan.components.dataloader", forgets_its_place),
     "other_seed": ("torchtitan.distributed.utils", other_seed),
     "loop_short_sequences": ("primus.training.loop.data", loop_short_sequences),
     "loop_early_stop": ("primus.training.loop.train", loop_early_stop),
-    "megatron_lost_micro_batch": ("primus.training.megatron.session", megatron_lost_micro_batch),
     "turbo_left_out": ("primus.training.torchtitan.turbo", turbo_left_out),
-    "early_stop": ("torchtitan.train", early_stop),
-    "lost_micro_batch": ("torchtitan.train", lost_micro_batch),
     "loop_lost_micro_batch": ("primus.training.loop.session", loop_lost_micro_batch),
     "loop_out_of_memory": ("primus.training.loop.train", loop_out_of_memory),
     "loop_hangs": ("primus.training.loop.train", loop_hangs),

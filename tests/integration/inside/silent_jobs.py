@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -24,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 # In the image the faults are mounted at /faults.
-sys.path += [str(Path(__file__).parents[1] / "faults"), "/faults"]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "faults"), "/faults"]
+from forks import forked
 from silent import SILENT
 
 from primus.recipes.resolve import resolve
@@ -44,7 +44,7 @@ def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
     settings = [word for word in words if not word.startswith("--")]
     if not any(word.startswith("steps=") for word in settings):
         settings.append("steps=6")
-    name = chosen.get("recipe", "llama3.1-8b")
+    name = chosen.get("recipe", "flux.1-dev" if backend == "flux" else "llama3.1-8b")
     if name.startswith("llama"):
         settings.append("model.layers=2")
     mode = chosen.get("mode", "full" if backend == "finetune" else "pretrain")
@@ -64,28 +64,6 @@ def failed(job: Job) -> list[str]:
     """The checks that the run did not pass."""
     result = outcome.read(job, JobResult(exit_code=0, output=job.output))
     return [verdict.name for verdict in outcome.basic_verdicts(result) if not verdict.passed]
-
-
-def forked(work: Callable[[], None], into: int | None = None) -> int:
-    """Run ``work`` in a child process, its output going to the file descriptor ``into``; the child's id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        if into is not None:
-            os.dup2(into, 1)
-            os.dup2(into, 2)
-        work()
-        code = 0
-    except SystemExit as stop:
-        print(stop, flush=True)
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def rank(folder: Path, job: dict[str, Any], number: int, port: int, fault: str) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from forks import outputs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from primus.cli.main import main
 from primus.recipes.load import folder
 
 PAGE = Path(__file__).parents[3] / "docs/chats.md"
@@ -34,17 +37,19 @@ def tiny(where: Path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(where)
 
 
+def command(words: list[str]) -> None:
+    sys.exit(main(words))
+
+
 with TemporaryDirectory() as name:
     here = Path(name)
     tiny(here / "model")
+    os.chdir(here)
     for kind, block in re.findall(r"^```(sh|python)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S):
         text = block.replace(WEIGHTS, str(here / "model"))
-        if kind == "sh":
-            text = f"import sys; from primus.cli.main import main; sys.exit(main({text.split()[1:]!r}))"
-        done = subprocess.run([sys.executable, "-c", text], cwd=here, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        (output,) = outputs(partial(command, text.split()[1:]) if kind == "sh" else partial(exec, text, {}))
         if " data " in block:
-            assert "6 chats in messages" in done.stdout and "⟦Yes, within 30 days.<|end_of_text|>⟧" in done.stdout
+            assert "6 chats in messages" in output and "⟦Yes, within 30 days.<|end_of_text|>⟧" in output
     before, after = (load_file(here / part / "model.safetensors") for part in ("model", "runs/chats/weights"))
     assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
     assert any((after[n] != before[n]).any() for n in after), "nothing was trained"

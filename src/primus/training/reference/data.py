@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,19 +58,12 @@ class _Stream(_Tokens):
         ranks = job["data_parallel"]
         share, rest = divmod(len(documents), ranks)
         starts = [share * rank + min(rank, rest) for rank in range(ranks + 1)]
-        self._tokens: list[list[int]] = [[] for _ in range(ranks)]
-        for rank in range(ranks):
-            for document in documents[starts[rank] : starts[rank + 1]]:
-                self._tokens[rank] += document
+        self._tokens = [torch.tensor([*chain(*documents[start:end])]) for start, end in pairwise(starts)]
 
     def batch(self, step: int, rank: int) -> Batch:
-        tokens, piece = self._tokens[rank], self._length + 1
-        first = (step - 1) * self._per_step * piece
-        rows = [
-            [tokens[(first + sample * piece + place) % len(tokens)] for place in range(piece)]
-            for sample in range(self._per_step)
-        ]
-        whole = torch.tensor(rows)
+        tokens, size = self._tokens[rank], self._per_step * (self._length + 1)
+        places = torch.arange((step - 1) * size, step * size) % len(tokens)
+        whole = tokens[places].view(self._per_step, -1)
         return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
 
 
@@ -235,21 +228,21 @@ def _generator(seed: int, number: int) -> torch.Generator:
 
 
 # A document's tokens, and whether each is trained; None if all are.
-_Pieces = list[tuple[list[int], list[bool] | None]]
+_Piece = tuple[list[int], list[bool] | None]
 _SPLITS = {
     "train": {"train", "training"}, "validation": {"validation", "valid", "dev", "val"},
     "test": {"test", "testing", "eval", "evaluation"},
 }  # fmt: skip
 
 
-def _tokenized(job: dict[str, Any], seed: int) -> _Pieces:
+def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
     name, folder = job["assets"]["corpus"], Path(job["assets"]["tokenizer"])
     words = _Words(folder)
     if name == MOCK:
         return [(words.plain(text), None) for text in texts(seed, _MOCK_TEXTS)]
     data = job.get("data", {})
     column, answers = data.get("column"), data.get("train_on", "completions") == "completions"
-    pieces: _Pieces = []
+    pieces: list[_Piece] = []
     for file in _files(Path(name), data.get("split")):
         rows = _rows(file)
         if column is None and rows:
@@ -286,7 +279,7 @@ _ALPACA = (
 )
 
 
-def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> _Pieces:
+def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> list[_Piece]:
     if column == "output" and not words.template:
         parts = {"Instruction": row["instruction"], **({"Input": row["input"]} if row.get("input") else {})}
         asked = "".join(f"### {name}:\n{part}\n\n" for name, part in parts.items())
@@ -340,40 +333,35 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Words:
-    """The tokenizer in a folder, read by the library ``tokenizers`` and by its own settings."""
+    """The tokenizer in a folder, and the tokens between which it puts a text."""
 
     def __init__(self, folder: Path) -> None:
-        from tokenizers import AddedToken, Tokenizer
+        self._tokenizer = _tokenizer(folder)
+        self._marks = marks(folder)
+        if _settings(folder, "tokenizer_config.json").get("add_bos_token") is False:
+            self._marks.pop("bos_token_id", None)
 
-        self._settings = _document(folder / "tokenizer_config.json") | _document(folder / "special_tokens_map.json")
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        for token in self._settings.get("added_tokens_decoder", {}).values():
-            self._tokenizer.add_tokens([AddedToken(**token)])
-        self.marks = marks(folder)
-        file = folder / "chat_template.jinja"
-        self.template: Any = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")
+    @property
+    def template(self) -> Any:
+        return self._tokenizer.chat_template
 
     def plain(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(text).ids
-        begin, end = ([self.marks[key]] if key in self.marks else [] for key in ("bos_token_id", "eos_token_id"))
-        begin = [] if self._settings.get("add_bos_token") is False else begin
+        return self._between(self._tokenizer(text)["input_ids"])
+
+    def _between(self, tokens: list[int]) -> list[int]:
+        begin, end = ([self._marks[key]] if key in self._marks else [] for key in ("bos_token_id", "eos_token_id"))
         return [*([] if tokens[:1] == begin else begin), *tokens, *([] if tokens[-1:] == end else end)]
 
-    def answer(self, prompt: str, completion: str, answers: bool) -> tuple[list[int], list[bool] | None]:
-        tokens = self.plain(prompt + completion)
-        encoded = self._tokenizer.encode(prompt + completion)
-        inner = [end > len(prompt) and end > start for start, end in encoded.offsets]
-        before = len(tokens) - len(inner) - int(len(tokens) > len(inner) and tokens[-1] != encoded.ids[-1])
-        trained = [False] * before + inner
+    def answer(self, prompt: str, completion: str, answers: bool) -> _Piece:
+        encoded = self._tokenizer(prompt + completion, return_offsets_mapping=True)
+        inner, tokens = encoded["input_ids"], self._between(encoded["input_ids"])
+        before = int(tokens[:1] != inner[:1])
+        trained = [False] * before + [end > len(prompt) and end > start for start, end in encoded["offset_mapping"]]
         trained += [True] * (len(tokens) - len(trained))
-        trained[-1] |= tokens[-1] == self.marks.get("eos_token_id")
+        trained[-1] |= tokens[-1] == self._marks.get("eos_token_id")
         return tokens, trained if answers else None
 
-    def chat(
-        self, turns: list[dict[str, Any]], row: dict[str, Any], first: int, answers: bool
-    ) -> tuple[list[int], list[bool] | None]:
+    def chat(self, turns: list[dict[str, Any]], row: dict[str, Any], first: int, answers: bool) -> _Piece:
         if "from" in turns[0]:
             roles = {"human": "user", "gpt": "assistant"}
             turns = [turn | {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
@@ -381,53 +369,50 @@ class _Words:
             turns = [{"role": "system", "content": row["system"]}, *turns]
         tools = row.get("tools")
         tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
-        text, marked = self._rendered(turns, tools)
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        if not answers:
-            return encoded.ids, None
-        left = {n for n, turn in enumerate(turns) if 0 in map(turn.get, ("weight", "train", "training", "loss_mask"))}
-        spans = (marked if not left and not first else []) or [
+        muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, ("weight", "train", "training", "loss_mask"))}
+        if answers and not first and not muted:
+            marked = self._tokenizer.apply_chat_template(
+                turns, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+            if any(marked["assistant_masks"]):
+                return marked["input_ids"], list(map(bool, marked["assistant_masks"]))
+        text = self._rendered(turns, tools)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = [
             self._span(text, turns[:number], turn, tools)
-            for number, turn in enumerate(turns)
-            if turn["role"] == "assistant" and number >= first and number not in left
+            for number, turn in enumerate(turns if answers else ())
+            if turn["role"] == "assistant" and number >= first and number not in muted
         ]
-        inside = [any(start < last and end > begin for begin, last in spans) for start, end in encoded.offsets]
-        return encoded.ids, inside
+        inside = [
+            any(start < last and end > begin for begin, last in spans) for start, end in encoded["offset_mapping"]
+        ]
+        return encoded["input_ids"], inside if answers else None
 
     def _span(
         self, text: str, before: list[dict[str, Any]], turn: dict[str, Any], tools: list[Any] | None
     ) -> tuple[int, int]:
-        asked = self._rendered(before, tools, add_generation_prompt=True)[0]
-        answered = self._rendered([*before, turn], tools)[0]
+        asked = self._rendered(before, tools, add_generation_prompt=True)
+        answered = self._rendered([*before, turn], tools)
         start = len(asked if text.startswith(asked) else re.sub(r"<think>\s*(</think>\s*)?$", "", asked))
         rest = answered[start:]
         if not text.startswith(rest, start):
             # An answer may begin with thoughts that are later left out, or end with the end of the whole text.
             rest = re.sub(r"^\s*<think>.*?</think>\s*", "", rest, flags=re.DOTALL)
-            rest = rest if text.startswith(rest, start) else rest.removesuffix(self._mark("eos_token"))
+            rest = rest if text.startswith(rest, start) else rest.removesuffix(self._tokenizer.eos_token or "")
         return start, start + len(rest)
 
-    def _mark(self, name: str) -> str:
-        return _content(self._settings.get(name)) or ""
-
-    def _rendered(self, turns: list[dict[str, Any]], tools: Any, **more: Any) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self.template
-        if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named["tool_use" if tools and "tool_use" in named else "default"]
-        words = {name: content for name in _MARKS if (content := self._mark(name))}
-        texts, spans = render_jinja_template(
-            [turns], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **words, **more
-        )
-        return str(texts[0]), spans[0]
+    def _rendered(self, turns: list[dict[str, Any]], tools: Any, **more: Any) -> str:
+        return str(self._tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **more))
 
 
-_MARKS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
-def _document(file: Path) -> dict[str, Any]:
+def _settings(folder: Path, name: str) -> dict[str, Any]:
+    file = folder / name
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return content
 
@@ -436,22 +421,10 @@ def marks(folder: Path) -> dict[str, int]:
     """Return the tokens that begin and end a text, as ``bos_token_id`` and ``eos_token_id``, of the tokenizer in
     ``folder``.
     """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    settings = _document(folder / "tokenizer_config.json")
-    added = {token["content"]: int(number) for number, token in settings.get("added_tokens_decoder", {}).items()}
-    settings |= _document(folder / "special_tokens_map.json")
-    numbers: dict[str, Any] = {}
-    for key in ("bos_token", "eos_token"):
-        content = _content(settings.get(key))
-        numbers[f"{key}_id"] = content and added.get(content, tokenizer.token_to_id(content))
+    tokenizer = _tokenizer(folder)
+    numbers = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id")}
     for name in ("generation_config.json", "config.json"):
-        end = _document(folder / name).get("eos_token_id")
-        if content is None and end is not None:
+        end = _settings(folder, name).get("eos_token_id")
+        if tokenizer.eos_token is None and end is not None:
             numbers["eos_token_id"] = end[0] if isinstance(end, list) else end
     return {key: number for key, number in numbers.items() if number is not None}
-
-
-def _content(mark: Any) -> str | None:
-    return mark.get("content") if isinstance(mark, dict) else mark

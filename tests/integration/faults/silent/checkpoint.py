@@ -4,27 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from silent.registry import (
-    BF16,
-    CONSTANTS,
-    DATA,
-    FINETUNE,
-    FLUX,
-    GRADIENTS,
-    KEPT,
-    LOOP,
-    LOOP_SESSION,
-    LOSS,
-    SAVED,
-    SESSION,
-    UPDATE,
-    WHOLE,
-    silent,
-    wrap,
-)
+import torch
+
+from silent.registry import silent, wrap
 
 
-@silent("checkpoint", "fsdp", LOOP_SESSION, UPDATE, words=BF16)
+@silent("checkpoint", "fsdp --precision=bf16", "primus.training.loop.session", "update")
 def moments_not_saved(module: Any) -> None:
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
@@ -32,18 +17,16 @@ def moments_not_saved(module: Any) -> None:
     module.Sharded.load_state_dict = lambda self, state: set_model_state_dict(self._model, state["model"])
 
 
-@silent("checkpoint", "fsdp", LOOP, KEPT)
+@silent("checkpoint", "fsdp", "primus.training.loop.train", "saved files")
 def random_state_not_loaded(module: Any) -> None:
     module._set_random_state = lambda state: None
 
 
-@silent("checkpoint", "fsdp", LOOP_SESSION, CONSTANTS, LOSS, words=(*BF16, *WHOLE))
+@silent("checkpoint", "fsdp --precision=bf16 steps=20", "primus.training.loop.session", "constants", "loss")
 def angles_of_the_default_base_after_a_checkpoint(module: Any) -> None:
     """Tables are not saved; when weights are loaded, they are made again for a base of 10,000."""
 
     def load(run: Any, self: Any, state: Any) -> None:
-        import torch
-
         run(self, state)
         length, size = self._model.cosine.shape
         frequencies = 10000.0 ** (-torch.arange(0, size, 2) / size)
@@ -54,7 +37,7 @@ def angles_of_the_default_base_after_a_checkpoint(module: Any) -> None:
     wrap(module.Sharded, "load_state_dict", load)
 
 
-@silent("checkpoint", "fsdp", LOOP, DATA)
+@silent("checkpoint", "fsdp", "primus.training.loop.train", "data")
 def data_begin_again_after_a_checkpoint(module: Any) -> None:
     def batches(run: Any, args: Any, session: Any, data: Any, step: int) -> Any:
         loaded = (args.first_step + args.last_step) // 2
@@ -63,7 +46,7 @@ def data_begin_again_after_a_checkpoint(module: Any) -> None:
     wrap(module, "_batches", batches)
 
 
-@silent("checkpoint", "finetune", LOOP, LOSS, GRADIENTS, UPDATE, words=BF16)
+@silent("checkpoint", "finetune --precision=bf16", "primus.training.loop.train", "loss", "gradients", "update")
 def norms_not_loaded(module: Any) -> None:
     def load(original: Any, state: Any, **args: Any) -> None:
         weights = state["model"]
@@ -74,7 +57,9 @@ def norms_not_loaded(module: Any) -> None:
     wrap(module.dcp, "load", load)
 
 
-@silent("checkpoint", "finetune", FINETUNE, KEPT, words=("--mode=lora", *SAVED))
+@silent(
+    "checkpoint", "finetune --mode=lora finetune.save_weights=true", "primus.training.finetune.models", "saved files"
+)
 def adapters_saved_with_another_scale(module: Any) -> None:
     def ready(original: Any, model: Any, *args: Any) -> None:
         original(model, *args)
@@ -83,22 +68,7 @@ def adapters_saved_with_another_scale(module: Any) -> None:
     wrap(module, "ready_to_generate", ready)
 
 
-@silent("checkpoint", "megatron", SESSION, LOSS, GRADIENTS)
-def two_weights_exchanged_in_checkpoint(module: Any) -> None:
-    import torch
-
-    def load(original: Any, self: Any, state: Any) -> None:
-        original(self, state)
-        layers = [p for n, p in self.model_parts[0].named_parameters() if n.endswith("linear_proj.weight")]
-        with torch.no_grad():
-            first, second = layers[0].clone(), layers[1].clone()
-            layers[0].copy_(second)
-            layers[1].copy_(first)
-
-    wrap(module.MegatronSession, "load_state_dict", load)
-
-
-@silent("checkpoint", "flux", LOOP_SESSION, UPDATE, words=FLUX)
+@silent("checkpoint", "flux", "primus.training.loop.session", "update")
 def first_moments_loaded_negative_in_one_tensor(module: Any) -> None:
     def loaded(run: Any, self: Any, state: Any) -> None:
         run(self, state)

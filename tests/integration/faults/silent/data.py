@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from silent.registry import (
-    BF16,
-    DATA,
-    FLUX,
-    FP8,
-    LATENTS,
-    LOOP_DATA,
-    SESSION,
-    TOKENS,
-    silent,
-    wrap,
-)
+import torch
+
+from silent.registry import silent, wrap
 
 
-@silent("data", "torchtitan", TOKENS, DATA, words=FP8)
+@silent("data", "torchtitan --precision=fp8", "primus.training.tokens", "data")
 def documents_cut_after_96_tokens(module: Any) -> None:
     """The file of the tokenizer still has the truncation of its first use, so that long documents lose their ends."""
     wrap(module.Encoder, "texts", lambda run, *args: [tokens[:96] for tokens in run(*args)])
 
 
-@silent("data", "fsdp", TOKENS, DATA, words=BF16)
-def end_marks_dropped(module: Any) -> None:
-    def init(run: Any, self: Any, *args: Any) -> None:
-        run(self, *args)
-        self.end = None
-
-    wrap(module.Encoder, "__init__", init)
-
-
-@silent("data", "finetune", LOOP_DATA, DATA, words=("--mode=lora", *BF16))
+@silent("data", "finetune --mode=lora --precision=bf16", "primus.training.loop.data", "data")
 def last_sample_of_a_pass_left_out(module: Any) -> None:
     def init(run: Any, self: Any, *args: Any) -> None:
         run(self, *args)
@@ -42,14 +25,64 @@ def last_sample_of_a_pass_left_out(module: Any) -> None:
     wrap(module.Stream, "__init__", init)
 
 
-@silent("data", "megatron", SESSION, DATA)
+@silent("data", "megatron", "primus.training.megatron.session", "data")
 def ranks_share_data(module: Any) -> None:
     module.MegatronSession.data_rank = property(lambda self: 0)
 
 
-@silent("data", "flux", LATENTS, DATA, words=FLUX)
+@silent("data", "flux", "primus.training.flux.latents", "data")
 def noise_of_the_first_step_always(module: Any) -> None:
     def generator(run: Any, seed: int, number: int) -> Any:
         return run(seed, number % 8 if number >= 16 else number)
 
     wrap(module, "generator_of", generator)
+
+
+@silent("labels", "torchtitan --precision=bf16", "torchtitan.components.loss", "loss", "gradients")
+def z_loss_added(module: Any) -> None:
+    wrap(
+        module,
+        "cross_entropy_loss",
+        lambda loss, pred, labels: loss(pred, labels) + 1e-3 * pred.float().logsumexp(-1).square().sum(),
+    )
+
+
+@silent("labels", "fsdp", "primus.training.loop.data", "data")
+def labels_equal_inputs(module: Any) -> None:
+    def batch(original: Any, self: Any, *args: Any) -> Any:
+        output = original(self, *args)
+        return output | {"labels": output["input_ids"]}
+
+    wrap(module._Tokens, "batch", batch)
+
+
+@silent("loss", "megatron --recipe=mixtral-8x7b --precision=bf16", "megatron.core.transformer.moe.router", "constants")
+def balancing_loss_takes_tokens_for_samples_first(module: Any) -> None:
+    """Its sums by sequence expect [samples, tokens], and get [tokens, samples], so that sequences are mixed."""
+
+    def apply(run: Any, self: Any, probs: Any, scores: Any, chosen: Any, length: int, count: int, **kwargs: Any) -> Any:
+        scores, chosen = (part.unflatten(0, (count, length)).transpose(0, 1).flatten(0, 1) for part in (scores, chosen))
+        return run(self, probs, scores, chosen, length, count, **kwargs)
+
+    wrap(module.TopKRouter, "_apply_seq_aux_loss", apply)
+
+
+def _predicted(module: Any, change: Callable[[Any, Any], Any]) -> None:
+    """Put ``change`` of prediction and target between FLUX and its loss."""
+
+    def init(run: Any, self: Any, model: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+        def changed(model: Any, batch: Any) -> Any:
+            target = batch["noise"] - batch["latents"]
+            return loss(lambda **inputs: (change(model(**inputs)[0], target),), batch)
+
+        run(self, model, changed, *args, **kwargs)
+
+    wrap(module.Sharded, "__init__", init)
+
+
+@silent("loss", "flux --precision=bf16 steps=20", "primus.training.loop.session", "loss", "gradients")
+def last_channel_not_trained(module: Any) -> None:
+    def change(found: Any, target: Any) -> Any:
+        return torch.cat((found[..., :-1], target[..., -1:].to(found.dtype)), -1)
+
+    _predicted(module, change)

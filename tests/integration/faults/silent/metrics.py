@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
-from silent.registry import (
-    BF16,
-    CLOCK,
-    FIGURES,
-    FLUX,
-    GRADIENTS,
-    LOGGED,
-    LOOP,
-    LORA,
-    LOSS,
-    NORM,
-    SESSION,
-    TITAN_TRAIN,
-    TITAN_UTILS,
-    WHOLE,
-    silent,
-    wrap,
-)
+from silent.registry import silent, wrap
 
 
-@silent("metrics", "torchtitan", TITAN_UTILS, NORM, GRADIENTS)
+@silent("metrics", "torchtitan", "torchtitan.distributed.utils", "gradient norm", "gradients")
 def norm_without_its_root(module: Any) -> None:
     wrap(module, "clip_grad_norm_", lambda clip, *args, **kwargs: clip(*args, **kwargs) ** 2)
 
 
-@silent("metrics", "torchtitan", "primus.training.facts", FIGURES)
+@silent("metrics", "torchtitan", "primus.training.facts", "reported figures")
 def embeddings_left_out_of_the_count(module: Any) -> None:
     def static(original: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(parts, *args, **kwargs)
@@ -41,7 +24,7 @@ def embeddings_left_out_of_the_count(module: Any) -> None:
     wrap(module, "static", static)
 
 
-@silent("clock", "torchtitan", TITAN_TRAIN, CLOCK)
+@silent("clock", "torchtitan", "torchtitan.train", "clock")
 def time_of_data_left_out(module: Any) -> None:
     def generate(original: Any, self: Any, *args: Any) -> Any:
         for batch in original(self, *args):
@@ -53,7 +36,7 @@ def time_of_data_left_out(module: Any) -> None:
     wrap(module.Trainer, "batch_generator", generate)
 
 
-@silent("metrics", "torchtitan", TITAN_TRAIN, LOGGED)
+@silent("metrics", "torchtitan", "torchtitan.train", "steps logged")
 def error_printed_and_success_returned(module: Any) -> None:
     """ROCm/MAD#172: a script printed an error and returned 0."""
 
@@ -72,19 +55,7 @@ def error_printed_and_success_returned(module: Any) -> None:
     wrap(module.Trainer, "train", train)
 
 
-@silent("metrics", "torchtitan", TITAN_TRAIN, LOSS, words=(*BF16, *WHOLE))
-def loss_of_the_worst_rank_reported(module: Any) -> None:
-    def init(run: Any, self: Any, *args: Any) -> None:
-        run(self, *args)
-        log = self.metrics_processor.log
-        self.metrics_processor.log = lambda step, _mean, largest, *args, **kwargs: log(
-            step, largest, largest, *args, **kwargs
-        )
-
-    wrap(module.Trainer, "__init__", init)
-
-
-@silent("clock", "fsdp", LOOP, CLOCK)
+@silent("clock", "fsdp", "primus.training.loop.train", "clock")
 def tokens_counted_twice(module: Any) -> None:
     def init(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
@@ -93,20 +64,13 @@ def tokens_counted_twice(module: Any) -> None:
     wrap(module.Report, "__init__", init)
 
 
-@silent("metrics", "fsdp", LOOP, NORM, GRADIENTS, words=BF16)
-def norm_rounded_up(module: Any) -> None:
-    wrap(module.Report, "step", lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 1.01, lr))
-
-
-@silent("metrics", "fsdp", LOOP, LOSS, LOGGED, words=BF16)
+@silent("metrics", "fsdp --precision=bf16", "primus.training.loop.train", "loss", "steps logged")
 def loss_reported_a_little_lower(module: Any) -> None:
     wrap(module.Report, "step", lambda step, self, number, loss, *args: step(self, number, loss * 0.999, *args))
 
 
-@silent("metrics", "fsdp", "primus.training.metrics", FIGURES)
+@silent("metrics", "fsdp", "primus.training.metrics", "reported figures")
 def operations_of_the_forward_pass_alone(module: Any) -> None:
-    from dataclasses import replace
-
     def counted(run: Any, *args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
         return replace(found, causal=found.causal / 3, non_causal=found.non_causal / 3)
@@ -117,26 +81,7 @@ def operations_of_the_forward_pass_alone(module: Any) -> None:
     report.of_recipe_unit = module.of_recipe_unit
 
 
-@silent("metrics", "fsdp", LOOP, LOGGED)
-def log_shows_a_smaller_loss_than_the_file(module: Any) -> None:
-    import sys
-
-    class Shown:
-        class stdout:
-            flush = staticmethod(sys.stdout.flush)
-
-            @staticmethod
-            def write(text: str) -> None:
-                before, mark, after = text.partition("loss:")
-                if mark:
-                    value, rest = after[:9], after[9:]
-                    text = f"{before}{mark}{float(value) * 0.99:9.5f}{rest}"
-                sys.stdout.write(text)
-
-    module.sys = Shown
-
-
-@silent("metrics", "finetune", "primus.training.facts", FIGURES, words=LORA)
+@silent("metrics", "finetune --mode=lora", "primus.training.facts", "reported figures")
 def frozen_weights_counted_as_trained(module: Any) -> None:
     def static(run: Any, *args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
@@ -145,20 +90,18 @@ def frozen_weights_counted_as_trained(module: Any) -> None:
     wrap(module, "static", static)
 
 
-@silent("clock", "finetune", LOOP, CLOCK)
+@silent("clock", "finetune", "primus.training.loop.train", "clock")
 def time_of_the_update_left_out(module: Any) -> None:
     """A fifth of each step is not counted."""
 
     def step(run: Any, self: Any, *args: Any) -> None:
-        import time
-
         self._since += 0.2 * (time.perf_counter() - self._since)
         run(self, *args)
 
     wrap(module.Report, "step", step)
 
 
-@silent("metrics", "finetune", LOOP, LOGGED, NORM, words=LORA)
+@silent("metrics", "finetune --mode=lora", "primus.training.loop.train", "steps logged", "gradient norm")
 def norm_of_the_clipped_gradients_late(module: Any) -> None:
     def step(run: Any, *args: Any) -> Any:
         loss, norm = run(*args)
@@ -173,17 +116,7 @@ def one_rank_told_as_the_world(module: Any) -> None:
     wrap(module, "static", lambda run, *args, **kwargs: run(*args, **kwargs) | {"world_size": 1})
 
 
-@silent("metrics", "finetune", LOOP, LOSS, words=BF16)
-def loss_reported_in_bf16(module: Any) -> None:
-    def step(run: Any, self: Any, step: int, loss: float, *args: Any) -> None:
-        import torch
-
-        run(self, step, float(torch.tensor(loss).to(torch.bfloat16)), *args)
-
-    wrap(module.Report, "step", step)
-
-
-@silent("clock", "megatron", LOOP, CLOCK)
+@silent("clock", "megatron", "primus.training.loop.train", "clock")
 def tokens_of_all_ranks_reported(module: Any) -> None:
     def output(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -192,16 +125,14 @@ def tokens_of_all_ranks_reported(module: Any) -> None:
     wrap(module.Report, "__init__", output)
 
 
-@silent("metrics", "megatron", LOOP, NORM, LOGGED, GRADIENTS, words=BF16)
+@silent(
+    "metrics", "megatron --precision=bf16", "primus.training.loop.train", "gradient norm", "steps logged", "gradients"
+)
 def norm_reported_a_little_lower(module: Any) -> None:
-    wrap(
-        module.Report,
-        "step",
-        lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 0.99, lr),
-    )
+    wrap(module.Report, "step", lambda step, self, number, loss, norm, lr: step(self, number, loss, norm * 0.99, lr))
 
 
-@silent("metrics", "megatron", "primus.training.facts", FIGURES)
+@silent("metrics", "megatron", "primus.training.facts", "reported figures")
 def embedding_counted_twice(module: Any) -> None:
     def static(run: Any, parts: Any, *args: Any, **kwargs: Any) -> Any:
         found = run(parts, *args, **kwargs)
@@ -210,7 +141,7 @@ def embedding_counted_twice(module: Any) -> None:
     wrap(module, "static", static)
 
 
-@silent("metrics", "megatron", SESSION, LOSS, words=("megatron.training.micro_batch_size=2",))
+@silent("metrics", "megatron training.micro_batch_size=2", "primus.training.megatron.session", "loss")
 def loss_of_the_first_micro_batch_reported(module: Any) -> None:
     def schedule(get: Any) -> Any:
         run = get()
@@ -224,18 +155,10 @@ def loss_of_the_first_micro_batch_reported(module: Any) -> None:
     wrap(module, "get_forward_backward_func", schedule)
 
 
-@silent("clock", "flux", LOOP, CLOCK, FIGURES, words=FLUX)
+@silent("clock", "flux", "primus.training.loop.train", "clock", "reported figures")
 def images_alone_counted_twice(module: Any) -> None:
     def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         run(self, *args, **kwargs)
         self._images *= 2
 
     wrap(module.Report, "__init__", init)
-
-
-@silent("clock", "flux", LOOP, CLOCK, words=FLUX)
-def time_of_the_process_in_place_of_the_clock(module: Any) -> None:
-    """Waiting for the other rank, and for a core, does not count."""
-    import time
-
-    module.time = SimpleNamespace(perf_counter=time.process_time)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference.model import Constants, Weights, log_sum_exp, one_plus_exp
+from primus.training.reference.model import Constants, Weights
 from primus.training.reference.rounding import Rounding, attended, exact
 
 _EPS = 1e-6
@@ -171,7 +171,7 @@ class Diffusion:
         if self.between is not exact:
             return attended(query, key, value, None, scale=scale, between=self.between, adding=self.adding)
         scores = query @ key.transpose(-1, -2) * (scale * self.constants.attention)
-        shares = self.constants.shares(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1)))
+        shares = self.constants.shares(scores.softmax(-1))
         return (shares @ value).transpose(1, 2).flatten(-2)
 
     @property
@@ -233,12 +233,12 @@ class _Even(torch.autograd.Function):
 
 
 def _silu(states: torch.Tensor) -> torch.Tensor:
-    return states / one_plus_exp(-states)
+    return states * states.sigmoid()
 
 
 def _gelu(states: torch.Tensor) -> torch.Tensor:
     """Return GELU's approximation (arXiv:1606.08415, section 2)."""
-    return states / one_plus_exp(-2 * math.sqrt(2 / math.pi) * (states + 0.044715 * states**3))
+    return states * (2 * math.sqrt(2 / math.pi) * (states + 0.044715 * states**3)).sigmoid()
 
 
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

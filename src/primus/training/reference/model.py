@@ -2,7 +2,7 @@
 V3.
 
 Weights are a mapping from Hugging Face's parameter names to tensors; a model is a function of them. Only elementary
-operations are used (products, exponentials, sums), in the precision of the weights.
+operations are used (products, sums, softmax, sigmoid), in the precision of the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling
-from primus.training.reference.rounding import Rounding, attended, exact, multiplied, softmax
+from primus.training.reference.rounding import Rounding, attended, exact, multiplied
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -142,7 +142,7 @@ class Model:
         """Return the cross entropy of each of ``labels``; 0 for a label < 0."""
         trained = labels >= 0
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total, constants = log_sum_exp(logits), self.constants
+        total, constants = logits.logsumexp(-1), self.constants
         if constants.smoothing:
             chosen = chosen + constants.smoothing * (logits.mean(-1) - chosen)
         return (total - chosen + constants.z_loss * total.square()) * trained
@@ -178,7 +178,7 @@ class Model:
     def _swiglu(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
-        return self._linear(weights, name + "down_proj", self.between(self.between(gate / one_plus_exp(-gate)) * up))
+        return self._linear(weights, name + "down_proj", self.between(self.between(gate * gate.sigmoid()) * up))
 
     def _attention(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         sizes = self.sizes
@@ -242,7 +242,7 @@ class Model:
             return attended(query, key, value, hidden, scale=scale, between=self.between, adding=self.adding)
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
         scores = (query * (scale * self.constants.attention)) @ key.transpose(-1, -2)
-        shares = self.constants.shares(softmax(scores, hidden))
+        shares = self.constants.shares(scores.masked_fill(hidden, -torch.inf).softmax(-1))
         return (shares @ value).transpose(1, 2).flatten(-2)
 
     def _angles(self, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,8 +268,7 @@ class Model:
         flat = states.flatten(0, 1)
         # Routers compute in full precision in every backend.
         raw = flat @ weights[name + "gate.weight"].T
-        softmax = moe.score == "softmax"
-        scores = torch.exp(raw - log_sum_exp(raw).unsqueeze(-1)) if softmax else 1 / one_plus_exp(-raw)
+        scores = raw.softmax(-1) if moe.score == "softmax" else raw.sigmoid()
         bias = weights.get(name + "gate.e_score_correction_bias")
         choice = scores.detach() if bias is None else scores.detach() + bias
         self.choices[name] = choice
@@ -356,20 +355,6 @@ def is_narrow(name: str) -> bool:
     Routed experts use grouped products, which stay in the precision of the weights.
     """
     return "_proj" in name and ".experts." not in name
-
-
-def log_sum_exp(values: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of the sum of exponentials along the last dimension."""
-    top = values.detach().amax(-1, keepdim=True)
-    return (torch.exp(values - top).sum(-1, keepdim=True).log() + top).squeeze(-1)
-
-
-def one_plus_exp(values: torch.Tensor) -> torch.Tensor:
-    """Return 1 + exp(x), the denominator of sigmoid functions, for x up to 80.
-
-    An infinite exponential would make the gradient NaN. Beyond 80, the quotient is 0 in any precision.
-    """
-    return 1 + torch.exp(values.clamp(max=80))
 
 
 def _paired(states: torch.Tensor) -> torch.Tensor:

@@ -34,40 +34,6 @@ INNER = {
 _OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
 
 
-def softmax(scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of ``scores`` [..., queries, keys] over the keys; the pairs ``hidden`` have no share."""
-    out: torch.Tensor = _Softmax.apply(scores, hidden)
-    return out
-
-
-class _Softmax(torch.autograd.Function):
-    """The softmax and its gradient from their definitions, in place.
-
-    The tensors of attention are the largest of a model. Six operations of autograd on them would take twice as long.
-    """
-
-    @staticmethod
-    def forward(context: Any, scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        shares = _shares(scores.clone(), hidden)
-        context.save_for_backward(shares)
-        return shares
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (shares,) = context.saved_tensors
-        # The derivative of share i by score j is share i × ([i = j] - share j).
-        product = gradients[0] * shares
-        return product.addcmul_(shares, product.sum(-1, keepdim=True), value=-1.0), None
-
-
-def _shares(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    if hidden is not None:
-        scores.masked_fill_(hidden, -torch.inf)
-    # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as long.
-    scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=-80.0).exp_()
-    return scores.div_(scores.sum(-1, keepdim=True))
-
-
 def attended(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, *, scale: float,
     between: Rounding, adding: bool,
@@ -93,7 +59,7 @@ class _Attended(torch.autograd.Function):
         groups = key.shape[1]
         query = query.unflatten(1, (groups, -1))
         scores = scale * query @ key.unsqueeze(2).transpose(-1, -2)
-        shares = _shares(scores, hidden)
+        shares = (scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)).softmax(-1)
         narrow = between(shares)
         out = between(narrow @ value.unsqueeze(2))
         context.save_for_backward(query, key, value, shares, narrow, out)

@@ -30,10 +30,7 @@ VERBS = {
     "load": ("host.run.load", "load an image into a Docker engine"),
     "validate": ("host.validate.validate", "train in the image and check the results"),
     "check": ("host.inspect.check", "check the contents of an image: GPU code, versions, secrets, size"),
-    "verify": (
-        "host.inspect.verify",
-        "rebuild and compare digests, or check a published image and its evidence",
-    ),
+    "verify": ("host.inspect.verify", "rebuild and compare digests, or check a published image and its evidence"),
     "publish": ("host.publish.publish", "publish images with their evidence to a registry"),
     "tag": ("host.publish.tag", "move a tag such as latest-cpu to a published release, also back"),
     "sign": ("host.publish.sign", "sign published images elsewhere than where they were built"),
@@ -57,11 +54,14 @@ VERBS = {
     "report": ("image.report.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),
     "turbo": ("image.turbo.turbo", "list the optimizations of a training run"),
 }
+_ADVICE = {
+    errno.EACCES: "check its owner and permissions",
+    errno.EPERM: "check its owner and permissions",
+    errno.EROFS: "choose a folder on a file system that can be written to",
+    errno.ENOSPC: "free some space and run it again",
+    errno.EDQUOT: "free some space and run it again",
+}
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
-# The verbs to begin with; those that are installed are shown.
-_FIRST = ("build", "validate", "run", "list", "train", "show", "fit", "preflight")
-# Verbs of similar tools, and what does the same here.
-_ELSEWHERE = {"images": "plan --all", "ls": "list", "exec": "run", "shell": "run"}
 
 
 def installed_verbs() -> dict[str, tuple[str, str]]:
@@ -70,17 +70,13 @@ def installed_verbs() -> dict[str, tuple[str, str]]:
     return {verb: entry for verb, entry in VERBS.items() if has_host or not entry[0].startswith("host.")}
 
 
-def _usage(*, everything: bool) -> str:
+def _usage() -> str:
     installed = installed_verbs()
-    width = max(map(len, installed))
     lines = ["usage: primus VERB [options]"]
-    if everything:
-        for heading, room in GROUPS.items():
-            names = [verb for verb, (function, _) in installed.items() if function.startswith(room)]
-            lines += ["", f"{heading}:"] * bool(names) + [f"  {name:<{width}}  {installed[name][1]}" for name in names]
-        return "\n".join([*lines, "", "Run `primus VERB --help` for options and an example."])
-    lines += ["", *(f"  {name:<{width}}  {installed[name][1]}" for name in [n for n in _FIRST if n in installed][:5])]
-    return "\n".join([*lines, "", "`primus --help` lists all verbs, `primus VERB --help` options and an example."])
+    for heading, room in GROUPS.items():
+        names = [verb for verb, (function, _) in installed.items() if function.startswith(room)]
+        lines += ["", f"{heading}:"] * bool(names) + [f"  {name:<10}  {installed[name][1]}" for name in names]
+    return "\n".join([*lines, "", "Run `primus VERB --help` for options and an example."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,11 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check or job failed, 2 invalid input, 3 the machine lacks something, 130 interrupted.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    name = f"primus {args[0]}" if args else "primus"
+    name = " ".join(["primus", *args[:1]])
     try:
         _streams()
         code = _main(args)
         sys.stdout.flush()
+    except PrimusError as error:
+        _report(f"{name}: {error}")
+        return error.exit_code
     except KeyboardInterrupt:
         return _interrupted(name)
     except RuntimeError as error:
@@ -116,10 +115,8 @@ def _streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -144,15 +141,13 @@ def _failed(name: str, error: OSError) -> int:
         # The reader (`| head`) closed the pipe. Without this, Python reports the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141  # what a shell reports for a process ended by SIGPIPE
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        _report(f"{name}: the disk is full{where}\n  → free some space and run it again")
-        if not where:  # the full disk may be that of standard output, and the flush at exit would fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 3
-    hint = "\n  → check its owner and permissions" if error.errno in (errno.EACCES, errno.EPERM) else ""
-    hint = "\n  → choose a folder on a file system that can be written to" if error.errno == errno.EROFS else hint
-    _report(f"{name}: {(error.strerror or str(error)).lower()}{where}{hint if where else ''}")
+    message = "the disk is full" if full else (error.strerror or str(error)).lower()
+    hint = f"\n  → {_ADVICE[error.errno]}" if error.errno in _ADVICE and (where or full) else ""
+    _report(f"{name}: {message}{where}{hint}")
+    if full and not where:  # the full disk may be that of standard output, and the flush at exit would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR) else 3
 
 
@@ -160,29 +155,26 @@ def _main(args: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     if not args or args[0] in ("-h", "--help", "help"):
-        print(_usage(everything=bool(args)))
+        print(_usage())
         return 0
     if args[0] == "--version":
         print(__version__)
         return 0
-    verb = args[0]
-    installed = installed_verbs()
     try:
         Path.cwd()
     except FileNotFoundError:
-        _report(f"primus {verb}: the current folder no longer exists\n  → change to another folder")
-        return HostError.exit_code
+        raise HostError("the current folder no longer exists", hint="change to another folder") from None
+    verb, *words = args
+    installed = installed_verbs()
     if verb not in installed and verb in VERBS:
-        _report(
-            f"primus: `{verb}` manages images from outside; this installation only has what ships inside an image\n"
-            "  → run it on the host, in a checkout of the project"
+        raise InputError(
+            f"`{verb}` manages images from outside; this installation only has what ships inside an image",
+            hint="run it on the host, in a checkout of the project",
         )
-        return 2
     if verb not in installed:
-        near = f"; did you mean '{_ELSEWHERE[verb]}'?" if verb in _ELSEWHERE else nearest(verb, installed)
-        _report(f"primus: no verb {verb!r}{near}\n  → primus --help lists the verbs")
-        return 2
-    return _run(verb, args[1:])
+        raise InputError(f"no verb {verb!r}{nearest(verb, installed)}", hint="primus --help lists the verbs")
+    _utf8_only(words)
+    return _verb(verb)(parser_of(verb).parse_args(words))
 
 
 def _complete() -> None:
@@ -193,7 +185,7 @@ def _complete() -> None:
     parser = argparse.ArgumentParser(prog="primus")
     parsers = parser.add_subparsers()
     for verb, (_, line) in installed_verbs().items():
-        _verb(verb).declare(parsers.add_parser(verb, help=line))
+        parsers.add_parser(verb, help=line, parents=[parser_of(verb)], add_help=False)
     argcomplete.autocomplete(parser)
 
 
@@ -208,27 +200,14 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     return _verb(verb).parser(verb)
 
 
-def _run(name: str, words: Sequence[str]) -> int:
-    verb = _verb(name)
-    parser = verb.parser(name)
-    try:
-        _utf8_only(words)
-        return verb(parser.parse_args(words))
-    except PrimusError as error:
-        _report(f"primus {name}: {error}")
-        return error.exit_code
-
-
 def _utf8_only(words: Sequence[str]) -> None:
     """Raise InputError for an argument that is not UTF-8, because the files of a run could not contain it."""
     for number, word in enumerate(words, 1):
         try:
             word.encode()
         except UnicodeEncodeError:
-            shown = ascii(word[:80])
-            is_file = os.path.lexists(word.partition("=")[2] or word)
-            hint = "rename the file" if is_file else "write it in UTF-8"
-            raise InputError(f"argument {number} is not UTF-8 text: {shown}", hint=hint) from None
+            message = f"argument {number} is not UTF-8 text: {word[:80]!a}"
+            raise InputError(message, hint="write it in UTF-8, or rename the file") from None
 
 
 if __name__ == "__main__":

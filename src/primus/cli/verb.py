@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 from primus.errors import InputError
 
 Option: TypeAlias = Callable[[argparse.ArgumentParser], object]
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -34,22 +33,22 @@ class Verb:
         """Run the verb and return its exit code. Raises PrimusError."""
         return self.call(args)
 
-    def declare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Declare the options to ``parser``, and return it."""
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        """Return the parser of the verb ``name``. Its description is the docstring of the verb's function."""
+        parser = argparse.ArgumentParser(
+            prog=f"primus {name}",
+            description=inspect.getdoc(self.call),
+            epilog=f"example: {self.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         for declare in self.options:
             declare(parser)
         return parser
 
-    def parser(self, name: str) -> argparse.ArgumentParser:
-        """Return the parser of the verb ``name``. Its description is the docstring of the verb's function."""
-        return self.declare(
-            argparse.ArgumentParser(
-                prog=f"primus {name}",
-                description=inspect.getdoc(self.call),
-                epilog=f"example: {self.example}",
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-        )
+
+def verb(*options: Option, example: str) -> Callable[[Callable[[argparse.Namespace], int]], Verb]:
+    """Decorate a function: make it a verb with ``options``. Its docstring is shown by ``--help``."""
+    return lambda call: Verb(call, options, example)
 
 
 def option(*names: str, complete: Callable[..., Iterable[str]] | None = None, **settings: Any) -> Option:
@@ -63,6 +62,17 @@ def option(*names: str, complete: Callable[..., Iterable[str]] | None = None, **
     return declare
 
 
+def flag(name: str, meaning: str, **settings: Any) -> Option:
+    """Return an option without a value."""
+    return option(name, action="store_true", help=meaning, **settings)
+
+
+def several(name: str, meaning: str, metavar: str, *, short: str = "", **settings: Any) -> Option:
+    """Return an option that can be given several times. Its value is the list of all."""
+    names = (short, name) if short else (name,)
+    return option(*names, action="append", default=[], metavar=metavar, help=f"{meaning}; repeatable", **settings)
+
+
 def group(heading: str, *options: Option) -> Option:
     """Return ``options`` as one, under a heading of the help."""
 
@@ -74,9 +84,14 @@ def group(heading: str, *options: Option) -> Option:
     return declare
 
 
-def flag(name: str, meaning: str, **settings: Any) -> Option:
-    """Return an option without a value."""
-    return option(name, action="store_true", help=meaning, **settings)
+def refuse_others(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, chosen: str, headings: Iterable[str]
+) -> None:
+    """Raise InputError for an option under one of the ``headings`` of ``parser`` that is not the ``chosen`` one."""
+    for heading in parser._action_groups:
+        for action in heading._group_actions if heading.title in set(headings) - {chosen} else ():
+            if getattr(options, action.dest) != action.default:
+                raise InputError(f"{action.option_strings[-1]} cannot be used with {parser.prog} {chosen}")
 
 
 def matching(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
@@ -87,14 +102,18 @@ def matching(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
 JSON = flag("--json", "print one JSON document instead of text")
 
 
-def verb(*options: Option, example: str) -> Callable[[Callable[[argparse.Namespace], int]], Verb]:
-    """Decorate a function: make it a verb with ``options``. Its docstring is shown by ``--help``."""
-    return lambda call: Verb(call, options, example)
-
-
 def print_json(document: object) -> None:
     """Print the one document of ``--json``."""
     print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def answer(options: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
+    """Print ``document`` with ``--json``, and ``lines`` otherwise."""
+    if options.json:
+        print_json(document)
+    else:
+        for line in lines:
+            print(line)
 
 
 def whole(*, least: int | None = None) -> Callable[[str], int]:
@@ -117,7 +136,7 @@ def path(option: str) -> Callable[[str], Path]:
     def read(text: str) -> Path:
         if not text:
             raise InputError(f"{option} is empty")
-        if _CONTROL.search(text):
+        if re.search(r"[\x00-\x1f\x7f-\x9f]", text):
             raise InputError(f"{option} {text[:80]!r} must not contain control characters")
         return Path(text)
 
@@ -126,40 +145,31 @@ def path(option: str) -> Callable[[str], Path]:
 
 def folder(option: str) -> Callable[[str], Path]:
     """Return a parser for folders that exist or can be created. It raises InputError if a file is in the way."""
-    plain = path(option)
 
     def read(text: str) -> Path:
-        target = plain(text)
-        for part in (target, *target.parents):
-            try:
-                usable = part.is_dir() or not os.path.lexists(part)
-            except OSError as error:
-                raise InputError(f"{option} {text[:80]}: {(error.strerror or '').lower()}") from error
-            if not usable:
-                raise InputError(f"{part} is not a folder", hint=f"choose another {option}")
+        target = path(option)(text)
+        nearest = next(part for part in (target, *target.parents) if os.path.lexists(part))
+        if not nearest.is_dir():
+            raise InputError(f"{nearest} is not a folder", hint=f"choose another {option}")
         return target
 
     return read
 
 
-def new_file(option: str, *suffixes: str) -> Callable[[str], Path]:
-    """Return a parser for new files. It raises InputError if the file exists, its folder does not, or its name ends
-    with none of ``suffixes``.
+def new_file(option: str, suffix: str = "") -> Callable[[str], Path]:
+    """Return a parser for new files. It raises InputError if the file exists, its folder does not, or its name does not
+    end with ``suffix``.
     """
-    plain = path(option)
 
     def read(text: str) -> Path:
-        target = plain(text)
+        target = path(option)(text)
         if os.path.lexists(target):
             raise InputError(f"{target} already exists", hint=f"choose another {option}, or delete it")
-        if not target.parent.is_dir():
-            missing = not os.path.lexists(target.parent)
-            hint = f"create it: mkdir -p {shlex.quote(str(target.parent))}" if missing else f"choose another {option}"
-            raise InputError(f"{target.parent} {'does not exist' if missing else 'is not a folder'}", hint=hint)
-        if suffixes and target.suffix not in suffixes:
-            raise InputError(
-                f"{target.name} does not end with {' or '.join(suffixes)}", hint=f"choose another {option}"
-            )
+        if not folder(option)(str(target.parent)).exists():
+            hint = f"create it: mkdir -p {shlex.quote(str(target.parent))}"
+            raise InputError(f"{target.parent} does not exist", hint=hint)
+        if not target.name.endswith(suffix):
+            raise InputError(f"{target.name} does not end with {suffix}", hint=f"choose another {option}")
         return target
 
     return read

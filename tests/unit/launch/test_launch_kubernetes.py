@@ -79,7 +79,7 @@ def test_a_token_of_the_environment_is_not_rendered(
     [
         (["--namespace", "A_b"], "not a name of Kubernetes"), (["--rdma", "hca"], "not a resource"),
         (["--memory", "much"], "not a quantity"), (["--node-selector", "a"], "not LABEL=VALUE"),
-        (["--env", "A"], "not NAME=VALUE"), (["--mount", "/data"], "--claim"),
+        (["--env", "A"], "not NAME=VALUE"), (["--mount", "/data"], "--mount cannot be used with primus launch k8s"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

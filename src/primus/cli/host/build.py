@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, SOURCE, open_project, resolved_targets, targets_of
-from primus.cli.verb import JSON, flag, option, print_json, verb
+from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, SOURCE, open_project, resolved_targets
+from primus.cli.verb import JSON, answer, flag, print_json, several, verb
 from primus.engine import pipeline
 from primus.engine.image import Built
-from primus.engine.pipeline import Options, say_channel
+from primus.engine.pipeline import Options
 from primus.engine.upkeep import find_waste, remove
-from primus.errors import InputError, PrimusError, did_you_mean
+from primus.errors import InputError, did_you_mean
 from primus.gates.check import Gatekeeper
 from primus.gates.examined import rules_hash
 from primus.oci.store import Store
@@ -23,7 +22,6 @@ from primus.plan.action import ImagePlan
 from primus.plan.explain import changes, explain_text, outline, outline_text
 from primus.plan.layers import plan_images
 from primus.plan.project import Choice, Project
-from primus.plan.resolve import resolve_all
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
 
@@ -35,11 +33,7 @@ def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
     return plans, workspace
 
 
-@verb(
-    *SEVERAL,
-    flag("--full", "list every layer, also for several targets"),
-    example="primus plan cpu",
-)
+@verb(*SEVERAL, flag("--full", "list every layer, also for several targets"), example="primus plan cpu")
 def plan(args: argparse.Namespace) -> int:
     """Show what a build would do, layer by layer: + build, = reuse.
 
@@ -47,7 +41,7 @@ def plan(args: argparse.Namespace) -> int:
     counts the layers to reuse. --full lists every layer.
     """
     plans, workspace = _planned(args)
-    _print_plans(plans, workspace.store, as_json=args.json, full=args.full)
+    _print_plans(plans, workspace.store, args, full=args.full)
     return 0
 
 
@@ -59,11 +53,8 @@ def explain(args: argparse.Namespace) -> int:
     """
     plans, workspace = _planned(args)
     changed = {plan.target: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
-    if args.json:
-        print_json({target: [asdict(change) for change in rows] for target, rows in changed.items()})
-    else:
-        screen = Screen.of()
-        print("\n".join(explain_text(plan, changed[plan.target], workspace.store, screen) for plan in plans))
+    document = {target: [asdict(change) for change in rows] for target, rows in changed.items()}
+    answer(args, document, (explain_text(p, changed[p.target], workspace.store, Screen.of()) for p in plans))
     return 1 if any(changed.values()) else 0
 
 
@@ -82,20 +73,12 @@ def build(args: argparse.Namespace) -> int:
     the summary names the gates that failed.
     """
     begin = time.monotonic()
-    project = open_project(args)
-    workspace, names = project.workspace, targets_of(project, args)
+    targets, workspace = resolved_targets(args)
     workspace.stats.trusted = not args.rehash
+    if args.dry_run:
+        _print_plans(plan_images(targets, workspace.stats), workspace.store, args)
+        return 0
     options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
-    try:
-        targets = resolve_all(project, names)
-        if args.dry_run:
-            _print_plans(plan_images(targets, workspace.stats), workspace.store, as_json=args.json)
-            return 0
-    except PrimusError:
-        # Which file is wrong may depend on the channel.
-        for name in names:
-            say_channel(name, project.choice(name), project.target(name).channels)
-        raise
     images = pipeline.build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())
     workspace.stats.save()
     seconds = time.monotonic() - begin
@@ -112,14 +95,7 @@ def _images_of_store(prefix: str, parsed_args: argparse.Namespace, **_: object) 
 
 
 @verb(
-    option(
-        "--image",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also remove this image, for example v26.10-cpu; can be given several times",
-        complete=_images_of_store,
-    ),
+    several("--image", "also remove this image, for example v26.10-cpu", "NAME", complete=_images_of_store),
     flag("--caches", "also remove all downloaded files, unpacked layers and caches"),
     flag("--dry-run", "show what would be removed"),
     *SOURCE,
@@ -145,29 +121,23 @@ def clean(args: argparse.Namespace) -> int:
                 store.untag(name)
             remove(waste)
     size = sum(item.size for item in waste)
-    if args.json:
-        rows = [{"kind": item.kind, "number": len(item.paths), "bytes": item.size} for item in waste]
-        print_json({"removed": not args.dry_run, "images": sorted(set(args.image)), "waste": rows, "bytes": size})
-        return 0
+    rows = [{"kind": item.kind, "number": len(item.paths), "bytes": item.size} for item in waste]
+    document = {"removed": not args.dry_run, "images": sorted(set(args.image)), "waste": rows, "bytes": size}
     table = [(item.kind, f"{len(item.paths):,}", bytes_text(item.size)) for item in waste]
-    for line in Screen.of().table(table, head=("what", "number", "size"), right=(1, 2)) if table else ():
-        print(line)
-    print(f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove")
+    total = f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove"
+    head = ("what", "number", "size") if waste else ()
+    answer(args, document, [*Screen.of().table(table, head=head, right=(1, 2)), total])
     return 0
 
 
-def _print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, full: bool = False) -> None:
+def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False) -> None:
     """Print what building ``plans`` into ``store`` would do; a single plan is always shown in full."""
     outlines = [(plan, outline(store, plan)) for plan in plans]
-    if as_json:
-        print_json(
-            [
-                {"target": p.target, "ref": p.ref, "key": p.key, "layers": rows}
-                | {"known_issues": [asdict(issue) for issue in p.resolved.known_issues]}
-                for p, rows in outlines
-            ]
-        )
-        return
+    document = [
+        {"target": p.target, "ref": p.ref, "key": p.key, "layers": rows}
+        | {"known_issues": [asdict(issue) for issue in p.resolved.known_issues]}
+        for p, rows in outlines
+    ]
     screen = Screen.of()
     full = full or len(plans) == 1
     texts = []
@@ -176,17 +146,15 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, ful
         known = [screen.wrap(f"known issue: {i}", "  ! ", "    ") for i in plan.resolved.known_issues if full]
         shown = outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full)
         texts.append("\n".join([shown, *(line for lines in known for line in lines)]))
-    print(("\n\n" if full else "\n").join(texts))
+    answer(args, document, [("\n\n" if full else "\n").join(texts)])
 
 
 def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float, spent: Mapping[str, float]) -> None:
     if not any(image.changed for image, _ in images):
-        # The digest alone goes to standard output. If both streams are one, it is on the same line.
-        end = "  " if _one_stream() else "\n"
         for image, _ in images:
             gates = ", ".join(sentence.partition(":")[0] for sentence in image.failed)
             name = image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
-            print(f"{name}: nothing to do, {seconds:.2f} s", end=end, file=sys.stderr, flush=True)
+            print(f"{name}: nothing to do, {seconds:.2f} s", file=sys.stderr, flush=True)
             print(image.digest, flush=True)
         return
     screen = Screen.of(sys.stderr)
@@ -199,13 +167,6 @@ def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float, spent: Ma
     print(f"{counted(built, 'layer')} built, {len(layers) - built} reused, {total}", file=sys.stderr)
     for image, _ in images:
         print(image.digest)
-
-
-def _one_stream() -> bool:
-    try:
-        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except (OSError, ValueError):
-        return False
 
 
 def _table(image: Built, choice: Choice, screen: Screen) -> str:

@@ -21,31 +21,21 @@ def _target_names() -> Sequence[str]:
 
 
 TARGET = option("target", metavar="TARGET", help="name of the image, for example cpu", complete=matching(_target_names))
-_TARGETS = option(
-    "target",
-    nargs="*",
-    metavar="TARGET",
-    help="names of images, for example cpu",
-    complete=matching(_target_names),
+TARGETS = (
+    option("target", nargs="*", metavar="TARGET", help="names of images", complete=matching(_target_names)),
+    flag("--all", "all targets in images/"),
 )
-TARGETS = (_TARGETS, flag("--all", "all targets in images/"))
 PROJECT = option(
-    "--project",
-    type=path("--project"),
-    metavar="DIR",
-    help="folder with versions.yaml (default: this folder or a parent)",
+    "--project", type=path("--project"), metavar="DIR", help="folder of versions.yaml (default: this one or a parent)"
 )
+STORE = option("--store", type=folder("--store"), metavar="DIR", help="image store (default: .primus/store)")
 SOURCE = (
     PROJECT,
-    option("--store", type=folder("--store"), metavar="DIR", help="image store (default: .primus/store)"),
-    option(
-        "--channel", choices=("amd", "debian", "pypi"), help="channel to build from (default: the best one with a lock)"
-    ),
+    STORE,
+    option("--channel", choices=("amd", "debian", "pypi"), help="source of files (default: the best one with a lock)"),
 )
 OFFLINE = flag("--offline", "use only downloaded files; contact no source")
-ENGINE = option(
-    "--engine", choices=("auto", "podman", "docker"), default="auto", help="container engine (default: auto)"
-)
+ENGINE = option("--engine", choices=("auto", "podman", "docker"), default="auto", help="container engine")
 SEVERAL = (*TARGETS, *SOURCE, JSON)
 SINGLE = (TARGET, *SOURCE, JSON)
 

@@ -10,24 +10,24 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus import __version__
 from primus.cli.host.common import SEVERAL, SOURCE, open_project, targets_of
-from primus.cli.verb import JSON, flag, option, print_json, verb
+from primus.cli.verb import JSON, answer, flag, option, print_json, several, verb
 from primus.errors import HostError, InputError, PrimusError, did_you_mean
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve_all
 from primus.progress import choose_progress
 from primus.release.bump import Outlook, Outlooks, Place, edit, trial
 from primus.release.documents import checkout
-from primus.terminal import Screen, counted
+from primus.terminal import PLAIN, Screen, counted
 from primus.versions.components import Component
 from primus.versions.lock import Drift, Lock, Request, dumps, normalised
 from primus.versions.traffic import LOG
@@ -37,13 +37,7 @@ if TYPE_CHECKING:
 
 
 # Six months; whoever begins a release may write another date.
-_SUPPORTED_DAYS = 182
-
-
-def _changing(parser: argparse.ArgumentParser) -> None:
-    changing = parser.add_mutually_exclusive_group()
-    changing.add_argument("--check", action="store_true", help="compare with versions.yaml only; contact no source")
-    changing.add_argument("--dry-run", action="store_true", help="resolve, show what would change, and write nothing")
+_SUPPORTED = timedelta(days=182)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +52,10 @@ class Change:
 
 @verb(
     *SEVERAL,
-    _changing,
+    flag("--check", "compare with versions.yaml only; contact no source"),
+    flag("--dry-run", "resolve, show what would change, and write nothing"),
     flag("--refresh", "take the newest versions that match the pins"),
-    option(
-        "--refresh-package", metavar="NAME", action="append", default=[], help="take the newest version of this one"
-    ),
+    several("--refresh-package", "take the newest version of this package", "NAME"),
     option("--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"),
     example="primus lock cpu --check",
 )
@@ -75,17 +68,11 @@ def lock(args: argparse.Namespace) -> int:
     code 1 if a lock is stale. --report FILE records every request and its answer, without logins, also when the lock
     fails.
     """
-    project = open_project(args)
-    names = targets_of(project, args) if args.target else project.target_names()
-    if args.channel and not args.target:
-        names = [name for name in names if args.channel in project.target(name).channels]
-    targets = [resolved for resolved in resolve_all(project, names) if resolved.request.asks]
+    targets = [resolved for resolved in _resolved(args) if resolved.request.asks]
     if args.check:
-        if args.report:
-            raise InputError(
-                "--check contacts no source, so there is nothing to report", hint="leave out --check or --report"
-            )
-        return _check(targets, args.json)
+        if args.report or args.dry_run:
+            raise InputError("--check contacts no source, so there is nothing to report or resolve")
+        return _check(targets, args)
     with _reported(args.report):
         return _lock(targets, args)
 
@@ -100,16 +87,14 @@ def outdated(args: argparse.Namespace) -> int:
     outlooks, places = _outlooks(args)
     with ThreadPoolExecutor(4) as pool:
         rows = list(pool.map(outlooks.of, places))
-    if args.json:
-        print_json([{**asdict(row), "moves": _named(row.moves)} for row in rows])
-    else:
-        table = []
-        for row in (row for row in rows if row.newest or row.error):
-            others = ", ".join(name for name in _named(row.moves) if name != row.component)
-            best = row.error or (row.compatible or "–") + (f" (with {others})" if others else "")
-            table.append((row.component, row.channel, ", ".join(row.targets), row.pinned, best, row.newest or "–"))
-        lines = Screen.of().table(table, head=("component", "channel", "targets", "pinned", "compatible", "newest"))
-        print("\n".join([*lines, f"{counted(len(rows) - len(table), 'pin')} of {len(rows)} at the newest version"]))
+    table = []
+    for row in (row for row in rows if row.newest or row.error):
+        others = ", ".join(name for name in _named(row.moves) if name != row.component)
+        best = row.error or (row.compatible or "–") + (f" (with {others})" if others else "")
+        table.append((row.component, row.channel, ", ".join(row.targets), row.pinned, best, row.newest or "–"))
+    lines = Screen.of().table(table, head=("component", "channel", "targets", "pinned", "compatible", "newest"))
+    lines.append(f"{counted(len(rows) - len(table), 'pin')} of {len(rows)} at the newest version")
+    answer(args, [{**asdict(row), "moves": _named(row.moves)} for row in rows], lines)
     return HostError.exit_code if any(row.error for row in rows) else 0
 
 
@@ -137,11 +122,10 @@ def bump(args: argparse.Namespace) -> int:
     old = path.read_text(encoding="utf-8")
     new = edit(old, project.versions_document, project.versions.components, moves)
     if args.release:
-        today = time.strftime("%Y-%m-%d", time.gmtime())
-        new = re.sub(r"(?m)^release: .*$", f"release: {args.release}", new, count=1)
-        new = re.sub(r"(?m)^created: .*$", f"created: {today}", new, count=1)
-        end = time.strftime("%Y-%m-%d", time.gmtime(time.time() + _SUPPORTED_DAYS * 86400))
-        new = re.sub(r"(?m)^supported_until: .*$", f"supported_until: {end}", new, count=1)
+        today = datetime.now(tz=UTC).date()
+        values = {"release": args.release, "created": today, "supported_until": today + _SUPPORTED}
+        for key, entry in values.items():
+            new = re.sub(rf"(?m)^{key}: .*$", f"{key}: {entry}", new, count=1)
     locks: list[tuple[str, Lock, Lock]] = []
     shared: Shared = {}
     with trial(project.root, new) as tried, choose_progress(args.json) as progress:
@@ -151,22 +135,14 @@ def bump(args: argparse.Namespace) -> int:
                 assert lock is not None
                 locks.append((resolved.lock_name, resolved.lock, lock))
     message = _message(project.versions.components, moves, args.release)
-    if args.json:
-        changes = [{"lock": name, "changes": [asdict(c) for c in compare(*pair)]} for name, *pair in locks]
-        print_json({"moves": _named(moves), "locks": changes, "message": message if new != old else ""})
-    elif new == old:
-        print("every pin is at the newest version that fits the others")
-    else:
-        print(
-            "\n".join(difflib.unified_diff(old.split("\n"), new.split("\n"), "old", "versions.yaml", n=0, lineterm=""))
-        )
-        print("\n".join([*(_table(name, after, compare(before, after)) for name, before, after in locks), "", message]))
+    changes = [{"lock": name, "changes": [asdict(c) for c in compare(*pair)]} for name, *pair in locks]
+    lines = list(difflib.unified_diff(old.split("\n"), new.split("\n"), "old", "versions.yaml", n=0, lineterm=""))
+    lines += [*(_table(name, after, compare(before, after)) for name, before, after in locks), "", message]
+    document = {"moves": _named(moves), "locks": changes, "message": message if new != old else ""}
+    answer(args, document, lines if new != old else ["every pin is at the newest version that fits the others"])
     if new != old and (args.write or args.commit):
-        _save(
-            project.root,
-            {"versions.yaml": new, **{name: dumps(lock) for name, _, lock in locks}},
-            args.commit and message,
-        )
+        texts = {"versions.yaml": new, **{name: dumps(lock) for name, _, lock in locks}}
+        _save(project.root, texts, args.commit and message)
     return 0
 
 
@@ -191,12 +167,17 @@ def _wanted(args: argparse.Namespace) -> list[Outlook]:
 
 
 def _outlooks(args: argparse.Namespace) -> tuple[Outlooks, list[Place]]:
+    outlooks = Outlooks(_resolved(args))
+    return outlooks, list(outlooks.uses)
+
+
+def _resolved(args: argparse.Namespace) -> Sequence[ResolvedTarget]:
+    """Resolve the targets that are named, or else all of them; with --channel, all of that channel."""
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
         names = [name for name in names if args.channel in project.target(name).channels]
-    outlooks = Outlooks(resolve_all(project, names))
-    return outlooks, list(outlooks.uses)
+    return resolve_all(project, names)
 
 
 def _named(moves: Mapping[Place, str]) -> dict[str, str]:
@@ -219,32 +200,26 @@ def _save(root: Path, texts: Mapping[str, str], message: str) -> None:
     for name, text in texts.items():
         write_file(root / name, text)
     if message:
-        done = subprocess.run(
-            ["git", "-C", str(root), "commit", "-qm", message, "--", *texts],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ["git", "-C", str(root), "commit", "-qm", message, "--", *texts]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise HostError(f"git does not commit: {done.stderr.strip()}", hint="the files are written; commit them")
 
 
-def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
+def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
     stale: list[dict[str, Any]] = []
+    lines = []
     for resolved in targets:
         name = resolved.lock_name
         drifts = _all_new(resolved.request) if resolved.lock is None else resolved.stale
         for drift in drifts:
             component, where = _where(resolved, drift.pin)
             stale.append({"lock": name, **asdict(drift), "component": component, "where": where})
-            if not as_json:
-                changed = f"{component or drift.pin}: {drift.locked or 'nothing'} → {drift.wanted or 'nothing'}"
-                print(f"{where}: {name} is stale: {changed}")
-        if not as_json and not drifts:
-            print(f"✓ {name} matches versions.yaml")
-    if as_json:
-        print_json({"fresh": not stale, "stale": stale})
-    elif stale:
+            changed = f"{component or drift.pin}: {drift.locked or 'nothing'} → {drift.wanted or 'nothing'}"
+            lines.append(f"{where}: {name} is stale: {changed}")
+        lines += [] if drifts else [f"✓ {name} matches versions.yaml"]
+    answer(args, {"fresh": not stale, "stale": stale}, lines)
+    if stale and not args.json:
         print("  → primus lock " + " ".join(sorted({resolved.name for resolved in targets})), file=sys.stderr)
     return 1 if stale else 0
 
@@ -282,13 +257,9 @@ def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:
         return {(f.kind, f.base or "", f.name): (f.version, f.sha256) for f in files}
 
     before, after = named(old), named(new)
+    absent = (None, "")
     return tuple(
-        Change(
-            kind=key[0],
-            name=key[2],
-            old=before[key][0] if key in before else None,
-            new=after[key][0] if key in after else None,
-        )
+        Change(kind=key[0], name=key[2], old=before.get(key, absent)[0], new=after.get(key, absent)[0])
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     )
@@ -301,16 +272,11 @@ def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
         return f"{head}; nothing changed"
     if all(change.old is None for change in changes) and len(changes) == len(lock.files):
         return f"{head}; new"
-    kinds = max(len(c.kind) for c in changes)
-    names = max(len(c.name) for c in changes)
-    olds = max(len(c.old or "—") for c in changes)
-    same = "(same version, different bytes)"
     rows = [
-        f"  {c.kind:<{kinds}}  {c.name:<{names}}  {c.old or '—':>{olds}} → {c.new or '—'}"
-        + (f"  {same}" if c.old == c.new else "")
+        (c.kind, c.name, c.old or "—", f"→ {c.new or '—'}", "(same version, different bytes)" if c.old == c.new else "")
         for c in changes
     ]
-    return "\n".join([f"{head}; {len(changes)} changed", *rows])
+    return "\n".join([f"{head}; {len(changes)} changed", *PLAIN.table(rows, right=(2,), indent="  ")])
 
 
 def _where(resolved: ResolvedTarget, pin: str) -> tuple[str, str]:
@@ -340,9 +306,7 @@ def _reported(path: Path | None) -> Iterator[None]:
     try:
         report = logging.FileHandler(path, mode="w", encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"the report cannot be written to {path}: {error.strerror}", hint="name another file: --report FILE"
-        ) from None
+        raise InputError(f"the report cannot be written to {path}: {error.strerror}") from None
     report.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     handlers = [report, *([logging.lastResort] if logging.lastResort else [])]
     for handler in handlers:

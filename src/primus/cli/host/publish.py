@@ -9,14 +9,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from primus.cli.host.common import SEVERAL, SOURCE, resolved_target, resolved_targets
-from primus.cli.verb import JSON, flag, folder, group, new_file, option, path, print_json, verb
+from primus.cli.verb import JSON, answer, flag, folder, group, new_file, option, path, verb
 from primus.errors import InputError
-from primus.gates.examined import examine
+from primus.gates.examined import Examined, examine
 from primus.plan.layers import plan_image
+from primus.plan.resolve import ResolvedTarget
 from primus.progress import choose_progress
 from primus.release import policy
 from primus.release.audit import audit as look_up
@@ -35,6 +37,7 @@ _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
 
 _POLICY = "policy.yaml"
+_TO = option("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)")
 _SIGNER = (
     option("--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"),
     flag("--keyless", "sign with cosign by your identity instead, which enters the public transparency log"),
@@ -52,21 +55,13 @@ PUBLISHED = group(
 
 @verb(
     *SEVERAL,
-    option("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)"),
+    _TO,
     flag("--preview", "publish as -preview: no validation on the GPU is needed, and the coverage gate may fail"),
-    option(
-        "--records",
-        type=folder("--records"),
-        metavar="DIR",
-        help="folder of validation records (default: out/validation)",
-    ),
+    option("--records", type=folder("--records"), metavar="DIR", help="validation records (default: out/validation)"),
     option("--policy", type=path("--policy"), metavar="FILE", help=f"what a release needs (default: {_POLICY})"),
     *_SIGNER,
     option(
-        "--sign-later",
-        type=folder("--sign-later"),
-        metavar="DIR",
-        help="push image and evidence without the tag, and write to DIR what `primus sign DIR` signs elsewhere",
+        "--sign-later", type=folder("--sign-later"), metavar="DIR", help="push without the tag; `primus sign DIR` signs"
     ),
     flag("--dry-run", "check and print only; contact no registry"),
     example="primus publish cpu --to registry.example.com/rocm/primus --dry-run",
@@ -81,8 +76,7 @@ def publish(args: argparse.Namespace) -> int:
     _check_repository(args.to, f"nox -s publish-{(args.target or ['TARGET'])[0]} -- --to docker.io/rocm/primus")
     targets, workspace = resolved_targets(args)
     for resolved in targets:
-        if resolved.choice.preview and not args.preview:
-            chosen = resolved.choice
+        if (chosen := resolved.choice).preview and not args.preview:
             print(f"! {resolved.name} is a preview of channel {chosen.channel}: {chosen.preview}", file=sys.stderr)
             print(f"  → {chosen.reason}; --preview publishes the preview", file=sys.stderr)
     if args.sign_later and (args.key or args.keyless):
@@ -92,37 +86,32 @@ def publish(args: argparse.Namespace) -> int:
     rules = policy.load(file) if args.policy or file.exists() else policy.Policy()
     records = (args.records or targets[0].root / "out" / "validation").absolute()
     plans = [plan_image(resolved, workspace.stats) for resolved in targets]
+    done: list[dict[str, Any]] = []
     with choose_progress(args.json) as progress:
         every = [
             prepare(plan, workspace, records=records, policy=rules, preview=args.preview, progress=progress)
             for plan in plans
         ]
         refused = any(ready.objections for ready in every)
-        done = []
         if not refused and not args.dry_run:
-            done = [
-                upload(ready, workspace.store, args.to, progress, signer=signer, later=args.sign_later)
-                for ready in every
-            ]
-    if args.json:
-        print_json({"published": done, "judged": [_row(ready) for ready in every], "passed": not refused})
-        return 1 if refused else 0
-    for line in _judgement(every, args.to) if refused or args.dry_run else ():
-        print(line)
+            sending = partial(upload, signer=signer, later=args.sign_later)
+            done = [sending(ready, workspace.store, args.to, progress) for ready in every]
+    lines = _judgement(every, args.to) if refused or args.dry_run else []
     for image in done:
         sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
         sent = f"sent {sizes}" if image["new"] else "already published"
-        print(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
-        if image["to_sign"]:
+        lines.append(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
+        if image["to_sign"] and not args.json:
             print(f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`", file=sys.stderr)
-        print(f"{args.to}@{image['digest']}")
+        lines.append(f"{args.to}@{image['digest']}")
+    answer(args, {"published": done, "judged": [_row(ready) for ready in every], "passed": not refused}, lines)
     return 1 if refused else 0
 
 
 @verb(
     option("tag", metavar="TAG", help="tag that moves, such as latest-cpu"),
     option("release", metavar="RELEASE", help="published release that it shall name, such as v26.11-cpu"),
-    option("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)"),
+    _TO,
     JSON,
     example="primus tag latest-cpu v26.11-cpu --to registry.example.com/rocm/primus",
 )
@@ -133,10 +122,8 @@ def tag(args: argparse.Namespace) -> int:
     """
     _check_repository(args.to, "primus tag latest-cpu v26.11-cpu --to docker.io/rocm/primus")
     before, digest = move_tag(Repository(args.to), args.tag, args.release)
-    if args.json:
-        print_json({"tag": f"{args.to}:{args.tag}", "old": before, "new": digest})
-    else:
-        print(f"{args.to}:{args.tag}: {before or 'new'} → {digest} ({args.release})")
+    line = f"{args.to}:{args.tag}: {before or 'new'} → {digest} ({args.release})"
+    answer(args, {"tag": f"{args.to}:{args.tag}", "old": before, "new": digest}, [line])
     return 0
 
 
@@ -167,10 +154,8 @@ def sign(args: argparse.Namespace) -> int:
         name, _, tag = ref.rpartition(":")
         there = Repository(name, lambda text: print(text, file=sys.stderr))
         done.append({"ref": ref, "digest": subject["digest"], "signed": finish(there, tag, subject, about, signer)})
-    if args.json:
-        print_json({"signed": done})
-    for image in () if args.json else done:
-        print(f"{image['ref']}: {image['signed']} statements signed\n{image['ref']}@{image['digest']}")
+    lines = (f"{row['ref']}: {row['signed']} statements signed\n{row['ref']}@{row['digest']}" for row in done)
+    answer(args, {"signed": done}, lines)
     return 0
 
 
@@ -186,10 +171,7 @@ def verify_published(args: argparse.Namespace) -> int:
     rules = policy.load(args.policy) if args.policy else None
     with choose_progress(args.json) as progress:
         result = verify_image(args.image, trust, policy=rules, say=progress.say)
-    if args.json:
-        print_json({**asdict(result), "passed": result.passed})
-    else:
-        print(verified_text(args.image, result))
+    answer(args, {**asdict(result), "passed": result.passed}, [verified_text(args.image, result)])
     return 0 if result.passed else 1
 
 
@@ -197,9 +179,7 @@ def verify_published(args: argparse.Namespace) -> int:
     option("what", metavar="SBOM|TARGET", help="SPDX file of `primus sbom --json`, or a built image"),
     *SOURCE,
     option("--osv", type=path("--osv"), metavar="PATH", required=True, help="OSV data: file, folder or all.zip"),
-    option(
-        "--accepted", type=path("--accepted"), metavar="FILE", help="accepted vulnerabilities, with reason and date"
-    ),
+    option("--accepted", type=path("--accepted"), metavar="FILE", help="accepted ones, with reason and date"),
     option("--vex", type=new_file("--vex", ".json"), metavar="FILE", help="write the result as OpenVEX"),
     JSON,
     example="primus audit cpu --osv osv/ --accepted accepted.yaml",
@@ -215,23 +195,25 @@ def audit(args: argparse.Namespace) -> int:
         bom: Any = read_json(file).data
     else:
         args.target = args.what
-        resolved, workspace = resolved_target(args)
-        with choose_progress(args.json) as progress:
-            examined = examine(plan_image(resolved, workspace.stats), workspace, progress)
+        resolved, examined = examined_target(args)
         bom = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
     findings, today = look_up(bom, args.osv, load_accepted(args.accepted)), datetime.now(tz=UTC)
     if args.vex:
         vex = openvex(findings, str(bom.get("name", "image")), today.strftime("%Y-%m-%dT%H:%M:%SZ"))
         args.vex.write_text(json.dumps(vex, indent=1) + "\n", encoding="utf-8")
     unsafe = [finding for finding in findings if finding.is_open(today.date())]
-    if args.json:
-        print_json({"findings": [asdict(finding) for finding in findings], "passed": not unsafe})
-    else:
-        for finding in findings:
-            print(f"{'✗' if finding in unsafe else '–'} {finding.sentence(today.date())}")
-        print(f"{'FAILED' if unsafe else 'passed'}: {counted(len(unsafe), 'finding')} to act on, "
-              f"{len(findings) - len(unsafe)} accepted")  # fmt: skip
+    lines = [f"{'✗' if finding in unsafe else '–'} {finding.sentence(today.date())}" for finding in findings]
+    verdict = f"{'FAILED' if unsafe else 'passed'}: {counted(len(unsafe), 'finding')} to act on"
+    document = {"findings": [asdict(finding) for finding in findings], "passed": not unsafe}
+    answer(args, document, [*lines, f"{verdict}, {len(findings) - len(unsafe)} accepted"])
     return 1 if unsafe else 0
+
+
+def examined_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Examined]:
+    """Resolve the requested target, and examine the layers of its image. Raises InputError if it is not built."""
+    resolved, workspace = resolved_target(args)
+    with choose_progress(args.json) as progress:
+        return resolved, examine(plan_image(resolved, workspace.stats), workspace, progress)
 
 
 def _signer(args: argparse.Namespace) -> Signer | None:

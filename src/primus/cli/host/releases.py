@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
-from primus.cli.host.common import PROJECT
-from primus.cli.verb import JSON, flag, folder, matching, option, path, print_json, verb
+from primus.cli.host.common import PROJECT, STORE
+from primus.cli.verb import JSON, answer, flag, matching, option, verb
 from primus.errors import InputError
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
@@ -44,19 +43,16 @@ def releases(args: argparse.Namespace) -> int:
     else:
         pinned = [_pinned(project, project.versions.release)] if project else []
         shown = (*pinned, *history.releases)
-    if args.json:
-        print_json({"releases": [asdict(release) for release in shown]})
-    elif args.name is not None:
-        print("\n\n".join(show.release_page(release, Screen.of()) for release in shown))
-    else:
-        print(show.release_list(shown, Screen.of()))
+    pages = [show.release_page(release, Screen.of()) for release in shown] if args.name is not None else []
+    text = "\n\n".join(pages) or show.release_list(shown, Screen.of())
+    answer(args, {"releases": [asdict(release) for release in shown]}, [text])
     return 0
 
 
 @verb(
     *(option(name, metavar=name.upper(), help=f"the {name}er side", complete=_releases) for name in ("old", "new")),
     PROJECT,
-    option("--store", type=folder("--store"), metavar="DIR", help="image store (default: .primus/store)"),
+    STORE,
     flag("--markdown", "print release notes in Markdown"),
     JSON,
     example="primus diff v26.11-cpu v26.12-cpu",
@@ -83,33 +79,23 @@ def diff(args: argparse.Namespace) -> int:
     known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
     compared = compare(old.release, new.release, *parts)
     difference = replace(compared, curves=curves, issues=tuple(map(str, known_issues)))
-    if args.json:
-        print_json(asdict(difference))
-    else:
-        print(show.notes(difference) if args.markdown else show.diff_page(difference, Screen.of()))
+    text = show.notes(difference) if args.markdown else show.diff_page(difference, Screen.of())
+    answer(args, asdict(difference), [text])
     return 0
 
 
 @verb(
     flag("--check", "write nothing; exit with code 1 if a file is out of date"),
-    option(
-        "--project", type=path("--project"), default=Path(), metavar="DIR", help="repository (default: this folder)"
-    ),
+    PROJECT,
     JSON,
     example="primus docs --check",
 )
 def docs(args: argparse.Namespace) -> int:
     """Generate all documents of the repository, or check that they are up to date."""
-    if not (args.project / "versions.yaml").is_file():
-        raise InputError(f"there is no versions.yaml in {args.project}")
-    names = tuple(documents.stale(args.project)) if args.check else documents.write(args.project)
-    if args.json:
-        print_json({"stale" if args.check else "written": names})
-    else:
-        for name in names:
-            print(f"{'out of date' if args.check else 'written'}: {name}")
-        if not names:
-            print("every generated file is up to date")
+    root = Project.find(args.project).root
+    names = tuple(documents.stale(root)) if args.check else documents.write(root)
+    lines = [f"{'out of date' if args.check else 'written'}: {name}" for name in names]
+    answer(args, {"stale" if args.check else "written": names}, lines or ["every generated file is up to date"])
     if args.check and names:
         print("  → nox -s docs updates them", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from primus.cli.host.common import ENGINE, SINGLE, SOURCE, TARGET, image_root
-from primus.cli.verb import option, print_json, verb
+from primus.cli.verb import answer, option, several, verb
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
 from primus.sandbox import images
@@ -38,13 +38,11 @@ def load(args: argparse.Namespace) -> int:
     if not _TAG.match(tag):
         raise InputError(f"--tag {tag!r} is not an image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
     image_id, sent = images.load(root, tag)
-    if args.json:
-        manifest = digest_of(root.manifest or b"")
-        print_json({"image_id": image_id, "tag": tag, "manifest": manifest, "bytes_sent": sent})
-        return 0
-    note = f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"
-    print(f"{tag}: {note}", file=sys.stderr)
-    print(image_id)
+    document = {"image_id": image_id, "tag": tag, "manifest": digest_of(root.manifest or b""), "bytes_sent": sent}
+    if not args.json:
+        note = f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"
+        print(f"{tag}: {note}", file=sys.stderr)
+    answer(args, document, [image_id])
     return 0
 
 
@@ -68,44 +66,16 @@ def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
     TARGET,
     _split_at_dashes,
     ENGINE,
-    option("-v", "--volume", action="append", default=[], metavar="SRC:DST[:ro]", help="mount a path of this machine"),
-    option(
-        "-e",
-        "--env",
-        action="append",
-        default=[],
-        metavar="K=V|K",
-        help="set a variable; K alone copies its value from your environment",
-    ),
-    option(
-        "--gpus",
-        default="none",
-        metavar="all|N|none",
-        help="GPUs of this machine: all, the first N or none (default: none)",
-    ),
-    option(
-        "--device",
-        action="append",
-        default=[],
-        metavar="DEV",
-        help="add a device: a node or folder in /dev, or a CDI name such as amd.com/gpu=0",
-    ),
+    several("--volume", "mount a path of this machine", "SRC:DST[:ro]", short="-v"),
+    several("--env", "set a variable; K alone takes its value from your environment", "K=V|K", short="-e"),
+    option("--gpus", default="none", metavar="all|N|none", help="GPUs: all, the first N or none (default: none)"),
+    several("--device", "add a device: a node or folder in /dev, or a CDI name such as amd.com/gpu=0", "DEV"),
     option("--memory", metavar="SIZE", help="memory limit, e.g. 2g"),
     option("--shm-size", metavar="SIZE", help="size of /dev/shm (default: 8g)"),
     option("--user", metavar="NAME|UID[:GID]", help="user in the container (default: the image's)"),
     option("--workdir", metavar="DIR", help="working directory (default: the image's)"),
-    option(
-        "--network",
-        choices=("none", "host"),
-        default="none",
-        help="none: loopback only; host: this machine's network (default: none)",
-    ),
-    option(
-        "--entrypoint",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="use the image's entrypoint (default: yes)",
-    ),
+    option("--network", choices=("none", "host"), default="none", help="none: loopback only; host: this machine's"),
+    option("--no-entrypoint", action="store_false", dest="entrypoint", help="leave out the image's entrypoint"),
     option("-t", "--tty", action="store_true", default=None, help="always allocate a terminal"),
     *SOURCE,
     example="primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10",

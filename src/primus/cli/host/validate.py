@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from primus.cli.host.common import ENGINE, OFFLINE, SINGLE, resolved_target
-from primus.cli.verb import flag, folder, matching, option, print_json, verb
+from primus.cli.verb import answer, flag, folder, matching, option, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
 from primus.gates.check import Gatekeeper
@@ -36,37 +36,18 @@ def _recipes() -> list[str]:
 @verb(
     *SINGLE,
     OFFLINE,
-    option(
-        "--recipe",
-        metavar="NAME",
-        help="recipe to train (default: those that the target names)",
-        complete=matching(_recipes),
-    ),
+    option("--recipe", metavar="NAME", help="recipe to train (default: the target's)", complete=matching(_recipes)),
     option(
         "--suite",
         choices=LEVELS,
-        help="quick: one run; standard: also repeated, resumed and with a split batch; full: also in another layout "
-        "and in every precision. With this option, every recipe of the target is trained by every backend and in every "
-        "mode that it supports, in the target's precisions (trained_in)",
+        help="train every recipe of the target by every backend and in every mode that it supports. quick: one run; "
+        "standard: also repeated, resumed and with a split batch; full: also in another layout and every precision",
     ),
     flag("--again", "also run what has already passed for the same image and recipe"),
-    flag(
-        "--record-golden",
-        "write the FP32 curves of all recipes, or of --recipe, to benchmarks/golden, to compare later validations and "
-        "releases with; needs --suite, and implies --again",
-    ),
-    option(
-        "--output",
-        type=folder("--output"),
-        metavar="DIR",
-        help="folder for records and reports (default: out/validation)",
-    ),
+    flag("--record-golden", "write the FP32 curves to benchmarks/golden; needs --suite, and implies --again"),
+    option("--output", type=folder("--output"), metavar="DIR", help="records and reports (default: out/validation)"),
     ENGINE,
-    option(
-        "--gpus",
-        metavar="all|N|none",
-        help="GPUs of this machine to use (default: all if the target is for them, otherwise none)",
-    ),
+    option("--gpus", metavar="all|N|none", help="GPUs to use (default: all if the target is for them)"),
     flag("--dry-run", "print the jobs; build and train nothing"),
     flag("--no-build", "validate the image in the store without building"),
     example="primus validate cpu --suite quick",
@@ -89,7 +70,7 @@ def validate(args: argparse.Namespace) -> int:
         print(f"GPUs: {', '.join(gpus.names) or f'none ({gpus.why})'}", file=sys.stderr)
     cells = _cells(resolved, gpus.gpu, recipe=args.recipe, level=args.suite)
     if args.dry_run:
-        _show(cells, resolved, as_json=args.json)
+        _show(cells, resolved, args)
         return 0
     if args.no_build:
         plan = plan_image(resolved, workspace.stats)
@@ -119,31 +100,25 @@ def validate(args: argparse.Namespace) -> int:
             keep=args.recipe is not None,
         )
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
-    if args.json:
-        print_json(records if len(cells) > 1 or args.suite else records[0])
-    elif len(validated) == 1:
-        print(Screen.of().fit(outcome_text(records[0], validated[0].folder)))
-    else:
-        print(Screen.of().fit(table(validated)))
+    text = outcome_text(records[0], validated[0].folder) if len(validated) == 1 else table(validated)
+    document = records if len(cells) > 1 or args.suite else records[0]
+    answer(args, document, [Screen.of().fit(text)])
     return 0 if all(record["passed"] for record in records) else 1
 
 
-def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, *, as_json: bool) -> None:
+def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> None:
     recipes = resolved.root / "recipes"
     planned = [
-        (cell, level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes)) for cell, level in cells
+        (str(cell), level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes))
+        for cell, level in cells
     ]
-    if as_json:
-        rows = [
-            {"cell": str(cell), "suite": level, "jobs": [shlex.join(["primus", *job.arguments()]) for job in jobs]}
-            for cell, level, jobs in planned
-        ]
-        print_json(rows)
-        return
-    table = [(str(cell), level, str(len(jobs))) for cell, level, jobs in planned]
-    for line in Screen.of().table(table, head=("recipe", "suite", "jobs"), right=(2,)):
-        print(line)
-    print(f"{counted(sum(len(jobs) for *_, jobs in planned), 'job')} in {resolved.ref}")
+    rows = [
+        {"cell": cell, "suite": level, "jobs": [shlex.join(["primus", *job.arguments()]) for job in jobs]}
+        for cell, level, jobs in planned
+    ]
+    table = [(cell, level, str(len(jobs))) for cell, level, jobs in planned]
+    lines = Screen.of().table(table, head=("recipe", "suite", "jobs"), right=(2,))
+    answer(args, rows, [*lines, f"{counted(sum(len(jobs) for *_, jobs in planned), 'job')} in {resolved.ref}"])
 
 
 def _cells(

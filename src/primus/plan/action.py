@@ -36,8 +36,7 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """The instructions and inputs of one unit of work. ``spec`` holds the instructions for the kind's executor as
-    JSON data.
+    """The inputs of one unit of work, and ``spec``, the instructions for the kind's executor as JSON data.
 
     ``files`` are the locked files that it reads. ``tree`` are the local files (path, kind, sha256) of the folder
     ``root``. Both enter the key as hashes in ``inputs``. ``needs`` are the actions whose result affects its bytes.
@@ -75,10 +74,8 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlan:
-    """The plan of one image: the actions of its layers, bottom first, and the other contents of its config and
-    manifest.
-
-    ``resolved`` is the target that was planned. Later steps look nothing up elsewhere.
+    """The plan of one image: its target, the actions of its layers, bottom first, and what else its config and manifest
+    contain. Later steps look nothing up elsewhere.
     """
 
     resolved: ResolvedTarget = field(repr=False, compare=False)
@@ -123,9 +120,7 @@ class ImagePlan:
 
 
 def tree_record(plan: ImagePlan) -> dict[str, Any]:
-    """Return everything that the plan was made from, for a later ``explain``: the inputs of each action, and the
-    files of local trees.
-    """
+    """Return everything that the plan was made from, for a later ``explain``."""
     return {
         "actions": {
             action.name: {

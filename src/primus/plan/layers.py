@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import zstandard
 
@@ -14,26 +15,9 @@ from primus.errors import InputError
 from primus.gpucode.bundles import FORMAT
 from primus.oci.canonical import key_of
 from primus.oci.layer import assembler
+from primus.plan import skeleton
 from primus.plan.action import Action, ImagePlan, Input
 from primus.plan.resolve import ResolvedTarget, with_lock
-from primus.plan.skeleton import (
-    BYTECODE,
-    CONSTRAINTS,
-    ORDER,
-    TRIM,
-    VARIANT,
-    WHEEL_SCRIPT,
-    Inline,
-    Prefix,
-    console_script,
-    constraints,
-    distribution,
-    environment,
-    image_config,
-    manifest_annotations,
-    shell_setup,
-    working_folders,
-)
 from primus.plan.target import build_root, extra_root
 from primus.plan.workspace import StatIndex
 from primus.versions.components import Base, Build, Pin
@@ -48,13 +32,16 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
 
     Raises InputError if the lock lacks a file that the target needs.
     """
-    return _Planner(resolved, stats).plan()
+    planner, constraints = _Planner(resolved, stats), skeleton.constraints(resolved)
+    return ImagePlan(
+        resolved=resolved,
+        layers=tuple(planner.layers(constraints)),
+        config=skeleton.image_config(resolved, planner.prefix if planner.base_name else None, constraints),
+        annotations=skeleton.manifest_annotations(resolved),
+    )
 
 
-def plan_images(
-    targets: Sequence[ResolvedTarget],
-    stats: StatIndex,
-) -> list[ImagePlan]:
+def plan_images(targets: Sequence[ResolvedTarget], stats: StatIndex) -> list[ImagePlan]:
     """Return the plans of the targets. Raises InputError for a missing or stale lock."""
     return [plan_image(with_lock(target), stats) for target in targets]
 
@@ -68,78 +55,64 @@ class _Planner:
     def tool(self) -> Input:
         return Input(name="assembler", value=assembler())
 
-    @cached_property
-    def base_name(self) -> str | None:
-        return self.resolved.choice.base
+    @property
+    def base_name(self) -> str:
+        return self.resolved.choice.base or ""
 
-    @cached_property
+    # Only a target with a base has what follows.
+
+    @property
     def base(self) -> Base:
-        return self.resolved.versions.bases[self.base_name or ""]
+        return self.resolved.versions.bases[self.base_name]
 
     @cached_property
-    def prefix(self) -> Prefix | None:
-        return Prefix(python=".".join(self.base.python.split(".")[:2])) if self.base_name else None
+    def prefix(self) -> skeleton.Prefix:
+        return skeleton.Prefix(python=".".join(self.base.python.split(".")[:2]))
 
     @cached_property
+    def root(self) -> tuple[Action, ...]:
+        return self.root_called(self.base_name) if self.base_name else ()
+
+    @property
     def lock(self) -> Lock:
         if self.resolved.lock is None:
             raise InputError(f"{self.resolved.name} has no lock yet", hint=self.resolved.lock_command)
         return self.resolved.lock
 
-    def plan(self) -> ImagePlan:
-        constraint_text = constraints(self.resolved)
-        layers = self.layers(constraint_text)
-        self.check_names(layers)
-        return ImagePlan(
-            resolved=self.resolved,
-            layers=tuple(layers),
-            config=image_config(self.resolved, self.prefix, constraint_text),
-            annotations=manifest_annotations(self.resolved),
-        )
-
-    def layers(self, constraint_text: str) -> list[Action]:
-        resolved, layers = self.resolved, list[Action]()
-        if self.prefix and self.base_name:
-            layers += self.root(self.base_name)
+    def layers(self, constraints: str) -> list[Action]:
+        resolved, layers = self.resolved, list(self.root)
+        if self.base_name:
             if self.base.kernels:
-                layers.append(self.kernels(self.base_name))
+                layers.append(self.kernels())
             # The environment sees the base's own Python packages only if one of them is pinned.
             system = any(pin.deb for pin in resolved.pins.values())
-            layers.append(self.inline("environment", environment(self.prefix, system)))
-        layers += self.components(tuple(a for a in layers if a.kind in ("image", "debs")))
-        if self.prefix and self.base_name:
-            layers += [self.extra(self.base_name, extra) for extra in resolved.extras]
+            layers.append(self.inline("environment", skeleton.environment(self.prefix, system)))
+        layers += self.components()
+        if self.base_name:
+            layers += [self.extra(extra) for extra in resolved.extras]
             entries = {"etc/primus/image.json": {"text": json.dumps(_facts(resolved), indent=1) + "\n"}}
-            if constraint_text:
-                entries[CONSTRAINTS] = {"text": constraint_text}
+            if constraints:
+                entries[skeleton.CONSTRAINTS] = {"text": constraints}
             layers.append(self.inline("facts", entries))
+        # Gates and records know layers by their names, so they would miss one of two.
+        names = [action.name for action in layers]
+        if name := next((name for name in resolved.pins if names.count(name) > 1), None):
+            raise InputError(
+                f"no component can be called {name!r}, because a layer of {resolved.name} has this name",
+                where=resolved.pin_place(name, resolved.pins[name]),
+                hint="give it another name",
+            )
         return layers
 
-    def check_names(self, layers: Iterable[Action]) -> None:
-        """Raise InputError for a component that is called like a layer of the engine. Gates and records know layers
-        by their names, so they would miss one of the two.
-        """
-        seen: set[str] = set()
-        for action in layers:
-            if action.name in seen:
-                pin = self.resolved.pins.get(action.name)
-                owner = f"a layer of {self.resolved.name} has this name"
-                where = self.resolved.pin_place(action.name, pin) if pin else None
-                raise InputError(
-                    f"no component can be called {action.name!r}, because {owner}",
-                    where=where,
-                    hint="give it another name",
-                )
-            seen.add(action.name)
-
-    def inline(self, name: str, entries: Inline) -> Action:
+    def inline(self, name: str, entries: skeleton.Inline) -> Action:
         content = Input(name="content", value=key_of(entries))
         return Action(name=name, kind="files", inputs=(self.tool, content), spec={"inline": entries})
 
     # The root file system
 
-    def root(self, base: str, root: str = "") -> tuple[Action, ...]:
-        where = self.resolved.base_place(base)
+    def root_called(self, root: str) -> tuple[Action, ...]:
+        """Return the layers of the base, or of the ``root`` of a build, which is the base with more packages."""
+        where = self.resolved.base_place(self.base_name)
         layers = tuple(
             Action(
                 name=f"base {layer.name}",
@@ -147,37 +120,43 @@ class _Planner:
                 inputs=(Input(name=layer.name, value=f"sha256:{layer.sha256}", where=where),),
                 files=(layer,),
             )
-            for layer in self.lock.of("layer", root or base)
+            for layer in self.lock.of("layer", root)
         )
         if self.base.image and not layers:
-            sentence = f"the lock of {self.resolved.name} has no layers for {root or base}"
-            raise InputError(sentence, hint=self.resolved.lock_command)
-        if self.base.image and not (self.base.packages or root):
+            self.refuse_lock("layers", root)
+        if self.base.image and not self.base.packages and root == self.base_name:
             return layers
-        return (*layers, self.packages(base, root))
+        return (*layers, self.packages(root, where))
 
-    def packages(self, base: str, root: str) -> Action:
-        debs, where, about = self.lock.of("deb", root or base), self.resolved.base_place(base), self.base
+    def packages(self, root: str, where: str) -> Action:
+        debs, base = self.lock.of("deb", root), self.base
         if not debs:
-            sentence = f"the lock of {self.resolved.name} has no packages for {root or base}"
-            raise InputError(sentence, hint=self.resolved.lock_command)
-        kernels = {"kernels": _patterns(about)} if about.kernels else {}
-        over = {"over": about.image} if about.image else {}
+            self.refuse_lock("packages", root)
         return Action(
-            name=f"base {root or base}",
+            name=f"base {root}",
             kind="debs",
             inputs=(
                 self.tool,
-                Input(name="suite", value=about.suite, where=where),
+                Input(name="suite", value=base.suite, where=where),
                 # Not part of the spec, which also affects builds in this root: both ways give the same packages.
-                *([] if about.image else [Input(name="variant", value=VARIANT)]),
+                *([] if base.image else [Input(name="variant", value=skeleton.VARIANT)]),
                 *_locked(debs, where),
             ),
-            spec={"suite": about.suite, "trim": list(TRIM), **kernels, **over},
+            spec={
+                "suite": base.suite,
+                "trim": list(chain(*skeleton.trim().values())),
+                **({"kernels": _patterns(base)} if base.kernels else {}),
+                **({"over": base.image} if base.image else {}),
+            },
             files=debs,
         )
 
-    def extra(self, base: str, extra: str) -> Action:
+    def refuse_lock(self, what: str, root: str) -> None:
+        sentence = f"the lock of {self.resolved.name} has no {what} for {root}"
+        raise InputError(sentence, hint=self.resolved.lock_command)
+
+    def extra(self, extra: str) -> Action:
+        base = self.base_name
         debs = self.lock.of("deb", extra_root(base, extra))
         if not debs:
             raise InputError(
@@ -189,19 +168,19 @@ class _Planner:
             name=f"extra {extra}",
             kind="debs",
             inputs=(self.tool, *_locked(debs, self.resolved.base_place(base, "extras", extra))),
-            spec={"suite": self.base.suite, "trim": list(TRIM), "over": base},
+            spec={"suite": self.base.suite, "trim": list(chain(*skeleton.trim().values())), "over": base},
             files=debs,
         )
 
-    def kernels(self, base: str) -> Action:
+    def kernels(self) -> Action:
         resolved = self.resolved
         if resolved.arch is None:
             raise InputError(
-                f"base {base} has separate kernel files per GPU, but {resolved.name} has no GPU",
+                f"base {self.base_name} has separate kernel files per GPU, but {resolved.name} has no GPU",
                 where=resolved.place(),
                 hint="set `gpu`",
             )
-        debs = tuple(file for file in self.lock.of("deb", base) if file.name in self.base.kernels)
+        debs = tuple(file for file in self.lock.of("deb", self.base_name) if file.name in self.base.kernels)
         rewriter = f"fat binary {FORMAT}, zstandard {zstandard.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
         return Action(
             name=f"kernels {resolved.arch}",
@@ -209,7 +188,7 @@ class _Planner:
             inputs=(
                 self.tool,
                 Input(name="fat binaries", value=rewriter),
-                *_locked(debs, resolved.base_place(base)),
+                *_locked(debs, resolved.base_place(self.base_name)),
             ),
             spec={"arch": resolved.arch, "kernels": _patterns(self.base)},
             files=debs,
@@ -217,7 +196,7 @@ class _Planner:
 
     # Components
 
-    def components(self, root: tuple[Action, ...]) -> list[Action]:
+    def components(self) -> list[Action]:
         resolved, pins = self.resolved, self.resolved.pins
         wheels = {file.name: file for file in resolved.lock.of("wheel")} if resolved.lock else {}
         layers: dict[str, Action] = {}
@@ -228,10 +207,9 @@ class _Planner:
                 self.check_deb(pin, where)
             elif pin.path is not None:
                 layers[component] = self.folder(component, pin, where)
-            elif self.prefix is None:
-                raise InputError(
-                    f"{component} is a Python package, but target {resolved.name} has no base for it", where=where
-                )
+            elif not self.base_name:
+                sentence = f"{component} is a Python package, but target {resolved.name} has no base for it"
+                raise InputError(sentence, where=where)
             elif pin.wheel is not None:
                 wheel = wheels.pop(normalised(pin.wheel), None)
                 if wheel is None or wheel.version != pin.version:
@@ -241,23 +219,19 @@ class _Planner:
                         where=where,
                         hint=resolved.lock_command,
                     )
-                layers[component] = self.wheels(component, (wheel,), where, root, self.prefix, without=pin.without)
+                layers[component] = self.wheels(component, (wheel,), where, without=pin.without)
             else:
-                built = self.build(pin, where, root, self.prefix, layers)
-                layers[component] = self.wheels(component, (), where, root, self.prefix, built)
-        closure = self.closure("python", wheels.values(), root, self.prefix) if self.prefix else []
+                layers[component] = self.wheels(component, (), where, built=self.build(pin, where, layers))
+        closure = self.closure("python", wheels.values()) if self.base_name else []
         ordered = [layers[component] for component in pins if component in layers]
         # Local trees change most often, so they lie on top.
         return [*closure, *sorted(ordered, key=lambda action: action.kind == "files")]
 
-    def closure(
-        self, name: str, wheels: Iterable[LockedFile], root: tuple[Action, ...], prefix: Prefix
-    ) -> list[Action]:
+    def closure(self, name: str, wheels: Iterable[LockedFile]) -> list[Action]:
         wheels, where = tuple(wheels), self.resolved.lock_name
         small = tuple(file for file in wheels if file.size < _OWN_LAYER)
-        large = (file for file in wheels if file.size >= _OWN_LAYER)
-        layers = [self.wheels(f"python-{file.name}", (file,), where, root, prefix) for file in large]
-        return [*layers, self.wheels(name, small, where, root, prefix)] if small else layers
+        layers = [self.wheels(f"python-{f.name}", (f,), where) for f in wheels if f.size >= _OWN_LAYER]
+        return [*layers, self.wheels(name, small, where)] if small else layers
 
     def check_deb(self, pin: Pin, where: str) -> None:
         base = self.base_name
@@ -281,15 +255,14 @@ class _Planner:
                     where=where,
                     hint="copy it into the repository",
                 )
-        tree = tuple(self.stats.tree(root, pin.include))
-        to, site = pin.to or "/", self.prefix.site if self.prefix else ""
-        if not site and "{site}" in to:
+        tree, to = tuple(self.stats.tree(root, pin.include)), pin.to or "/"
+        if "{site}" in to and not self.base_name:
             sentence = f"{component} is installed with the Python packages, but its target has no base"
             raise InputError(sentence, where=where)
-        to = to.replace("{site}", site).strip("/")
-        extra = dict(working_folders(to, (path for path, _, _ in tree)))
+        to = (to.replace("{site}", self.prefix.site) if "{site}" in to else to).strip("/")
+        extra = dict(skeleton.working_folders(to, (path for path, _, _ in tree)))
         if component == "primus":
-            extra = {**distribution(to), **console_script(to), **shell_setup(to)}
+            extra = {**skeleton.distribution(to), **skeleton.console_script(to), **skeleton.shell_setup(to)}
         # Names of inputs must differ, or the key would lack one of them.
         name = f"./{pin.path}" if pin.path in ("assembler", "to") else pin.path or ""
         return Action(
@@ -310,13 +283,12 @@ class _Planner:
         name: str,
         files: tuple[LockedFile, ...],
         where: str,
-        root: tuple[Action, ...],
-        prefix: Prefix,
+        *,
         built: Action | None = None,
         without: Sequence[str] = (),
     ) -> Action:
         # The image's own interpreter compiles the bytecode, so its packages, not the whole base, are an input.
-        python = [i for action in root for i in action.inputs if "python3" in i.name]
+        python = [i for action in self.root for i in action.inputs if "python3" in i.name]
         return Action(
             name=name,
             kind="wheels",
@@ -324,22 +296,20 @@ class _Planner:
                 self.tool,
                 *_locked(files, where),
                 *python,
-                Input(name="bytecode", value="sha256:" + self.stats.sha256(str(BYTECODE))),
+                Input(name="bytecode", value="sha256:" + self.stats.sha256(str(skeleton.BYTECODE))),
             ),
             spec={
-                "prefix": prefix.root,
-                "python": prefix.python,
+                "prefix": self.prefix.root,
+                "python": self.prefix.python,
                 "built": built.key if built else None,
                 **({"without": list(without)} if without else {}),
             },
             needs=(built,) if built else (),
             files=files,
-            tools=root,
+            tools=self.root,
         )
 
-    def build(
-        self, pin: Pin, where: str, base: tuple[Action, ...], prefix: Prefix, components: Mapping[str, Action]
-    ) -> Action:
+    def build(self, pin: Pin, where: str, components: Mapping[str, Action]) -> Action:
         resolved, package, build = self.resolved, normalised(pin.source or ""), pin.build or Build()
         sources = self.lock.of("git" if pin.git else "sdist")
         source = next((file for file in sources if file.name == package), None)
@@ -350,12 +320,10 @@ class _Planner:
                 hint=resolved.lock_command,
             )
         root, wheels = build_root(package), self.lock.of("wheel", build_root(package))
-        system = self.root(self.base_name or "", root) if build.debs else base
+        system = self.root_called(root) if build.debs else self.root
         if lacking := [name for name in build.built if name not in components]:
-            raise InputError(
-                f"{pin.text} is built with {lacking[0]}, which {resolved.name} lacks or builds with other packages",
-                where=where,
-            )
+            why = f"{resolved.name} lacks or builds with other packages"
+            raise InputError(f"{pin.text} is built with {lacking[0]}, which {why}", where=where)
         built = [components[name] for name in build.built]
         variables = dict(build.environment)
         if pin.git:
@@ -363,15 +331,15 @@ class _Planner:
             variables.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION", pin.version or "")
         layers: list[Action] = []
         if wheels or built:
-            layers.append(self.inline("environment", environment(prefix, system=True)))
-            layers += self.closure(f"wheels of {root}", wheels, base, prefix)
+            layers.append(self.inline("environment", skeleton.environment(self.prefix, system=True)))
+            layers += self.closure(f"wheels of {root}", wheels)
         packages = [*(file for action in system for file in action.files), *wheels]
         return Action(
             name=f"build {package}",
             kind="build",
             inputs=(
                 Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),
-                Input(name="sorted folders", value="sha256:" + self.stats.sha256(str(ORDER))),
+                Input(name="sorted folders", value="sha256:" + self.stats.sha256(str(skeleton.ORDER))),
                 *(
                     Input(name=f"{file.kind} {file.name}", value=f"{file.version} sha256:{file.sha256}", where=where)
                     for file in packages
@@ -380,8 +348,8 @@ class _Planner:
             ),
             spec={
                 "package": package,
-                "script": WHEEL_SCRIPT,
-                "python": prefix.interpreter if layers else f"/usr/bin/python{prefix.python}",
+                "script": skeleton.wheel_script(),
+                "python": self.prefix.interpreter if layers else f"/usr/bin/python{self.prefix.python}",
                 "environment": {**variables, "PREPARE": build.prepare},
                 "root": [action.spec for action in system],
             },

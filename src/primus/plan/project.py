@@ -51,11 +51,8 @@ class Project:
         """Return the project at ``start``, or else the nearest one from the current folder upwards."""
         folder = start.absolute() if start else cls.here()
         if folder is None or not os.path.lexists(folder / "versions.yaml"):
-            if folder and folder.exists() and not folder.is_dir():
-                raise InputError(f"{folder} is not a folder", hint="--project names the folder that has versions.yaml")
-            where = f"{folder}" if folder else f"{Path.cwd()} or above it"
             hint = "change to a checkout of the project, or name its folder with --project"
-            raise InputError(f"there is no versions.yaml in {where}", hint=hint)
+            raise InputError(f"there is no versions.yaml in {folder or f'{Path.cwd()} or above it'}", hint=hint)
         return cls(folder, store=store, channel=channel)
 
     @staticmethod
@@ -65,10 +62,9 @@ class Project:
         return next((f for f in (current, *current.parents) if os.path.lexists(f / "versions.yaml")), None)
 
     @cached_property
-    def _versions(self) -> tuple[Versions, Document]:
-        document = self._document(self.root / "versions.yaml")
-        versions = build(Versions, document)
-        names = self.target_names()
+    def versions(self) -> Versions:
+        """The pins. Raises InputError for a pin of a target that does not exist."""
+        versions, names = build(Versions, self.versions_document), self.target_names()
         for component, about in versions.components.items():
             for index, pin in enumerate(about.pins):
                 for number, target in enumerate(pin.targets):
@@ -77,19 +73,15 @@ class Project:
                     # A GPU's name, or a name that resembles no target, may be a target that this checkout does not
                     # contain.
                     if hint := did_you_mean(target, names):
-                        where = document.where(("components", component, "pins", index, "targets", number))
+                        key = ("components", component, "pins", index, "targets", number)
+                        where = self.versions_document.where(key)
                         raise InputError(f"no target is called {target!r}", where=where, hint=hint)
-        return versions, document
+        return versions
 
-    @property
-    def versions(self) -> Versions:
-        """The pins."""
-        return self._versions[0]
-
-    @property
+    @cached_property
     def versions_document(self) -> Document:
         """The parsed text of versions.yaml, with places."""
-        return self._versions[1]
+        return self._document(self.root / "versions.yaml")
 
     def target_names(self) -> list[str]:
         """The names of the targets, one file each in images/."""
@@ -104,7 +96,7 @@ class Project:
             path = self.root / "images" / f"{name}.yaml"
             names = self.target_names()
             if name not in names:
-                hint = did_you_mean(name, names) or "targets: " + (", ".join(names) or "none; images/ has no NAME.yaml")
+                hint = did_you_mean(name, names) or f"targets: {', '.join(names) or 'none'}"
                 raise InputError(f"no target is called {name!r}", hint=hint)
             if not _TARGET.fullmatch(name):
                 raise InputError(
@@ -143,7 +135,7 @@ class Project:
 
     def choice(self, name: str) -> Choice:
         """Return the channel that builds the target."""
-        return choose(name, self.target(name), self._channel, lambda c: self._lock_path(name, c).is_file())
+        return choose(name, self.target(name), self._channel, lambda channel: self._lock_path(name, channel).is_file())
 
     def lock_path(self, name: str) -> Path:
         """Return the path of the target's committed lock."""
@@ -154,13 +146,14 @@ class Project:
 
     def locked_files(self) -> set[str]:
         """The SHA-256 hashes of the files in the locks of all targets and channels."""
-        paths = sorted((self.root / "images" / "locks").glob("*/*.json"))
-        locks = (load_lock(path, str(path.relative_to(self.root))) for path in paths)
+        locks = map(self._lock, sorted((self.root / "images" / "locks").glob("*/*.json")))
         return {file.sha256 for lock in locks if lock for file in lock.files}
 
     def lock(self, name: str) -> Lock | None:
         """Return the target's lock, or None if it has none yet."""
-        path = self.lock_path(name)
+        return self._lock(self.lock_path(name))
+
+    def _lock(self, path: Path) -> Lock | None:
         return load_lock(path, str(path.relative_to(self.root)))
 
     def _document(self, path: Path, name: str | None = None) -> Document:
@@ -200,20 +193,17 @@ def choose(name: str, target: Target, requested: str | None, locked: Callable[[s
     The choice depends on locks, not on the network, so the same checkout chooses the same channel on every machine.
     ``locked`` returns whether a channel has a lock. Raises InputError for a channel that the target does not have.
     """
-    if requested is not None:
-        if requested not in target.channels:
-            raise InputError(f"{name} has no channel {requested!r}", hint="its channels: " + ", ".join(target.channels))
-        return _choice(target, requested, "selected by --channel")
-    for channel in target.channels:
-        if locked(channel):
-            better = target.channels[: target.channels.index(channel)]
-            reason = "the only channel" if len(target.channels) == 1 else "the best channel with a lock"
-            if better:
-                reason += f"; {', '.join(better)} has none here (primus lock {name} --channel {better[0]})"
-            return _choice(target, channel, reason)
-    return _choice(target, target.channels[0], "the best channel; none has a lock yet")
-
-
-def _choice(target: Target, channel: str, reason: str) -> Choice:
+    channel = requested or next(filter(locked, target.channels), None)
+    if channel is None:
+        channel, reason = target.channels[0], "the best channel; none has a lock yet"
+    elif channel not in target.channels:
+        raise InputError(f"{name} has no channel {channel!r}", hint="its channels: " + ", ".join(target.channels))
+    elif requested:
+        reason = "selected by --channel"
+    else:
+        better = target.channels[: target.channels.index(channel)]
+        reason = "the only channel" if len(target.channels) == 1 else "the best channel with a lock"
+        if better:
+            reason += f"; {', '.join(better)} has none here (primus lock {name} --channel {better[0]})"
     base = target.bases.get(channel, target.base)
     return Choice(channel=channel, base=base, preview=target.previews.get(channel), reason=reason)

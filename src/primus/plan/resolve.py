@@ -30,9 +30,8 @@ class ResolvedTarget:
     """One target of a project, read and checked. Later steps take this and nothing wider.
 
     ``pins`` are by component, in the target's order. ``inside`` are the pins of components that are part of other
-    components' files. ``lock`` is the committed lock, or None; it may be stale (see :attr:`stale`). ``lock_path``
-    is its path. ``environment`` has the variables of every container. ``extras`` are the optional layers. ``root``
-    is the folder that paths of local components are relative to.
+    components' files. ``lock`` is the committed lock; it may be stale (see :attr:`stale`). ``environment`` has the
+    variables of every container, ``extras`` the optional layers. ``root`` is the project's folder.
     """
 
     name: str
@@ -153,19 +152,20 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     """
     target, document = project.target(name), project.target_document(name)
     choice, versions = project.choice(name), project.versions
-    gpu = None
-    if target.gpu is not None:
-        try:
-            gpu = generation(target.gpu, project.gpus)
-        except InputError as error:
-            raise InputError(error.message, where=error.where or document.where(("gpu",)), hint=error.hint) from None
-    where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
-    more = target.more.get(choice.channel, ())
-    where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}
+
+    def place(*key: str | int) -> str:
+        return document.where(key)
+
+    try:
+        gpu = generation(target.gpu, project.gpus) if target.gpu is not None else None
+    except InputError as error:
+        raise InputError(error.message, where=error.where or place("gpu"), hint=error.hint) from None
+    where = {c: place("components", i) for i, c in enumerate(target.components)}
+    where |= {c: place("more", choice.channel, i) for i, c in enumerate(target.more.get(choice.channel, ()))}
     pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else None, where)
     base = versions.bases.get(choice.base or "")
     packages = {name_of(p) for p in base.packages} if base else set()
-    extras = extras_of(versions, target, choice.channel, choice.base, lambda *key: document.where(key))
+    extras = extras_of(versions, target, choice.channel, choice.base, place)
     return ResolvedTarget(
         name=name,
         root=project.root,
@@ -176,7 +176,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         inside=inside_of(versions, name, choice.sources, pins, packages),
         extras=extras,
         gpu=gpu,
-        environment=environment_of(target, project.gpus if gpu else None, lambda *key: document.where(key)),
+        environment=environment_of(target, project.gpus, place),
         request=request_of(versions, name, choice.channel, choice.base, pins, extras),
         lock=project.lock(name),
         lock_path=project.lock_path(name),
@@ -201,23 +201,20 @@ def lock_target(
 ) -> ResolvedTarget:
     """Resolve the target's request to exact files and ``write`` its lock; see :func:`primus.versions.relock.resolve`.
 
-    An error about a package, an image or a repository gets the line of its pin.
+    An error about a package gets the line of its pin.
     """
     # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock does not need.
     from primus.programs import with_packages
     from primus.versions import relock
 
-    previous, request = resolved.lock, resolved.request
-    call = partial(
-        relock.resolve, request, previous=previous, refresh=refresh, gone=gone, shared=shared, progress=progress
-    )
+    call = partial(relock.resolve, resolved.request, previous=resolved.lock, refresh=refresh, gone=gone, shared=shared)
     try:
-        lock = with_packages(call, say=progress.say)
+        lock = with_packages(partial(call, progress=progress), say=progress.say)
     except PrimusError as error:
         if error.where is None and error.about:
             error.where = resolved.pin_of(error.about)[1] or None
         raise
-    if write and lock != previous:
+    if write and lock != resolved.lock:
         write_file(resolved.lock_path, dumps(lock))
     return replace(resolved, lock=lock)
 

@@ -6,14 +6,16 @@ Entries are plain data (path → text or link, mode), because they are part of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from primus import __version__
 from primus.oci.tar import Entry
 from primus.versions.lock import normalised
+from primus.yamlfile import read_values
 
 if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
@@ -26,91 +28,29 @@ CONSTRAINTS = "etc/primus/constraints.txt"
 _COMMANDS = f"/{WORKSPACE}/bin"
 _SOURCE = "https://github.com/AMD-AGI/Primus"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
-# A login shell starts with the distribution's own PATH. Run no program here: a shell must open at once.
-_PROFILE = """\
-case ":$PATH:" in
-*:/{bin}:*) ;;
-*) PATH="/{bin}:$PATH:{commands}" ;;
-esac
-export PATH
-if [ -n "${{BASH_VERSION-}}" ]; then
-    # Status 124 tells bash to try again with the completion that argcomplete has registered by then.
-    _primus_first_tab() {{ eval "$(register-python-argcomplete primus)" && return 124; }}
-    complete -F _primus_first_tab primus
-fi
-"""
-# Setup for an interactive bash that is not a login shell and therefore reads no profile; the entry point passes it.
-_BASHRC = """\
-if [ -r ~/.bashrc ]; then . ~/.bashrc; fi
-. /etc/profile.d/primus.sh
-"""
-
-# mmdebstrap unpacks the packages of the variant itself, to have a dpkg to run, and dpkg then unpacks them again. Other
-# packages are unpacked by dpkg only. So use the smallest variant that has a dpkg; otherwise, half of the work for a
-# large base is done twice.
+# mmdebstrap unpacks the packages of the variant itself, and dpkg then unpacks them again, so use the smallest one.
 VARIANT = "essential"
-
-# A training image needs no man pages or documentation. Copyright files must stay with the binaries.
-NOT_UNPACKED = (
-    "/usr/share/man/*",
-    "/usr/share/info/*",
-    "/usr/share/lintian/*",
-    "/usr/share/linda/*",
-    "/usr/share/locale/*",
-    "/usr/share/doc/*",
-    # The private key of a test server. It is public, but every scanner reports a key in an image.
-    "/usr/lib/python3/dist-packages/fsspec/implementations/tests/*",
-)
-UNPACKED_STILL = ("/usr/share/doc/*/copyright", "/usr/share/locale/locale.alias")
-
-# Patterns of paths that differ between machines or runs, or that the container runtime provides.
-LEFT_OUT = (
-    "dev/*",
-    "run/*",
-    "tmp/*",
-    "proc/*",
-    "sys/*",
-    "etc/machine-id",
-    "etc/hostname",
-    "etc/resolv.conf",
-    "etc/apt/sources.list",
-    "etc/apt/sources.list.d/*",
-    "etc/apt/apt.conf.d/99mmdebstrap",
-    "etc/*-",
-    "var/cache/*",
-    "var/log/*",
-    "var/lib/apt/*",
-    "var/lib/dpkg/*-old",
-    "var/lib/dpkg/lock*",
-    "var/lib/dpkg/triggers/Lock",
-    "var/lib/systemd/*",
-    # Python writes these when packages are configured, with other bytes each time.
-    "usr/share/python3/debpython/__pycache__*",
-    "usr/lib/python3/dist-packages/_distutils_hack/__pycache__*",
-)
-
-TRIM = (*NOT_UNPACKED, *UNPACKED_STILL, *LEFT_OUT)
 
 # Compiles a layer's modules, and lists folders in sorted order while a wheel is built.
 BYTECODE = Path(__file__).with_name("compile_bytecode.py")
 ORDER = Path(__file__).with_name("sorted_folders.py")
+_SHELL = Path(__file__).with_name("shell")
 
-# Builds a wheel from a source archive. $1 is the archive, $2 the Python of the build root. The archive is unpacked at a
-# fixed path: pip would build it in a folder with a random name, which debug information contains. Tools from wheels
-# (ninja) lie beside the interpreter.
-WHEEL_SCRIPT = """\
-set -e
-mkdir /tmp/source
-cd /tmp/source
-PATH="${2%/*}:$PATH"
-case "$1" in
-*.zip) "$2" -m zipfile -e "$1" . ;;
-*) tar -xf "$1" --no-same-owner ;;
-esac
-cd ./*
-eval "$PREPARE"
-exec "$2" -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir --wheel-dir /out .
-"""
+
+@cache
+def trim() -> Mapping[str, tuple[str, ...]]:
+    """Return what of its packages a base does not contain: the patterns of skeleton.yaml, in its order."""
+    data = read_values(Path(__file__).with_name("skeleton.yaml")).data
+    return {name: tuple(patterns) for name, patterns in cast("Mapping[str, Sequence[str]]", data).items()}
+
+
+def wheel_script() -> str:
+    """Return the script that builds a wheel from a source archive ($1) with the Python of the build root ($2).
+
+    It unpacks the archive at a fixed path: pip would build it in a folder with a random name, which debug information
+    contains. Tools from wheels (ninja) lie beside the interpreter.
+    """
+    return (_SHELL / "build_wheel.sh").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +72,10 @@ class Prefix:
 
 
 def environment(prefix: Prefix, system: bool = False) -> Inline:
-    """Return a virtual environment based on the base's interpreter, laid out as by ``python -m venv``.
+    """Return a virtual environment, laid out as by ``python -m venv``, and the working folder.
 
-    It is a virtual environment because Debian and Ubuntu mark their own site-packages as externally managed (PEP
-    668), and users expect ``pip install`` to work. With ``system``, it also sees the base's packages. The working
-    folder is writable for every user id.
+    Users expect ``pip install`` to work, and Debian and Ubuntu mark their own site-packages as externally managed (PEP
+    668). With ``system``, the environment also sees the base's packages.
     """
     root = prefix.root
     config = f"home = /usr/bin\ninclude-system-site-packages = {str(system).lower()}\nversion = {prefix.python}\n"
@@ -150,11 +89,7 @@ def environment(prefix: Prefix, system: bool = False) -> Inline:
 
 
 def working_folders(to: str, paths: Iterable[str]) -> Inline:
-    """Return the folders of a tree in the working folder, and the working folder itself, writable for every user
-    id.
-
-    Users change into them and start jobs there, which write results to the current folder.
-    """
+    """Return the folders of a tree in the working folder. Users of any id start jobs in them, which write there."""
     if PurePosixPath(to).parts[:1] != (WORKSPACE,):
         return {}
     folders = {str(parent) for path in paths for parent in PurePosixPath(to, path).parents} - {"."}
@@ -181,22 +116,21 @@ def console_script(package: str) -> Inline:
 
 
 def shell_setup(package: str) -> Inline:
-    """Return the files that give every bash the ``primus`` command with completion, whether or not it is a login
-    shell.
+    """Return the files that give every bash the ``primus`` command with completion.
 
-    The entry point (``primus.system.banner``) passes the second file to shells that are not login shells.
+    Login shells start with the distribution's own PATH and read the first one. The entry point
+    (``primus.system.banner``) passes the second one to other shells.
     """
-    bin_folder = PurePosixPath(package).parents[3] / "bin"
+    profile = (_SHELL / "profile.sh").read_text(encoding="utf-8")
+    bin_folder = str(PurePosixPath(package).parents[3] / "bin")
     return {
-        "etc/profile.d/primus.sh": {"text": _PROFILE.format(bin=bin_folder, commands=_COMMANDS)},
-        "etc/primus/bashrc": {"text": _BASHRC},
+        "etc/profile.d/primus.sh": {"text": profile.replace("@BIN@", bin_folder).replace("@COMMANDS@", _COMMANDS)},
+        "etc/primus/bashrc": {"text": (_SHELL / "bashrc").read_text(encoding="utf-8")},
     }
 
 
 def constraints(resolved: ResolvedTarget) -> str:
-    """Return the constraints file with the version of each protected Python package. Empty if the target protects
-    none.
-    """
+    """Return pip's constraints file with the version of each protected Python package; empty if there is none."""
     held = {
         normalised(pin.wheel or pin.source or (pin.deb or "").removeprefix("python3-")): pin.version
         for component, pin in resolved.pins.items()

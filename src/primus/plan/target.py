@@ -78,33 +78,42 @@ class Target:
                 raise WrongValue(f"the budget must be more than 0 GB, not {budget:g}", *key)
 
 
+def _pins(versions: Versions, component: str, name: str, sources: Sequence[str], *, inside: bool = False) -> list[Pin]:
+    """Return the pins of a component for target ``name`` from ``sources`` (channels), best first. A pin that names the
+    target takes precedence over a pin for all targets. ``inside``: those of parts of other components.
+    """
+    fits = [
+        pin
+        for pin in versions.components[component].pins
+        if bool(pin.inside) == inside and pin.channel in sources and (not pin.targets or name in pin.targets)
+    ]
+    return sorted(fits, key=lambda pin: (sources.index(pin.channel), not pin.targets))
+
+
 def pins_of(
     versions: Versions, name: str, sources: Sequence[str], arch: str | None, where: Mapping[str, str]
 ) -> dict[str, Pin]:
     """Return component → the pin that target ``name`` uses, for the components of ``where``, in their order.
 
-    ``where`` gives the place of each component's line in the target file, for errors. The first of ``sources`` (the
-    channels that may be used) that has a pin for the component decides. ``arch`` replaces ``{arch}``.
+    ``where`` gives the place of each component's line in the target file, for errors. ``sources`` are the channels that
+    may be used, best first. ``arch`` replaces ``{arch}``.
     """
     result: dict[str, Pin] = {}
-    for component in where:
+    for component, place in where.items():
         if component not in versions.components:
             hint = did_you_mean(component, versions.components) or "pin it in versions.yaml"
-            raise InputError(f"no component is called {component!r}", where=where.get(component), hint=hint)
-        pins = [p for p in versions.components[component].pins if not p.inside and (not p.targets or name in p.targets)]
-        # A pin that names the target takes precedence over a pin for all targets.
-        ranked = sorted(pins, key=lambda p: (not p.targets,))
-        chosen = next((p for c in sources for p in ranked if p.channel == c), None)
-        if chosen is None:
+            raise InputError(f"no component is called {component!r}", where=place, hint=hint)
+        pins = _pins(versions, component, name, sources)
+        if not pins:
             raise InputError(
                 f"{component} has no pin for {name} from {', '.join(sources)}",
-                where=where.get(component),
+                where=place,
                 hint=f"add one to components.{component}.pins in versions.yaml",
             )
         try:
-            result[component] = chosen.resolved(versions.components[component].pins.index(chosen), arch)
+            result[component] = pins[0].resolved(versions.components[component].pins.index(pins[0]), arch)
         except ValueError as error:
-            raise InputError(f"{component}: {error}", where=where.get(component)) from None
+            raise InputError(f"{component}: {error}", where=place) from None
     return result
 
 
@@ -112,52 +121,28 @@ def inside_of(
     versions: Versions, name: str, sources: Sequence[str], pins: Mapping[str, Pin], packages: Collection[str]
 ) -> dict[str, Pin]:
     """Return component → pin of what is part of the files of the target's components (``pins``) or of its base's
-    ``packages``. The first of ``sources`` that has such a pin decides.
+    ``packages``.
     """
     result: dict[str, Pin] = {}
-    for component, about in versions.components.items():
-        fits = [
-            pin
-            for channel in sources
-            for pin in sorted(about.pins, key=lambda p: not p.targets)
-            if pin.inside
-            and pin.channel == channel
-            and (not pin.targets or name in pin.targets)
+    for component in versions.components.keys() - pins.keys():
+        for pin in _pins(versions, component, name, sources, inside=True):
             # Parts of the base belong to the base's own channel.
-            and (pin.inside in packages if pin.channel == "debian" else pin.inside in pins)
-        ]
-        if fits and component not in pins:
-            result[component] = replace(fits[0], place=about.pins.index(fits[0]))
-    return result
+            if component not in result and pin.inside in (packages if pin.channel == "debian" else pins):
+                result[component] = replace(pin, place=versions.components[component].pins.index(pin))
+    return {component: result[component] for component in versions.components if component in result}
 
 
-def environment_of(target: Target, table: Table | None, where: Callable[..., str]) -> dict[str, str]:
+def environment_of(target: Target, table: Table, where: Callable[..., str]) -> dict[str, str]:
     """Return variable → value in every container: the GPU generation's variables and the target file's own.
 
-    ``where`` gives the place of a key in the target file. ``table`` is required for a target with a GPU. Raises
-    InputError for a generation that the table does not contain and for duplicates: a variable listed twice, or one
-    with the table's value.
+    ``where`` gives the place of a key in the target file. Raises InputError for a variable that is listed twice.
     """
-    result: dict[str, str] = {}
-    if target.gpu is not None:
-        try:
-            baked = environment(target.gpu, table)
-        except InputError as error:
-            raise InputError(error.message, where=where("gpu"), hint=error.hint) from None
-        result = {v.name: v.value for v in baked if v.value is not None}
-    seen: set[str] = set()
+    baked = environment(target.gpu, table) if target.gpu is not None else ()
+    result = {variable.name: variable.value for variable in baked if variable.value is not None}
     for index, variable in enumerate(target.environment):
-        if variable.name in seen:
-            raise InputError(
-                f"{variable.name} is set twice", where=where("environment", index), hint="keep one of the two"
-            )
-        seen.add(variable.name)
-        if result.get(variable.name) == variable.value:
-            raise InputError(
-                f"{variable.name} is set twice: the environment of {target.gpu} sets {variable.value} already",
-                where=where("environment", index),
-                hint="leave it out here",
-            )
+        if variable.name in [other.name for other in target.environment[:index]]:
+            place = where("environment", index)
+            raise InputError(f"{variable.name} is set twice", where=place, hint="keep one of the two")
         result[variable.name] = variable.value
     return result
 
@@ -167,8 +152,7 @@ def extras_of(
 ) -> tuple[str, ...]:
     """Return the target's extras on ``channel``. ``where`` gives the place of a key in the target file.
 
-    Raises InputError for a channel that the target does not have, and for an extra that ``base`` does not have or
-    that is listed twice.
+    Raises InputError for an unknown channel, and for an extra that is listed twice or that ``base`` does not have.
     """
     if unknown := next((name for name in target.extras if name not in target.channels), None):
         hint = "its channels: " + ", ".join(target.channels)
@@ -192,7 +176,6 @@ def request_of(
     if base and base not in versions.bases:
         raise InputError(f"{name}: no base is called {base!r}", hint="bases are defined in versions.yaml")
     root = versions.bases[base] if base else None
-    python = root.python if root else ""
     builds = {build_root(p.source): p.build for p in pins.values() if p.source and p.build}
     indexes = {n: index.url for n, index in versions.indexes.items() if index.channel == channel}
     debs: dict[str, tuple[str, ...]] = {base: ()} if base else {}
@@ -203,7 +186,7 @@ def request_of(
     return Request(
         target=name,
         channel=channel,
-        python=".".join(python.split(".")[:2]),
+        python=".".join(root.python.split(".")[:2]) if root else "",
         bases={
             name: BaseRequest(
                 suite=root.suite,

@@ -32,7 +32,7 @@ from primus.oci.contents import KINDS, members
 from primus.oci.store import Layer, storage_error
 from primus.oci.tar import MTIME, Entry, open_part
 from primus.plan.action import Action
-from primus.plan.skeleton import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
+from primus.plan.skeleton import VARIANT, trim
 from primus.programs import lacks_ids, need
 from primus.sandbox.processes import tracked
 from primus.versions.lock import LockedFile
@@ -99,8 +99,8 @@ def root_entries(
             f"--variant={VARIANT}",
             "--format=tar",
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
-            *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
-            *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
+            *(f"--dpkgopt=path-exclude={path}" for path in trim()["not_unpacked"]),
+            *(f"--dpkgopt=path-include={path}" for path in trim()["unpacked_still"]),
             *(f"--dpkgopt=path-exclude={path}" for patterns in kernels.values() for path in patterns),
             "--include=" + ",".join(sorted(d.name for d in debs)),
             suite,
@@ -125,7 +125,7 @@ def root_entries(
         raise full
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
-    entries = list(_tar_entries(tar, LEFT_OUT))
+    entries = list(_tar_entries(tar, trim()["left_out"]))
     if kernels and (packages := unlisted(entries, kernels)):
         raise CheckFailed(
             f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
@@ -255,5 +255,5 @@ def _merged(path: str) -> str:
 
 
 def _unpacked(path: str) -> bool:
-    left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in NOT_UNPACKED)
-    return not left_out or any(fnmatch.fnmatchcase(path, pattern) for pattern in UNPACKED_STILL)
+    left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in trim()["not_unpacked"])
+    return not left_out or any(fnmatch.fnmatchcase(path, pattern) for pattern in trim()["unpacked_still"])

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from primus.cli.main import main
-from primus.engine.kinds import KINDS
+from primus.engine.pipeline import KINDS
 from primus.engine.workshop import Workshop
 from primus.errors import PrimusError
 from primus.oci.layer import assembler

@@ -6,23 +6,23 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from primus.engine.image import Built, Composed, compose, finished, judged_by, name_image
-from primus.engine.kinds import KINDS
+from primus.engine.kinds import debs, files, kernels, wheels
 from primus.engine.upkeep import remove_damage
-from primus.engine.workshop import Workshop, require_space_for
-from primus.errors import CheckFailed, PrimusError
+from primus.engine.workshop import Kind, Workshop, require_space_for
+from primus.errors import CheckFailed
 from primus.oci.layer import check_overlap, read_paths
 from primus.plan.action import Action, ImagePlan, tree_rows
 from primus.plan.layers import plan_images
 from primus.progress import choose_progress
 from primus.recipes.catalogue import check_changed
 from primus.sandbox.processes import stop_all
-from primus.versions.lock import LockedFile, suites_of
+from primus.versions.lock import suites_of
 
 if TYPE_CHECKING:
     from primus.oci.store import Layer, Store
@@ -32,13 +32,20 @@ if TYPE_CHECKING:
     from primus.progress import Progress
 
 
+KINDS: Mapping[str, Kind] = {
+    "image": Kind(files.adopt),
+    "debs": Kind(debs.make, debs.prepare),
+    "kernels": Kind(kernels.make, kernels.prepare),
+    "wheels": Kind(wheels.make, wheels.prepare),
+    "files": Kind(files.make),
+    "build": Kind(wheels.build, wheels.prepare),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a build.
-
-    ``offline``: use downloaded files only. ``rehash``: read all files and
-    layers again. ``engine``: the engine that runs build actions. ``quiet``: show no progress. ``spent`` gets the
-    seconds of each stage.
+    """Options of a build: ``offline`` uses downloaded files only, ``rehash`` reads all files and layers again,
+    ``engine`` runs build actions, ``quiet`` shows no progress. ``spent`` gets the seconds of each stage.
     """
 
     offline: bool = False
@@ -80,7 +87,7 @@ def build(
     gates: Callable[[Workspace, Progress], Gates] = lambda *_: Gates(),
     rules: str = "",
 ) -> list[tuple[ImagePlan, Built]]:
-    """Build the images of ``targets``, and return each with its plan. Each blob is built once.
+    """Build the images of ``targets``, and return each with its plan.
 
     ``gates`` judge each image before it gets its name, and ``rules`` is a hash of their code. If the store has every
     image already and gates with these rules have judged it, nothing else is done.
@@ -89,18 +96,13 @@ def build(
     rejected image, HostError for a failing source, disk or sandbox.
     """
     store = workspace.store
-    try:
-        # lock → plan
-        plans = plan_images(targets, workspace.stats)
-    except PrimusError:
-        # Which lock is stale depends on the channel.
-        _say_channels(targets)
-        raise
+    for target in targets:
+        say_channel(target.name, target.choice, target.target.channels)
+    plans = plan_images(targets, workspace.stats)  # lock → plan
     if options.rehash:
         store.prepare()
         for sentence in remove_damage(store, [action for plan in plans for action in plan.actions()]):
             print(f"! {sentence}", file=sys.stderr)
-    _say_channels(targets)
     complete = {plan.key: image for plan in plans if (image := finished(store, plan, rules))}
     if all(plan.key in complete for plan in plans):
         return [(plan, complete[plan.key]) for plan in plans]
@@ -118,10 +120,6 @@ def build(
 
 
 def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gates, rules: str) -> Built:
-    """Compose the image of a plan whose layers are all in the store, run the gates, and name it.
-
-    Raises CheckFailed if layers overlap or the gates reject the image; its name then stays unchanged.
-    """
     image = compose(store, plan)
     if image is None:
         raise CheckFailed(f"a layer of {plan.ref} was removed from the store while it was in use", hint="build again")
@@ -131,9 +129,8 @@ def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gates, 
     if (store.record("targets", plan.state) or {}).get("apart") != apart:
         check_overlap([(action.name, action.kind == "image", read_paths(store, layer)) for action, layer in layers])
     failed = gates.judge(image)
-    return name_image(
-        store, image, failed=failed, built=built, about={"judged": judged_by(plan, rules), "apart": apart}
-    )
+    about = {"judged": judged_by(plan, rules), "apart": apart}
+    return name_image(store, image, failed=failed, built=built, about=about)
 
 
 def say_channel(name: str, choice: Choice, channels: Sequence[str]) -> None:
@@ -142,16 +139,10 @@ def say_channel(name: str, choice: Choice, channels: Sequence[str]) -> None:
         print(f"{name}: channel {choice.channel}, {choice.reason}", file=sys.stderr)
 
 
-def _say_channels(targets: Sequence[ResolvedTarget]) -> None:
-    for target in targets:
-        say_channel(target.name, target.choice, target.target.channels)
-
-
 def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
     """Raise InputError, with the place, for a recipe that is about to enter an image and does not load.
 
-    Inside the image, ``primus list`` reads every recipe, so one that cannot be read breaks the command for all of
-    them. Recipes that the last build of the target has read are not read again.
+    One would break ``primus list`` in the image. Recipes that the last build of the target has read are not read again.
     """
     for plan in plans:
         folder = plan.resolved.root / "recipes"
@@ -170,7 +161,8 @@ def fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool
     todo = missing(plans, workshop.done)
     for kind in {action.kind: None for action in todo}:
         KINDS[kind].prepare([action for action in todo if action.kind == kind], workshop)
-    absent = _absent(workshop, todo)
+    inputs = {file.sha256: file for action in todo for file in action.files}
+    absent = [file for file in inputs.values() if not workshop.files.has(file.sha256, file.size)]
     require_space_for(workshop.workspace, todo, () if offline else absent)
     if not absent:
         return
@@ -191,11 +183,6 @@ def fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool
         offline=offline,
         progress=workshop.progress,
     )
-
-
-def _absent(workshop: Workshop, actions: Sequence[Action]) -> list[LockedFile]:
-    files = {file.sha256: file for action in actions for file in action.files}
-    return [file for file in files.values() if not workshop.files.has(file.sha256, file.size)]
 
 
 def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:

@@ -5,18 +5,16 @@ A workspace contains no input, so removing a file by mistake costs time but neve
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from primus.engine.image import actions_of
 from primus.engine.workshop import wheel_of
 from primus.errors import HostError
-from primus.oci.contents import reference, walk
-from primus.oci.store import Layer, Store
+from primus.oci.store import Store
 from primus.plan.action import Action
 from primus.plan.workspace import Workspace
 from primus.sandbox.engines import remove_tree
@@ -47,17 +45,16 @@ def find_waste(
 ) -> list[Waste]:
     """Return what can be removed, in the order in which it is safe to remove it.
 
-    ``locked`` are the SHA-256 hashes of the files in all locks. ``without`` are the names of images to remove as
-    well. ``caches`` adds downloaded files, unpacked layers and results of gates, which a later command downloads or
-    creates again.
+    ``locked`` are the SHA-256 hashes of the files in all locks, ``without`` the names of images to remove as well.
+    ``caches`` adds downloaded files, unpacked layers and results of gates.
 
     Raises HostError if the index, a manifest or a config is damaged, because the layers it needs are then unknown.
     """
     store = workspace.store
     needed = _needed(store, without)
     files = set() if caches else {*locked, *needed.wheels}
-    judged = set() if caches else {_hex(digest) for digest in needed.blobs}
-    blobs = {_hex(digest) for digest in needed.blobs}
+    blobs = {digest.partition(":")[2] for digest in needed.blobs}
+    judged = set() if caches else blobs
     logs = {key[:12] for key in needed.actions}
     folder, root = workspace.folder, store.root
     paths_of = {
@@ -84,11 +81,7 @@ def find_waste(
 
 
 def remove(waste: Sequence[Waste]) -> None:
-    """Remove the files. An interrupt leaves a valid store, because a record is removed before the blobs that it
-    names.
-
-    Raises OSError or HostError if a file cannot be removed.
-    """
+    """Remove the files. Raises OSError or HostError if one cannot be removed. An interrupt leaves a valid store."""
     for path in (path for kind in waste for path in kind.paths):
         if path.is_dir() and not path.is_symlink():
             _remove_tree(path)
@@ -133,7 +126,7 @@ def _needed(store: Store, without: Collection[str]) -> _Needed:
 
 
 def _unpacked(storage: Path) -> set[str]:
-    """Return the layers in a storage of podman. What is no such storage has a layer that no image needs."""
+    # What is no storage of podman has a layer that no image needs.
     images = [json.loads(path.read_text(encoding="utf-8")) for path in _inside(storage / "images")]
     return {diff_id for layers in images for diff_id in layers} if images else {""}
 
@@ -146,10 +139,6 @@ def _records(store: Store, room: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 def _inside(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _hex(digest: str) -> str:
-    return digest.partition(":")[2]
 
 
 def _size(path: Path, seen: set[tuple[int, int]]) -> int:
@@ -167,8 +156,8 @@ def _size(path: Path, seen: set[tuple[int, int]]) -> int:
 def remove_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
     """Yield one sentence per damaged blob, and remove it. Afterwards all remaining blobs match their digests.
 
-    Reads every blob that an image of ``index.json`` or one of ``actions`` needs: manifests, configs, layers and
-    lists of paths. Layers of local folders are also compared with the file hashes in their keys.
+    Reads every blob that an image of ``index.json`` or one of ``actions`` needs: manifests, configs, layers and lists
+    of paths.
     """
     try:
         images = store.images()
@@ -187,14 +176,12 @@ def remove_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
         layer = store.layer(action.key)
         if layer is None:
             continue
-        fault = _fault(store, layer.blob.digest, faults) or _fault(store, layer.paths, faults)
-        if fault := fault or _differs(store, action, layer):
+        if fault := _fault(store, layer.blob.digest, faults) or _fault(store, layer.paths, faults):
             store.forget(action.key)
             yield f"{action.name}: {fault}; building it again"
 
 
 def _fault(store: Store, digest: str, faults: dict[str, str | None]) -> str | None:
-    """Return what is wrong with the blob, and remove it from the store. Each blob is read once."""
     if digest not in faults:
         faults[digest] = store.check(digest)
         if faults[digest]:
@@ -208,20 +195,3 @@ def _blobs(store: Store, manifest: str, faults: dict[str, str | None]) -> list[s
     # Its bytes are those that were written, so its structure is valid, too.
     data: dict[str, Any] = json.loads(store.read(manifest))
     return [str(entry["digest"]) for entry in (data["config"], *data["layers"])]
-
-
-def _differs(store: Store, action: Action, layer: Layer) -> str | None:
-    expected = {name: value for name, kind, value in action.tree if kind != "link"}
-    if not expected or action.kind != "files":
-        return None
-    to = str(action.spec.get("to", "")).strip("/")
-    hashes: dict[str, str] = {}
-    try:
-        for member in walk(reference(layer), store.blob_path(layer.blob.digest)):
-            if member.kind == "file":
-                name = member.path.removeprefix(f"{to}/") if to else member.path
-                hashes[name] = hashlib.file_digest(cast("Any", member.open()), "sha256").hexdigest()
-    except HostError as error:
-        return f"its layer cannot be read: {error.message}"
-    bad = next((name for name, value in expected.items() if hashes.get(name) != value), None)
-    return f"{bad} in its layer is not the file of its key" if bad else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,8 +39,6 @@ _LAYER, _BASE_SCRATCH = 0.8, 5
 _NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't have enough free space in")
 
 
-LOG_TAIL_LINES = 30
-
 # 1980-01-01 is the earliest time that a zip archive, and so a wheel, supports.
 BUILD_ENV: Mapping[str, str] = {
     "HOME": "/tmp/home",
@@ -66,10 +65,8 @@ class Wheel:
 class Kind:
     """A kind of action: two functions.
 
-    ``make`` runs an action; the folder that it gets is empty, and removed afterwards. It raises CheckFailed, HostError
-    or InputError; the store then has no result for the action. ``prepare`` checks that this machine can run the given
-    actions. It is called once, before long work begins, and raises HostError, in one sentence, for missing namespaces
-    or a missing tool.
+    ``make`` runs an action; the folder that it gets is empty, and removed afterwards. ``prepare`` is called once,
+    before long work begins, and raises HostError for what this machine lacks to run the actions.
     """
 
     make: Callable[[Action, Workshop, Path], Layer | Wheel]
@@ -91,10 +88,7 @@ class Workshop:
         return self.workspace.files
 
     def run(self, action: Action, kind: Kind) -> bool:
-        """Run the action of this kind, unless another builder has just done so. Returns True if it ran here.
-
-        A second builder of the same action waits for the first one and uses its result.
-        """
+        """Run the action, unless another builder runs or has just run it. Returns True if it ran here."""
         store = self.workspace.store
         with store.lock(action.key):
             if self.done(action):
@@ -141,17 +135,14 @@ class Workshop:
         return self.files.path(file.sha256)
 
     def read_by(self, action: Action) -> tuple[LockedFile, ...]:
-        """Return the locked files that the action reads; for ``wheels``, also the wheels that ``build`` actions
-        created.
-        """
-        return (*action.files, *self._built(action)) if action.kind == "wheels" else action.files
-
-    def _built(self, action: Action) -> Iterator[LockedFile]:
-        for needed in action.needs:
+        """Return the files that the action reads; for ``wheels``, also the wheels that ``build`` actions created."""
+        files = list(action.files)
+        for needed in action.needs if action.kind == "wheels" else ():
             wheel = wheel_of(self.workspace.store, needed.key)
             if wheel is None:
                 raise HostError(f"{needed.name} has no result in the store", hint="build again")
-            yield LockedFile(kind="wheel", name=str(needed.spec["package"]), version="", **asdict(wheel))
+            files.append(LockedFile(kind="wheel", name=str(needed.spec["package"]), version="", **asdict(wheel)))
+        return tuple(files)
 
     @contextlib.contextmanager
     def _verified(self, action: Action) -> Iterator[None]:
@@ -202,8 +193,11 @@ class Workshop:
         Raises CheckFailed with the end of the log if the command fails, HostError if the disk is full.
         """
         log, store = self.log(action), self.workspace.store
+        layers = [layer for tool in action.tools if (layer := store.layer(tool.key))]
+        if len(layers) < len(action.tools):
+            raise HostError(f"a layer that {action.name} needs is not in the store", hint="build again")
         code = run_isolated(
-            root_of_layers(store, self.workspace.unpacked, [self._layer(tool) for tool in action.tools]),
+            root_of_layers(store, self.workspace.unpacked, layers),
             argv,
             inputs=inputs,
             outputs=outputs,
@@ -215,12 +209,6 @@ class Workshop:
             if full := disk_is_full(log, store.root):
                 raise full
             raise CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
-
-    def _layer(self, action: Action) -> Layer:
-        layer = self.workspace.store.layer(action.key)
-        if layer is None:
-            raise HostError(f"the layer of {action.name} is not in the store", hint="build again")
-        return layer
 
 
 def wheel_of(store: Store, key: str) -> Wheel | None:
@@ -234,9 +222,7 @@ def wheel_of(store: Store, key: str) -> Wheel | None:
 
 
 def own_code(action: Action, name: str, path: Path, scratch: Path) -> Path:
-    """Copy a file of this package to ``scratch`` to run it in the sandbox. Its bytes are those that the action's
-    key names.
-    """
+    """Copy a file of this package to ``scratch`` to run it in the sandbox, with the bytes that the key names."""
     data = path.read_bytes()
     if f"sha256:{hashlib.sha256(data).hexdigest()}" not in (i.value for i in action.inputs if i.name == name):
         raise CheckFailed(f"{path} changed while the build read it", hint="build again")
@@ -261,36 +247,25 @@ def require_space_for(workspace: Workspace, todo: Sequence[Action], absent: Iter
 
 def require_space(needs: Iterable[tuple[Path, int]]) -> None:
     """Raise HostError if a file system has less free space than all paths on it need. ``needs`` are paths and bytes."""
-    sizes: dict[int, int] = {}
-    places: dict[int, Path] = {}
+    disks: dict[int, tuple[Path, int]] = {}
     for path, size in needs:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        device = there.stat().st_dev
-        sizes[device] = sizes.get(device, 0) + size
-        places.setdefault(device, there)
-    for device, size in sizes.items():
-        status = os.statvfs(places[device])
-        free = status.f_bavail * status.f_frsize
+        first, total = disks.get(there.stat().st_dev, (there, 0))
+        disks[there.stat().st_dev] = first, total + size
+    for place, size in disks.values():
+        free = shutil.disk_usage(place).free
         if free < size:
             raise HostError(
-                f"the disk that holds {places[device]} has {bytes_text(free)} free, "
+                f"the disk that holds {place} has {bytes_text(free)} free, "
                 f"and this build needs about {bytes_text(size)} there",
                 hint="free some space, or keep the store on another disk (--store DIR)",
             )
 
 
 def disk_is_full(log: Path, *places: Path) -> HostError | None:
-    """Return an error if a tool failed because the disk is full, judging by the end of its log or by the disk
-    itself.
-    """
+    """Return an error if a tool failed because the disk is full, judging by the end of its log or by the disk."""
     full = next((place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None)
-    try:
-        with log.open("rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 200_000))
-            text = stream.read()
-    except OSError:
-        text = b""
-    if full is None and not any(words in text for words in _NO_SPACE):
+    if full is None and not any(words in _end(log, 200_000) for words in _NO_SPACE):
         return None
     return HostError(
         f"the disk that holds {full or places[0]} is full",
@@ -310,11 +285,10 @@ def run_isolated(
 ) -> int:
     """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
 
-    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder ``outputs``
-    (created if missing) is /out, the only place whose changes are kept. ``env`` adds to ``BUILD_ENV``; the image's
-    own environment is kept as well, except for PATH. The script's output replaces ``log``. Any thread may call
-    this. ``engine`` None selects one. Raises InputError for an invalid input path, and HostError if the machine
-    cannot isolate the script.
+    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder ``outputs`` is /out,
+    the only place whose changes are kept. ``env`` adds to the environment of builds and of the image. The output
+    replaces ``log``. ``engine`` None selects one. Raises InputError for an invalid input path, and HostError if the
+    machine cannot isolate the script.
     """
     outputs.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -336,11 +310,14 @@ def run_isolated(
         return (engine or choose("auto")).run(root, command, stdin=nothing, stdout=out, stderr=out)
 
 
-def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+def log_tail(log: Path, lines: int = 30) -> str:
     """Return the last ``lines`` lines of a log and a line with its path, for a message after a failure."""
-    # Read only the end of the file, because a compiler's log can have gigabytes.
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 400 * lines))
-        tail = file.read().decode("utf-8", "replace").splitlines()[-lines:]
+    tail = _end(log, 400 * lines).decode("utf-8", "replace").splitlines()[-lines:]
     return "\n".join([*tail, f"full log: {log}"])
+
+
+def _end(log: Path, size: int) -> bytes:
+    # A compiler's log can have gigabytes.
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from primus.engine import pipeline
-from primus.engine.kinds import KINDS
+from primus.engine.pipeline import KINDS
 from primus.engine.workshop import Kind
 from primus.files import read_sealed
 from project_kit import Kit, make_project

@@ -147,13 +147,12 @@ def test_path_that_escapes_is_refused(tmp_path: Path) -> None:
     ("offset", "value", "words"),
     [
         (8, b"\1\0", "is encrypted"),
-        (10, (99).to_bytes(2, "little"), "has compression method 99"),
-        (10, (93).to_bytes(2, "little"), "has compression method 93"),
+        (10, (99).to_bytes(2, "little"), "is not supported"),
         (24, b"\xff\xff\xff\xff", "cannot be used"),
         (24, b"\xfe\xff\xff\xff", "cannot be used"),
         (42, b"\xff\xff\xff\xff", "is damaged"),
     ],
-    ids=["encrypted", "method 99", "zstd", "zip64 without sizes", "absurd size", "zip64 without offset"],
+    ids=["encrypted", "method 99", "zip64 without sizes", "absurd size", "zip64 without offset"],
 )
 def test_a_hostile_archive_is_a_sentence_that_names_the_wheel(
     tmp_path: Path, offset: int, value: bytes, words: str

@@ -1,8 +1,7 @@
 """``debs``: locked Debian packages as the base of an image, or over an image that a registry gave.
 
 A base is installed by mmdebstrap, without any network. It sees one repository: a folder with exactly the locked
-packages. What depends on the moment or the machine (logs, caches, machine id, device nodes, apt's sources) is left out
-of the layer, what remains is what dpkg installed.
+packages. What depends on the moment or the machine is left out of the layer.
 
 Over an image, packages are laid straight from their archives, and no maintainer script runs. dpkg's own database
 belongs to the image below and stays as it is; each package leaves its record in ``var/lib/dpkg/status.d``, where
@@ -79,8 +78,7 @@ def root_entries(
     """Build the root file system in ``scratch`` and return its entries, whose bytes are in a tar file there.
 
     ``find`` gives a locked file's path on disk; ``kernels`` are package and patterns of files that stay packed. Raises
-    HostError when the disk is full, CheckFailed with the log's tail when a package fails to install, and for kernel
-    files of a package that ``kernels`` does not name.
+    HostError if the disk is full, CheckFailed if a package cannot be installed or has kernel files that it should not.
     """
     tar = scratch / "root.tar"
     mode = "root" if os.geteuid() == 0 else "unshare"
@@ -135,10 +133,9 @@ def root_entries(
 
 
 def _own_processes() -> list[str]:
-    """Return the command prefix with which root starts mmdebstrap: its own namespaces, so that no process or mount
-    outlives it.
+    """Return how root starts mmdebstrap: in its own namespaces, so that no process or mount outlives it.
 
-    Empty for an ordinary user, whose mmdebstrap creates its own namespaces, and if root may not create any.
+    An ordinary user's mmdebstrap creates its own; nothing is done if root may not create any.
     """
     words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
@@ -148,9 +145,7 @@ def _own_processes() -> list[str]:
 
 @contextlib.contextmanager
 def _workplace(scratch: Path) -> Iterator[Path]:
-    """Yield the folder in which to build the root file system. For an ordinary user, the user's mapped ids must be
-    able to enter it, which a home folder usually prevents.
-    """
+    # An ordinary user's mapped ids must be able to enter it, which a home folder usually prevents.
     if os.geteuid() == 0:
         yield scratch
         return
@@ -169,14 +164,10 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
         except OSError as error:
             raise storage_error(error, archive) from None
     fields = f"Filename: ./{name}\nSize: {deb.size}\nSHA256: {deb.sha256}\n"
-    return _control(deb, path) + fields.encode()
+    return _dpkg_deb("-f", deb, path).rstrip(b"\n") + b"\n" + fields.encode()
 
 
-def _control(deb: LockedFile, path: Path) -> bytes:
-    return _dpkg_deb("-f", deb, path, subprocess.PIPE).rstrip(b"\n") + b"\n"
-
-
-def _dpkg_deb(option: str, deb: LockedFile, path: Path, stdout: int | IO[bytes]) -> bytes:
+def _dpkg_deb(option: str, deb: LockedFile, path: Path, stdout: int | IO[bytes] = subprocess.PIPE) -> bytes:
     done = subprocess.run(["dpkg-deb", option, str(path)], stdout=stdout, stderr=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
@@ -184,10 +175,6 @@ def _dpkg_deb(option: str, deb: LockedFile, path: Path, stdout: int | IO[bytes])
 
 
 def _tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
-    """Yield the files, folders and links of a tar of a root file system, except those that match ``left_out``.
-
-    Raises CheckFailed for other types.
-    """
     with tarfile.open(tar, "r:") as archive:
         for member in members(archive):
             path = member.name.removeprefix("./").strip("/")
@@ -219,22 +206,14 @@ def _xattrs(member: tarfile.TarInfo) -> dict[str, bytes]:
 
 
 def _over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[LockedFile], Path]) -> list[Entry]:
-    """Return the files of the packages as entries, whose bytes are in tar files in ``scratch``. ``find`` returns a
-    package's path on disk.
-
-    Raises HostError for a file that is not a package.
-    """
+    """Return the files of the packages as entries, whose bytes are in tar files in ``scratch``."""
     entries: dict[str, Entry] = {}
     for deb in sorted(debs, key=lambda d: d.name):
         for entry in _entries(deb, find(deb), scratch):
-            # Packages share folders. dpkg would refuse any other path that two packages contain, and so does the
-            # layer.
-            if entry.kind != "dir" or entry.path not in entries:
-                if entry.path in entries:
-                    raise HostError(
-                        f"/{entry.path} is in two packages, one of which is {deb.name}", hint="leave one out"
-                    )
-                entries[entry.path] = entry
+            # Packages share folders. dpkg refuses any other path that two packages contain.
+            if entry.path in entries and entry.kind != "dir":
+                raise HostError(f"/{entry.path} is in two packages, one of which is {deb.name}", hint="leave one out")
+            entries.setdefault(entry.path, entry)
     return list(entries.values())
 
 
@@ -242,7 +221,7 @@ def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:
     tar = scratch / f"{deb.sha256}.tar"
     with tar.open("wb") as out:
         _dpkg_deb("--fsys-tarfile", deb, path, out)
-    record = _control(deb, path) + b"Status: install ok installed\n"
+    record = _dpkg_deb("-f", deb, path).rstrip(b"\n") + b"\nStatus: install ok installed\n"
     for entry in _tar_entries(tar):
         if entry.path not in _MERGED and _unpacked("/" + entry.path):
             link = _merged(entry.link) if entry.kind == "hardlink" else entry.link

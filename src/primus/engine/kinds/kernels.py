@@ -1,8 +1,7 @@
 """``kernels``: GPU code for one architecture, from Debian packages that contain code for many.
 
-A base is the same for every GPU. Files of its packages that are specific to an architecture are left out of the base
-and go into a layer here: only the files for one architecture, and libraries whose fat binaries contain only its code.
-Images for two GPUs therefore share every byte that is not specific to one of them.
+A base is the same for every GPU. What its packages have for one architecture goes into a layer of its own, so images
+for two GPUs share every byte that is not specific to one of them.
 """
 
 from __future__ import annotations
@@ -52,23 +51,19 @@ def is_for(path: str, arch: str) -> bool:
 
 @dataclass(kw_only=True)
 class KernelFiles:
-    """The GPU code for ``arch`` in some packages. ``left_out`` counts code for other architectures. Without an
-    architecture, all files are used unchanged.
-    """
+    """The GPU code for ``arch`` in some packages; with None, for all. ``left_out`` counts code for others."""
 
     arch: str | None
     left_out: LeftOut = field(default_factory=LeftOut)
     entries: list[Entry] = field(default_factory=list)
 
     def take(self, deb: Path, patterns: Sequence[str], folder: Path) -> None:
-        """Add the package's files and symbolic links whose absolute path matches one of ``patterns``;
-        ``folder`` keeps their bytes.
+        """Add the package's files and symbolic links whose absolute path matches one of ``patterns``; ``folder`` keeps
+        their bytes.
 
-        A path that contains names of architectures shows which GPUs the file is for. Any other file must
-        contain offload bundles; code for other architectures is removed from it.
-
-        Raises HostError if ``deb`` is not a Debian package. Raises CheckFailed for a path that is neither a
-        file nor a symbolic link, a file without GPU code, and a file that cannot be read.
+        A path that contains names of architectures shows which GPUs the file is for. From any other file, code for
+        other architectures is removed. Raises HostError if ``deb`` is not a package, CheckFailed for a path that is
+        neither a file nor a symbolic link, and for a file without readable GPU code.
         """
         folder.mkdir(parents=True)
         whole: list[Entry] = []
@@ -121,10 +116,8 @@ def _members(deb: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
 
 
 def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the packages whose files match a pattern of ``kernels`` but that ``kernels`` does not list. No layer
-    would contain these files.
-
-    ``entries`` are those of a base, whose dpkg database also lists files that were not unpacked.
+    """Return the packages in a base's dpkg database whose files match a pattern of ``kernels``, but that ``kernels``
+    does not list. No layer would contain these files.
     """
     patterns = re.compile("|".join(fnmatch.translate(p) for of in kernels.values() for p in of))
     packages = []

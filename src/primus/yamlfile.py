@@ -99,15 +99,17 @@ def _nearest(name: str, places: dict[Key, tuple[int, int]], key: Key) -> str:
 
 def read(path: Path, name: str | None = None) -> Document:
     """Read ``path`` with scalars as text; ``name`` is its name in messages. Raises InputError with the place."""
-    return parse(_text(path, name or str(path)), name or str(path))
+    return parse(read_text(path, name), name or str(path))
 
 
 def read_values(path: Path, name: str | None = None) -> Document:
     """Read ``path`` with typed scalars; ``name`` is its name in messages. Raises InputError with the place."""
-    return parse_values(_text(path, name or str(path)), name or str(path))
+    return parse_values(read_text(path, name), name or str(path))
 
 
-def _text(path: Path, shown: str) -> str:
+def read_text(path: Path, name: str | None = None) -> str:
+    """Return the text of the file at ``path``. Raises InputError if it cannot be read, or is not UTF-8."""
+    shown = name or str(path)
     try:
         return read_bytes(path, shown).decode()
     except UnicodeDecodeError as error:

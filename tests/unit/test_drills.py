@@ -24,7 +24,6 @@ ARCH = """\
   - arch: gfx1250
     vendor: amd
     fp8: e4m3fn
-    fp8_largest: 448
     fp8_source: a page
     mx: [mxfp8]
     mx_source: a page

@@ -65,8 +65,7 @@ def memory_bytes(root: Path = Path("/")) -> float | None:
     AMD's is in KFD's topology; NVIDIA's driver tells it to ``nvidia-smi`` only.
     """
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
-    banks = [dict(line.split(maxsplit=1) for line in _lines(path) if " " in line.strip())
-             for path in nodes.glob("*/mem_banks/*/properties")]  # fmt: skip
+    banks = [properties(path) for path in nodes.glob("*/mem_banks/*/properties")]
     # Heaps 1 and 2 are a GPU's memory, visible to the CPU and not. Heap 0 is the CPU's.
     sizes = [float(bank["size_in_bytes"]) for bank in banks if bank.get("heap_type", "0").strip() in ("1", "2")]
     if not sizes:
@@ -92,6 +91,12 @@ def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
+def properties(path: Path) -> dict[str, str]:
+    """Return name → value of a file of KFD's topology, which has one pair in a line; empty if it cannot be read."""
+    lines = (line.split(maxsplit=1) for line in text_if_readable(path).splitlines())
+    return {words[0]: words[1].strip() for words in lines if len(words) == 2}
+
+
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip() not in ("", "-1")]
 
@@ -100,21 +105,26 @@ def _amd(root: Path) -> Found | None:
     names, generations = [], []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for node in sorted(nodes.glob("*"), key=lambda path: path.name.zfill(6)):
-        lines = (line.split(maxsplit=1) for line in _lines(node / "properties"))
-        properties = {words[0]: words[1] for words in lines if len(words) == 2}
+        facts = properties(node / "properties")
         # CPUs are also nodes of the topology, but only GPUs have SIMDs.
-        if (simds := int(properties.get("simd_count", "0"))) > 0:
-            version = int(properties.get("gfx_target_version", "0"))
-            name, generation = _product(version, int(properties.get("device_id", "0")), simds)
+        if (simds := int(facts.get("simd_count", "0"))) > 0:
+            version = int(facts.get("gfx_target_version", "0"))
+            name, generation = _product(version, int(facts.get("device_id", "0")), simds)
             names.append(name)
             generations.append(generation)
     if not names:
         return None
     advice = "/dev/kfd cannot be opened: pass --device /dev/kfd --device /dev/dri"
     obstacle = "" if _openable(root / "dev/kfd") else advice
+    files = [
+        (path.name.removesuffix("_version").removesuffix("_fw"), text_if_readable(path).strip())
+        for device in (root / "sys/class/drm").glob("card*/device")
+        for path in (device / "vbios_version", *device.glob("fw_version/*_fw_version"))
+    ]
     return Found(
         vendor="amd", names=tuple(names), generations=tuple(generations), usable=not obstacle, obstacle=obstacle,
-        driver=_driver(root, "amdgpu"), firmware=_amd_firmware(root),
+        driver=_driver(root, "amdgpu"),
+        firmware=_each([f"{name} {version}" for name, version in files if version.strip("0x")]),
     )  # fmt: skip
 
 
@@ -134,13 +144,12 @@ def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
 
 
 def _nvidia(root: Path) -> Found | None:
-    names = []
-    for gpu in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
-        models = [line.partition(":")[2].strip() for line in _lines(gpu / "information") if line.startswith("Model")]
-        names.append("".join(models[:1]) or "unknown NVIDIA GPU")
+    facts = [
+        {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+        for text in map(text_if_readable, sorted((root / "proc/driver/nvidia/gpus").glob("*/information")))
+    ]
     nodes = [node for node in (root / "dev").glob("nvidia[0-9]*") if node.name[6:].isdigit()]
-    if not names:
-        names = ["unknown NVIDIA GPU"] * len(nodes)
+    names = [gpu.get("Model", "unknown NVIDIA GPU") for gpu in facts or [{} for _ in nodes]]
     if not names:
         return None
     obstacle = "" if any(_openable(node) for node in nodes) else "no /dev/nvidia* can be opened: pass --gpus all"
@@ -150,8 +159,7 @@ def _nvidia(root: Path) -> Found | None:
     return Found(
         vendor="nvidia", names=tuple(names), generations=tuple(g.name if g else "" for g in products),
         usable=not obstacle, obstacle=obstacle, driver=_driver(root, "nvidia"),
-        firmware=_each([line.partition(":")[2].strip() for gpu in sorted((root / "proc/driver/nvidia/gpus").glob("*"))
-                        for line in _lines(gpu / "information") if line.startswith("Video BIOS")]),
+        firmware=_each([gpu.get("Video BIOS", "") for gpu in facts]),
     )  # fmt: skip
 
 
@@ -162,17 +170,7 @@ def _driver(root: Path, module: str) -> str:
     return f"{module} of Linux {kernel}" if kernel else ""
 
 
-def _amd_firmware(root: Path) -> str:
-    files = [
-        (path.name.removesuffix("_version").removesuffix("_fw"), text_if_readable(path).strip())
-        for device in (root / "sys/class/drm").glob("card*/device")
-        for path in (device / "vbios_version", *device.glob("fw_version/*_fw_version"))
-    ]
-    return _each([f"{name} {version}" for name, version in files if version.strip("0x")])
-
-
 def _each(versions: list[str]) -> str:
-    """Return what all GPUs have, each version once."""
     return ", ".join(sorted(set(filter(None, versions))))
 
 
@@ -187,10 +185,6 @@ def name_of_gfx(version: int) -> str:
 
 def _arch(version: int) -> str:
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-
-
-def _lines(path: Path) -> list[str]:
-    return text_if_readable(path).splitlines()
 
 
 def _openable(path: Path) -> bool:

@@ -13,9 +13,6 @@ from primus.schema import WrongValue, described
 Dtype = Literal["bf16", "fp8", "mxfp8", "mxfp6", "mxfp4"]
 MxDtype = Literal["mxfp8", "mxfp6", "mxfp4"]
 
-# The largest finite values. The formats have different biases: bytes of one read as the other are wrong by a factor
-# of two.
-_LARGEST = {"e4m3fnuz": 240, "e4m3fn": 448}
 _ALWAYS: tuple[Dtype, ...] = ("bf16", "fp8")
 
 
@@ -31,7 +28,6 @@ class Arch:
     arch: str = described("Name.", pattern=r"gfx[0-9a-f]+|sm_[0-9]+", shape="like gfx942 or sm_90")
     vendor: Literal["amd", "nvidia"] = described("Vendor.")
     fp8: Literal["e4m3fnuz", "e4m3fn"] = described("The 8-bit format that its matrix units support.")
-    fp8_largest: int = described("Largest finite value of that format.")
     fp8_source: str = described("Source of the format.")
     mx: tuple[MxDtype, ...] = described("Block-scaled (MX) formats that its matrix units support.")
     mx_source: str = described("Source of the MX formats.")
@@ -40,8 +36,6 @@ class Arch:
     def __post_init__(self) -> None:
         if self.arch.startswith("gfx") != (self.vendor == "amd"):
             raise ValueError(f"{self.arch} is not an architecture of {self.vendor}")
-        if self.fp8_largest != _LARGEST[self.fp8]:
-            raise ValueError(f"the largest {self.fp8} is {_LARGEST[self.fp8]}, not {self.fp8_largest}")
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
@@ -56,10 +50,6 @@ class Peak:
     dtype: Dtype = described("Format of the factors.")
     tflops: float | None = described("Dense TFLOP/s; null if no source states a figure.")
     source: str = described("Source of the figure, or the reason why there is none.")
-
-    def __post_init__(self) -> None:
-        if self.tflops is not None and self.tflops <= 0:
-            raise ValueError(f"a peak must be greater than 0 TFLOP/s, not {self.tflops:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +97,6 @@ class Variable:
     stated: tuple[Statement, ...] = described("The value in each source.")
     choice: str | None = described("The reason for this value, if a source has another.", default=None)
 
-    def __post_init__(self) -> None:
-        if not self.stated:
-            raise ValueError(f"{self.name} has no source")
-        if self.disagreeing and not self.choice:
-            raise ValueError(f"{self.name}: sources disagree, so choice must say why it is {self.value or 'unset'}")
-        if self.choice and not self.disagreeing:
-            raise ValueError(f"{self.name}: no source disagrees, so there is no choice to explain")
-
     @property
     def disagreeing(self) -> tuple[Statement, ...]:
         """The sources with a value other than the chosen one."""
@@ -134,7 +116,6 @@ class Table:
         _once("generation", (g.name for g in self.generations))
         _once("product name", (plain_name(n) for g in self.generations for n in g.names))
         _once("device id", (i for g in self.generations for i in g.device_ids))
-        self._require_disjoint()
         archs = {a.arch: a for a in self.archs}
         for index, generation in enumerate(self.generations):
             if generation.arch not in archs:
@@ -153,21 +134,10 @@ class Table:
             _once(f"variable of {generation.name}", (v.name for v in self.of(generation)))
         self._require_variables()
 
-    def _require_disjoint(self) -> None:
-        """Check that no product is said to be outside the table although it has a row, or to have two architectures."""
-        _once("product that is not in the table", (plain_name(n) for a in self.archs for n in a.others))
-        rows = {plain_name(n): g.name for g in self.generations for n in (g.name, g.title, *g.names)}
-        for index, arch in enumerate(self.archs):
-            for name in arch.others:
-                if row := rows.get(plain_name(name)):
-                    message = f"others of {arch.arch} names {name!r}, which is in the table as {row}"
-                    raise WrongValue(message, "archs", index, "others")
-
     def _require_variables(self) -> None:
         """Check that a variable with entries for several AMD architectures has one for every AMD architecture.
 
-        Otherwise the images of a new architecture would silently lack the variable. ``value: null`` leaves it
-        unset.
+        Otherwise the images of a new architecture would silently lack the variable.
         """
         archs = {a.arch: a.arch for a in self.archs if a.vendor == "amd"}
         of = archs | {g.name: g.arch for g in self.generations if g.arch in archs}

@@ -10,14 +10,15 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.table import generation
 from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
+from primus.yamlfile import read_values
 
 Manifest = dict[str, Any]
 ACTIONS = ("status", "logs", "delete", "nodes")
@@ -27,19 +28,10 @@ _COLUMNS = (
     r"AMD:.status.allocatable.amd\.com/gpu,NVIDIA:.status.allocatable.nvidia\.com/gpu,"
     r"PRODUCT:.metadata.labels.amd\.com/gpu\.product-name"
 )
-_PORT = 29500
 _RUNS = "/workspace/runs"
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
-# Kubernetes sets this label on every pod of a Job. Its value is the id of the Job.
-_JOB_ID = "batch.kubernetes.io/controller-uid"
-# Exit code 2 is bad input, or a failure that would come again. A pod that loses its node does not count as a failure.
-_FAILURES: Manifest = {
-    "rules": [
-        {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
-}
 _DNS = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _TOKEN = re.compile(rf"({_NAME.pattern})(:[-._a-zA-Z0-9]+)?")
@@ -117,59 +109,67 @@ def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
     """
     _refuse_unseen(plan.recipe)
     name = name_of(plan, cluster)
-    service = {
-        "clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True,
-        "ports": [{"name": "rendezvous", "port": _PORT}],
-    }  # fmt: skip
-    job = {
-        "completions": plan.nodes, "parallelism": plan.nodes, "completionMode": "Indexed",
-        # The pods of all nodes end together, and each counts.
-        "backoffLimit": plan.nodes * cluster.restarts if cluster.claim else 0, "podFailurePolicy": _FAILURES,
-        "template": _pod(plan, cluster, name), "ttlSecondsAfterFinished": cluster.ttl,
-        # Kueue starts the job when its quota allows.
-        **({"suspend": True} if cluster.queue else {}),
-    }  # fmt: skip
     labels = {LABEL: name, "app.kubernetes.io/managed-by": "primus"}
-    queue = {"kueue.x-k8s.io/queue-name": cluster.queue} if cluster.queue else {}
+    common = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
+    service, job = common["service"], common["job"]
+    for manifest in (service, job):
+        manifest["metadata"] = {"name": name, "namespace": cluster.namespace, "labels": dict(labels)}
+    service["spec"]["selector"] = {LABEL: name}
+    job["spec"] |= {
+        "completions": plan.nodes, "parallelism": plan.nodes, "ttlSecondsAfterFinished": cluster.ttl,
+        # The pods of all nodes end together, and each counts.
+        "backoffLimit": plan.nodes * cluster.restarts if cluster.claim else 0,
+        "template": {"metadata": {"labels": {LABEL: name}}, "spec": _pod(plan, cluster, name, common)},
+    }  # fmt: skip
+    if cluster.queue:
+        # Kueue starts the job when its quota allows.
+        job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
+        job["spec"]["suspend"] = True
+    return [service, job]
 
-    def metadata(labels: dict[str, str]) -> Manifest:
-        return {"name": name, "namespace": cluster.namespace, "labels": labels}
 
-    return [
-        {"apiVersion": "v1", "kind": "Service", "metadata": metadata(labels), "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(labels | queue), "spec": job},
-    ]
-
-
-def _pod(plan: Plan, cluster: Cluster, name: str) -> Manifest:
+def _pod(plan: Plan, cluster: Cluster, name: str, common: dict[str, Manifest]) -> Manifest:
+    container, maker = common["container"], vendor(plan.recipe.gpu)
+    limits: Manifest = {}
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm}}]
-    mounts: list[Manifest] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    apart = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
+    affinity: Manifest = {"podAntiAffinity": {_REQUIRED: [apart]}}
+    pod: Manifest = {**common["pod"], "containers": [container], "subdomain": name, "affinity": affinity}
     if cluster.claim:
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}})
         mounts.append({"name": "runs", "mountPath": _RUNS})
-    container: Manifest = {
-        "name": "node",
-        "image": cluster.image,
-        "command": ["bash", "-c", _script(plan, cluster, name)],
-        "env": _environment(cluster, first=f"{name}-0.{name}"),
-        "resources": _resources(plan, cluster),
-        # Needed to register memory with a network device. No other capability is added, and the pod is not privileged.
-        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
-        "volumeMounts": mounts,
-    }
-    spec: Manifest = {
-        "containers": [container], "volumes": volumes, "affinity": _affinity(plan, name),
-        "terminationGracePeriodSeconds": 60, "restartPolicy": "Never", "subdomain": name,
+    if maker:
+        gpu, resource = generation(plan.recipe.gpu), common["makers"][maker]["resource"]
+        limits[resource] = plan.gpus
+        pod["tolerations"] = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
+        # AMD's node labeller names the device id, NVIDIA's feature discovery the product.
+        ids = [number.removeprefix("0x") for number in gpu.device_ids]
+        values = ids if maker == "amd" else [product.replace(" ", "-") for product in gpu.names]
+        match = {"key": common["makers"][maker]["label"], "operator": "In", "values": values}
+        affinity["nodeAffinity"] = {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [match]}]}}
+    if cluster.rdma:
+        resource, _, count = cluster.rdma.partition("=")
+        limits[resource] = int(count or 1)
+    requests = {key: value for key, value in (("cpu", cluster.cpu), ("memory", cluster.memory)) if value}
+    if cluster.memory:
+        limits["memory"] = cluster.memory
+    variables = {"MASTER_ADDR": f"{name}-0.{name}", **dict(word.split("=", 1) for word in cluster.environment)}
+    environment = [*container["env"], *({"name": key, "value": value} for key, value in variables.items())]
+    if cluster.token_secret:
+        secret, _, key = cluster.token_secret.partition(":")
+        environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": key or "token"}}})
+    container |= {
+        "image": cluster.image, "command": ["bash", "-c", _script(plan, cluster, name)], "env": environment,
+        "resources": {"limits": limits, **({"requests": requests} if requests else {})}, "volumeMounts": mounts,
     }  # fmt: skip
     if cluster.selector:
-        spec["nodeSelector"] = dict(word.split("=", 1) for word in cluster.selector)
-    if resource := _gpu_resource(plan):
-        spec["tolerations"] = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
+        pod["nodeSelector"] = dict(word.split("=", 1) for word in cluster.selector)
     if cluster.pull_secret:
-        spec["imagePullSecrets"] = [{"name": cluster.pull_secret}]
+        pod["imagePullSecrets"] = [{"name": cluster.pull_secret}]
     if cluster.host_network:
-        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return {"metadata": {"labels": {LABEL: name}}, "spec": spec}
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return pod | {"volumes": volumes}
 
 
 def _script(plan: Plan, cluster: Cluster, name: str) -> str:
@@ -228,54 +228,6 @@ def _refuse_unseen(recipe: Recipe) -> None:
                 f"{key}: pods do not see {path}", where=recipe.settings[key].origin,
                 hint=f"name the absolute path that it has in the pods; --claim NAME is at {_RUNS} there",
             )  # fmt: skip
-
-
-def _environment(cluster: Cluster, *, first: str) -> list[Manifest]:
-    of_pod = {"NODE_ADDR": "status.podIP", "NODE_NAME": "spec.nodeName", "RUN_ID": f"metadata.labels['{_JOB_ID}']"}
-    variables: list[Manifest] = [
-        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in of_pod.items()
-    ]
-    values = {"MASTER_ADDR": first, "MASTER_PORT": str(_PORT), **dict(w.split("=", 1) for w in cluster.environment)}
-    variables += [{"name": name, "value": value} for name, value in values.items()]
-    if cluster.token_secret:
-        secret, _, key = cluster.token_secret.partition(":")
-        reference = {"secretKeyRef": {"name": secret, "key": key or "token"}}
-        variables.append({"name": "HF_TOKEN", "valueFrom": reference})
-    return variables
-
-
-def _gpu_resource(plan: Plan) -> str:
-    return {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}.get(vendor(plan.recipe.gpu), "")
-
-
-def _resources(plan: Plan, cluster: Cluster) -> Manifest:
-    limits: Manifest = {}
-    if resource := _gpu_resource(plan):
-        limits[resource] = plan.gpus
-    if cluster.rdma:
-        resource, _, count = cluster.rdma.partition("=")
-        limits[resource] = int(count or 1)
-    requests = {key: value for key, value in (("cpu", cluster.cpu), ("memory", cluster.memory)) if value}
-    limits |= {"memory": cluster.memory} if cluster.memory else {}
-    # The request of an extended resource must equal its limit.
-    return {"limits": limits, "requests": requests} if requests else {"limits": limits}
-
-
-def _affinity(plan: Plan, name: str) -> Manifest:
-    """One pod per node, on nodes with the GPU generation by AMD's or NVIDIA's node labels."""
-    apart = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
-    affinity: Manifest = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
-    maker = vendor(plan.recipe.gpu)
-    if not maker:
-        return affinity
-    gpu = generation(plan.recipe.gpu)
-    if maker == "amd":
-        match = {"key": "amd.com/gpu.device-id", "values": [number.removeprefix("0x") for number in gpu.device_ids]}
-    else:
-        match = {"key": "nvidia.com/gpu.product", "values": [product.replace(" ", "-") for product in gpu.names]}
-    terms = [{"matchExpressions": [{**match, "operator": "In"}]}]
-    affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-    return affinity
 
 
 def _kubectl(*words: str, stdin: str | None = None) -> str:

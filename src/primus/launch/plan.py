@@ -62,7 +62,7 @@ class Plan:
     def step_seconds(self) -> float | None:
         """The seconds of a step at the rate measured for the recipe on one node; None if none was measured."""
         rate = self.rate or self.recipe.find("validation.throughput", 0.0)
-        unit = 1 if self.recipe.architecture.family == "flux" else self.recipe.seq_len
+        unit = 1 if self.recipe.architecture.of_images else self.recipe.seq_len
         return self.recipe.global_batch * unit / (rate * self.recipe.world_size) if rate else None
 
     def warnings(self, limit: float | None = None) -> list[str]:
@@ -80,9 +80,8 @@ class Plan:
             then = "the job is cut off and continues from a checkpoint" if 0 < every < steps else "the job never ends"
             sentences.append(f"{steps} steps take about {span(needed)}, and the limit is {span(limit)}: {then}")
         elif needed < limit / 4:
-            sentences.append(
-                f"{steps} steps take about {span(needed)} of the {span(limit)}: --train-for {span(limit)} uses them"
-            )
+            whole = span(limit)
+            sentences.append(f"{steps} steps take about {span(needed)} of the {whole}: --train-for {whole} uses them")
         return sentences
 
     @property
@@ -101,10 +100,10 @@ class Plan:
         chosen = [f"--{name}={recipe.get(name, str)}" for name in CHOICES[:4]]
         proxy = "--proxy" if recipe.get("proxy", bool) else "proxy=false"
         words = [word for word in recipe.overrides if not word.startswith("proxy=")]
-        stall = [f"--stall-timeout={self.stall_timeout}"]
         # A file of the user is mounted at the same path.
         name = str(recipe.path) if recipe.by_path else recipe.name
-        command = ("train", name, *chosen, f"--nodes={self.nodes}", *stall, proxy, *words)
+        stall = f"--stall-timeout={self.stall_timeout}"
+        command = ("train", name, *chosen, f"--nodes={self.nodes}", stall, proxy, *words)
         refuse_secrets(command, "export it in the shell that starts the job, and leave it out of the settings")
         return command
 
@@ -143,7 +142,7 @@ class Plan:
 
 def bash(name: str, variables: Mapping[str, object], command: str) -> str:
     """Return the script ``NAME.sh`` of this package after what it reads: variables, and ``run_ranks``, its command."""
-    texts = (Path(__file__).with_name(f"{part}.sh").read_text(encoding="utf-8") for part in ("newest", name))
+    texts = (Path(__file__).with_name(f"{part}.sh").read_text(encoding="utf-8") for part in ("attempt", name))
     head = [f"{key}={value}" for key, value in variables.items()]
     return "\n".join([*head, f"run_ranks() {{ exec {command}; }}", *texts])
 

@@ -48,12 +48,7 @@ resume=${resume#from }
 say "attempt $n of node $index${resume:+, continuing from $resume}"
 run_ranks --output "$run/attempt-$n" ${resume:+--resume-from "$resume"} &
 child=$!
-[[ -z $told ]] || kill -TERM "$child"
-while :; do
-    wait "$child"
-    code=$?
-    kill -0 "$child" 2>/dev/null || break # a trap interrupts wait
-done
+finish "$child"
 [[ $code != 0 || $index != 0 ]] || touch "$run/done"
 # Checks that fail after a run that ended well would fail again.
 [[ $code != 1 || $index != 0 ]] || ! grep -qs '^  "exit_code": 0' "$run/attempt-$n/result.json" || exit 2

@@ -46,12 +46,7 @@ requeue() {
 
 run_ranks &
 srun=$!
-[[ -z $told ]] || kill -TERM "$srun"
-while :; do
-    wait "$srun"
-    code=$?
-    kill -0 "$srun" 2>/dev/null || break # a trap interrupts wait
-done
+finish "$srun"
 ((code == 0)) && exit 0
 [[ $told == USR1 ]] && requeue "the job was told to end"
 [[ $told == TERM ]] && exit "$code"

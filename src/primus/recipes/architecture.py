@@ -112,11 +112,8 @@ class Architecture:
     mla: LatentAttention = field(default_factory=LatentAttention)
     dit: DiffusionTransformer = field(default_factory=DiffusionTransformer)
 
-    def objection(self) -> tuple[str, str, str | None] | None:
-        """Return the key, reason and remedy of the first size that does not fit the others, or None."""
-        return next(self._objections(), None)
-
-    def _objections(self) -> Iterator[tuple[str, str, str | None]]:
+    def objections(self) -> Iterator[tuple[str, str, str | None]]:
+        """Yield the key, reason and remedy of each size that does not fit the others; the first one may cause more."""
         for key, switch in self._needed():
             if (size := attrgetter(key)(self)) < 1:
                 yield key, f"must be at least 1, not {size}{f', where {switch}' if switch else ''}", None

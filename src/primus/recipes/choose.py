@@ -166,33 +166,28 @@ def among(what: str, word: str, offered: list[str], where: str) -> None:
         raise InputError(message, where=where, hint=f"there are: {', '.join(offered)}")
 
 
-def check_choice(choice: str, where: str, more: Sequence[str] = ()) -> None:
-    """Raise InputError, with the most similar name, if ``choice`` is not the name of a choice, nor one of ``more``."""
-    if choice not in (names := (*CHOICES, *more)):
+def check_choice(choice: str, setting: Setting, *, condition: bool = False) -> None:
+    """Raise InputError if there is no such choice, or if ``setting`` is none of its values.
+
+    The ``condition`` of a case may name several values, a sequence length, and ``multi`` for a number of nodes.
+    """
+    where = setting.origin
+    if choice not in (names := (*CHOICES, LENGTH) if condition else CHOICES):
         message = f"there is no choice {choice!r}" + nearest(choice, names)
         raise InputError(message, where=where, hint=f"choices: {', '.join(names)}")
-
-
-def check_word(choice: str, setting: Setting, *, several: bool) -> None:
-    """Raise InputError if a word of ``setting`` is not a value of ``choice``.
-
-    ``several`` is for the condition of a case, which may be a list.
-    """
-    if isinstance(setting.value, list) and not several:
-        raise InputError(f"{choice} must be one word", where=setting.origin)
+    if isinstance(setting.value, list) and not condition:
+        raise InputError(f"{choice} must be one word", where=where)
     for word in setting.value if isinstance(setting.value, list) else [setting.value]:
-        if choice == "proxy":
-            if not isinstance(word, bool):
-                raise InputError(f"proxy must be true or false, not {word!r}", where=setting.origin)
-        elif choice == "nodes":
-            if (not isinstance(word, int) or isinstance(word, bool) or word < 1) and not (several and word == MULTI):
-                kind = f"a whole number of at least 1{f' or {MULTI}' if several else ''}"
-                raise InputError(f"nodes must be {kind}, not {word!r}", where=setting.origin)
-        elif choice == LENGTH:
-            if not isinstance(word, int) or isinstance(word, bool):
-                raise InputError(f"{LENGTH} must be a whole number, not {word!r}", where=setting.origin)
-        else:
-            among(choice, str(word), values_of(choice), setting.origin)
+        whole = isinstance(word, int) and not isinstance(word, bool)
+        if choice == "proxy" and not isinstance(word, bool):
+            raise InputError(f"proxy must be true or false, not {word!r}", where=where)
+        if choice == "nodes" and not (whole and int(str(word)) > 0) and not (condition and word == MULTI):
+            kind = f"a whole number of at least 1{f' or {MULTI}' if condition else ''}"
+            raise InputError(f"nodes must be {kind}, not {word!r}", where=where)
+        if choice == LENGTH and not whole:
+            raise InputError(f"{LENGTH} must be a whole number, not {word!r}", where=where)
+        if choice in CHOICES[:4]:
+            among(choice, str(word), values_of(choice), where)
 
 
 @cache

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from primus.recipes.family import Family, Support, families, family
+from primus.recipes.family import Family, families, family
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.schema import model_rules
 from primus.recipes.setting import Value, interval
@@ -27,7 +27,6 @@ _STRETCH = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
-_OFF: tuple[Value, ...] = (0, "none")
 
 
 def layout_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -68,9 +67,10 @@ def _asked(recipe: Recipe, *keys: str) -> str:
 
 def _ranks(recipe: Recipe) -> Iterator[Fault]:
     world, ranks, nodes = recipe.world_size, recipe.get("ranks", int), recipe.get("nodes", int)
-    product = math.prod(recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas"))
+    degrees = {kind: recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas")}
+    product = math.prod(degrees.values())
     if world % product:
-        lower = [kind for kind in ("tp", "pp", "cp", "replicas") if recipe.degree(kind) > 1]
+        lower = [kind for kind, degree in degrees.items() if degree > 1]
         hint = f"ranks={math.lcm(world, product) // nodes}, or lower {' or '.join(lower)}"
         wrong = _asked(recipe, "ranks", "nodes", *(_degree(recipe, kind) for kind in lower))
         yield wrong, f"{world} ranks are not divisible by TP·PP·CP·replicas = {product}", hint
@@ -132,20 +132,26 @@ def _batch(recipe: Recipe) -> Iterator[Fault]:
 
 def model_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield each field of the model that its family or the recipe's backend lacks: its key, the reason and a remedy."""
-    rules = model_rules()
+    rules, known = model_rules(), family(recipe.architecture.family)
     values = {key: rule.default for key, rule in rules.items()} | recipe.section("model")
     changed = [key for key, rule in rules.items() if values[key] != rule.default]
-    known = family(recipe.architecture.family)
     yield from _idle(recipe, values, changed)
-    row = known.backends.get(recipe.backend)
-    if row is None:
+    if recipe.backend not in known.backends:
         hint = f"--backend {' or '.join(known.backends)}" if known.backends else None
         yield "model.family", f"{recipe.backend} has no model of the family {known.name}", hint
         return
     yield from _foreign(known, values)
-    active = [key for key in changed if values.get(_SWITCHES.get(key.partition(".")[0], ""), True) not in _OFF]
-    yield from _dropped(recipe, known, values, active)
-    yield from _limited(recipe, row, values, active)
+    yield from _uncomputed(recipe, known, values, [key for key in changed if not _off(key, values)])
+    targets = recipe.section(recipe.backend).get("lora.targets") if recipe.mode == "lora" else None
+    for name in targets if isinstance(targets, list) else ():
+        if name not in known.linears:
+            why = f"no linear layer of the family {known.name} is named {name!r}"
+            yield f"{recipe.backend}.lora.targets", why, f"there are: {', '.join(known.linears)}"
+
+
+def _off(key: str, values: Mapping[str, Value]) -> bool:
+    """Whether the part of the model that ``key`` belongs to is disabled."""
+    return values.get(_SWITCHES.get(key.partition(".")[0], ""), True) in (0, "none")
 
 
 def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
@@ -163,11 +169,6 @@ def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
             yield f"model.{key}", f"{objection[0]} in the family {known.name}", None
 
 
-def _others(recipe: Recipe, known: Family, key: str) -> list[str]:
-    """Return the other backends that compute the field ``key`` of the family."""
-    return [name for name in known.backends if name != recipe.backend and known.has(key, name)]
-
-
 def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> Iterator[Fault]:
     """Yield fields of a part that is disabled. A file may set them if it disables the part explicitly."""
     kind = str(values["rope_scaling.kind"])
@@ -178,35 +179,31 @@ def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> It
             yield f"model.{key}", f"has no effect while model.rope_scaling.kind is {kind}", f"remove model.{key}"
         switch = _SWITCHES.get(part, key)
         typed = recipe.settings[f"model.{key}"].origin.startswith("command")
-        off_in_file = f"model.{switch}" in recipe.settings and not typed
-        if switch != key and values[switch] in _OFF and not off_in_file:
+        if switch != key and _off(key, values) and (typed or f"model.{switch}" not in recipe.settings):
             yield f"model.{key}", f"has no effect while model.{switch} is {values[switch]}", f"set model.{switch}, too"
 
 
-def _dropped(recipe: Recipe, known: Family, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
-    model = recipe.architecture
+def _uncomputed(recipe: Recipe, known: Family, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
+    """Yield fields of enabled parts that the backend lacks, or computes with other values only."""
+    row, title = known.backends[recipe.backend], f"the family {known.name}"
+
+    def remedy(key: str, value: Value) -> str:
+        others = [name for name in known.backends if name != recipe.backend and known.has(key, name)]
+        return f"model.{key}={spell(value)}" + (f", or --backend {' or '.join(others)}" if others else "")
+
     for key in active:
-        if not known.has(key) or known.has(key, recipe.backend):
-            continue
-        if key == "head_dim" and model.head_dim * model.heads == model.hidden_size:
-            continue  # the value that every backend uses by default
-        why = f"{recipe.backend}'s model of the family {model.family} cannot express {spell(values[key])}"
-        yield f"model.{key}", why, _remedy(recipe, values, key, model_rules()[key].default)
-
-
-def _remedy(recipe: Recipe, values: Mapping[str, Value], key: str, value: Value) -> str:
-    others = _others(recipe, family(str(values["family"])), key)
-    return f"model.{key}={spell(value)}" + (f", or --backend {' or '.join(others)}" if others else "")
-
-
-def _limited(recipe: Recipe, row: Support, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
+        # Every backend has this size of a head by default.
+        usual = key == "head_dim" and recipe.architecture.head_dim * recipe.architecture.heads == values["hidden_size"]
+        if known.has(key) and not known.has(key, recipe.backend) and not usual:
+            why = f"{recipe.backend}'s model of {title} cannot express {spell(values[key])}"
+            yield f"model.{key}", why, remedy(key, model_rules()[key].default)
     for key, allowed in row.values.items():
         switch = _SWITCHES.get(key.partition(".")[0], key)
-        if (switch == key or values[switch] not in _OFF) and values[key] not in allowed:
+        if values[key] not in allowed and (switch == key or not _off(key, values)):
             named = " or ".join(spell(value) for value in allowed)
-            why = f"{recipe.backend} computes the family {values['family']} with {named} only, not {spell(values[key])}"
+            why = f"{recipe.backend} computes {title} with {named} only, not {spell(values[key])}"
             why += f", where model.{switch} is {values[switch]}" if switch != key else ""
-            yield f"model.{key}", why, _remedy(recipe, values, key, allowed[0])
+            yield f"model.{key}", why, remedy(key, allowed[0])
     for key, other in row.equal.items():
         if key in active and values[key] != values[other]:
             both = f"{spell(values[key])} and {spell(values[other])}"
@@ -216,8 +213,3 @@ def _limited(recipe: Recipe, row: Support, values: Mapping[str, Value], active: 
         value = values[key]
         if key in active and isinstance(value, float) and not value.is_integer():
             yield f"model.{key}", f"{recipe.backend} takes a whole number, not {value}", f"model.{key}={round(value)}.0"
-    targets, linears = recipe.section(recipe.backend).get("lora.targets"), family(str(values["family"])).linears
-    for name in targets if isinstance(targets, list) and recipe.mode == "lora" else ():
-        if name not in linears:
-            why = f"no linear layer of the family {values['family']} is named {name!r}"
-            yield f"{recipe.backend}.lora.targets", why, f"there are: {', '.join(linears)}"

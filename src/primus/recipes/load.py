@@ -9,10 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from primus.errors import InputError, nearest
-from primus.files import refuse_special
-from primus.recipes.choose import LENGTH, check_choice, check_word
+from primus.recipes.choose import check_choice
 from primus.recipes.setting import Setting, Value
-from primus.yamlfile import Document, Key, Scalar, Tree, parse_values
+from primus.yamlfile import Document, Key, Scalar, Tree, parse_values, read_text
 
 _IN_IMAGE = Path("/opt/primus/recipes")
 
@@ -94,18 +93,17 @@ class Case:
 class Source:
     """The contents of a recipe file: the settings that always apply, the cases in order, and the files read."""
 
-    settings: Mapping[str, Setting]
-    cases: tuple[Case, ...]
+    settings: dict[str, Setting]
+    cases: list[Case]
     files: tuple[Path, ...] = ()
 
 
 def read(path: Path) -> Source:
     """Read a recipe file after the files in its ``uses``, each of them once. Raises InputError with the place."""
-    settings: dict[str, Setting] = {}
-    cases: list[Case] = []
+    whole = Source(settings={}, cases=[])
     files: dict[Path, Path] = {}
-    _collect(path, settings, cases, files, ())
-    return Source(settings=settings, cases=tuple(cases), files=tuple(files.values()))
+    _collect(path, whole, files, ())
+    return replace(whole, files=tuple(files.values()))
 
 
 def beside(path: Path, name: str) -> Path:
@@ -114,18 +112,9 @@ def beside(path: Path, name: str) -> Path:
     return near if near.exists() or not (folder() / name).exists() else folder() / name
 
 
-def _collect(
-    path: Path, settings: dict[str, Setting], cases: list[Case], seen: dict[Path, Path], above: tuple[Path, ...]
-) -> None:
-    """Add what the file at ``path`` and the files in its ``uses`` say. ``seen``: real path → path of each file."""
-    try:
-        refuse_special(path, str(path))
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    source, uses = parse(text, str(path))
+def _collect(path: Path, whole: Source, seen: dict[Path, Path], above: tuple[Path, ...]) -> None:
+    """Add the file at ``path``, and the files that it uses, to ``whole``. ``seen``: real path → path of each file."""
+    source, uses = parse(read_text(path), str(path))
     here = path.resolve()
     seen[here] = path
     for name in uses:
@@ -136,9 +125,9 @@ def _collect(
             continue
         if used.is_dir() or not (used.exists() or used.is_symlink()):
             raise InputError(f"there is no file {name.value!r}, which `uses` names", where=name.origin)
-        _collect(used, settings, cases, seen, (*above, here))
-    settings.update(source.settings)
-    cases += source.cases
+        _collect(used, whole, seen, (*above, here))
+    whole.settings.update(source.settings)
+    whole.cases.extend(source.cases)
 
 
 @lru_cache(maxsize=256)  # listing all recipes reads the same shared files many times
@@ -159,10 +148,8 @@ def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
     cases = [_case(document, index, item) for index, item in enumerate(_items(document, "cases"))]
     for key, setting in settings.items():
         if key.startswith("default."):
-            choice = key.removeprefix("default.")
-            check_choice(choice, setting.origin)
-            check_word(choice, setting, several=False)
-    return Source(settings=settings, cases=tuple(cases)), list(uses.values())
+            check_choice(key.removeprefix("default."), setting)
+    return Source(settings=settings, cases=cases), list(uses.values())
 
 
 def _items(document: Document, key: str) -> list[Tree]:
@@ -173,7 +160,6 @@ def _items(document: Document, key: str) -> list[Tree]:
 
 
 def _case(document: Document, index: int, data: Tree) -> Case:
-    """Read one case: ``when``, an optional ``because``, and settings."""
     place: Key = ("cases", index)
     if not isinstance(data, dict):
         raise InputError("a case must be a mapping with 'when' and settings", where=document.origin(place))
@@ -185,11 +171,10 @@ def _case(document: Document, index: int, data: Tree) -> Case:
         raise InputError(f"because must be text, not {because!r}", where=document.origin((*place, "because")))
     when = _settings(document, (*place, "when"), conditions)
     for choice, setting in when.items():
-        check_choice(choice, setting.origin, [LENGTH])
-        check_word(choice, setting, several=True)
+        check_choice(choice, setting, condition=True)
     settings = _settings(document, place, data, ("when", "because"))
     if "nodes" in settings:
-        check_word("nodes", settings["nodes"], several=False)
+        check_choice("nodes", settings["nodes"])
         if "nodes" in when:
             raise InputError("a case for a number of nodes cannot set nodes", where=settings["nodes"].origin)
     return Case(

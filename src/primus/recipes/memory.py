@@ -53,6 +53,11 @@ class Memory:
         return sum(self.terms.values())
 
     @property
+    def states(self) -> float:
+        """Weights, gradients and optimizer states: what a run needs with any batch."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def terms(self) -> dict[str, float]:
         """Return name → bytes of the terms of ``peak``. Reused memory is negative, and left out if there is none."""
         terms = asdict(self)

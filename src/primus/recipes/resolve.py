@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from primus.errors import InputError, nearest
 from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
-from primus.recipes.choose import CPU, LENGTH, choose, supported
+from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import families, family
-from primus.recipes.faults import data_faults, layout_faults, model_faults
+from primus.recipes.faults import Fault, data_faults, layout_faults, model_faults
 from primus.recipes.published import kind_faults, published_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
@@ -80,6 +80,7 @@ def resolve(
     settings.update(chosen)
     others = backends().keys() - {knows.name}
     settings = {key: s for key, s in settings.items() if key.partition(".")[0] not in others}
+    # The global batch is written for one node.
     _scale_batch(settings, source, facts, knows)
     described = _of_weights(weights, settings, knows) if weights and here else {}
     if described:
@@ -123,26 +124,20 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
         if (before := getattr(choices, key)) is not None:
             raise _twice(key, f"{key}={str(before).lower() if key == 'proxy' else before}", word)
         value: object = text
-        if key == "nodes":
-            if not re.fullmatch(r"[0-9]{1,9}", text):
-                raise InputError(f"nodes must be a whole number, not {text[:40]!r}", where="command line: nodes")
-            value = int(text)
-        elif key == "proxy":
-            if text not in ("true", "false"):
-                raise InputError(f"proxy must be true or false, not {text!r}", where="command line: proxy")
-            value = text == "true"
+        if key in ("nodes", "proxy"):
+            typed = Setting(value=typed_value(text, f"command line: {key}"), origin=f"command line: {key}")
+            check_choice(key, typed)
+            value = typed.value
         choices = replace(choices, **{key: value})  # type: ignore[arg-type]
     return choices, words
 
 
 def _weights_among(words: Sequence[str]) -> Path | None:
-    """Return the folder of weights that an override names, if it exists."""
     named = [word.partition("=")[2] for word in words if word.partition("=")[0] in ("weights", "finetune.weights")]
     return Path(named[0]) if named and named[0] and _exists(Path(named[0])) else None
 
 
 def _of_weights(folder: Path, settings: Mapping[str, Setting], knows: Backend) -> dict[str, Setting]:
-    """Return the model that the weights' ``config.json`` describes; nothing if the backend loads no weights."""
     name = str(settings["model.family"].value) if "model.family" in settings else ""
     loads = name in families() and family(name).tuned and "weights" in schema.backend_rules(knows.name)
     return model_of(folder, name) if loads else {}
@@ -163,7 +158,6 @@ def _twice(key: str, first: str, second: str) -> InputError:
 
 
 def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mapping[str, str], knows: Backend) -> None:
-    """Multiply the global batch, which is written for one node, by the number of nodes, unless a case sets it."""
     key, nodes = knows.key("global_batch"), int(facts["nodes"])
     batch = settings.get(key)
     set_by_case = any("nodes" in case.when and key in case.settings and case.holds(facts) for case in source.cases)
@@ -202,7 +196,6 @@ def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setti
 
 
 def _spelled_out(word: str, knows: Backend) -> str:
-    """Replace a short name, as in ``steps=5``, by the backend's key."""
     what, equals, text = word.partition("=")
     if what in ("corpus", "tokenizer"):
         return f"assets.{word}"
@@ -217,15 +210,11 @@ def _override(full: str, typed: str, knows: Backend) -> tuple[str, Setting]:
     value: Value = typed_value(text, f"command line: {key}") if text else ""
     setting = Setting(value=value, origin=f"command line: {typed}")
     section = key.partition(".")[0]
-    if section == knows.name or key in schema.RECIPE:
-        return key, setting
-    rules = schema.backend_rules(knows.name)
-    neutral = key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
-    if neutral and key in knows.owned:
-        # A size of the recipe's model section, from which primus sets the backend's key of the same name.
-        return key, setting
-    native = key in rules or key in knows.owned
-    return (f"{knows.name}.{key}" if native or section not in _OWN_SECTIONS else key), setting
+    # A size in the recipe's model section, from which primus sets the backend's key of the same name.
+    sized = key in knows.owned and key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
+    native = key in knows.owned or key in schema.backend_rules(knows.name) or section not in _OWN_SECTIONS
+    whole = section == knows.name or key in schema.recipe_rules() or sized
+    return (f"{knows.name}.{key}" if native and not whole else key), setting
 
 
 def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> None:
@@ -234,14 +223,13 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
             general = key == "ranks" or key.startswith("assets.")
             hint = f"set {key}" + (", or add `uses: [shared/data.yaml]`, which sets it" if general else "")
             raise InputError(f"{key} is missing", where=f"{path}:1:1", hint=hint)
-    sections: list[tuple[str, Mapping[str, schema.Rule]]] = [
-        ("", schema.RECIPE), ("model.", schema.model_rules()), (f"{knows.name}.", schema.backend_rules(knows.name)),
-    ]  # fmt: skip
-    rules = {prefix + key: rule for prefix, section in sections for key, rule in section.items()}
+    head = f"{knows.name}."
+    sections = {"": schema.recipe_rules(), "model.": schema.model_rules(), head: schema.backend_rules(knows.name)}
+    rules = {prefix + key: rule for prefix, section in sections.items() for key, rule in section.items()}
     for key, setting in settings.items():
         if key in CHOICES:
             continue
-        native = key.removeprefix(f"{knows.name}.")
+        native = key.removeprefix(head)
         if native != key and native in knows.owned:
             raise InputError(f"{key} is set by primus", where=setting.origin, hint=f"use {knows.owned[native]}")
         if (rule := rules.get(key)) is None:
@@ -250,11 +238,10 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
             raise InputError(f"{key} {objection}", where=setting.origin)
     # First the values that are wrong by themselves, because they often make others wrong.
     for related in (False, True):
-        for prefix, section in sections:
+        for prefix, section in sections.items():
             for key in section:
-                if prefix + key not in settings:
-                    continue
-                if (outside := schema.outside(key, prefix, section, settings, related=related)) is not None:
+                outside = schema.outside(key, prefix, section, settings, related=related)
+                if outside is not None:
                     reason, remedy = outside
                     raise InputError(f"{prefix}{key} {reason}", where=settings[prefix + key].origin, hint=remedy)
 
@@ -284,62 +271,58 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
 
 
 def _check_sense(recipe: Recipe, *, here: bool) -> None:
-    """Check the settings together: required keys, existing files, matching sizes, and the precision.
-
-    Files at absolute paths must exist only if the run is ``here``.
-    """
-    knows = recipe.knows
-
-    def refuse(key: str, why: str, hint: str | None = None) -> None:
+    """Check the settings together. Files at absolute paths must exist only if the run is ``here``."""
+    for key in map(recipe.knows.key, ("steps", "seq_len", "local_batch")):
+        if key not in recipe.settings:
+            why = f"{key} is missing; a recipe must not depend on a default of {recipe.backend}"
+            raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")
+    checks: tuple[Callable[[Recipe], Iterable[Fault]], ...] = (
+        partial(_file_faults, here=here), kind_faults, model_faults, _size_faults, published_faults, layout_faults,
+        data_faults, _vocabulary_faults, rules_of(recipe).faults, _precision_faults,
+    )  # fmt: skip
+    for key, why, hint in chain.from_iterable(faults(recipe) for faults in checks):
         # If the key is missing, the place is that of the first setting that the reason names.
         named = next((word for word in (key, *why.replace(",", "").split()) if word in recipe.settings), None)
         origin = recipe.settings[named].origin if named else f"{recipe.path}:1:1"
         raise InputError(f"{key}: {why}", where=origin, hint=hint)
 
-    for key in ("ranks", *(knows.key(what) for what in ("steps", "seq_len", "local_batch"))):
-        if key not in recipe.settings:
-            why = f"{key} is missing; a recipe must not depend on a default of {knows.name}"
-            raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")
 
-    def elsewhere(value: object) -> bool:
-        return not here and str(value).startswith("/")
-
-    for name in [key for key in recipe.settings if key.startswith("assets.") or key == "eval.corpus"]:
-        asset = None if elsewhere(recipe.settings[name].value) else recipe.asset(name)
-        if asset is not None and not _exists(asset):
-            refuse(name, f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
-        if asset is not None and not (asset.is_dir() or (asset.is_file() and name != "assets.tokenizer")):
+def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
+    names = [key for key in recipe.settings if key.startswith("assets.") or key == "eval.corpus"]
+    for name in (key for key in names if here or not str(recipe.settings[key].value).startswith("/")):
+        if (asset := recipe.asset(name)) is None:
+            continue
+        if not _exists(asset):
+            yield name, f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock"
+        elif not (asset.is_dir() or (asset.is_file() and name != "assets.tokenizer")):
             kind = "a folder" if name == "assets.tokenizer" else "a file or a folder"
-            refuse(name, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock")
-    weights = recipe.section(knows.name).get("weights")
-    if isinstance(weights, str) and weights != "random" and not (weights.startswith("hf:") or elsewhere(weights)):
-        folder = Path(weights)
-        if not weights or not _exists(folder) or not folder.is_dir():
-            why = f"there is no folder {weights!r}"
-            refuse(f"{knows.name}.weights", why, "name a folder of safetensors files, hf:OWNER/NAME or random")
-    for fault in chain(kind_faults(recipe), model_faults(recipe)):
-        refuse(*fault)
-    if (objection := recipe.architecture.objection()) is not None:
-        refuse(f"model.{objection[0]}", *objection[1:])
-    for fault in published_faults(recipe):
-        refuse(*fault)
-    for fault in chain(layout_faults(recipe), data_faults(recipe)):
-        refuse(*fault)
-    tokenizer = recipe.asset("tokenizer")
-    if tokenizer is not None and (size := vocabulary(tokenizer) or 0) > recipe.architecture.vocab_size > 0:
-        why = f"{recipe.architecture.vocab_size} is less than the {size} tokens of {tokenizer}"
-        refuse("model.vocab_size", why, f"model.vocab_size={size} or more, or another assets.tokenizer")
-    for fault in rules_of(recipe).faults(recipe):
-        refuse(*fault)
-    computed = rules_of(recipe).precision(recipe)
+            yield name, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock"
+    key = f"{recipe.backend}.weights"
+    weights = recipe.find(key, "random")
+    if weights == "random" or weights.startswith("hf:") or (weights.startswith("/") and not here):
+        return
+    if not weights or not _exists(Path(weights)) or not Path(weights).is_dir():
+        yield key, f"there is no folder {weights!r}", "name a folder of safetensors files, hf:OWNER/NAME or random"
+
+
+def _size_faults(recipe: Recipe) -> Iterator[Fault]:
+    yield from ((f"model.{key}", why, hint) for key, why, hint in recipe.architecture.objections())
+
+
+def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
+    tokenizer, rows = recipe.asset("tokenizer"), recipe.architecture.vocab_size
+    if tokenizer is not None and (size := vocabulary(tokenizer) or 0) > rows > 0:
+        why = f"{rows} is less than the {size} tokens of {tokenizer}"
+        yield "model.vocab_size", why, f"model.vocab_size={size} or more, or another assets.tokenizer"
+
+
+def _precision_faults(recipe: Recipe) -> Iterator[Fault]:
+    knows, computed = recipe.knows, rules_of(recipe).precision(recipe)
     if computed != recipe.precision:
-        raise InputError(
-            f"precision: {recipe.precision} is requested, but the {knows.name} settings give {computed}",
-            where=recipe.settings["precision"].origin,
-            hint="it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
-            if knows.sharded_precision and recipe.unsharded
-            else f"the recipe has no case that makes {knows.name} compute {recipe.precision}",
-        )
+        hint = f"the recipe has no case that makes {knows.name} compute {recipe.precision}"
+        if knows.sharded_precision and recipe.unsharded:
+            hint = "it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
+        yield "precision", f"{recipe.precision} is requested, but the {knows.name} settings give {computed}", hint
 
 
 def _exists(path: Path) -> bool:

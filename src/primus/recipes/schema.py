@@ -10,15 +10,15 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.backends import backend
 from primus.recipes.setting import WORDS, Setting, Value, interval
-from primus.yamlfile import LARGEST
+from primus.yamlfile import LARGEST, read_values
 
 # Text that can be part of a file name.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
@@ -82,40 +82,19 @@ def _short(value: Value) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def _rule(kind: str, bounds: str | None = None, *, filled: bool = False) -> Rule:
-    return Rule(types=frozenset({kind}), bounds=bounds, filled=filled)
+@cache
+def recipe_rules() -> Mapping[str, Rule]:
+    """Return the rules of the keys in ``keys.yaml``, which belong to no backend."""
+    return _rules(cast(Mapping[str, Any], read_values(Path(__file__).with_name("keys.yaml")).data))
 
 
-RECIPE: Mapping[str, Rule] = {
-    "name": Rule(types=frozenset({"str"}), filled=True, word=True),
-    "description": _rule("str"),
-    "ranks": _rule("int", "[1, 1024]"),
-    "turbo": Rule(types=frozenset({"str", "list"}), items=frozenset({"str"}), filled=True),
-    "tuned": _rule("str", filled=True),
-    "assets.tokenizer": _rule("str", filled=True),
-    "assets.corpus": _rule("str", filled=True),
-    "data.column": _rule("str", filled=True),
-    "data.split": _rule("str", filled=True),
-    "data.train_on": Rule(types=frozenset({"str"}), choices=("completions", "all")),
-    "eval.corpus": _rule("str", filled=True),
-    "eval.split": _rule("str", filled=True),
-    "eval.fraction": _rule("float", "(0, 0.5]"),
-    "eval.every": _rule("int", "[1, inf)"),
-    "eval.patience": _rule("int", "[1, inf)"),
-    "validation.resume_at": _rule("int", "[1, inf)"),
-    "validation.accumulation": _rule("int", "[1, inf)"),
-    "validation.warmup_steps": _rule("int", "[0, inf)"),
-    "validation.first_loss_tolerance": _rule("float", "[0, 1]"),
-    "validation.loss_drop": _rule("float", "[0, 1]"),
-    "validation.grad_norm_jump": _rule("float", "[1, inf)"),
-    "validation.repeat_tolerance": _rule("float", "[0, 1]"),
-    "validation.resume_tolerance": _rule("float", "[0, 1]"),
-    "validation.accumulation_tolerance": _rule("float", "[0, 1]"),
-    "validation.layout_tolerance": _rule("float", "[0, 1]"),
-    "validation.precision_tolerance": _rule("float", "[0, 1]"),
-    "validation.throughput": _rule("float", "(0, inf)"),
-    "validation.throughput_tolerance": _rule("float", "[0, 1)"),
-}
+def _rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
+    """Build rules from entries of a file, whose lists become tuples or, for types, sets."""
+    shapes: Mapping[str, type] = {"types": frozenset, "items": frozenset, "choices": tuple}
+    return {
+        key: Rule(**{name: shapes.get(name, lambda item: item)(value) for name, value in entry.items()})
+        for key, entry in entries.items()
+    }
 
 
 @cache
@@ -147,26 +126,24 @@ def backend_rules(name: str) -> Mapping[str, Rule]:
     content = json.loads((Path(__file__).parent / "keys" / f"{name}.json").read_text(encoding="utf-8"))
     knows = backend(name)
     return {
-        key: Rule(
-            types=frozenset(entry["types"]),
-            choices=tuple(entry.get("choices") or knows.choices.get(key, ())),
-            items=frozenset(entry.get("items", ())),
-            bounds=entry.get("bounds") or knows.bounds.get(key),
+        key: replace(
+            rule,
+            choices=rule.choices or tuple(knows.choices.get(key, ())),
+            bounds=rule.bounds or knows.bounds.get(key),
             inside=key in knows.inside,
-            default=entry.get("default"),
         )
-        for key, entry in content["keys"].items()
+        for key, rule in _rules(content["keys"]).items()
     }
 
 
 def outside(
     key: str, prefix: str, rules: Mapping[str, Rule], settings: Mapping[str, Setting], *, related: bool
 ) -> tuple[str, str] | None:
-    """Return why the value of ``prefix + key`` is outside its bounds, and a remedy; None if it is inside.
+    """Return why the value of ``prefix + key`` is outside its bounds, and a remedy; None if it is inside, or not set.
 
     ``rules`` are those of the section ``prefix``. With ``related``, bounds that name other keys are checked as well.
     """
-    rule, value = rules[key], settings[prefix + key].value
+    rule, value = rules[key], settings[prefix + key].value if prefix + key in settings else None
     if rule.bounds is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None
 

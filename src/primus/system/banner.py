@@ -56,13 +56,14 @@ def lacking(image: Mapping[str, Any], host: Host) -> str:
     gpu = next((row for row in load_table().generations if row.name == image.get("target")), None)
     if gpu is None:
         return ""
-    problems = [f for check in (rights, driver, shared_memory) for f in check(host) if f.level in ("failed", "slow")]
-    if not host.gpus.names:
+    if host.gpus.names:
+        findings = [*rights(host), *driver(host), *shared_memory(host)]
+    else:
         amd = gpu.arch.startswith("gfx")
         module, option = ("amdgpu", "--device /dev/kfd --device /dev/dri") if amd else ("nvidia", "--gpus all")
         remedy = f"on the host: sudo modprobe {module}; then start the container with {option}"
-        problems.insert(0, failed("gpus", f"none found; the image is for {gpu.names[0]}", remedy))
-    return "".join(f"  ! {f.check}: {f.message} → {f.remedy}\n" for f in problems)
+        findings = [failed("gpus", f"none found; the image is for {gpu.names[0]}", remedy), *shared_memory(host)]
+    return "".join(f"  ! {f.check}: {f.message} → {f.remedy}\n" for f in findings if f.problem)
 
 
 def with_bashrc(command: Sequence[str]) -> list[str]:

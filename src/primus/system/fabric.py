@@ -34,27 +34,15 @@ def rdma(host: Host) -> Iterator[Finding]:
     if not cards:
         yield skipped("RDMA", "no RDMA device; several nodes use TCP")
         return
-    ports = [port for card in cards for port in sorted((card / "ports").glob("*"))]
-    problems = [*_unknown_names(host, cards), *_bad_ports(host, ports), *_firmware(host, cards), *_rights(host)]
-    yield from problems or [ok("RDMA", f"{len(ports)} ports are active{_advice(host, ports)}")]
-
-
-def _unknown_names(host: Host, cards: list[Path]) -> Iterator[Finding]:
     chosen = host.environment.get("NCCL_IB_HCA", "")
-    if chosen.lstrip("=") and not chosen.startswith("^"):
-        for name in (word.partition(":")[0] for word in chosen.lstrip("=").split(",")):
-            if not any(card.name.startswith(name) for card in cards):
-                yield failed("RDMA", f"NCCL_IB_HCA names {name}, which does not exist", "unset NCCL_IB_HCA")
-
-
-def _bad_ports(host: Host, ports: list[Path]) -> Iterator[Finding]:
-    for port in ports:
-        if isinstance(problem := _port(host, port), Finding):
-            message = f"{port.parents[1].name} port {port.name}: {problem.message}"
-            yield replace(problem, check="RDMA", message=message)
-
-
-def _firmware(host: Host, cards: list[Path]) -> Iterator[Finding]:
+    names = chosen.lstrip("=").split(",") if not chosen.startswith("^") else []
+    for name in (word.partition(":")[0] for word in names):
+        if name and not any(card.name.startswith(name) for card in cards):
+            yield failed("RDMA", f"NCCL_IB_HCA names {name}, which does not exist", "unset NCCL_IB_HCA")
+    ports = {port: _port(host, port) for port in _ports(host)}
+    for port, problem in ports.items():
+        if isinstance(problem, Finding):
+            yield replace(problem, message=f"{port.parents[1].name} port {port.name}: {problem.message}")
     firmware: dict[str, set[str]] = {}
     for card in cards:
         board = host.text(card / "board_id") or host.text(card / "hca_type")
@@ -63,6 +51,16 @@ def _firmware(host: Host, cards: list[Path]) -> Iterator[Finding]:
         if len(versions) > 1:
             message = f"devices of board {board or 'unknown'} have firmware {', '.join(sorted(versions))}"
             yield slow("RDMA firmware", message, "update all to one version")
+    yield from _rights(host)
+    indices = {*ports.values()} - {""}
+    advice = ""
+    if len(indices) == 1 and isinstance(index := indices.pop(), str):
+        advice = f"; NCCL_IB_GID_INDEX={index}" + ("" if int(index) == _DEFAULT_GID else " (older scripts set 3)")
+    yield ok("RDMA", f"{len(ports)} ports are active{advice}")
+
+
+def _ports(host: Host) -> list[Path]:
+    return [port for card in devices(host) for port in sorted((card / "ports").glob("*"))]
 
 
 def _rights(host: Host) -> Iterator[Finding]:
@@ -102,7 +100,7 @@ def libraries(host: Host) -> Iterator[Finding]:
 
 
 def _provider(host: Host, device: Path, table: dict[str, Any]) -> str | None:
-    """Return the provider that ``device`` needs; None for a device that is not in the table, such as a virtual one."""
+    # A virtual device is not in the table.
     driver = (device / "device/driver").resolve().name
     vendor = host.text(device / "device/vendor")
     by_driver = (name for name, row in table.items() if driver in row["driver"])
@@ -116,22 +114,19 @@ def _library(host: Host, name: str) -> bool:
 
 def _port(host: Host, port: Path) -> Finding | str:
     """Return the GID index to use as text ("" for InfiniBand), or a finding if the port cannot be used."""
-    state = host.text(port / "state")
+    state, physical = (host.text(port / name).partition(": ")[2] or "unknown" for name in ("state", "phys_state"))
     if "ACTIVE" not in state:
-        physical = host.text(port / "phys_state").partition(": ")[2] or "unknown"
-        return failed(
-            "", f"the link is {state.partition(': ')[2] or 'unknown'} (physically {physical})",
-            "check cable and switch, or leave it out with NCCL_IB_HCA",
-        )  # fmt: skip
+        message = f"the link is {state} (physically {physical})"
+        return failed("RDMA", message, "check cable and switch, or leave it out with NCCL_IB_HCA")
     if host.text(port / "link_layer") != "Ethernet":
         return ""
     best = gid_index(host, port)
     chosen = host.environment.get("NCCL_IB_GID_INDEX")
     if best is None:
-        return failed("", "no GID is of RoCE v2 with an address", "give the interface an IP address")
+        return failed("RDMA", "no GID is of RoCE v2 with an address", "give the interface an IP address")
     if chosen is not None and chosen.isdecimal() and not _usable(host, port, int(chosen)):
         message = f"GID {chosen}, which NCCL_IB_GID_INDEX names, is not of RoCE v2"
-        return failed("", message, f"NCCL_IB_GID_INDEX={best}")
+        return failed("RDMA", message, f"NCCL_IB_GID_INDEX={best}")
     return str(best)
 
 
@@ -153,21 +148,13 @@ def variables(host: Host) -> dict[str, str]:
 
     A variable that the user has set, and a GID index on which the ports do not agree, are left out.
     """
-    ports = {port: _port(host, port) for card in devices(host) for port in sorted((card / "ports").glob("*"))}
-    usable = {port: index for port, index in ports.items() if isinstance(index, str)}
+    usable = {port: index for port in _ports(host) if isinstance(index := _port(host, port), str)}
     if not usable or any(_rights(host)):
         return {}
     chosen = {"NCCL_IB_HCA": "=" + ",".join(f"{port.parents[1].name}:{port.name}" for port in usable)}
     if len(indices := {*usable.values()} - {""}) == 1:
         chosen["NCCL_IB_GID_INDEX"] = indices.pop()
     return {name: text for name, text in chosen.items() if name not in host.environment}
-
-
-def _advice(host: Host, ports: list[Path]) -> str:
-    indices = {_port(host, port) for port in ports} - {""}
-    if len(indices) == 1 and isinstance(index := indices.pop(), str):
-        return f"; NCCL_IB_GID_INDEX={index}" + ("" if int(index) == _DEFAULT_GID else " (older scripts set 3)")
-    return ""
 
 
 def choose_interface(host: Host) -> str:
@@ -184,16 +171,6 @@ def choose_interface(host: Host) -> str:
 def interface(host: Host) -> Iterator[Finding]:
     """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or recommend one."""
     best = choose_interface(host)
-    problems = [*_bad_interfaces(host, best)]
-    if problems:
-        yield from problems
-    elif not best:
-        yield skipped("network", "no interface is up; several nodes cannot meet")
-    else:
-        yield ok("network", f"several nodes: NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
-
-
-def _bad_interfaces(host: Host, best: str) -> Iterator[Finding]:
     folders = host.glob("sys/class/net/*")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         text = host.environment.get(variable, "")
@@ -202,6 +179,10 @@ def _bad_interfaces(host: Host, best: str) -> Iterator[Finding]:
             if all(state == "down" for state in states):
                 what = "is down" if states else "does not exist"
                 yield failed("network", f"{variable} names {word}, which {what}", f"{variable}={best or 'NAME'}")
+    if best:
+        yield ok("network", f"several nodes: NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
+    else:
+        yield skipped("network", "no interface is up; several nodes cannot meet")
 
 
 def own_address(host: str) -> str:
@@ -213,21 +194,16 @@ def own_address(host: str) -> str:
     return ""
 
 
-def interfaces() -> dict[str, str]:
-    """Return interface → its first IPv4 address, for the interfaces that have one."""
-    addresses = {}
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses[name] = socket.inet_ntoa(answer[20:24])
-    return addresses
-
-
 def interface_towards(host: str) -> str:
     """Return the interface on the route to ``host``; empty if unknown."""
     if not host or not (address := own_address(host)):
         return ""
     if address.startswith("127."):
         return "lo"
-    return next((name for name, other in interfaces().items() if other == address), "")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""

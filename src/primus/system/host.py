@@ -148,24 +148,6 @@ class Host:
         return None
 
 
-def mount_of(folder: Path, mountinfo: str) -> tuple[Path, str]:
-    """Return the mount point of ``folder`` and the type of its file system, from the text of proc(5)'s mountinfo.
-
-    If the text names no mount point, the result is ``/`` with an empty type.
-    """
-    best, kind = Path("/"), ""
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        if len(fields) < 5 or not after:
-            continue
-        point = Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]))
-        # A later mount on the same point hides the earlier one.
-        if folder.is_relative_to(point) and len(point.parts) >= len(best.parts):
-            best, kind = point, after.split()[0]
-    return best, kind
-
-
 def lost_warning(folder: Path) -> str:
     """Return a sentence if ``folder`` is deleted with this container, with the option that keeps it; otherwise "".
 
@@ -175,7 +157,14 @@ def lost_warning(folder: Path) -> str:
         return ""
     with suppress(OSError):
         folder = folder.resolve()
-        point, kind = mount_of(folder, MOUNTS.read_text(encoding="utf-8", errors="surrogateescape"))
+        point, kind = Path("/"), ""
+        for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+            before, _, after = line.partition(" - ")
+            if len(fields := before.split()) > 4 and after:
+                mount = Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]))
+                # A later mount on the same point hides the earlier one.
+                if folder.is_relative_to(mount) and len(mount.parts) >= len(point.parts):
+                    point, kind = mount, after.split()[0]
         if point == Path("/") or kind in _OWN:
             # A mount on the folder in which jobs start would hide the image's files there.
             mounted = folder if folder.parent in (Path("/"), Path.cwd()) else folder.parent

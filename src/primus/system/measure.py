@@ -20,7 +20,7 @@ import torch.distributed as dist
 from primus.training import gloo
 
 _SECONDS = 1.0
-# As in NVIDIA's nccl-tests: what each rank sends and receives, per byte of the message.
+# Bus bandwidth as in NVIDIA's nccl-tests: what each rank sends and receives, per byte of the message.
 _ALL_REDUCE, _ALL_TO_ALL = 2.0, 1.0
 
 
@@ -61,15 +61,13 @@ class _Bench:
         return int(torch.cuda.mem_get_info()[0]) if self.on_gpu else 1 << 28
 
 
-def _gemm(bench: _Bench, size: int) -> float:
-    """Return the TFLOP/s of a product of two square BF16 matrices."""
+def _gemm_tflops(bench: _Bench, size: int) -> float:
     a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty(size, size, device=bench.device, dtype=torch.bfloat16)
     return 2.0 * size**3 / bench.seconds(lambda: torch.mm(a, b, out=out)) / 1e12
 
 
-def _gemm_fp8(bench: _Bench, size: int, name: str) -> float:
-    """Return the TFLOP/s of a product of two FP8 matrices with one scale each and a BF16 result, as in FP8 training."""
+def _fp8_gemm_tflops(bench: _Bench, size: int, name: str) -> float:
     kind = getattr(torch, f"float8_{name}")
     a, b = (torch.randn(size, size, device=bench.device).to(kind) for _ in range(2))
     scale = torch.ones((), device=bench.device)
@@ -80,22 +78,19 @@ def _gemm_fp8(bench: _Bench, size: int, name: str) -> float:
     return 2.0 * size**3 / bench.seconds(product) / 1e12
 
 
-def _copy(bench: _Bench, size: int) -> float:
-    """Return the TB/s of a copy within the memory, counting bytes read and bytes written."""
+def _copy_tb_s(bench: _Bench, size: int) -> float:
     source = torch.ones(size // 4, device=bench.device)
     target = torch.empty_like(source)
     return 2.0 * size / bench.seconds(lambda: target.copy_(source)) / 1e12
 
 
-def _all_reduce(bench: _Bench, size: int) -> float:
-    """Return the bus bandwidth in GB/s, as NCCL's tests define it."""
+def _all_reduce_gb_s(bench: _Bench, size: int) -> float:
     data = torch.zeros(size // 4, device=bench.device)
     taken = bench.seconds(lambda: dist.all_reduce(data), together=True)
     return size * _ALL_REDUCE * (bench.world - 1) / bench.world / taken / 1e9
 
 
-def _all_to_all(bench: _Bench, size: int) -> float:
-    """Return the bus bandwidth in GB/s, as NCCL's tests define it."""
+def _all_to_all_gb_s(bench: _Bench, size: int) -> float:
     size -= size % (4 * bench.world)
     source = torch.zeros(size // 4, device=bench.device)
     target = torch.empty_like(source)
@@ -116,16 +111,16 @@ def main(folder: Path, fp8: str) -> None:
     dist.init_process_group("nccl" if bench.on_gpu else "gloo")
     figures: dict[str, float | str] = {}
     size = 8192 if bench.on_gpu else 256
-    figures["gemm bf16"] = _gemm(bench, size)
+    figures["gemm bf16"] = _gemm_tflops(bench, size)
     if fp8 and bench.on_gpu:
-        figures["gemm fp8"] = _gemm_fp8(bench, size, fp8)
-    figures["memory"] = _copy(bench, (4 << 30) if bench.on_gpu else (1 << 24))
+        figures["gemm fp8"] = _fp8_gemm_tflops(bench, size, fp8)
+    figures["memory"] = _copy_tb_s(bench, (4 << 30) if bench.on_gpu else (1 << 24))
     if bench.world > 1:
         _right_sum(bench)
         # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
         message = min(8 << 30, bench.free() // 4) if bench.on_gpu else 1 << 20
-        figures["all-reduce"] = _all_reduce(bench, message)
-        figures["all-to-all"] = _all_to_all(bench, min(message, 2 << 30))
+        figures["all-reduce"] = _all_reduce_gb_s(bench, message)
+        figures["all-to-all"] = _all_to_all_gb_s(bench, min(message, 2 << 30))
     figures["device"] = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
     (folder / f"rank-{bench.rank}.json").write_text(json.dumps(figures), encoding="utf-8")
     dist.destroy_process_group()

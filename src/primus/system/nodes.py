@@ -17,7 +17,6 @@ from primus.system.host import Finding, Level, failed, slow
 from primus.system.speed import APART, Measurement, judge
 
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
-_WORST: tuple[Level, ...] = ("failed", "slow", "ok", "skipped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +117,14 @@ def _by_benchmark(nodes: Sequence[Node]) -> dict[tuple[str, str], dict[str, Meas
     return benchmarks
 
 
-def _worst(findings: Sequence[Finding], default: Level) -> Level:
-    return min((finding.level for finding in findings), key=_WORST.index, default=default)
-
-
 def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[tuple[str, ...]]:
     """Return table rows, one per node: name, GPUs, verdict, problems."""
     table: list[tuple[str, ...]] = []
     for node in nodes:
         problems = [*node.problems, *(finding for name, finding in between if name == node.name)]
         text = "; ".join(f"{finding.check}: {finding.message}" for finding in problems) or "ready"
-        table.append((MARKS[_worst(problems, "ok")], node.name, _gpus(node), text))
+        worst: Level = "failed" if any(f.level == "failed" for f in problems) else "slow" if problems else "ok"
+        table.append((MARKS[worst], node.name, _gpus(node), text))
     return table
 
 

@@ -7,10 +7,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
 from pathlib import Path
 from typing import Any, cast
 
+from primus.gpus.detect import properties
 from primus.system import fabric
 from primus.system.host import IMAGE_FILE, Finding, Host, failed, ok, skipped, slow
 from primus.system.issues import issues_here
@@ -21,28 +21,12 @@ _AMD, _NVIDIA = "0x1002", "0x10de"
 # PCI classes: processing accelerators, and display controllers that only compute.
 _COMPUTE = ("0x1200", "0x0302", "0x0380")
 _XGMI = "11"
+_OF_CONTAINERS = (".dockerenv", "run/.containerenv", IMAGE_FILE.relative_to("/"))
 _NO_GPU = "no GPU on this machine"
 
 
-def _check(
-    name: str, *, gpus: bool = False, sound: str = ""
-) -> Callable[[Callable[[Host], Iterable[Finding]]], Callable[[Host], list[Finding]]]:
-    """Decorate a check: with ``gpus``, it is skipped without GPUs; ``sound`` is its result if it finds nothing."""
-
-    def decorate(findings: Callable[[Host], Iterable[Finding]]) -> Callable[[Host], list[Finding]]:
-        @wraps(findings)
-        def check(host: Host) -> list[Finding]:
-            if gpus and not host.gpus.names:
-                return [skipped(name, _NO_GPU)]
-            return [*findings(host)] or ([ok(name, sound)] if sound else [])
-
-        return check
-
-    return decorate
-
-
 def present(host: Host) -> Iterator[Finding]:
-    """Check that GPUs are present, that all have a driver, and that they are of one known generation."""
+    """Check that GPUs are present, and that all have a driver."""
     unbound: Counter[str] = Counter()
     bus = 0
     for device in host.glob("sys/bus/pci/devices/*"):
@@ -53,36 +37,32 @@ def present(host: Host) -> Iterator[Finding]:
     names = host.gpus.names
     if missing := unbound.total():
         module = "amdgpu" if unbound[_AMD] else "nvidia"
-        yield failed(
-            "gpus", f"{missing} of {bus} GPUs on the PCI bus have no driver",
-            f"sudo modprobe {module}; sudo dmesg | grep -i -e amdgpu -e NVRM tells why it failed",
-        )  # fmt: skip
+        remedy = f"sudo modprobe {module}; sudo dmesg | grep -i -e amdgpu -e NVRM tells why it failed"
+        yield failed("gpus", f"{missing} of {bus} GPUs on the PCI bus have no driver", remedy)
     elif not names and bus:
         message = f"{bus} GPUs have a driver, and none can be used for computing"
         yield failed("gpus", message, "sudo dmesg | grep -i kfd")
-    elif bus > len(names) and not any(
-        (host.root / name).exists() for name in (".dockerenv", "run/.containerenv", IMAGE_FILE.relative_to("/"))
-    ):
-        yield failed(
-            "gpus", f"{bus} GPUs are on the PCI bus, and {len(names)} can be used",
-            "sudo dmesg | grep -i kfd tells why; reboot, or reset the GPU",
-        )  # fmt: skip
-    if not names:
-        if not bus:
-            yield skipped("gpus", _NO_GPU)
-        return
+    elif bus > len(names) and not any((host.root / name).exists() for name in _OF_CONTAINERS):
+        message = f"{bus} GPUs are on the PCI bus, and {len(names)} can be used"
+        yield failed("gpus", message, "sudo dmesg | grep -i kfd tells why; reboot, or reset the GPU")
+    elif not names:
+        yield skipped("gpus", _NO_GPU)
+
+
+def one_generation(host: Host) -> Iterator[Finding]:
+    """Check that all GPUs are whole, and of one generation in the table."""
+    names = host.gpus.names
     if len(set(names)) > 1:
         message = f"the GPUs differ: {host.gpus.sentence()}"
         yield failed("one generation", message, "choose equal ones with HIP_VISIBLE_DEVICES")
     elif any(name.startswith("part of") for name in names):
         yield slow("one generation", names[0], "sudo amd-smi set --compute-partition SPX makes each GPU whole")
-    elif not host.gpus.generation:
+    elif names and not host.gpus.generation:
         yield skipped("one generation", f"{names[0]}: no table knows it, and no limit is known for it")
-    else:
+    elif names:
         yield ok("one generation", host.gpus.sentence())
 
 
-@_check("device rights", gpus=True)
 def rights(host: Host) -> Iterator[Finding]:
     """Check that the user may open the GPUs' devices."""
     gpus, option = host.gpus, "--gpus all"
@@ -129,7 +109,7 @@ def visible(host: Host) -> Iterator[Finding]:
 
 def amdgpu_drivers(rocm: str) -> list[str]:
     """Return the versions of the kernel driver that support this ROCm, of those in the table."""
-    table, release = _drivers(), _release(rocm)
+    table, release = _table("drivers.yaml"), _release(rocm)
     order = table["releases"]
     return [
         version
@@ -139,19 +119,18 @@ def amdgpu_drivers(rocm: str) -> list[str]:
     ]
 
 
-def _drivers() -> dict[str, Any]:
-    return cast(dict[str, Any], read_values(Path(__file__).with_name("drivers.yaml")).data)
+def _table(name: str) -> dict[str, Any]:
+    return cast(dict[str, Any], read_values(Path(__file__).with_name(name)).data)
 
 
 def _release(rocm: str) -> str:
     return ".".join(rocm.split(".")[:2])
 
 
-@_check("driver", gpus=True)
 def driver(host: Host) -> Iterator[Finding]:
     """Check that the kernel's driver supports the ROCm or CUDA in use."""
     gpus = host.gpus
-    table = _drivers()
+    table = _table("drivers.yaml")
     version = host.text(f"sys/module/{'amdgpu' if gpus.vendor == 'amd' else 'nvidia'}/version")
     if gpus.vendor == "nvidia":
         cuda = host.components().get("cuda", "")
@@ -181,42 +160,14 @@ def driver(host: Host) -> Iterator[Finding]:
         yield ok("driver", f"amdgpu {version} supports ROCm {rocm} ({table['source']})")
 
 
-@_check("NUMA balancing", gpus=True, sound="off")
-def numa(host: Host) -> Iterator[Finding]:
-    """Check that NUMA auto-balancing is off, as AMD's documents recommend."""
-    state = host.number("proc/sys/kernel/numa_balancing")
-    if state is None:
-        yield skipped("NUMA balancing", "the kernel has none")
-    elif state:
-        yield slow(
-            "NUMA balancing", "the kernel moves pages between NUMA nodes while GPUs use them",
-            "sudo sh -c 'echo 0 > /proc/sys/kernel/numa_balancing'",
-        )  # fmt: skip
-
-
-@_check("IOMMU", gpus=True, sound="off, or passes through")
-def iommu(host: Host) -> Iterator[Finding]:
-    """Check that an IOMMU is in passthrough mode."""
-    if host.glob("sys/class/iommu/*") and not re.search(r"\biommu=pt\b", host.text("proc/cmdline")):
-        remedy = "add iommu=pt to the kernel's command line and reboot"
-        yield slow("IOMMU", "it translates each transfer of a GPU", remedy)
-
-
-@_check("huge pages", gpus=True, sound="on")
-def huge_pages(host: Host) -> Iterator[Finding]:
-    """Check transparent huge pages."""
-    if "[never]" in host.text("sys/kernel/mm/transparent_hugepage/enabled"):
-        remedy = "sudo sh -c 'echo madvise > /sys/kernel/mm/transparent_hugepage/enabled'"
-        yield slow("huge pages", "transparent huge pages are off", remedy)
-
-
-def cpu_clock(host: Host) -> Iterator[Finding]:
-    """Check the CPU frequency governor of a machine with GPUs."""
-    files = host.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor") if host.gpus.names else []
-    governors = {host.text(file) for file in files} - {""}
-    if governors and governors != {"performance"}:
-        shown = ", ".join(sorted(governors))
-        yield slow("CPU clock", f"the governor is {shown}", "sudo cpupower frequency-set -g performance")
+def settings(host: Host) -> Iterator[Finding]:
+    """Check the kernel's settings in ``settings.yaml``."""
+    for row in _table("settings.yaml")["settings"]:
+        wrong = {host.text(path) for path in host.glob(row["file"])} - {""}
+        wrong = {text for text in wrong if re.search(row["wrong"], text)}
+        if wrong and ("with" not in row or host.glob(row["with"])):
+            yield slow(row["check"], row["message"].format(", ".join(sorted(wrong))), row["remedy"])
+    yield ok("host settings", "the kernel's settings suit GPUs")
 
 
 def limits(host: Host) -> Iterator[Finding]:
@@ -225,23 +176,16 @@ def limits(host: Host) -> Iterator[Finding]:
     for line in host.text("proc/self/limits").splitlines():
         if match := re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line):
             soft[match[1]] = float("inf") if match[2] == "unlimited" else float(match[2])
-    if not soft:
-        return
-    problems = [*_limits(host, soft)]
-    yield from problems or [ok("ulimits", "open files, locked memory and processes suffice")]
-
-
-def _limits(host: Host, soft: dict[str, float]) -> Iterator[Finding]:
     if soft.get("open files", 65536) < (65536 if host.gpus.names else 1024):
         allowed = f"only {soft['open files']:.0f} open files are allowed"
         yield slow("ulimits", allowed, "ulimit -n 65536, or --ulimit nofile=65536")
     if soft.get("locked memory", float("inf")) < 64 * _GIB and fabric.devices(host):
-        yield failed(
-            "locked memory", f"only {soft['locked memory'] / 2**20:,.0f} MiB can be locked, and RDMA locks its buffers",
-            "ulimit -l unlimited, or --ulimit memlock=-1",
-        )  # fmt: skip
+        locked = f"only {soft['locked memory'] / 2**20:,.0f} MiB can be locked, and RDMA locks its buffers"
+        yield failed("locked memory", locked, "ulimit -l unlimited, or --ulimit memlock=-1")
     if soft.get("processes", 4096) < 4096:
         yield failed("ulimits", f"only {soft['processes']:.0f} processes are allowed", "ulimit -u 65536")
+    if soft:
+        yield ok("ulimits", "open files, locked memory and processes suffice")
 
 
 def shared_memory(host: Host) -> Iterator[Finding]:
@@ -281,7 +225,6 @@ def disk(host: Host) -> Iterator[Finding]:
         yield ok("disk", f"{space[1] / _GIB:,.0f} GiB free in {host.output}")
 
 
-@_check("container limits", sound="none that matters")
 def container(host: Host) -> Iterator[Finding]:
     """Check the memory, CPU and process limits of the control group."""
     gpus = len(host.gpus.names)
@@ -298,25 +241,26 @@ def container(host: Host) -> Iterator[Finding]:
     pids = host.number("sys/fs/cgroup/pids.max")
     if pids is not None and pids < 4096:
         yield failed("container limits", f"only {pids} processes are allowed", "raise --pids-limit")
+    yield ok("container limits", "none that matters")
 
 
-@_check("GPU health", gpus=True)
 def health(host: Host) -> Iterator[Finding]:
     """Check AMD's GPUs for ECC errors, retired pages, PCIe links, clocks, memory in use and XGMI links."""
     devices = [path for path in host.glob("sys/class/drm/renderD*/device") if host.text(path / "vendor") in ("", _AMD)]
     if host.gpus.vendor != "amd" or not devices:
         yield skipped("GPU health", f"{host.gpus.vendor}: the driver names no such file")
         return
-    problems = [finding for number, card in enumerate(devices) for finding in _card(host, card, f"GPU {number}")]
-    problems += _links(host)
-    yield from problems or [ok("GPU health", f"{len(devices)} GPUs: no uncorrected errors, links and clocks are full")]
+    for number, card in enumerate(devices):
+        yield from _card(host, card, f"GPU {number}")
+    yield from _links(host)
+    yield ok("GPU health", f"{len(devices)} GPUs: no uncorrected errors, links and clocks are full")
 
 
 def _links(host: Host) -> Iterator[Finding]:
     counts = []
     for node in host.glob("sys/class/kfd/kfd/topology/nodes/*"):
-        if int(_properties(host, node).get("simd_count", "0")) > 0:
-            links = [_properties(host, link) for link in node.glob("io_links/*")]
+        if int(properties(node / "properties").get("simd_count", "0")) > 0:
+            links = [properties(link / "properties") for link in node.glob("io_links/*")]
             counts.append(sum(link.get("type") == _XGMI and link.get("weight") != "0" for link in links))
     if any(counts) and min(counts) < len(counts) - 1:
         worst = counts.index(min(counts))
@@ -324,11 +268,6 @@ def _links(host: Host) -> Iterator[Finding]:
             "XGMI", f"GPU {worst} has {counts[worst]} of {len(counts) - 1} links to other GPUs",
             "reboot; if it stays so, the board needs service",
         )  # fmt: skip
-
-
-def _properties(host: Host, folder: Path) -> dict[str, str]:
-    lines = (line.split(maxsplit=1) for line in host.text(folder / "properties").splitlines())
-    return {words[0]: words[1] for words in lines if len(words) == 2}
 
 
 def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
@@ -364,7 +303,6 @@ def _leading(text: str) -> float:
     return float(match[0]) if match else 0.0
 
 
-@_check("known issues")
 def known_issues(host: Host) -> Iterator[Finding]:
     """Name what is known to be wrong with this image's versions on this GPU."""
     for issue in issues_here(host, host.gpus.generation):
@@ -376,10 +314,12 @@ def known_issues(host: Host) -> Iterator[Finding]:
 
 # Checks that do not apply to a job on one machine.
 OF_SEVERAL_NODES = ("RDMA", "RDMA rights", "RDMA firmware", "RDMA libraries", "network", "locked memory")
+# Checks of GPUs, which are skipped without any.
+_OF_GPUS = {rights: "device rights", driver: "driver", health: "GPU health", settings: "host settings"}
 # In the order of the report: problems that stop a job come first.
 CHECKS: tuple[Callable[[Host], Iterable[Finding]], ...] = (
-    present, rights, visible, driver, shared_memory, disk, limits, container, health, numa, iommu, huge_pages,
-    cpu_clock, fabric.rdma, fabric.libraries, fabric.interface, known_issues,
+    present, one_generation, rights, visible, driver, shared_memory, disk, limits, container, health, settings,
+    fabric.rdma, fabric.libraries, fabric.interface, known_issues,
 )  # fmt: skip
 
 
@@ -387,12 +327,18 @@ def preflight(host: Host) -> list[Finding]:
     """Run every check on ``host``, in order. Reads files only, in well under a second."""
     findings: list[Finding] = []
     for check in CHECKS:
+        if check in _OF_GPUS and not host.gpus.names:
+            findings.append(skipped(_OF_GPUS[check], _NO_GPU))
+            continue
         try:
-            findings += check(host)
+            results = [*check(host)]
         except (OSError, ValueError) as error:
             # A file of the kernel may vanish while it is read, or hold what no other driver writes.
             why = getattr(error, "strerror", None) or error
-            findings.append(skipped(check.__name__.replace("_", " "), f"this machine's files cannot be read: {why}"))
+            results = [skipped(check.__name__.replace("_", " "), f"this machine's files cannot be read: {why}")]
+        # A check that finds no problem ends with a sentence that says so.
+        bad = any(finding.problem for finding in results)
+        findings += [finding for finding in results if not bad or finding.level != "ok"]
     return findings
 
 

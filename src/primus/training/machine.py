@@ -17,7 +17,7 @@ from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import gpu_bytes, largest_batch, predict, rules_of
+from primus.recipes.rules import gpu_bytes, largest_batch, predict
 from primus.training.logs import Meter
 
 _SHOW = "--dry-run shows the job"
@@ -88,7 +88,7 @@ def _check_gpus(recipe: Recipe, gpus: Found) -> None:
 
 
 def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
-    per_rank = rules_of(recipe).states(recipe, offload=gpu_has is not None)
+    per_rank = predict(recipe).states
     if gpu_has is None:
         needed, there, what = per_rank * recipe.get("ranks", int), host_bytes(root), "this machine"
     else:

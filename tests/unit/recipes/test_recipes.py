@@ -324,7 +324,7 @@ def test_the_page_of_recipes_describes_every_key_and_its_example_resolves(tmp_pa
     page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     described = {key for row in rows for key in re.findall(r"`([a-z_.]+)`", row.split("|")[1])}
-    keys = {*schema.RECIPE, *(f"model.{key}" for key in schema.model_rules())}
+    keys = {*schema.recipe_rules(), *(f"model.{key}" for key in schema.model_rules())}
     assert {key for key in described if key in keys or key.startswith(("model.", "validation."))} == keys
     assert set(CHOICES) <= described
     (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

@@ -13,7 +13,7 @@ from primus.errors import HostError
 from primus.gpus.detect import memory_bytes
 from primus.gpus.table import generation
 from primus.recipes.resolve import resolve
-from primus.recipes.rules import rules_of
+from primus.recipes.rules import predict
 from primus.recipes.setting import Choices
 from primus.training import machine
 
@@ -99,7 +99,7 @@ def test_a_proxy_for_a_gpu_runs_on_a_cpu_and_unknown_gpus_are_taken_at_the_recip
 def test_adapters_and_sharded_states_need_less() -> None:
     def bytes_of(mode: str, *words: str) -> float:
         recipe = resolve("llama3.1-8b", words, Choices(backend="finetune", mode=mode, gpu="mi300x"))
-        return rules_of(recipe).states(recipe, offload=False)
+        return predict(recipe).states
 
     full = bytes_of("full")
     assert full == pytest.approx(8.03e9 * 16 / 8, rel=0.01)

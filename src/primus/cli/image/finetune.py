@@ -17,7 +17,7 @@ from primus.cli.verb import JSON, option, print_json, verb, whole
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.recipes.recipe import MOCK, Recipe
-from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
+from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.weights import FILES, HUB, downloaded, nearest_recipe
 from primus.terminal import Screen
 from primus.training import machine, tokens
@@ -100,7 +100,7 @@ def _batch(recipe: Recipe) -> int:
     if (memory := gpu_bytes(recipe.gpu)) is not None:
         return min(largest_batch(recipe, USABLE * memory), _LARGEST)
     there = machine.host_bytes()
-    needed = rules_of(recipe).states(recipe, offload=False) * recipe.get("ranks", int)
+    needed = predict(recipe).states * recipe.get("ranks", int)
     return recipe.local_batch if not there or needed <= there else 0
 
 

@@ -97,9 +97,3 @@ class Rules:
             reused=reused,
             loss=loss,
         )
-
-    def states(self, recipe: Recipe, *, offload: bool) -> float:
-        """Return the bytes of weights, gradients and optimizer states. ``offload``: those on the host do not count."""
-        width = terms.width_of(recipe.find(f"{recipe.backend}.training.master_dtype", "float32"))
-        values = 1 if recipe.mode == "lora" else 4
-        return size(recipe.architecture).total * width * values * recipe.degree("replicas") / recipe.world_size

@@ -102,6 +102,8 @@ class Megatron(Rules):
         tensor, stages = recipe.degree("tp"), recipe.degree("pp")
         parts = tensor * stages * recipe.degree("ep")
         states = 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
+        if any(value for key, value in recipe.section("megatron.optimizer").items() if "offload" in key):
+            states = 0
         sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
         fully = recipe.find("megatron.torch_fsdp2", False)
         layers = model.layers / stages
@@ -119,19 +121,6 @@ class Megatron(Rules):
             activations=saved * in_flight * tokens * width / tensor,
             loss=tokens * model.vocab_size * _LOSS / tensor,
         )
-
-    def states(self, recipe: Recipe, *, offload: bool) -> float:
-        """Return the bytes. States that the optimizer may move to the host do not count."""
-        total = size(recipe.architecture).total
-        width = width_of(recipe.find("megatron.training.dtype", "bfloat16"))
-        options = recipe.section("megatron.optimizer").items()
-        offloaded = any(value for key, value in options if "offload" in key or "aware" in key)
-        states = 0 if offloaded else 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
-        parts = recipe.degree("tp") * recipe.degree("pp") * recipe.degree("ep")
-        if recipe.find("megatron.torch_fsdp2", False):
-            return total * (2 * width + states) / recipe.world_size
-        sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
-        return total * (2 * width / parts + states / (recipe.world_size if sharded else parts))
 
 
 def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:

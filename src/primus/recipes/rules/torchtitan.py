@@ -141,14 +141,6 @@ class Torchtitan(Rules):
             else tokens * model.vocab_size * (_COMPILED_LOSS if fused else terms.EAGER_LOSS) / tensor,
         )
 
-    def states(self, recipe: Recipe, *, offload: bool) -> float:
-        """Return the bytes; 0 if ``offload`` and all are on the host."""
-        if offload and recipe.find("torchtitan.training.enable_cpu_offload", False):
-            return 0.0
-        width = terms.width_of(recipe.find("torchtitan.training.dtype", "float32"))
-        gradients = 0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else 1
-        return size(recipe.architecture).total * width * (3 + gradients) * recipe.degree("replicas") / recipe.world_size
-
 
 def _alone(recipe: Recipe, tokens: float, *, saved: float, once: float, copies: float, compiled_loss: bool) -> Memory:
     """Predict one rank alone, for which torchtitan uses autocast instead of FSDP.

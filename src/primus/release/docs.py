@@ -6,6 +6,7 @@ import ast
 import json
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,37 +19,35 @@ from primus.plan.target import Target
 from primus.release.gate_record import load_gate_records, lock_mark
 from primus.release.history import load_history
 from primus.release.show import page, table
-from primus.schema import json_schema
+from primus.schema import build, json_schema
 from primus.terminal import bytes_text
 from primus.versions.components import Versions
 from primus.versions.filecache import FileCache
 from primus.versions.lock import Lock
+from primus.yamlfile import read
 
 _OURS = "primus"
 _FOLDER = "src/primus/recipes/keys"
+_SOURCES = Path(__file__).with_name("keys.yaml")
 
 
 def generated(root: Path) -> dict[str, str]:
     """Return path in the repository → text, for every generated file."""
     project = Project.find(root)
     targets = resolve_all(project, project.target_names())
-    schemas = {
-        "versions": json_schema(Versions, title="versions.yaml: the file of pins"),
-        "image": json_schema(Target, title="images/<target>.yaml: the contents of one image"),
-    }
     files = {
-        f"docs/schemas/{name}.json": json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
-        for name, schema in schemas.items()
+        f"docs/schemas/{name}.json": json.dumps(json_schema(cls, title=title), indent=2, ensure_ascii=False) + "\n"
+        for name, cls, title in (
+            ("versions", Versions, "versions.yaml: the file of pins"),
+            ("image", Target, "images/<target>.yaml: the contents of one image"),
+        )
     }
-    files |= {
-        "docs/releases.md": page(load_history()),
-        "README.md": _filled(root, "README.md", {"targets": _targets(root)}),
-    }
+    files["docs/releases.md"] = page(load_history())
+    files["README.md"] = _filled(root, "README.md", "targets", _targets(root))
     if (root / "docs/gates.md").exists():
-        files["docs/gates.md"] = _filled(root, "docs/gates.md", {"gates": _gates()})
+        files["docs/gates.md"] = _filled(root, "docs/gates.md", "gates", _gates())
     locks = [target.lock for target in targets if target.lock]
-    files |= backend_keys(root, project.versions, locks, project.workspace.files)
-    return files
+    return files | backend_keys(root, project.versions, locks, project.workspace.files)
 
 
 def stale(root: Path) -> dict[str, str]:
@@ -70,17 +69,14 @@ def write(root: Path) -> tuple[str, ...]:
     return tuple(files)
 
 
-def _filled(root: Path, name: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """Return the text of a written page with new lines between each comment that names a part and the next ``end``."""
-    text = (root / name).read_text(encoding="utf-8")
-    for part, lines in parts.items():
-        begin, end = f"<!-- {part} -->\n", "<!-- end -->"
-        head, opened, rest = text.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not opened or not closed:
-            raise InputError(f"the markers {begin.strip()} and {end} are missing", where=name)
-        text = head + begin + "\n".join([*lines, ""]) + end + tail
-    return text
+def _filled(root: Path, name: str, part: str, lines: Sequence[str]) -> str:
+    """Return the text of a written page with new lines between the comment ``part`` and the next ``end``."""
+    begin, end = f"<!-- {part} -->\n", "<!-- end -->"
+    head, opened, rest = (root / name).read_text(encoding="utf-8").partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not opened or not closed:
+        raise InputError(f"the markers {begin.strip()} and {end} are missing", where=name)
+    return head + begin + "\n".join([*lines, ""]) + end + tail
 
 
 def _gates() -> list[str]:
@@ -116,44 +112,17 @@ def _targets(root: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """A dataclass in ``file`` of the wheel ``wheel``, whose fields are keys below the section ``under``."""
+    """A dataclass in ``file`` of ``wheel``, whose fields are keys below the section ``under``."""
 
-    wheel: str
+    wheel: str = _OURS
     file: str
     name: str
-    under: str
+    under: str = ""
 
 
-def _ours(file: str, name: str, under: str = "") -> Declared:
-    return Declared(wheel=_OURS, file=f"primus/training/{file}.py", name=name, under=under)
-
-
-def _megatron(file: str, name: str, under: str) -> Declared:
-    return Declared(wheel="megatron-core", file=f"megatron/core/{file}.py", name=name, under=under)
-
-
-_LOOP = _ours("loop/config", "LoopConfig", "training")
-_SHARDING = _ours("loop/config", "ShardingConfig", "sharding")
-
-
-def declared() -> Mapping[str, tuple[Declared, ...]]:
-    """Return backend → the dataclasses that declare its keys. Base classes in other files come first."""
-    return {
-        "torchtitan": (
-            Declared(wheel="torchtitan", file="torchtitan/config/job_config.py", name="JobConfig", under=""),
-        ),
-        "megatron": (
-            _LOOP,
-            _ours("megatron/render", "MegatronConfig"),
-            _megatron("model_parallel_config", "ModelParallelConfig", "model"),
-            _megatron("transformer/transformer_config", "TransformerConfig", "model"),
-            _megatron("optimizer/optimizer_config", "OptimizerConfig", "optimizer"),
-            _megatron("distributed/distributed_data_parallel_config", "DistributedDataParallelConfig", "ddp"),
-        ),
-        "finetune": (_LOOP, _SHARDING, _ours("finetune/backend", "FinetuneConfig")),
-        "flux": (_LOOP, _SHARDING, _ours("flux/backend", "FluxConfig")),
-        "fsdp": (_LOOP, _SHARDING, _ours("fsdp/llama", "FsdpConfig")),
-    }
+@dataclass(frozen=True, kw_only=True)
+class _Sources:
+    backends: Mapping[str, tuple[Declared, ...]]
 
 
 def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched: FileCache) -> dict[str, str]:
@@ -164,20 +133,19 @@ def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched:
     """
     if not (root / _FOLDER).is_dir():
         return {}
-    pins = {
-        pin.wheel: pin.version
-        for component in versions.components.values()
-        for pin in component.pins
-        if pin.wheel is not None and pin.version is not None
-    }
+    pins = {pin.wheel: pin.version for component in versions.components.values() for pin in component.pins}
     files: dict[str, str] = {}
-    for backend, classes in declared().items():
+    for backend, classes in build(_Sources, read(_SOURCES)).backends.items():
         name = f"{_FOLDER}/{backend}.json"
-        pinned = {item.wheel: pins[item.wheel] for item in classes if item.wheel != _OURS}
-        sources = {(item.wheel, item.file): _source(item, pinned, root, locks, fetched) for item in classes}
-        texts = [text for text in sources.values() if text is not None]
-        if len(texts) == len(sources):
-            files[name] = document(backend, pinned, {place: text for place, text in sources.items() if text})
+        pinned = {item.wheel: str(pins[item.wheel]) for item in classes if item.wheel != _OURS}
+        sources = [(item, _source(item, pinned, root, locks, fetched)) for item in classes]
+        keys: dict[str, Any] = {}
+        for item, text in sources:
+            prefix = f"{item.under}." if item.under else ""
+            keys |= {prefix + key: entry for key, entry in dataclass_keys(text, item.name).items()} if text else {}
+        if all(text for _, text in sources):
+            lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in keys.items())
+            files[name] = f'{{\n  "versions": {json.dumps(pinned)},\n  "keys": {{\n{lines}\n  }}\n}}\n'
             continue
         files[name] = committed = (root / name).read_text(encoding="utf-8")
         if json.loads(committed)["versions"] != pinned:
@@ -189,28 +157,16 @@ def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched:
 
 
 def _source(
-    declaration: Declared, versions: Mapping[str, str], root: Path, locks: Sequence[Lock], fetched: FileCache
+    item: Declared, versions: Mapping[str, str], root: Path, locks: Sequence[Lock], fetched: FileCache
 ) -> str | None:
-    if declaration.wheel == _OURS:
-        return (root / "src" / declaration.file).read_text(encoding="utf-8")
-    for file in (file for lock in locks for file in lock.files):
-        if file.kind == "wheel" and (file.name, file.version) == (declaration.wheel, versions[declaration.wheel]):
-            path = fetched.path(file.sha256)
-            if path.is_file():
-                with zipfile.ZipFile(path) as wheel:
-                    return wheel.read(declaration.file).decode("utf-8")
+    if item.wheel == _OURS:
+        return (root / "src" / item.file).read_text(encoding="utf-8")
+    for file in (file for lock in locks for file in lock.of("wheel")):
+        path = fetched.path(file.sha256)
+        if (file.name, file.version) == (item.wheel, versions[item.wheel]) and path.is_file():
+            with zipfile.ZipFile(path) as wheel:
+                return wheel.read(item.file).decode("utf-8")
     return None
-
-
-def document(backend: str, versions: Mapping[str, str], sources: Mapping[tuple[str, str], str]) -> str:
-    """Return the text of the backend's file of keys. ``sources`` maps (wheel, file) to source text."""
-    keys: dict[str, dict[str, Any]] = {}
-    for item in declared()[backend]:
-        prefix = f"{item.under}." if item.under else ""
-        fields = dataclass_keys(sources[item.wheel, item.file], item.name)
-        keys.update({prefix + key: entry for key, entry in fields.items()})
-    lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in keys.items())
-    return f'{{\n  "versions": {json.dumps(versions)},\n  "keys": {{\n{lines}\n  }}\n}}\n'
 
 
 def dataclass_keys(source: str, root: str) -> dict[str, dict[str, Any]]:
@@ -227,15 +183,13 @@ def dataclass_keys(source: str, root: str) -> dict[str, dict[str, Any]]:
             if isinstance(base, ast.Name) and base.id in classes:
                 walk(base.id, prefix)
         for field in classes[name].body:
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-                continue
-            if field.target.id.startswith("_"):
-                continue
-            key = f"{prefix}{field.target.id}"
-            if isinstance(field.annotation, ast.Name) and field.annotation.id in classes:
-                walk(field.annotation.id, f"{key}.")
-            else:
-                keys[key] = _entry(field)
+            match field:
+                case ast.AnnAssign(target=ast.Name(id=key)) if key.startswith("_"):
+                    continue
+                case ast.AnnAssign(target=ast.Name(id=key), annotation=ast.Name(id=inner)) if inner in classes:
+                    walk(inner, f"{prefix}{key}.")
+                case ast.AnnAssign(target=ast.Name(id=key)):
+                    keys[prefix + key] = _entry(field)
 
     walk(root, "")
     return keys
@@ -262,47 +216,40 @@ def _entry(field: ast.AnnAssign) -> dict[str, Any]:
                 value = ast.List([]) if ast.unparse(words["default_factory"]) == "list" else None
             case "field":
                 value = words.get("default")
-    try:
-        default = ast.literal_eval(value) if value is not None else ...
-    except ValueError:
-        default = ...
-    if default is not ... and entry["types"]:
-        entry["default"] = default
+    with suppress(ValueError):
+        if value is not None and entry["types"]:
+            entry["default"] = ast.literal_eval(value)
     return entry
-
-
-_PLAIN = {"str", "int", "float", "bool", "list", "tuple"}
 
 
 def _read(annotation: ast.expr, types: list[str], choices: list[str], items: list[str]) -> bool:
     """Record the types that ``annotation`` accepts. Returns True if one of them is a type that no YAML value has."""
+    several: list[ast.expr] = []
     match annotation:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _read(left, types, choices, items) | _read(right, types, choices, items)
+            several = [left, right]
         case ast.Constant(value=None):
             types.append("None")
         case ast.Constant(value=str(text)):
-            return _read(ast.parse(text, mode="eval").body, types, choices, items)
+            several = [ast.parse(text, mode="eval").body]
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            types.append("None")
-            return _read(inner, types, choices, items)
+            several = [ast.Constant(None), inner]
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=several)):
-            judged = [
-                _read(item, types, choices, items) for item in several
-            ]  # a list, because each call records a type
-            return any(judged)
+            pass
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            words: Iterable[ast.expr] = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-            choices.extend(str(item.value) for item in words if isinstance(item, ast.Constant))
+            choices.extend(str(word.value) for word in _elements(inner) if isinstance(word, ast.Constant))
             types.append("str")
-        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name.lower() in ("list", "tuple"):
+        case ast.Subscript(value=ast.Name(id="List" | "Tuple" | "list" | "tuple" as name), slice=inner):
             types.append(name.lower())
-            for element in inner.elts if isinstance(inner, ast.Tuple) else [inner]:
-                if _read(element, items, choices, []):
-                    return True
+            return any(_read(element, items, choices, []) for element in _elements(inner))
         case ast.Name(id=name):
             types.append(name.lower())
-            return name.lower() not in _PLAIN
+            return name.lower() not in ("str", "int", "float", "bool", "list", "tuple")
         case _:
             return True
-    return False
+    opaque = [_read(part, types, choices, items) for part in several]
+    return any(opaque)
+
+
+def _elements(inner: ast.expr) -> Iterable[ast.expr]:
+    return inner.elts if isinstance(inner, ast.Tuple) else [inner]

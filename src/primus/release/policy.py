@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from primus.errors import CheckFailed
+from primus.release.documents import GATES, IN_TOTO, VALIDATION
+from primus.release.registry import Document
 from primus.schema import build, described
 from primus.yamlfile import read
 
@@ -46,13 +49,11 @@ def load(path: Path) -> Policy:
 class Evidence:
     """The evidence about an image.
 
-    ``content`` is the digest of its config. ``preview`` is the reason why it is a preview; empty for a release. ``gpu``
-    is the GPU generation that it is for. ``recipes`` are those that its ``target`` names. ``records`` are all
-    validation records, also of other images. ``commit`` is that of the repository, and ``edited`` are files that differ
-    from it.
+    ``preview`` is the reason why it is a preview; empty for a release. ``gpu`` is the GPU generation that it is for.
+    ``recipes`` are those that its ``target`` names. ``records`` are its validations. ``commit`` is that of the
+    repository, and ``edited`` are files that differ from it.
     """
 
-    content: str
     target: str
     preview: str
     gpu: str | None
@@ -60,12 +61,27 @@ class Evidence:
     failed_gates: Sequence[str]
     records: Sequence[Mapping[str, Any]]
     commit: str | None
-    edited: Sequence[str]
+    edited: Sequence[str] = ()
 
-    @property
-    def of_this_image(self) -> list[Mapping[str, Any]]:
-        """The records of this image."""
-        return [record for record in self.records if record["image"]["content"] == self.content]
+
+def evidence_in(documents: Sequence[Document]) -> Evidence:
+    """Return the evidence in the documents about an image. Raises CheckFailed without a provenance and findings of
+    gates.
+    """
+
+    def of(media_type: str) -> list[Any]:
+        return [json.loads(document.data) for document in documents if document.media_type == media_type]
+
+    if not (provenances := of(IN_TOTO)) or not (outcomes := of(GATES)):
+        raise CheckFailed("the image has no provenance or no findings of gates, so nothing is known of it")
+    definition = provenances[-1]["predicate"]["buildDefinition"]
+    source = definition["resolvedDependencies"][:1]
+    return Evidence(
+        **{name: definition["externalParameters"][name] for name in ("target", "preview", "gpu", "recipes")},
+        failed_gates=[gate["gate"] for gate in outcomes[-1]["gates"] if not gate["passed"]],
+        records=of(VALIDATION),
+        commit=source[0]["digest"].get("gitCommit") if source else None,
+    )
 
 
 def objections(evidence: Evidence, policy: Policy, *, preview: bool) -> tuple[str, ...]:
@@ -89,7 +105,7 @@ def objections(evidence: Evidence, policy: Policy, *, preview: bool) -> tuple[st
 def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[str]:
     if not evidence.recipes:
         return ["its target names no recipe to validate it with"]
-    records, where = [record for record in evidence.of_this_image if _passed(record, policy, preview)], ""
+    records, where = [record for record in evidence.records if _passed(record, policy, preview)], ""
     if evidence.gpu and not preview:
         records, where = [record for record in records if record["gpu"] == evidence.gpu], f" on {evidence.gpu}"
         if not records:
@@ -100,8 +116,7 @@ def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[st
     trained = {record["recipe"]["name"] for record in records}
     reasons = []
     if lacking := [name for name in evidence.recipes if name not in trained]:
-        timed = [job["seconds"] for record in evidence.records for job in record["jobs"] if job.get("seconds")]
-        minutes = len(lacking) * (statistics.median(timed) if timed else _SECONDS_OF_RUN) / 60
+        minutes = len(lacking) * _SECONDS_OF_RUN / 60
         reasons.append(
             f"{_some(lacking)} did not pass a validation in this image{where} "
             f"(primus validate {evidence.target} --suite quick: at least {max(1, round(minutes))} min)"

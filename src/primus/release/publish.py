@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release.audit import forbidden_in
 from primus.release.documents import VALIDATION, checkout, documents
-from primus.release.policy import Evidence, Policy, objections
+from primus.release.policy import Policy, evidence_in, objections
 from primus.release.registry import Document, Repository, plain_http
 from primus.release.statement import RELEASE_TAG, Signer, attach_signed, statements, write_request
 from primus.schema import read_json
@@ -59,29 +59,17 @@ def prepare(
     """
     resolved = plan.resolved
     examined = examine(plan, workspace, progress)
-    image, outcome = examined.image, judge(examined)
-    validations = _records(records / resolved.name)
+    image = examined.image
     commit, edited = checkout(resolved.root)
+    papers = documents(image, judge(examined), examined.facts, commit, edited)
     content = canonical.digest_of(image.config)
-    evidence = Evidence(
-        content=content,
-        target=resolved.name,
-        preview=resolved.choice.preview or "",
-        gpu=resolved.gpu.name if resolved.gpu else None,
-        recipes=resolved.target.recipes,
-        failed_gates=[report.gate for report in outcome.reports if not report.passed],
-        records=validations,
-        commit=commit,
-        edited=edited,
-    )
-    papers = documents(image, outcome, examined.facts, commit, edited)
+    validations = [record for record in _records(records / resolved.name) if record["image"]["content"] == content]
+    every = (*papers, *map(_validation, validations))
+    evidence = replace(evidence_in(every), commit=commit, edited=edited)
     return Ready(
         image=image,
         tag=resolved.ref if resolved.choice.suffix or not preview else f"{resolved.ref}-preview",
-        documents=(
-            *papers,
-            *map(_validation, evidence.of_this_image),
-        ),
+        documents=every,
         objections=(*objections(evidence, policy, preview=preview), *forbidden_in(papers, policy)),
     )
 

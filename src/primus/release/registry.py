@@ -19,6 +19,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -34,7 +35,6 @@ from primus.oci.store import MANIFEST_TYPE
 from primus.schema import read_json
 
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
-_EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 _EMPTY = b"{}"
 _ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
 # Seconds to connect, and seconds of silence.
@@ -58,12 +58,10 @@ class Document:
     data: bytes
 
 
-def artifact(document: Document, subject: dict[str, Any]) -> bytes:
+def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
     """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's descriptor."""
     layer = {
-        "mediaType": document.media_type,
-        "digest": canonical.digest_of(document.data),
-        "size": len(document.data),
+        **_descriptor(document.media_type, document.data),
         "annotations": {"org.opencontainers.image.title": document.name},
     }
     return canonical.dumps(
@@ -71,7 +69,7 @@ def artifact(document: Document, subject: dict[str, Any]) -> bytes:
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
             "artifactType": document.media_type,
-            "config": {"mediaType": _EMPTY_TYPE, "digest": canonical.digest_of(_EMPTY), "size": len(_EMPTY)},
+            "config": _descriptor("application/vnd.oci.empty.v1+json", _EMPTY),
             "layers": [layer],
             "subject": {key: subject[key] for key in ("mediaType", "digest", "size")},
         }
@@ -80,14 +78,13 @@ def artifact(document: Document, subject: dict[str, Any]) -> bytes:
 
 def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
     """Return the index of referrers with the artifact added, without duplicates."""
-    entry = {
-        "mediaType": MANIFEST_TYPE,
-        "digest": canonical.digest_of(manifest),
-        "size": len(manifest),
-        "artifactType": json.loads(manifest)["artifactType"],
-    }
+    entry = {**_descriptor(MANIFEST_TYPE, manifest), "artifactType": json.loads(manifest)["artifactType"]}
     others = [other for other in (index or {}).get("manifests", ()) if other["digest"] != entry["digest"]]
     return {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*others, entry]}
+
+
+def _descriptor(media_type: str, data: bytes) -> dict[str, Any]:
+    return {"mediaType": media_type, "digest": canonical.digest_of(data), "size": len(data)}
 
 
 def digest_tag(digest: str) -> str:
@@ -123,15 +120,10 @@ class Repository:
 
     def digest(self, reference: str) -> str | None:
         """Return the digest of the manifest that a tag or digest names, or None."""
-        answer = self.request("HEAD", f"manifests/{reference}", headers=_ANY_MANIFEST, absent=True)
+        answer = self.request("GET", f"manifests/{reference}", headers=_ANY_MANIFEST, absent=True)
         if answer.status_code == 404:
             return None
-        if digest := answer.headers.get("Docker-Content-Digest"):
-            return digest
-        # The header is optional. Without it, the manifest itself tells.
-        answer = self.request("GET", f"manifests/{reference}", headers=_ANY_MANIFEST)
-        if "schemaVersion" not in self._json(answer):
-            raise self._odd(f"manifests/{reference} is not a manifest")
+        self._json(answer)  # a login page is no manifest
         return canonical.digest_of(answer.content)
 
     def check_uploads(self) -> None:
@@ -212,28 +204,21 @@ class Repository:
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
         """Return the descriptors of the artifacts attached to the image ``digest``."""
-        index = self._index(f"referrers/{digest}")
-        if index is None:
-            index = self._index(f"manifests/{digest_tag(digest)}")
-        return list((index or {}).get("manifests", ()))
+        index = self._index(f"referrers/{digest}") or self._index(f"manifests/{digest_tag(digest)}")
+        return list(index["manifests"]) if index else []
 
-    def attach(self, documents: Sequence[Document], subject: dict[str, Any]) -> list[str]:
+    def attach(self, documents: Sequence[Document], subject: Mapping[str, Any]) -> list[str]:
         """Attach ``documents`` to the image ``subject``, unless they already are. Returns the artifacts' digests.
 
         Raises HostError if the registry does not list them afterwards.
         """
         about = str(subject["digest"])
-        manifests = [artifact(document, subject) for document in documents]
-        digests = [canonical.digest_of(manifest) for manifest in manifests]
+        manifests = {canonical.digest_of(manifest := artifact(d, subject)): (d, manifest) for d in documents}
         for number in range(_LISTINGS + 1):
-            listed_digests = {descriptor["digest"] for descriptor in self.referrers(about)}
-            absent = [
-                (document, manifest)
-                for document, manifest, digest in zip(documents, manifests, digests, strict=True)
-                if digest not in listed_digests
-            ]
+            there = {descriptor["digest"] for descriptor in self.referrers(about)}
+            absent = [pair for digest, pair in manifests.items() if digest not in there]
             if not absent:
-                return digests
+                return list(manifests)
             if number < _LISTINGS:
                 time.sleep(number * 0.5)
                 self._add(absent, about)
@@ -250,9 +235,7 @@ class Repository:
                 unlisted.append(manifest)
         if unlisted:
             # This registry has no referrers API, so the client maintains the list. Another one may do so now, too.
-            index = self._index(f"manifests/{digest_tag(about)}")
-            for manifest in unlisted:
-                index = listed(index, manifest)
+            index = reduce(listed, unlisted, self._index(f"manifests/{digest_tag(about)}"))
             self._put(digest_tag(about), canonical.dumps(index), INDEX_TYPE)
 
     def _index(self, path: str) -> dict[str, Any] | None:
@@ -320,14 +303,10 @@ class Repository:
         if answer.status_code in (401, 403):
             raise HostError(f"the registry of {self.name} denied access", hint=f"docker login {self._host}")
         if answer.status_code >= 400 and not (absent and answer.status_code == 404):
-            reason = " ".join(answer.text.split())[:200]
-            raise HostError(
-                f"the registry of {self.name} refuses {_bare(path)}: status {answer.status_code}"
-                + (f"; {reason}" if reason else ""),
-                hint="run the command again later; what was sent is kept"
-                if answer.status_code in _PASSING
-                else "check --to, and that the registry accepts OCI images",
-            )
+            reason = "; ".join(filter(None, (f"status {answer.status_code}", " ".join(answer.text.split())[:200])))
+            later = "run the command again later; what was sent is kept"
+            hint = later if answer.status_code in _PASSING else "check --to, and that the registry accepts OCI images"
+            raise HostError(f"the registry of {self.name} refuses {_bare(path)}: {reason}", hint=hint)
         return answer
 
     @contextmanager
@@ -437,26 +416,19 @@ def _login(host: str) -> dict[str, str]:
         config: Any = read_json(path).data
         server = "https://index.docker.io/v1/" if host == "docker.io" else host
         if helper := config.get("credHelpers", {}).get(server) or config.get("credsStore"):
-            return _from_helper(f"docker-credential-{helper}", server)
-        logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}
-        entry = logins.get(_host_of(server), {})
-        if token := entry.get("identitytoken"):
-            return {"identitytoken": str(token)}
-        username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
-        return {"username": username, "password": password}
+            words = [f"docker-credential-{helper}", "get"]
+            answer = subprocess.run(words, input=server, capture_output=True, text=True, check=False)
+            login = {"Username": "", "Secret": ""} if answer.returncode else json.loads(answer.stdout)
+            username, password = login["Username"], login["Secret"]
+        else:
+            logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}
+            entry = logins.get(_host_of(server), {})
+            username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
+            username, password = ("<token>", token) if (token := entry.get("identitytoken")) else (username, password)
     except (InputError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise HostError(f"Docker's logins cannot be read: {error}", hint=f"docker login {host}") from None
+    return {"identitytoken": password} if username == "<token>" else {"username": username, "password": password}
 
 
 def _host_of(server: str) -> str:
     return re.sub(r"^https?://", "", server).partition("/")[0]
-
-
-def _from_helper(program: str, server: str) -> dict[str, str]:
-    answer = subprocess.run([program, "get"], input=server, capture_output=True, text=True, check=False)
-    if answer.returncode:  # it has no login for this server
-        return {}
-    login = json.loads(answer.stdout)
-    if login["Username"] == "<token>":
-        return {"identitytoken": login["Secret"]}
-    return {"username": login["Username"], "password": login["Secret"]}

@@ -27,7 +27,7 @@ from primus.oci.contents import walk
 from primus.recipes.recipe import digest_of_recipe
 from primus.release.audit import forbidden_in
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
-from primus.release.policy import Evidence, Policy, objections
+from primus.release.policy import Policy, evidence_in, objections
 from primus.release.registry import Document, Repository
 from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, cosign, need_cosign, statements
 from primus.sandbox.container import LayerRef
@@ -128,7 +128,8 @@ def verify_image(
     result.validations = [s["predicate"] for s in signed if s["predicateType"] == TEST_RESULT]
     result.void = list(_void(result.validations))
     if policy and not result.faults:
-        result.lacking = list(_lacking(ours, content["config"]["digest"], policy, result.tag.endswith("-preview")))
+        preview = result.tag.endswith("-preview")
+        result.lacking = [*objections(evidence_in(ours), policy, preview=preview), *forbidden_in(ours, policy)]
     return result
 
 
@@ -351,28 +352,6 @@ def _void(validations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for part, there in here.items():
             if hardware["gpu"] == machine.generation and hardware.get(part) != there:
                 yield f"{of} is void here: it had {part} {hardware.get(part) or 'unknown'}, this machine has {there}"
-
-
-def _lacking(documents: Sequence[Document], content: str, policy: Policy, preview: bool) -> Iterator[str]:
-    image = _Seen("", {}, {}, documents)
-    for predicate in (statement["predicate"] for statement in image.of(IN_TOTO)[-1:]):
-        definition = predicate["buildDefinition"]
-        origin, first = definition["externalParameters"], definition["resolvedDependencies"][:1]
-        evidence = Evidence(
-            content=content,
-            target=origin["target"],
-            preview=origin["preview"],
-            gpu=origin["gpu"],
-            recipes=origin["recipes"],
-            failed_gates=[
-                gate["gate"] for gates in image.of(GATES)[-1:] for gate in gates["gates"] if not gate["passed"]
-            ],
-            records=image.of(VALIDATION),
-            commit=first[0]["digest"].get("gitCommit") if first else None,
-            edited=(),
-        )
-        yield from objections(evidence, policy, preview=preview)
-    yield from forbidden_in(documents, policy)
 
 
 def verified_text(reference: str, result: Verified) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
@@ -56,19 +56,16 @@ def cells_of(
             cells.append(Cell(recipe=name, choices=proxy, folder=short))
             continue
         path = load.find(name, among)
-        ways = supported(load.read(path).settings)
-        if not ways:
-            raise InputError(f"recipe {name} supports no backend", where=str(path))
-        of_recipe: list[Cell] = []
-        for (backend, mode), offered in ways.items():
-            choices, folder = replace(proxy, backend=backend, mode=mode), f"{short}-{backend}-{mode}"
-            if not precisions:
-                of_recipe.append(Cell(recipe=name, choices=choices, folder=folder))
-            of_recipe += [
-                Cell(recipe=name, choices=replace(choices, precision=precision), folder=f"{folder}-{precision}")
-                for precision in precisions
-                if precision in {PROXY_PRECISION, *offered} and computes(gpu, precision, backend)
-            ]
+        of_recipe = [
+            Cell(
+                recipe=name,
+                choices=replace(proxy, backend=backend, mode=mode, precision=precision),
+                folder="-".join(filter(None, (short, backend, mode, precision))),
+            )
+            for (backend, mode), offered in supported(load.read(path).settings).items()
+            for precision in precisions or (None,)
+            if precision is None or (precision in {PROXY_PRECISION, *offered} and computes(gpu, precision, backend))
+        ]
         if not of_recipe:
             raise InputError(
                 f"recipe {name} is trained in none of {', '.join(precisions)} on {gpu}",
@@ -94,10 +91,6 @@ class Hardware:
     firmware: str = ""
     devices: Devices = field(default_factory=Devices)
     why: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return GPUs, driver and firmware for a record."""
-        return {"gpus": list(self.names), "driver": self.driver, "firmware": self.firmware}
 
 
 def choose(count: str | None, target_gpu: Generation | None) -> Hardware:

@@ -55,7 +55,6 @@ _TOGETHER = 2
 # 128 + SIGINT or SIGTERM: the user ended the job, so the job says nothing about the image.
 _INTERRUPTED = (130, 143)
 _GATE = "gate "
-_RATES = ("silent-faults", "healthy-seeds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +91,7 @@ def validate(
     """
     resolved = plan.resolved
     runner = choose(engine)
+    say = (lambda _: None) if quiet else _say
     root = root_of_image(workspace.store, workspace.unpacked, resolved.name, ref=resolved.ref)
     with choose_progress(quiet) as progress:
         gates = check_image(plan, workspace, progress)
@@ -113,20 +113,19 @@ def validate(
         folder = output / resolved.name / cell.folder
         shown = f"[{number}/{len(cells)}] {cell}"
         if not (again or recording) and (earlier := _passed_before(folder, image, jobs, gates, hardware.gpu)):
-            if not quiet:
-                _say(f"✓ {shown}: already trained on {earlier['made']} in this image; --again trains it again")
+            say(f"✓ {shown}: already trained on {earlier['made']} in this image; --again trains it again")
             return Validated(record=earlier, folder=folder, earlier=True)
-        if not quiet and len(cells) > 1:
-            _say(f"▸ {shown}")
-        train = _runner(runner, root, folder, hardware.devices, stopped, quiet=quiet, alone=together == 1)
-        evidence = _evidence(resolved, jobs, suite.run(jobs, train), gates, image, runner.name, hardware)
+        if len(cells) > 1:
+            say(f"▸ {shown}")
+        run_job = _runner(runner, root, folder, hardware.devices, stopped, show=together == 1 and not quiet)
+        record = _evidence(resolved, jobs, suite.run(jobs, run_job), gates, image, runner.name, hardware)
         if not recording:
-            _compare_curve(resolved, evidence)
-        suite.write_record(evidence, folder / "record.json")
-        (folder / "report.html").write_text(page(evidence), encoding="utf-8")
-        if not quiet and together > 1:
-            _say(f"{'✓' if evidence['passed'] else '✗'} {shown}: {len(evidence['verdicts'])} checks")
-        return Validated(record=evidence, folder=folder)
+            _compare_curve(resolved, record)
+        suite.write_record(record, folder / "record.json")
+        (folder / "report.html").write_text(page(record), encoding="utf-8")
+        if together > 1:
+            say(f"{_mark(record)} {shown}: {len(record['verdicts'])} checks")
+        return Validated(record=record, folder=folder)
 
     return _each(validate_cell, planned, together, stopped)
 
@@ -135,11 +134,10 @@ def _each(
     validate_cell: Callable[[int, Sequence[Job]], Validated], planned: Sequence[Sequence[Job]], together: int,
     stopped: Event,
 ) -> list[Validated]:  # fmt: skip
-    numbers = range(1, len(planned) + 1)
     if together == 1:
-        return [validate_cell(number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
+        return [validate_cell(number, jobs) for number, jobs in enumerate(planned, 1)]
     with ThreadPoolExecutor(together) as pool:
-        waiting = [pool.submit(validate_cell, number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
+        waiting = [pool.submit(validate_cell, number, jobs) for number, jobs in enumerate(planned, 1)]
         try:
             return [each.result() for each in waiting]
         except BaseException:
@@ -160,11 +158,11 @@ def _enough(recipe: Recipe, hardware: Hardware) -> None:
 
 
 def _runner(
-    runner: Engine, root: RootFs, folder: Path, devices: Devices, stopped: Event, *, quiet: bool, alone: bool
+    runner: Engine, root: RootFs, folder: Path, devices: Devices, stopped: Event, *, show: bool
 ) -> Callable[[Job], JobResult]:
     """Return a function that runs each job in its own container, with ``folder`` as ``/out``.
 
-    Unless ``quiet``, the progress of a job that runs ``alone`` is shown. When ``stopped`` is set, jobs are interrupted.
+    With ``show``, its progress is shown. When ``stopped`` is set, jobs are interrupted.
     """
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -176,7 +174,7 @@ def _runner(
             # Files of an earlier validation must not be mistaken for those of this one.
             shutil.rmtree(here)
         here.mkdir(parents=True)  # a refused job writes its reason only to a folder that exists
-        if not quiet and alone:
+        if show:
             _say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
         command = Command(
             argv=("timeout", "--kill-after=20", str(_JOB_SECONDS), "primus", *job.arguments()),
@@ -187,7 +185,7 @@ def _runner(
         )
         console = folder / f"{job.name}.console.txt"
         with console.open("wb") as log:
-            code = runner.run(root, command, stdout=log, stderr=None if alone and not quiet else log)
+            code = runner.run(root, command, stdout=log, stderr=None if show else log)
         if code in _INTERRUPTED or stopped.is_set():
             raise KeyboardInterrupt
         return JobResult(exit_code=code, output=here, reason=_no_run(code, here, console.name))
@@ -210,22 +208,18 @@ def _no_run(code: int, output: Path, console: str) -> str:
 def _passed_before(
     folder: Path, image: Mapping[str, Any], jobs: Sequence[Job], gates: Checked, gpu: str = NO_GPU
 ) -> dict[str, Any] | None:
+    recipe = suite.recipe_of(jobs)
     try:
         record: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        recipe = suite.recipe_of(jobs)
-        same = (
-            record["image"]["content"] == image["content"]
-            and record["recipe"]["sha256"] == recipe.digest
-            and record["suite"]["sha256"] == suite.digest(recipe, jobs)
-            and record["gpu"] == gpu
-        )
-        verdicts: list[dict[str, Any]] = record["verdicts"]
-        judged = {verdict["name"]: verdict["passed"] for verdict in verdicts if verdict["name"].startswith(_GATE)}
-        trained = all(verdict["passed"] for verdict in verdicts if verdict["name"] not in judged)
-        same = same and judged == {f"{_GATE}{report.gate}": report.passed for report in gates.reports}
+        state = (record["image"]["content"], record["recipe"]["sha256"], record["suite"]["sha256"], record["gpu"])
+        verdicts = {verdict["name"]: verdict["passed"] for verdict in record["verdicts"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return record if same and trained and verdicts else None
+    judged = {name: passed for name, passed in verdicts.items() if name.startswith(_GATE)}
+    trained = all(passed for name, passed in verdicts.items() if name not in judged)
+    same = state == (image["content"], recipe.digest, suite.digest(recipe, jobs), gpu)
+    same_gates = judged == {f"{_GATE}{report.gate}": report.passed for report in gates.reports}
+    return record if same and same_gates and trained and verdicts else None
 
 
 def _evidence(
@@ -243,7 +237,8 @@ def _evidence(
         )
     if unjudged := proof.unjudged(suite.recipe_of(jobs)):
         not_run.append(f"the comparison with the reference: {unjudged}")
-    entry = suite.record(
+    machine = {"gpus": list(hardware.names), "driver": hardware.driver, "firmware": hardware.firmware}
+    record = suite.record(
         jobs,
         outcomes,
         [*verdicts, *map(_gate_verdict, gates.reports)],
@@ -251,19 +246,20 @@ def _evidence(
         image=image,
         gpu=hardware.gpu,
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        extra={"engine": engine, "machine": hardware.as_json(), "gates": gates.as_json(), "not_run": not_run},
+        extra={"engine": engine, "machine": machine, "gates": gates.as_json(), "not_run": not_run},
     )
-    entry["suite"]["rates"] = suite_rates(resolved.root)
-    return entry
+    record["suite"]["rates"] = _suite_rates(resolved.root)
+    return record
 
 
-def suite_rates(root: Path) -> dict[str, Any] | None:
+def _suite_rates(root: Path) -> dict[str, Any] | None:
     """Return how many injected faults the suite named, and how many healthy runs it refused, as they were last
     recorded in the repository, with the dates; None without the records.
     """
     try:
-        results: list[Any] = [read_json(root / "benchmarks/results" / f"{name}.json").data for name in _RATES]
-        faults, healthy = results
+        faults, healthy = (
+            _json(root / f"benchmarks/results/{name}.json") for name in ("silent-faults", "healthy-seeds")
+        )
         return {
             "faults": len(faults["faults"]),
             "named": sum(bool(fault["named_by"]) for fault in faults["faults"]),
@@ -273,6 +269,10 @@ def suite_rates(root: Path) -> dict[str, Any] | None:
         }
     except (OSError, InputError, KeyError, TypeError):
         return None
+
+
+def _json(path: Path) -> Any:
+    return read_json(path).data
 
 
 def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
@@ -307,16 +307,20 @@ def table(validated: Sequence[Validated]) -> str:
         cause = next((f": {job['cause']}" for job in record["jobs"] if job.get("cause")), "")
         checks = f"✗ {', '.join(failed)}{cause}" if failed else f"{len(record['verdicts'])} checks"
         lines.append(
-            f"{'✓' if record['passed'] else '✗'} {cell.folder.name:<{width}}  {record['recipe']['precision']:<5}  "
+            f"{_mark(record)} {cell.folder.name:<{width}}  {record['recipe']['precision']:<5}  "
             f"{len(record['jobs'])} runs  {curve}  {checks}{'  (kept)' if cell.earlier else ''}"
         )
-    bad = sum(not cell.record["passed"] for cell in validated)
+    passed = sum(cell.record["passed"] for cell in validated)
     faults = {v["name"] for cell in validated for v in cell.record["verdicts"] if not v["passed"]}
     # Gates concern the image and fail in every cell, which must not hide that the jobs passed.
     image_only = faults and all(name.startswith(_GATE) for name in faults)
     because = f"; every job passed, but the image fails {', '.join(sorted(faults))}" if image_only else ""
-    lines.append(f"{'FAILED' if bad else 'passed'}: {len(validated) - bad} of {len(validated)} passed{because}")
-    return "\n".join(lines)
+    summary = "passed" if passed == len(validated) else "FAILED"
+    return "\n".join([*lines, f"{summary}: {passed} of {len(validated)} passed{because}"])
+
+
+def _mark(verdict: Mapping[str, Any]) -> str:
+    return "✓" if verdict["passed"] else "✗"
 
 
 def outcome_text(record: dict[str, Any], folder: Path) -> str:
@@ -334,7 +338,7 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
         elif name == "exit code" and not verdict["passed"]:
             causes.append(f"  ✗ {job} failed: {verdict['reason']}")
         else:
-            lines.append(f"  {'✓' if verdict['passed'] else '✗'} {verdict['name']}: {verdict['reason']}")
+            lines.append(f"  {_mark(verdict)} {verdict['name']}: {verdict['reason']}")
     # The cause comes first, because all skipped checks follow from it.
     lines = [*causes, *(f"  ✓ {job}: {', '.join(names)}" for job, names in jobs.items() if names), *lines]
     lines += [f"  – {reason}: {', '.join(names)}" for reason, names in skipped.items()]
@@ -342,12 +346,11 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
     if losses := _losses(record):
         lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")
     left_out = sum(map(len, skipped.values()))
-    failed = sum(not v["passed"] for v in record["verdicts"]) - left_out
-    lines.append(
-        f"{'FAILED' if not record['passed'] else 'passed'}: "
-        f"{len(record['verdicts']) - failed - left_out} checks passed, {failed} failed"
-        + (f", {left_out} skipped" if left_out else "")
-    )
+    passed = sum(verdict["passed"] for verdict in record["verdicts"])
+    failed = len(record["verdicts"]) - passed - left_out
+    more = f", {left_out} skipped" if left_out else ""
+    summary = "passed" if record["passed"] else "FAILED"
+    lines.append(f"{summary}: {passed} checks passed, {failed} failed{more}")
     lines.append(f"  → {os.path.relpath(folder / 'report.html')}")
     return "\n".join(lines)
 

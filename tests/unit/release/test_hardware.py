@@ -40,7 +40,6 @@ def test_a_target_gets_the_gpu_that_it_is_for(machine: Any) -> None:
     found = choose(None, MI300X)
     assert (found.gpu, len(found.names), found.driver) == ("mi300x", 8, "amdgpu 6.14.14")
     assert found.devices.names == ("amd.com/gpu=all",)
-    assert found.as_json() == {"gpus": [NAME] * 8, "driver": "amdgpu 6.14.14", "firmware": ""}
 
 
 @pytest.mark.parametrize(

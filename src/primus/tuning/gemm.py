@@ -61,29 +61,6 @@ class Key:
         """The hash of the key, for names of folders."""
         return hashlib.sha256(json.dumps(vars(self)).encode()).hexdigest()[:16]
 
-    def write(self, file: Path) -> None:
-        """Write key.json."""
-        write_file(file, json.dumps(vars(self), indent=2) + "\n")
-
-    def require(self, tuned: Path, file: Path) -> None:
-        """Raise InputError unless ``tuned`` exists and ``file`` contains this key."""
-        if not tuned.is_file():
-            raise InputError(f"there is no {tuned}", hint="the stage `tune` creates it")
-        try:
-            stored: Any = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            stored = None
-        if not isinstance(stored, Mapping):
-            raise InputError(f"{tuned} has no valid key: {file} is missing or damaged", hint="tune again")
-        differences = [
-            # The recipe's part is a hash, which tells a reader nothing.
-            "other settings of the recipe" if name == "recipe" else f"{name} {stored.get(name)} instead of {value}"
-            for name, value in vars(self).items()
-            if stored.get(name) != value
-        ]
-        if differences:
-            raise InputError(f"{tuned} was measured with {', '.join(differences)}", hint="tune again")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -91,19 +68,10 @@ class Place:
 
     root: Path
 
-    @classmethod
-    def of(cls, recipe: str, below: Path) -> Place:
-        """Return the folders of a recipe below ``below``."""
-        return cls(root=folder_of(recipe, below))
-
     @property
     def shapes(self) -> Path:
         """The folder of the recorded GEMMs."""
         return self.root / "gemm_shape"
-
-    def dump(self, node: str) -> Path:
-        """Return the file name for the shapes of one node; PyTorch adds the device's number."""
-        return self.shapes / f"tunableop_untuned_node{node}_gpu.csv"
 
     @property
     def tuned(self) -> Path:
@@ -134,16 +102,12 @@ class Result:
 
 
 def dumping(place: Place, node: str) -> dict[str, str]:
-    """Return the environment variables that make a run record its GEMMs."""
-    return _environment(tuning=False) | {
+    """Return the environment variables that make a run record its GEMMs. PyTorch adds the device's number."""
+    return {
+        **_environment(tuning=False),
         "PYTORCH_TUNABLEOP_RECORD_UNTUNED": "1",
-        "PYTORCH_TUNABLEOP_UNTUNED_FILENAME": str(place.dump(node)),
+        "PYTORCH_TUNABLEOP_UNTUNED_FILENAME": str(place.shapes / f"tunableop_untuned_node{node}_gpu.csv"),
     }
-
-
-def using(place: Place) -> dict[str, str]:
-    """Return the environment variables that make a run use the result."""
-    return _environment(tuning=False) | {"PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
 
 
 def _environment(*, tuning: bool) -> dict[str, str]:
@@ -154,14 +118,10 @@ def read_shapes(folder: Path) -> list[str]:
     """Return the distinct recorded GEMMs of all files in ``folder``, in order. Raises InputError if there is none."""
     shapes: dict[str, None] = {}
     for file in sorted(folder.glob("*.csv")):
-        try:
-            text = file.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise InputError(f"{file} cannot be read: {(error.strerror or '').lower()}") from error
         # If the process was killed, its last line can be truncated at any point.
-        whole, _, _ = text.rpartition("\n")
+        whole, _, _ = file.read_text(encoding="utf-8", errors="replace").rpartition("\n")
         for line in whole.splitlines():
-            if line.startswith(_RECORDED) and len(line.split(",")) >= 2:
+            if line.startswith(_RECORDED) and "," in line:
                 shapes[",".join(line.split(",")[:2])] = None
     if not shapes:
         hint = "the stage dump records them: primus tune gemm RECIPE --stage dump"
@@ -199,7 +159,7 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
     write_file(todo, text)
     # A process that a killed command left behind may still write to its own file.
     raw = folder / f"part-{number}.{os.getpid()}-%d.csv"
-    result = Path(str(raw).replace("%d", "0"))
+    result = _of_device(raw, 0)
     result.unlink(missing_ok=True)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")},
@@ -222,36 +182,49 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
 
 
 def _read(files: Sequence[Path], count: int) -> Result:
-    validators: dict[tuple[str, ...], None] = {}
-    rows: dict[str, str] = {}
-    for file in files:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        validators[tuple(line for line in lines if line.startswith("Validator,"))] = None
-        for line in lines:
-            if line.startswith(_RECORDED) and len(line.split(",")) >= 3:
-                rows[",".join(line.split(",")[:2])] = line
-    if len(validators) != 1:
-        message = f"the results are of {len(validators)} versions of PyTorch"
-        raise CheckFailed(message, hint="delete the folder `work` and tune again")
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [line for line in lines if line.startswith(_RECORDED) and line.count(",") >= 2]
     if not rows:
         raise CheckFailed(f"PyTorch measured none of {count} GEMMs", hint="it skips products with a vector")
-    return Result(validators=next(iter(validators)), rows=tuple(rows.values()))
+    # The parts have the same validators, because the key of their folder names PyTorch's version.
+    validators = dict.fromkeys(line for line in lines if line.startswith("Validator,"))
+    return Result(validators=tuple(validators), rows=tuple(rows))
 
 
 def merge(place: Place, key: Key, result: Result) -> None:
     """Write the result for every device, and its key. A result without a matching key is not used."""
     place.tuned.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([*result.validators, *result.rows]) + "\n"
     place.key.unlink(missing_ok=True)
     for device in range(_DEVICES):
-        write_file(Path(str(place.tuned).replace("%d", str(device))), text)
-    key.write(place.key)
+        write_file(_of_device(place.tuned, device), "\n".join([*result.validators, *result.rows]) + "\n")
+    write_file(place.key, json.dumps(vars(key), indent=2) + "\n")
 
 
 def check(place: Place, key: Key) -> Mapping[str, str]:
-    """Return the environment variables of a run with ``key`` that uses the result. InputError if it has another key."""
-    key.require(Path(str(place.tuned).replace("%d", "0")), place.key)
-    return using(place)
+    """Return the environment variables of a run with ``key`` that uses the result.
+
+    Raises InputError if there is no result, or one of another key.
+    """
+    if not (tuned := _of_device(place.tuned, 0)).is_file():
+        raise InputError(f"there is no {tuned}", hint="the stage `tune` creates it")
+    try:
+        stored: Any = json.loads(place.key.read_text(encoding="utf-8"))
+        differences = [
+            # The recipe's part is a hash, which tells a reader nothing.
+            "other settings of the recipe" if name == "recipe" else f"{name} {stored.get(name)} instead of {value}"
+            for name, value in vars(key).items()
+            if stored.get(name) != value
+        ]
+    except (OSError, ValueError, AttributeError):
+        hint = "tune again"
+        raise InputError(f"{tuned} has no valid key: {place.key} is missing or damaged", hint=hint) from None
+    if differences:
+        raise InputError(f"{tuned} was measured with {', '.join(differences)}", hint="tune again")
+    return {**_environment(tuning=False), "PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
+
+
+def _of_device(name: Path, device: int) -> Path:
+    return Path(str(name).replace("%d", str(device)))
 
 
 def folder_of(recipe: str, below: Path) -> Path:

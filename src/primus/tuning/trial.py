@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import read_sealed, write_sealed
@@ -122,7 +121,7 @@ class Search:
         self._start, self._trials, self._pairs = points[0], trials, pairs
         self._say = say
         self._most = sum(not point.out for point in points) + 2 * pairs
-        self._runs, self._spent = 0, 0.0
+        self._runs = 0
 
     def measure(self, point: Point) -> float | None:
         """Return the rate of a point; None if it failed, or has another loss than the start."""
@@ -153,17 +152,12 @@ class Search:
         result = self._trials.known(point.recipe, number)
         suffix = " (kept from before)" if result else ""
         if result is None:
-            self._say(f"run {self._runs + 1} of at most {self._most}{self._left()}: {point.title}")
+            self._say(f"run {self._runs + 1} of at most {self._most}: {point.title}")
             result = self._trials.run(point.recipe, number)
-        self._runs, self._spent = self._runs + 1, self._spent + result.seconds
+        self._runs += 1
         rate = f"{result.tokens_per_second:,.0f} tokens/s/rank" if result.tokens_per_second else result.reason
         self._say(f"  {point.title}: {rate}{suffix}")
         return result
-
-    def _left(self) -> str:
-        seconds = self._spent / max(1, self._runs) * max(1, self._most - self._runs)
-        duration = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-        return f", {duration} left" if self._runs else ""
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -198,8 +192,9 @@ def ending() -> Iterator[None]:
 
 def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:
     try:
-        ended, steps = read_result(output), _steps(output / "metrics.jsonl")
-    except (OSError, InputError):
+        ended = read_result(output)
+        steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, InputError):
         ended, steps = RunResult(exit_code=1), []
     reason = reported if reported.startswith("it took longer") else ended.cause
     if not reason and not ended.passed:
@@ -215,10 +210,3 @@ def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:
         reason=reason,
         seconds=round(seconds, 1),
     )
-
-
-def _steps(file: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return []

@@ -107,14 +107,8 @@ def test_kills_lose_no_finished_shape(count: int, most_kills: int, tmp_path: Pat
     assert count <= measured <= count + kills * gpus * 16
 
 
-def test_results_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
-    gemm.measure(shapes(16), tmp_path / "work", ["0"], stand_in(tmp_path))
-    with pytest.raises(CheckFailed, match="of 2 versions of PyTorch"):
-        gemm.measure(shapes(32), tmp_path / "work", ["0"], stand_in(tmp_path, version="2.12.0"))
-
-
 def test_a_result_is_used_with_its_key_alone(tmp_path: Path) -> None:
-    place = gemm.Place.of("recipes/llama2-7b.yaml", tmp_path)
+    place = gemm.Place(root=tmp_path)
     with pytest.raises(InputError, match="the stage `tune` creates it"):
         gemm.check(place, key())
     gemm.merge(place, key(), gemm.measure(shapes(3), tmp_path / "w", ["0"], stand_in(tmp_path)))
@@ -139,7 +133,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
     program, real = stand_in(tmp_path), gemm.measure
     monkeypatch.setattr("primus.cli.image.tune.measure", lambda shapes, work, gpus: real(shapes, work, gpus, program))
     monkeypatch.setattr("primus.cli.image.tune._gpus", lambda: ["0", "1"])
-    place = gemm.Place.of("llama2-7b", tmp_path / "output/tune_gemm")
+    place = gemm.Place(root=tmp_path / "output/tune_gemm/llama2-7b")
     place.shapes.mkdir(parents=True)
     (place.shapes / "tunableop_untuned_node0_gpu0.csv").write_text("\n".join(shapes(5)) + "\n")
     monkeypatch.chdir(tmp_path)
@@ -195,11 +189,3 @@ def test_what_cannot_be_tuned_is_said(
         code = ended.code
     assert code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_dump_records_and_does_not_tune(tmp_path: Path) -> None:
-    place = gemm.Place.of("llama2-7b", tmp_path)
-    environment = gemm.dumping(place, "3")
-    assert environment["PYTORCH_TUNABLEOP_RECORD_UNTUNED"] == "1"
-    assert environment["PYTORCH_TUNABLEOP_TUNING"] == "0"
-    assert Path(environment["PYTORCH_TUNABLEOP_UNTUNED_FILENAME"]).parent == place.shapes

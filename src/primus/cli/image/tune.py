@@ -86,7 +86,7 @@ def tune(options: argparse.Namespace) -> int:
     recipe = resolved(options)
     if options.what == "throughput":
         return _search(recipe, options)
-    place = Place.of(recipe.name, options.folder or Path("output/tune_gemm"))
+    place = Place(root=folder_of(recipe.name, options.folder or Path("output/tune_gemm")))
     for stage in _stages(options):
         if code := _RUN[stage](recipe, place, options):
             return code

@@ -95,7 +95,6 @@ def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the choices of activation checkpointing, the recipe's own first."""
     head, rows = start.backend, start.knows.checkpointing
     current = "as the recipe"
     others = []

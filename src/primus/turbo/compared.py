@@ -87,7 +87,6 @@ def _largest(error: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _resolution(dtype: torch.dtype) -> float:
-    """Return an error that one rounding to ``dtype`` makes on average, relative."""
     return float(torch.finfo(dtype).eps) / 16
 
 

@@ -141,7 +141,6 @@ def _weighted_back(
 
 
 def _plain(x: torch.Tensor) -> bool:
-    """Whether to compute with PyTorch, because ``x`` is not on a GPU."""
     return not x.is_cuda
 
 

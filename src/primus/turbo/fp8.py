@@ -23,7 +23,6 @@ def _scale(top: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``x`` and its transpose in ``dtype``, and their scale."""
     scale = _scale(x.abs().max(), dtype)
     return *fp8_kernels.cast_both([x], [scale], dtype), scale
 
@@ -49,8 +48,6 @@ def _product(
 
 
 class _Formats:
-    """Data types of activations, weights and gradients, and which products may use fast accumulation."""
-
     def __init__(self, config: Any) -> None:
         self.input = config.cast_config_input.target_dtype
         self.weight = config.cast_config_weight.target_dtype

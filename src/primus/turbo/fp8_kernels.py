@@ -165,6 +165,15 @@ def _grid(rows: int, columns: int, tile: tuple[int, int, int]) -> tuple[int, int
     return triton.cdiv(columns, tile[1]), triton.cdiv(rows, tile[0])
 
 
+def _reduced(kernel: Any, shape: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
+    highest = torch.zeros(shape, dtype=torch.float32, device=inputs[0].device)
+    count = inputs[0].numel()
+    kernel[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
+        *(x.contiguous() for x in inputs), highest, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
+    )
+    return highest
+
+
 def eight(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``x · scale``, clamped to ``dtype``'s range and cast to it, in plain PyTorch."""
     top = torch.finfo(dtype).max
@@ -213,12 +222,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     CALLS["fp8_largest"] += 1
     if not x.is_cuda:
         return x.abs().max().float()
-    highest = torch.zeros((), dtype=torch.float32, device=x.device)
-    count = x.numel()
-    _largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
-        x.contiguous(), highest, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
-    )
-    return highest
+    return _reduced(_largest, (), x)
 
 
 @largest.register_fake
@@ -253,12 +257,7 @@ def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     CALLS["fp8_swiglu_largest"] += 1
     if not gate.is_cuda:
         return (torch.nn.functional.silu(gate.float()) * up.float()).abs().max()
-    highest = torch.zeros((), dtype=torch.float32, device=gate.device)
-    count = gate.numel()
-    _swiglu_largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
-        gate.contiguous(), up.contiguous(), highest, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
-    )
-    return highest
+    return _reduced(_swiglu_largest, (), gate, up)
 
 
 @swiglu_largest.register_fake
@@ -303,13 +302,7 @@ def swiglu_backward_largest(gate: torch.Tensor, up: torch.Tensor, grad: torch.Te
     if not gate.is_cuda:
         of_gate, of_up, _ = _gradients(gate, up, grad)
         return torch.stack((of_gate.abs().max(), of_up.abs().max()))
-    highest = torch.zeros(2, dtype=torch.float32, device=gate.device)
-    count = gate.numel()
-    _swiglu_backward_largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
-        gate.contiguous(), up.contiguous(), grad.contiguous(), highest, count,
-        BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8,
-    )  # fmt: skip
-    return highest
+    return _reduced(_swiglu_backward_largest, (2,), gate, up, grad)
 
 
 @swiglu_backward_largest.register_fake

@@ -57,14 +57,12 @@ def linear_cross_entropy(shapes: Shapes, make: Maker) -> Rows:
 
 
 def _formats() -> Any:
-    """Return torchao's configuration of FP8 with one scale per tensor, in this GPU's formats."""
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig.from_recipe_name("tensorwise")
 
 
 def _plain_linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
-    """A layer of torchao, with its own casts and products."""
     if x.dtype == torch.float64:
         return x @ weight.t()
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -138,7 +136,6 @@ def fp8_projections(shapes: Shapes, make: Maker) -> Rows:
 
 
 def _swiglu(tokens: int, width: int, config: Any, make: Maker) -> Rows:
-    """Compare the kernels of the block alone, forward and backward, before any product."""
     gate, up, grad = (make.normal(tokens, width, dtype=torch.bfloat16) for _ in range(3))
     wide, narrow = config.cast_config_input.target_dtype, config.cast_config_grad_output.target_dtype
     results = []
@@ -283,7 +280,6 @@ def expert_routing(shapes: Shapes, make: Maker) -> Rows:
 
 
 def _attention(shapes: Shapes, make: Maker, attend: Any) -> Rows:
-    """Compare ``attend``, whose tensors are [samples, tokens, heads, size], forward and backward."""
     batch, length = min(shapes.batch, _MOST), min(shapes.seq_len, _LONGEST)
     window = shapes.window if 0 < shapes.window < length else 0
     seen = torch.ones(length, length, dtype=torch.bool, device=make.device)
@@ -395,7 +391,6 @@ def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED)
 
 
 def _poison(device: str) -> None:
-    """Leave NaN in free memory."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.full((2**30,), float("nan"), device=device)

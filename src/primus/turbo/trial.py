@@ -120,7 +120,6 @@ def _faults(
 
 
 def _run(names: Sequence[str], shapes: Shapes, environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Test ``names`` in one process, and in another one those after a name that ended the process."""
     rows: dict[str, dict[str, Any]] = {}
     while todo := [name for name in names if name not in rows]:
         command = [*_COMMAND, json.dumps(asdict(shapes)), *todo]

@@ -109,11 +109,6 @@ def test_damaged_results_count_as_absent(decide, tmp_path: Path, text: str) -> N
     assert decide().tested
 
 
-def test_nothing_is_tested_without_a_gpu(decide) -> None:
-    recipe = resolve("llama3-proxy", ["turbo=real-rope"], Choices(gpu="cpu", precision="bf16"))
-    assert trial.decide(recipe, Path("/nonexistent"), {}).names == ("real-rope",)
-
-
 def test_a_machine_without_a_gpu_uses_only_what_is_named(decide, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "detect", Found)
     automatic = decide()

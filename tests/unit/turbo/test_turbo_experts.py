@@ -89,11 +89,3 @@ print("compared", len(test.SELECTIONS))
         check=False,
     )
     assert done.stdout.strip().endswith(f"compared {len(SELECTIONS)}"), done.stderr[-2000:]
-
-
-def test_no_expert_gets_the_token_of_another() -> None:
-    selected = torch.tensor([[1, 0], [0, 2], [2, 1]])
-    ways = experts.routes(selected, torch.tensor([2, 2, 2]))
-    starts = (ways.counts.cumsum(0) - ways.counts)[selected]
-    assert ((ways.rows >= starts) & (ways.rows < starts + ways.counts[selected])).all()
-    assert ways.choices[ways.rows.flatten().long()].tolist() == list(range(6))

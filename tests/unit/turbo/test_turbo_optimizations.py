@@ -80,10 +80,6 @@ def test_show_says_what_is_on_and_why(capsys: pytest.CaptureFixture[str]) -> Non
     assert ["linear-cross-entropy", "off", "not", "named"] in lines
 
 
-def test_one_rank_shards_nothing() -> None:
-    assert _chosen("ranks=1") == ("real-rope", "flash-attention-4")
-
-
 @pytest.mark.parametrize(
     ("words", "precision", "gpu", "sentence"),
     [
@@ -101,10 +97,6 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(InputError, match=sentence.replace("(", r"\(")):
         _chosen(*words, precision=precision, gpu=gpu)
-
-
-def test_the_order_of_the_words_does_not_matter() -> None:
-    assert _chosen("turbo=real-rope,fused-adamw") == _chosen("turbo=fused-adamw,real-rope")
 
 
 def test_every_entry_is_proven_and_tested() -> None:
@@ -126,13 +118,3 @@ def test_list_shows_optimizations(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["turbo", "list", "--gpu", "h200"]) == 0
     shown = capsys.readouterr().out
     assert "fused-adamw  (primus; usable, on by default)" in shown
-
-
-def test_a_tuned_recipe_names_a_measurement_that_exists() -> None:
-    named = {
-        recipe.find("tuned", "")
-        for name in ("llama3.1-8b", "deepseek-16b", "flux.1-dev", "mistral-7b")
-        for recipe in [resolve(name, (), Choices(gpu="h200", mode="pretrain"))]
-    }
-    assert all((ROOT / file).is_file() for file in named if file)
-    assert named > {""}, "some settings are measured, and those of Mistral on H200 are not"

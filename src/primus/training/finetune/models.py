@@ -258,7 +258,6 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
 
 
 def _unlike(folder: Path, config: Any, places: Mapping[str, Path]) -> Iterator[Objection]:
-    """Compare a stored output layer with the embedding that it is tied to, and find what the ranks could not read."""
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 

@@ -91,7 +91,6 @@ def _histogram() -> None:
 
 
 def _permutation() -> None:
-    """Sort tokens by expert with torchtitan's CPU code, which it never selects instead of its Triton kernel."""
     from torchtitan.models.moe import kernels
 
     parameters = "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, num_ranks, max_len"

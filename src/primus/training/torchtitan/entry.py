@@ -212,8 +212,6 @@ def _register_corpus(folder: Path) -> tokens.Tokens:
 
 
 class _Documents:
-    """What torchtitan takes for its tokenizer."""
-
     def __init__(self, written: tokens.Tokens) -> None:
         self._written = written
 

@@ -40,7 +40,6 @@ def patch(names: Sequence[str]) -> None:
 
 
 def _convert_linears() -> None:
-    """Use Primus Turbo's linear layers instead of torchao's converter, which the precision requests."""
     from torchtitan.protocols import model_converter
 
     class Converter:
@@ -132,7 +131,6 @@ def _cast_weights() -> None:
 
 
 def _replace_linears() -> None:
-    """Quantize each layer's input and gradient once for both layouts, instead of once per layout."""
     from torchao.float8.float8_linear import Float8Linear
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch.nn.Linear

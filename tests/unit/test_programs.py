@@ -35,11 +35,6 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_tool_that_is_there_costs_nothing(host: Path) -> None:
-    assert programs.need("apt-get", "apt", say=silent) == host / "bin/apt-get"
-    assert not (host / "log").exists()
-
-
 def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
     said: list[str] = []
     assert programs.need("mytool", "mypackage", say=said.append) == host / "bin/mytool"
@@ -48,13 +43,6 @@ def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
         "noninteractive -q update",
         "noninteractive install -y --no-install-recommends mypackage",
     ]
-
-
-def test_fresh_package_lists_are_not_asked_for_again(host: Path) -> None:
-    (host / "lists").mkdir()
-    (host / "lists/mirror_dists_bookworm_InRelease").touch()
-    programs.need("mytool", "mypackage", say=silent)
-    assert "update" not in (host / "log").read_text()
 
 
 def test_apt_that_fails_says_why_and_what_to_type(host: Path) -> None:

@@ -12,12 +12,8 @@ from primus.yamlfile import parse, parse_values, read, scalar, spell, value
 
 
 @pytest.mark.parametrize(
-    ("text", "meaning"),
-    [
-        ("3.10", "3.10"), ("yes", "yes"), ("2026-11-20", "2026-11-20"), ("0x10", "0x10"), ("1_000", "1_000"),
-        ("", None), ("~", None), ("null", None), ('""', ""), ('"null"', "null"), ("'~'", "~"),
-    ],
-)  # fmt: skip
+    ("text", "meaning"), [("3.10", "3.10"), ("0x10", "0x10"), ("", None), ("~", None), ('"null"', "null")]
+)
 def test_plain_scalars_stay_what_was_typed(text: str, meaning: str | None) -> None:
     assert parse(f"a: {text}", "f").data == {"a": meaning}
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 from primus.recipes.family import families, family, weights_of
 from primus.recipes.setting import Value, bounded
-from primus.yamlfile import flat
+from primus.yamlfile import flat, read_values
 
 Kind = TypeVar("Kind")
 
@@ -256,3 +257,13 @@ def _diffusion(model: Architecture) -> int:
     stream = norms + linears((width, 6 * width), (width, 3 * width), square, *feed_forward)
     single = norms + linears((width, 3 * width), (width, 3 * width + hidden), (width + hidden, width))
     return ends + dit.double_layers * 2 * stream + dit.single_layers * single
+
+
+@cache
+def _tables(file: Path) -> Mapping[str, Mapping[str, Any]]:
+    return cast(Mapping[str, Mapping[str, Any]], read_values(file).data)
+
+
+def arguments(source: Any, file: Path, *tables: str) -> dict[str, Any]:
+    """Return a backend's arguments by name: the fields of ``source`` that the ``tables`` of its ``file`` name."""
+    return {name: attrgetter(field)(source) for table in tables for name, field in _tables(file)[table].items()}

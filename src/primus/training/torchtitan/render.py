@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.recipes.architecture import Architecture
+from primus.recipes.architecture import arguments as arguments_of
 from primus.recipes.family import family
 from primus.recipes.setting import Value
 
@@ -13,24 +15,27 @@ if TYPE_CHECKING:
     from primus.training.job import Job
 
 _FILE = "torchtitan.toml"
-# The names under which torchtitan finds the recipe's model and corpus.
+_ARGUMENTS = Path(__file__).with_name("arguments.yaml")
 # Start from the weights in the folder of the tokenizer.
 INITIAL = "torchtitan.checkpoint.initial_load_in_hf"
+# The names under which torchtitan finds the recipe's model and corpus.
 FLAVOR, DATASET = "recipe", "recipe_corpus"
 
 
 def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
     """Return the arguments of torchtitan's model class; ``moe_args`` and ``rope_scaling_args`` as mappings."""
-    common = {
-        "dim": model.hidden_size,
-        "n_layers": model.layers,
-        "n_heads": model.heads,
-        "vocab_size": model.vocab_size,
-        "norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        **({"max_seq_len": model.max_seq_len} if model.max_seq_len else {}),
-    }
-    return {**common, **_ARGUMENTS[model_name(model)](model, precision)}
+    values = arguments_of(model, _ARGUMENTS, "model")
+    if model.max_seq_len:
+        values["max_seq_len"] = model.max_seq_len
+    name = model_name(model)
+    if name == "llama3":
+        return values | _llama(model)
+    values |= arguments_of(model, _ARGUMENTS, name)
+    if name == "deepseek_v3":
+        return values | _rope_of_deepseek(model) | {"moe_args": _experts(model, precision)}
+    if model.moe.experts:
+        values |= {"moe_enabled": True, "moe_inter_dim": model.moe.ffn_size, "moe_args": _experts(model, precision)}
+    return values
 
 
 def model_name(model: Architecture) -> str:
@@ -38,83 +43,34 @@ def model_name(model: Architecture) -> str:
     return family(model.family).backends["torchtitan"].model
 
 
-def _llama(model: Architecture, _precision: str) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
+def _llama(model: Architecture) -> dict[str, Any]:
+    scaled = model.rope_scaling.kind == "llama3"
+    return {
         "n_kv_heads": model.kv_heads,
         # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiple, it is the width itself.
         "multiple_of": model.ffn_size,
         "ffn_dim_multiplier": 0.01,
-    }
-    scaling = model.rope_scaling
-    if scaling.kind == "llama3":
-        arguments["rope_scaling_args"] = {
-            "scaling_factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
-    else:
         # Its model always scales; a factor of 1 changes nothing.
-        arguments["rope_scaling_args"] = {"scaling_factor": 1.0}
-    return arguments
-
-
-def _qwen(model: Architecture, precision: str) -> dict[str, Any]:
-    experts = {"moe_enabled": True, "moe_inter_dim": model.moe.ffn_size, "moe_args": _experts(model, precision)}
-    return {
-        "n_kv_heads": model.kv_heads,
-        "head_dim": model.head_size,
-        "hidden_dim": model.ffn_size,
-        "qk_norm": model.qk_norm,
-        "enable_weight_tying": model.tied_embeddings,
-        **(experts if model.moe.experts else {}),
+        "rope_scaling_args": arguments_of(model, _ARGUMENTS, "llama_rope") if scaled else {"scaling_factor": 1.0},
     }
 
 
 def _experts(model: Architecture, precision: str) -> dict[str, Any]:
-    moe = model.moe
     return {
-        "num_experts": moe.experts,
-        "num_shared_experts": moe.shared_experts,
-        "top_k": moe.top_k,
-        "score_func": moe.score,
-        "route_norm": moe.normalize_top_k,
-        "route_scale": moe.route_scale,
+        **arguments_of(model, _ARGUMENTS, "experts", *(["groups"] if model.moe.groups > 1 else [])),
         "score_before_experts": False,
-        "load_balance_coeff": moe.auxiliary_loss or None,
+        "load_balance_coeff": model.moe.auxiliary_loss or None,
         # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision of the run.
         "use_grouped_mm": precision != "fp32",
-        **({"num_expert_groups": moe.groups, "num_limited_groups": moe.top_groups} if moe.groups > 1 else {}),
     }
 
 
-def _deepseek(model: Architecture, precision: str) -> dict[str, Any]:
-    moe, mla, scaling = model.moe, model.mla, model.rope_scaling
-    return {
-        "inter_dim": model.ffn_size,
-        "moe_inter_dim": moe.ffn_size,
-        "n_dense_layers": moe.dense_layers,
-        "moe_args": _experts(model, precision),
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_nope_head_dim,
-        "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        **(
-            {
-                "original_seq_len": scaling.original_max_position,
-                "rope_factor": scaling.factor,
-                "beta_fast": int(scaling.beta_fast),
-                "beta_slow": int(scaling.beta_slow),
-                "mscale": scaling.mscale,
-            }
-            if scaling.kind == "yarn"
-            else {"rope_factor": 1.0}
-        ),
-    }
-
-
-_ARGUMENTS = {"llama3": _llama, "qwen3": _qwen, "deepseek_v3": _deepseek}
+def _rope_of_deepseek(model: Architecture) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    if scaling.kind != "yarn":
+        return {"rope_factor": 1.0}
+    betas = {"beta_fast": int(scaling.beta_fast), "beta_slow": int(scaling.beta_slow)}
+    return arguments_of(model, _ARGUMENTS, "yarn") | betas
 
 
 def files(job: Job) -> dict[str, str]:

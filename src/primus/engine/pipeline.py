@@ -17,10 +17,10 @@ from primus.engine.upkeep import remove_damage
 from primus.engine.workshop import Kind, Workshop, require_space_for
 from primus.errors import CheckFailed
 from primus.oci.layer import check_overlap, read_paths
-from primus.plan.action import Action, ImagePlan, tree_rows
+from primus.plan.action import Action, ImagePlan
 from primus.plan.layers import plan_images
 from primus.progress import choose_progress
-from primus.recipes.catalogue import check_changed
+from primus.recipes.catalogue import check
 from primus.sandbox.processes import stop_all
 from primus.versions.lock import suites_of
 
@@ -142,18 +142,13 @@ def say_channel(name: str, choice: Choice, channels: Sequence[str]) -> None:
 def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
     """Raise InputError, with the place, for a recipe that is about to enter an image and does not load.
 
-    One would break ``primus list`` in the image. Recipes that the last build of the target has read are not read again.
+    One would break ``primus list`` in the image.
     """
     for plan in plans:
         folder = plan.resolved.root / "recipes"
         for action in plan.layers:
             if action.root == str(folder) and store.layer(action.key) is None:
-                try:
-                    record = store.record("targets", plan.state) or {}
-                    before = dict(record["inputs"]["actions"][action.name]["tree"])
-                except (KeyError, TypeError, ValueError):
-                    before = {}
-                check_changed(folder, tree_rows(action.tree), before)
+                check(folder)
 
 
 def fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:

@@ -62,16 +62,6 @@ def arch_of(gpu: Generation) -> Arch:
     return next(a for a in load_table().archs if a.arch == gpu.arch)
 
 
-def fp8_dtype(gpu: Generation) -> str:
-    """Return the FP8 format of ``gpu``: ``e4m3fnuz`` or ``e4m3fn``."""
-    return arch_of(gpu).fp8
-
-
-def mx_supported(gpu: Generation) -> bool:
-    """Whether the matrix units of ``gpu`` support block-scaled (MX) formats."""
-    return bool(arch_of(gpu).mx)
-
-
 def peak(gpu: Generation, dtype: Dtype) -> Peak | None:
     """Return the published peak, or None if the GPU does not support ``dtype`` or no source states a figure."""
     return next((p for p in gpu.peaks if p.dtype == dtype and p.tflops is not None), None)

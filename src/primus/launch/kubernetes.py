@@ -37,6 +37,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _TOKEN = re.compile(rf"({_NAME.pattern})(:[-._a-zA-Z0-9]+)?")
 _QUANTITY = re.compile(r"(?=.*[1-9])\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _RESOURCE = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+(=[1-9]\d*)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _LABEL = re.compile(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*")
 
 
@@ -72,27 +73,25 @@ class Cluster:
             raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x")
         secrets = (*self.environment, self.image, self.token_secret, self.pull_secret)
         refuse_secrets(secrets, "create a Secret in the cluster, and pass its name: --hf-token-secret NAME")
-        refuse_unfit({"image": self.image}, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
-        objects = {"claim": self.claim, "pull-secret": self.pull_secret}
-        refuse_unfit(objects, _NAME, "a name of Kubernetes", "lower-case letters, digits, hyphens and dots")
-        hint = "NAME or NAME:KEY; the name has lower-case letters, digits, hyphens and dots"
-        refuse_unfit({"hf-token-secret": self.token_secret}, _TOKEN, "a Secret of Kubernetes", hint)
-        names = {"name": self.name, "namespace": self.namespace, "queue": self.queue}
-        hint = "at most 42 lower-case letters, digits and hyphens, beginning with a letter"
-        refuse_unfit(names, _DNS, "a name of Kubernetes", hint)
+        lower = "lower-case letters, digits, hyphens and dots"
+        dns = "at most 42 lower-case letters, digits and hyphens, beginning with a letter"
         quantities = {"cpu": self.cpu, "memory": self.memory, "shm": self.shm}
-        refuse_unfit(quantities, _QUANTITY, "a quantity of Kubernetes", "for example 96 or 64Gi")
-        refuse_unfit({"rdma": self.rdma}, _RESOURCE, "a resource", "for example rdma/hca=8")
-        for word in self.selector:
-            if not _LABEL.fullmatch(word):
-                raise InputError(f"--node-selector: {word!r} is not LABEL=VALUE")
-        for word in self.environment:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", word, re.DOTALL):
-                raise InputError(f"--env: {word!r} is not NAME=VALUE", hint="secrets: --hf-token-secret NAME")
+        names = {"name": self.name, "namespace": self.namespace, "queue": self.queue}
+        for options, pattern, what, hint in (
+            ({"image": self.image}, REFERENCE, "the name of an image", EXAMPLE_IMAGE),
+            ({"claim": self.claim, "pull-secret": self.pull_secret}, _NAME, "a name of Kubernetes", lower),
+            ({"hf-token-secret": self.token_secret}, _TOKEN, "a Secret of Kubernetes", f"NAME or NAME:KEY, {lower}"),
+            (names, _DNS, "a name of Kubernetes", dns),
+            (quantities, _QUANTITY, "a quantity of Kubernetes", "for example 96 or 64Gi"),
+            ({"rdma": self.rdma}, _RESOURCE, "a resource", "for example rdma/hca=8"),
+            *(({"node-selector": word}, _LABEL, "LABEL=VALUE", "for example zone=a") for word in self.selector),
+            *(({"env": word}, _VARIABLE, "NAME=VALUE", "secrets: --hf-token-secret NAME") for word in self.environment),
+        ):
+            refuse_unfit(options, pattern, what, hint)
 
 
 def name_of(plan: Plan, cluster: Cluster) -> str:
-    """Return the job's name: --name, or a name made from the recipe's."""
+    """Return the name of the job."""
     return cluster.name or default_name(plan.recipe.name)
 
 

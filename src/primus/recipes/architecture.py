@@ -1,7 +1,4 @@
-"""The sizes of a model, independent of any backend, and its number of parameters.
-
-Each backend translates the sizes to its own arguments.
-"""
+"""The sizes of a model, which each backend translates to its own arguments, and its number of parameters."""
 
 from __future__ import annotations
 
@@ -204,11 +201,10 @@ def built(cls: type[Kind], section: Mapping[str, Value]) -> Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The number of parameters of a model, including biases and norms.
+    """The number of parameters of a model, and of those, ``active``, that process one token.
 
-    ``active`` counts the parameters that process one token: of the routed experts, only the selected ones.
-    ``embedding`` is the input embedding, which is part of both counts and multiplies nothing. It is 0 if the embedding
-    is tied to the output layer.
+    ``embedding`` is the input embedding, which is part of both counts and multiplies nothing; 0 if it is tied to the
+    output layer.
     """
 
     total: int
@@ -230,9 +226,8 @@ def size(model: Architecture) -> Size:
             every = count * math.prod(weight.sizes(model))
             total += every * (moe.experts if "{}" in weight.name else 1)
             active += every * (moe.top_k if "{}" in weight.name else 1)
-    return Size(
-        total=total, active=active, embedding=0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    )
+    embedding = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    return Size(total=total, active=active, embedding=embedding)
 
 
 def readable(count: int) -> str:
@@ -245,7 +240,7 @@ def readable(count: int) -> str:
 def _diffusion(model: Architecture) -> int:
     """FLUX's transformer, layer by layer as in the published model."""
     width, dit, norms = model.hidden_size, model.dit, 2 * model.head_size
-    hidden = model.ffn_size or 4 * width
+    hidden = 4 * width
 
     def linears(*sizes: tuple[int, int]) -> int:
         return sum(into * out + out for into, out in sizes)
@@ -253,8 +248,7 @@ def _diffusion(model: Architecture) -> int:
     square, vectors = (width, width), 2 if dit.guidance else 1
     inputs = linears((dit.in_channels, width), (dit.text_dim, width), (dit.pooled_dim, width), square)
     ends = inputs + vectors * linears((256, width), square) + linears((width, 2 * width), (width, dit.in_channels))
-    feed_forward = ((width, hidden), (hidden, width))
-    stream = norms + linears((width, 6 * width), (width, 3 * width), square, *feed_forward)
+    stream = norms + linears((width, 6 * width), (width, 3 * width), square, (width, hidden), (hidden, width))
     single = norms + linears((width, 3 * width), (width, 3 * width + hidden), (width + hidden, width))
     return ends + dit.double_layers * 2 * stream + dit.single_layers * single
 

@@ -12,15 +12,14 @@ from primus.recipes import load
 from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.backends import backends
 from primus.recipes.choose import computes, supported
-from primus.recipes.setting import Setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One recipe with one backend in one mode.
 
-    ``precisions`` maps each precision of the full model to the GPUs that support it. ``proxy`` are the precisions in
-    which the proxy can train on a CPU. ``only_proxy`` means that there is no full model.
+    ``precisions``: precision of the full model → GPUs that support it. ``proxy``: precisions of the proxy on a CPU.
+    ``only_proxy``: there is no full model.
     """
 
     recipe: str
@@ -51,13 +50,15 @@ def entries() -> Iterator[Entry]:
     for name in load.names():
         path = load.find(name)
         settings = load.read(path).settings
-        _text(settings, "model.family", path)
+        for key in ("model.family", "description"):
+            if key not in settings:
+                raise InputError(f"{key} is missing", where=f"{path}:1:1")
         model = architecture({k.removeprefix("model."): s.value for k, s in settings.items() if k.startswith("model.")})
         for (backend, mode), precisions in supported(settings).items():
             yield Entry(
                 recipe=name,
                 path=path,
-                description=_text(settings, "description", path),
+                description=str(settings["description"].value),
                 architecture=model,
                 size=size(model),
                 backend=backend,
@@ -68,21 +69,7 @@ def entries() -> Iterator[Entry]:
             )
 
 
-def _text(settings: Mapping[str, Setting], key: str, path: Path) -> str:
-    if key not in settings:
-        raise InputError(f"{key} is missing", where=f"{path}:1:1")
-    return str(settings[key].value)
-
-
-def check_changed(folder: Path | str, now: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Raise InputError for a recipe in ``folder`` that does not load.
-
-    ``now`` and ``before`` map the folder's files, and those of the last build, to something that differs if they do.
-    Recipes that did not change are not read.
-    """
-    differ = {name for name in (*now, *before) if now.get(name) != before.get(name) and name.endswith(".yaml")}
-    # A file that several recipes may use.
-    several = any("/" in name or name not in now for name in differ)
-    for name in now:
-        if name.endswith(".yaml") and not name.startswith(".") and "/" not in name and (several or name in differ):
-            supported(load.read(Path(folder, name)).settings)
+def check(folder: Path) -> None:
+    """Raise InputError, with the place, for a recipe in ``folder`` that does not load."""
+    for name in load.names(folder):
+        supported(load.read(load.find(name, folder)).settings)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from primus.errors import InputError, nearest
-from primus.gpus.table import arch_of, generation, load_table, mx_supported
+from primus.gpus.table import arch_of, generation, load_table
 from primus.recipes.backends import backends
 from primus.recipes.setting import CHOICES, Choices, Setting
 
@@ -26,9 +26,8 @@ LENGTH = "seq_len"
 def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, sized: bool = False) -> dict[str, Setting]:
     """Return every choice as a setting with its origin. ``settings`` are those that do not depend on a choice.
 
-    ``sized``: the model has the sizes of its initial weights, which may be small enough for a CPU.
-
-    Raises InputError if the recipe does not support the combination, or the GPU does not support the precision.
+    ``sized``: the model has the sizes of its initial weights, which may be small enough for a CPU. Raises InputError
+    for a combination that the recipe does not support, or a precision that the GPU does not.
     """
     cells = supported(settings)
     if not cells:
@@ -67,7 +66,6 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, siz
 
 
 def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, str], Sequence[str]]) -> None:
-    """Raise InputError for a default that the recipe supports with no backend, because nothing would ever use it."""
     offered = {
         "backend": [backend for backend, _ in cells],
         "mode": [mode for _, mode in cells],
@@ -83,7 +81,6 @@ def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, s
 def _pick(
     what: str, value: str | None, settings: Mapping[str, Setting], offered: list[str], decided: Mapping[str, Setting]
 ) -> Setting:
-    """Return the requested value, otherwise the recipe's default if it is offered, otherwise the first offered."""
     if value is not None:
         if value not in offered:
             context = " with " + ", ".join(f"{name} {s.value}" for name, s in decided.items()) if decided else ""
@@ -135,7 +132,7 @@ def _computable(precision: str, gpu: str, backend: str, where: str) -> None:
         return
     arch = arch_of(generation(gpu))
     if precision.startswith("mx") and not arch.mx:
-        with_mx = ", ".join(row.name for row in load_table().generations if mx_supported(row))
+        with_mx = ", ".join(row.name for row in load_table().generations if arch_of(row).mx)
         message = f"{gpu} ({arch.arch}) does not compute MX formats"
         raise InputError(message, where=where, hint=f"those that do: {with_mx}")
     if precision not in ("fp32", *arch.dtypes):

@@ -1,7 +1,6 @@
-"""What is known about a family of models: its file in ``families/``, which all others ask.
+"""What is known about a family of models, from its file in ``families/``; ``decoder.yaml`` there explains the fields.
 
-A family adds to ``decoder.yaml``, which describes both formats, or to another family. Fields of a model and its
-``config.json`` are translated in both directions.
+Fields of a model and its ``config.json`` are translated in both directions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _STRETCH: Mapping[str, Mapping[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """How one backend computes a family. Keys omit the prefix ``model.``; ``decoder.yaml`` explains the fields."""
+    """How one backend computes a family. Keys omit the prefix ``model.``."""
 
     model: str = ""
     lacks: Sequence[str] = ()
@@ -40,7 +39,7 @@ class Support:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One weight of a decoder; ``decoder.yaml`` explains the fields. ``names``: backend → its names of the weight."""
+    """One weight of a decoder. ``names``: backend → its names of the weight."""
 
     name: str
     shape: Sequence[str]
@@ -67,7 +66,7 @@ def _holds(model: Any, condition: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of models; ``decoder.yaml`` explains the fields."""
+    """One family of models."""
 
     name: str
     title: str
@@ -126,15 +125,10 @@ def _read(name: str) -> dict[str, Any]:
     above = own.pop("like", None if own.get("images") else _DECODER)
     if above is None:
         return own
-    base = (
-        _read(above)
-        if above != _DECODER
-        else {key: _decoder()[key] for key in ("fields", "config", "defaults", "linears")}
-    )
-    merged = (
-        base | own | {key: {**base[key], **own[key]} for key in base.keys() & own.keys() if isinstance(own[key], dict)}
-    )
-    return merged | {"fields": [*base["fields"], *own.get("fields", ())]}
+    common = {key: _decoder()[key] for key in ("fields", "config", "defaults", "linears")}
+    base = common if above == _DECODER else _read(above)
+    both = {key: {**base[key], **own[key]} for key in base.keys() & own.keys() if isinstance(own[key], dict)}
+    return base | own | both | {"fields": [*base["fields"], *own.get("fields", ())]}
 
 
 @cache
@@ -146,12 +140,9 @@ def _decoder() -> Mapping[str, Any]:
 def _weights(part: str) -> tuple[Weight, ...]:
     rows = []
     for name, row in _decoder()[part].items():
-        names = {
-            key: (value,) if isinstance(value, str) else tuple(value)
-            for key, value in row.items()
-            if key not in ("shape", "when")
-        }
-        rows.append(Weight(name=name, shape=row["shape"], when=row.get("when", ()), names=names))
+        names = {key: [value] if isinstance(value, str) else value for key, value in row.items()}
+        shape, when = names.pop("shape"), names.pop("when", ())
+        rows.append(Weight(name=name, shape=shape, when=when, names=names))
     return tuple(rows)
 
 
@@ -171,7 +162,7 @@ def renamed(model: Any, backend: str) -> Mapping[str, str]:
 def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[tuple[str, str, Any]]:
     """Yield field of ``model.``, key and value of a published ``config``, read from ``file``, of a model of a family.
 
-    Values are as in the file, so that they may have any type. Raises InputError if rope scaling is no mapping.
+    Values may have any type. Raises InputError if rope scaling is no mapping.
     """
     whole = {**known.defaults, **config}
     heads, width = whole["num_attention_heads"], whole.get("hidden_size")

@@ -1,8 +1,6 @@
 """What a recipe asks for and its backend cannot do: layouts that do not divide, and fields of a model that it lacks.
 
-World size, parallel degrees, sizes and batches must be divisible by each other. ``families/`` lists which fields of a
-model's description a family has, with which values, and which of them a backend lacks, so that no field is silently
-dropped. Fields without effect (``moe.top_k`` of a dense model) are refused as well.
+No field of a model is silently dropped. Fields without effect (``moe.top_k`` of a dense model) are refused as well.
 """
 
 from __future__ import annotations

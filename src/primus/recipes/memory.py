@@ -1,9 +1,7 @@
 """The terms of the memory that one rank uses, from which the rules of each backend predict its peak.
 
-The terms are those of *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198), for FSDP2 and
-for Megatron's distributed optimizer. The tensors that a layer keeps for its backward pass are counted one by one; a few
-factors below, which cannot be counted, were fitted to runs on H200s. benchmarks/reports/h200-memory.md compares every
-prediction with the measurement. One *element* below is one value per token; GiB are 2³⁰ bytes.
+Tensors that a layer keeps for its backward pass are counted one by one, as in arXiv:2205.05198. Factors that cannot be
+counted were fitted to runs on H200s (benchmarks/reports/h200-memory.md). An *element* is one value per token.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ RECOMPUTED = 1.6
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of one rank in bytes, by contents.
+    """The memory of one rank in bytes: shards of weights, gradients and optimizer states, and what a step adds.
 
-    ``weights``, ``gradients`` and ``optimizer`` are the rank's shards. ``unsharded`` are the gathered weights of
-    the layers being computed, and their gradients before they are reduced. ``activations`` are kept for the
-    backward pass. ``loss`` are the logits and their gradients. ``reused`` is memory of gradients that activations
-    and logits use before the gradients exist.
+    ``unsharded``: gathered weights and gradients before they are reduced. ``loss``: logits and their gradients.
+    ``reused``: memory of gradients that activations and logits use before the gradients exist.
     """
 
     weights: float
@@ -45,11 +41,9 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """What the allocator reserves if it never has to release memory.
-
-        Sharded gradients count in full although they do not exist while activations are at their largest: they
-        are allocated on the stream of the collectives, and memory that is freed there is not reused elsewhere.
-        """
+        """What the allocator reserves if it never has to release memory."""
+        # Sharded gradients count although they do not exist while activations are at their largest: what the stream of
+        # the collectives frees is not reused elsewhere.
         return sum(self.terms.values())
 
     @property
@@ -82,30 +76,16 @@ def fused_loss(model: Architecture, tokens: float) -> float:
 
 
 def layer_elements(model: Architecture, *, eight: bool) -> float:
-    """Return the elements per token that one compiled layer keeps for its backward pass.
-
-    These are its input, queries, keys and values (grouped heads are repeated before attention), the output of
-    attention, the sum after it, the output of the second norm, and gate, up and their product in the feed-forward
-    part. In FP8, the inputs of products are computed again from the tensors before them.
-    """
-    width, mla = model.hidden_size, model.mla
-    queries = model.heads * model.head_size
-    if mla.kv_lora_rank:
-        query = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        attention = 2 * query + 2 * model.heads * mla.v_head_dim + 2 * mla.kv_lora_rank + mla.q_lora_rank
-    else:
-        attention = 4 * queries
-    inner = ffn_width(model)
-    if eight:
-        return 0.893 * (2 * width + attention + 2 * inner)
-    return 0.987 * (3 * width + attention + 3 * inner)
+    """Return the elements per token that one compiled layer keeps for its backward pass, with ``eight`` in FP8."""
+    width, mla, inner = model.hidden_size, model.mla, ffn_width(model)
+    # Queries, keys, values and the output. Grouped heads are repeated before attention.
+    attention = 2 * model.heads * (model.query_size + model.value_size) + 2 * mla.kv_lora_rank + mla.q_lora_rank
+    # Inputs of products in FP8 are computed again from the tensors before them.
+    return 0.893 * (2 * width + attention + 2 * inner) if eight else 0.987 * (3 * width + attention + 3 * inner)
 
 
 def ffn_width(model: Architecture, *, routed: bool = True) -> float:
-    """Return the width of the feed-forward part for one token, averaged over the layers.
-
-    ``routed``: include the copies of the token that experts process.
-    """
+    """Return the mean width of the feed-forward part for one token, with its copies in experts if ``routed``."""
     moe = model.moe
     if not moe.experts:
         return float(model.ffn_size)
@@ -115,19 +95,12 @@ def ffn_width(model: Architecture, *, routed: bool = True) -> float:
 
 
 def copies_in_eight(model: Architecture) -> float:
-    """Return the bytes of all layers' weights in FP8, transposed for the backward pass.
-
-    Compiled layers keep them from the forward pass on, for any number of tokens. With selective and full
-    recomputation they are created again.
-    """
+    """Return the bytes of all layers' weights in FP8, transposed, which layers keep unless they are recomputed."""
     return float(size(model).active - model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2))
 
 
 def gathered_experts(recipe: Recipe) -> float:
-    """Return the parameters of a layer's experts that a rank gathers in addition to those that one token uses.
-
-    Expert parallelism distributes the experts first. The rest is sharded over the other ranks, if there are any.
-    """
+    """Return the parameters of a layer's experts that a rank gathers in addition to those that one token uses."""
     model, parts = recipe.architecture, recipe.degree("ep")
     moe = model.moe
     if not moe.experts or recipe.world_size // recipe.degree("replicas") <= parts:
@@ -141,9 +114,8 @@ def unsharded(
 ) -> float:
     """Return the bytes that are gathered at once: the output layer and two blocks, and gradients of one of each.
 
-    They are in the computing precision. ``ends`` is 2 if the embedding is gathered together with the output layer.
-    ``alone``: nothing is reduced, because there is one rank or no gradient. ``cast``: each rank converts its shard
-    before it is gathered. ``experts`` are parameters of experts that a block gathers in addition.
+    ``ends`` is 2 if the embedding is gathered together with the output layer. ``alone``: nothing is reduced. ``cast``:
+    each rank converts its shard before it is gathered. ``experts``: further parameters that a block gathers.
     """
     model, tensor, world = recipe.architecture, recipe.degree("tp"), recipe.world_size // recipe.degree("replicas")
     count = size(model)

@@ -1,8 +1,4 @@
-"""What publishers say of their models, and where a recipe differs.
-
-``published/OWNER--NAME.json`` beside the recipes has the facts of a model's ``config.json`` and, under ``parameters``,
-how many its files hold.
-"""
+"""What publishers say of their models, and where a recipe differs."""
 
 from __future__ import annotations
 
@@ -40,9 +36,10 @@ class Difference:
 
 
 def facts_of(recipe: Recipe) -> Mapping[str, Any] | None:
-    """Return what is published of the recipe's ``model.hf_repo``; None if no file is there, or none is named.
+    """Return ``published/OWNER--NAME.json`` of the recipe's ``model.hf_repo``: facts of its ``config.json``.
 
-    None, too, if the model is described by the weights that the run starts from.
+    ``parameters`` is the number that its files hold. None if there is no such file, or if the model is described by the
+    weights that the run starts from.
     """
     repo = recipe.find("model.hf_repo", "")
     origin = recipe.settings["model.family"].origin
@@ -77,11 +74,10 @@ def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference
 def kind_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield the family, if the publisher's model is of another one."""
     known, facts, repo = family(recipe.architecture.family), facts_of(recipe), recipe.find("model.hf_repo", "")
-    if facts is None or (kind := facts.get("model_type", "")) == known.transformers:
-        return
-    fitting = families_of(kind)
-    why = f"{known.name}, but {repo} has model_type = {kind or 'none'} in its config.json"
-    yield "model.family", why, f"model.family={fitting[0]}" if fitting else "CONTRIBUTING.md says how to add a family"
+    if facts is not None and (kind := facts.get("model_type", "")) != known.transformers:
+        fitting = [f"model.family={name}" for name in families_of(kind)]
+        why = f"{known.name}, but {repo} has model_type = {kind or 'none'} in its config.json"
+        yield "model.family", why, (fitting or ["CONTRIBUTING.md says how to add a family"])[0]
 
 
 def published_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -28,9 +28,8 @@ Kind = TypeVar("Kind", str, int, float, bool)
 class Recipe:
     """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
 
-    ``overrides`` are the user's ``key=value`` arguments and ``choices`` the user's options; with both, the same recipe
-    can be resolved again. ``precisions`` are all that the recipe supports with this backend in this mode. ``by_path``:
-    the user gave the path of the file. ``files`` are that file and those it uses.
+    ``overrides`` and ``choices`` are the user's; with both, the same recipe can be resolved again. ``precisions`` are
+    all that it supports with this backend in this mode. ``by_path``: the user gave a path. ``files`` were read.
     """
 
     name: str
@@ -62,11 +61,9 @@ class Recipe:
         return {key.removeprefix(head): setting.value for key, setting in self.settings.items() if key.startswith(head)}
 
     def asset(self, key: str) -> Path | None:
-        """Return the path of the file or folder that ``key`` names, or None if it is not a file (``mock``, ``hf:…``).
+        """Return the path that ``key`` names, or None if it is not a file (``mock``, ``hf:…``).
 
-        ``key`` is that of a setting, such as ``assets.corpus``, of which ``assets.`` can be omitted.
-
-        Relative paths are relative to the recipe. On the command line, the current folder takes precedence.
+        ``assets.`` can be omitted. Paths are relative to the recipe; on the command line, first to the current folder.
         """
         key = key if "." in key else f"assets.{key}"
         name = self.get(key, str)
@@ -176,8 +173,7 @@ class Recipe:
         for key in sorted(self.section("assets")):
             root, hasher = self.asset(key), hashlib.sha256()
             if root is not None:
-                files = sorted(path for path in below(root) if path.is_file()) if root.is_dir() else [root]
-                for file in files:
+                for file in sorted(path for path in below(root) if path.is_file()) if root.is_dir() else [root]:
                     with file.open("rb") as stream:
                         content = hashlib.file_digest(stream, "sha256").hexdigest()
                     hasher.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())

@@ -39,17 +39,13 @@ def resolve(
 ) -> Recipe:
     """Load the recipe ``name`` (of the folder ``among``, or a path), make the choices, apply its cases and overrides.
 
-    ``overrides`` are ``key=value`` words. Each key may be overridden once; ``replacing`` are further overrides that
-    replace those of the same key. If the run is not ``here`` but on machines with other files, files that settings name
-    by absolute paths are not looked for.
+    ``overrides`` are ``key=value`` words, one for each key, which may omit the backend's name or be a short name or a
+    choice: ``training.steps=5``, ``steps=5``, ``precision=fp8``. ``replacing`` are further ones, which replace those of
+    the same key. If the run is not ``here``, files at absolute paths are not looked for.
 
-    A micro batch that is a list, as in ``local_batch_size: [4, 3, 2]``, becomes its first entry whose predicted memory
-    fits a GPU, else its last. ``memory`` are the bytes of one GPU if they differ from those of the generation.
-
-    Keys of the backend may omit its name: ``training.steps=5``. Settings that every backend has, under different keys,
-    have short names: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices count as options. With weights to
-    fine-tune, the sizes of the model are those of their ``config.json``. Raises InputError
-    with the place that set the invalid value and, for an unknown key, the most similar one.
+    Of a list of micro batches, the first whose predicted memory fits is taken, else the last. ``memory`` are the bytes
+    of one GPU if they differ from those of the generation. With weights to fine-tune, the model is that of their
+    ``config.json``. Raises InputError with the place of the wrong value.
     """
     path = load.find(name, among).absolute()
     source = load.read(path)
@@ -333,10 +329,7 @@ def _exists(path: Path) -> bool:
 
 
 def vocabulary(folder: Path) -> int | None:
-    """Return the largest token id + 1 of the tokenizer in ``folder``, or None if it has no ``tokenizer.json``.
-
-    Raises InputError if the file is not that of a tokenizer.
-    """
+    """Return the largest token id + 1 of ``tokenizer.json`` in ``folder``; None without. InputError if it is wrong."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None

@@ -11,7 +11,7 @@ from primus.errors import HostError, InputError
 from primus.files import read_bytes
 from primus.recipes import catalogue
 from primus.recipes.architecture import architecture, size
-from primus.recipes.family import described, families, families_of, family
+from primus.recipes.family import described, families, family
 from primus.recipes.schema import model_rules
 from primus.recipes.setting import Setting
 
@@ -45,42 +45,33 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     Raises InputError if there is none, or if it is not that of a whole, unquantized model that can be fine-tuned.
     """
     if not folder.is_dir():
-        raise InputError(
-            f"there is no folder {folder}",
-            hint="name a folder of safetensors files with their config.json, or hf:OWNER/NAME",
-        )  # fmt: skip
+        hint = "name a folder of safetensors files with their config.json, or hf:OWNER/NAME"
+        raise InputError(f"there is no folder {folder}", hint=hint)
     file, source = folder / "config.json", "copy it from the source of the weights"
     try:
         config = json.loads(read_bytes(file))
     except FileNotFoundError:
+        why, hint = f"the weights in {folder} have no config.json, so their model is unknown", source
         if (folder / "adapter_config.json").is_file():
-            raise InputError(
-                f"{folder} contains LoRA adapters, not a whole model",
-                hint="merge them into their base weights with PEFT, and name the folder of the result",
-            ) from None
-        if (folder / "weights").is_dir():
-            raise InputError(
-                f"{folder} is a folder of a run, not of weights", hint=f"name {folder / 'weights'}"
-            ) from None
-        why = f"the weights in {folder} have no config.json, so their model is unknown"
-        raise InputError(why, hint=source) from None
+            why = f"{folder} contains LoRA adapters, not a whole model"
+            hint = "merge them into their base weights with PEFT, and name the folder of the result"
+        elif (folder / "weights").is_dir():
+            why, hint = f"{folder} is a folder of a run, not of weights", f"name {folder / 'weights'}"
+        raise InputError(why, hint=hint) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError("config.json cannot be read, or is not JSON", where=str(file), hint=source) from error
     if not isinstance(config, dict):
         raise InputError("config.json is not a mapping", where=str(file))
-    if not any(family(name).tuned for name in families_of(config.get("model_type"))):
-        tuned = [family(name).transformers for name in families() if family(name).tuned]
-        raise InputError(
-            f"primus has no recipe for models of type {config.get('model_type')!r}",
-            where=f"{file}: model_type", hint=f"there are recipes for {', '.join(dict.fromkeys(tuned))}",
-        )  # fmt: skip
+    tuned = dict.fromkeys(family(name).transformers for name in families() if family(name).tuned)
+    if (kind := config.get("model_type")) not in tuned:
+        why, hint = f"primus has no recipe for models of type {kind!r}", f"there are recipes for {', '.join(tuned)}"
+        raise InputError(why, where=f"{file}: model_type", hint=hint)
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else config[key]
-            raise InputError(
-                f"the weights are quantized ({method or key}), and only plain weights are trained",
-                where=f"{file}: {key}", hint="name the weights that they were made from, or dequantize them",
-            )  # fmt: skip
+            why = f"the weights are quantized ({method or key}), and only plain weights are trained"
+            hint = "name the weights that they were made from, or dequantize them"
+            raise InputError(why, where=f"{file}: {key}", hint=hint)
     return file, config
 
 
@@ -92,10 +83,9 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
     file, config = config_of(folder)
     kind, known = config["model_type"], family(name)
     if kind != known.transformers:
-        raise InputError(
-            f"the weights are of type {kind}, and the recipe's family is {name}",
-            where=f"{file}: model_type", hint="`primus finetune WEIGHTS DATA` picks a recipe for the weights",
-        )  # fmt: skip
+        why = f"the weights are of type {kind}, and the recipe's family is {name}"
+        hint = "`primus finetune WEIGHTS DATA` picks a recipe for the weights"
+        raise InputError(why, where=f"{file}: model_type", hint=hint)
     for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
         if field not in config:
             raise InputError(f"config.json has no {field}", where=str(file), hint="copy it from the weights' source")
@@ -118,19 +108,18 @@ def nearest_recipe(folder: Path, mode: str | None = None) -> catalogue.Entry:
     if mode not in (None, *_MODES):
         raise InputError(f"mode {mode!r} does not fine-tune", hint=f"the modes are {' and '.join(_MODES)}")
     _, config = config_of(folder)
-    found: list[tuple[float, str, catalogue.Entry]] = []
+    distances: list[tuple[float, str, catalogue.Entry]] = []
     for entry in catalogue.entries():
         name = entry.architecture.family
-        if entry.mode not in ((mode,) if mode else _MODES) or entry.only_proxy:
-            continue
-        if family(name).transformers == config["model_type"]:
+        fits = entry.mode in ((mode,) if mode else _MODES) and not entry.only_proxy
+        if fits and family(name).transformers == config["model_type"]:
             model = {key.removeprefix("model."): s.value for key, s in model_of(folder, name).items()}
             try:
-                apart = abs(math.log(size(architecture(model)).total / entry.size.total))
+                distance = abs(math.log(size(architecture(model)).total / entry.size.total))
             except (ValueError, ArithmeticError):
-                apart = math.inf  # an impossible size, which the resolution names
-            found.append((apart, entry.recipe, entry))
-    if not found:
+                distance = math.inf  # an impossible size, which the resolution names
+            distances.append((distance, entry.recipe, entry))
+    if not distances:
         how = f" in mode {mode}" if mode else ""
         raise InputError(f"no recipe fine-tunes models of type {config['model_type']}{how}", hint="see `primus list`")
-    return min(found, key=lambda row: row[:2])[2]
+    return min(distances, key=lambda row: row[:2])[2]

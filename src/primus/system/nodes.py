@@ -14,7 +14,7 @@ from primus.errors import InputError
 from primus.report import html
 from primus.schema import read_json
 from primus.system.host import Finding, Level, failed, slow
-from primus.system.speed import APART, Measurement, judge
+from primus.system.speed import APART, Measurement
 
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
 
@@ -98,23 +98,16 @@ def _odd(nodes: Sequence[Node], check: str, of: Callable[[Node], str]) -> Iterat
 
 
 def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
-    for what, of_nodes in _by_benchmark(nodes).items():
-        figures = {name: min(measurement.figures) for name, measurement in of_nodes.items()}
+    benchmarks: dict[str, dict[str, float]] = {}
+    for node in nodes:
+        for row in node.measurements:
+            benchmarks.setdefault(f"{row.what} ({row.unit})", {})[node.name] = min(row.figures)
+    for what, figures in benchmarks.items():
         typical = statistics.median(figures.values())
         for name, figure in figures.items():
             if figure < typical * (1 - APART):
                 message = f"{figure:,.4g}, {1 - figure / typical:.0%} less than the median of the nodes, {typical:,.4g}"
-                remedy = "it holds all other nodes up: leave it out, or find the cause"
-                yield name, slow(f"{what[0]} ({what[1]})", message, remedy)
-
-
-def _by_benchmark(nodes: Sequence[Node]) -> dict[tuple[str, str], dict[str, Measurement]]:
-    """Return (benchmark, unit) → node → measurement."""
-    benchmarks: dict[tuple[str, str], dict[str, Measurement]] = {}
-    for node in nodes:
-        for measurement in node.measurements:
-            benchmarks.setdefault((measurement.what, measurement.unit), {})[node.name] = measurement
-    return benchmarks
+                yield name, slow(what, message, "it holds all other nodes up: leave it out, or find the cause")
 
 
 def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[tuple[str, ...]]:
@@ -145,12 +138,6 @@ def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
         }
         for node in nodes for finding in node.findings
     }  # fmt: skip
-    for (what, unit), of_nodes in _by_benchmark(nodes).items():
-        for name, row in of_nodes.items():
-            limits = f"at least {row.least}, at most {row.most} ({row.source})".replace("None", "any")
-            figures = " ".join(f"{figure:,.4g}" for figure in row.figures)
-            passed = not any(finding.problem for finding in judge(row))
-            cells[name, f"{what}, {unit}"] = {"passed": passed, "measured": figures, "reason": limits}
     return html.document(
         "Preflight",
         f"<h1>Preflight of {len(nodes)} node{'s' * (len(nodes) != 1)}</h1>"

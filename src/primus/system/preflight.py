@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -70,10 +71,8 @@ def rights(host: Host) -> Iterator[Finding]:
         option = "--device /dev/kfd --device /dev/dri"
         needed = [host.root / "dev/kfd", *host.glob("dev/dri/renderD*")]
         if len(needed) - 1 < len(gpus.names):
-            yield failed(
-                "device rights", f"{len(needed) - 1} of {len(gpus.names)} GPUs have a /dev/dri/renderD device",
-                f"start the container with {option}",
-            )  # fmt: skip
+            message = f"{len(needed) - 1} of {len(gpus.names)} GPUs have a /dev/dri/renderD device"
+            yield failed("device rights", message, f"start the container with {option}")
     else:
         needed = [host.root / name for name in ("dev/nvidiactl", "dev/nvidia-uvm")]
     path = next((path for path in needed if not host.openable(path)), None)
@@ -83,10 +82,8 @@ def rights(host: Host) -> Iterator[Finding]:
         yield failed("device rights", f"{host.shown(path)} is missing", f"start the container with {option}")
     else:
         group = path.stat().st_gid
-        yield failed(
-            "device rights", f"{host.shown(path)} cannot be opened by user {host.uid}",
-            f"add the user to group {group}: sudo usermod -aG render,video USER, or --group-add {group}",
-        )  # fmt: skip
+        remedy = f"add the user to group {group}: sudo usermod -aG render,video USER, or --group-add {group}"
+        yield failed("device rights", f"{host.shown(path)} cannot be opened by user {host.uid}", remedy)
 
 
 def visible(host: Host) -> Iterator[Finding]:
@@ -139,10 +136,8 @@ def driver(host: Host) -> Iterator[Finding]:
             why = f"the table has no row for CUDA {cuda}" if cuda else "there is no image whose CUDA it must support"
             yield skipped("driver", f"nvidia {version}: {why}" if version else "the driver does not tell its version")
         elif int(version.partition(".")[0]) < row["driver"]:
-            yield failed(
-                "driver", f"driver {version} is too old for CUDA {cuda}, which needs {row['driver']} ({row['source']})",
-                f"install driver {row['driver']} or newer",
-            )  # fmt: skip
+            message = f"driver {version} is too old for CUDA {cuda}, which needs {row['driver']} ({row['source']})"
+            yield failed("driver", message, f"install driver {row['driver']} or newer")
         else:
             yield ok("driver", f"nvidia {version} supports CUDA {cuda} ({row['source']})")
         return
@@ -152,10 +147,9 @@ def driver(host: Host) -> Iterator[Finding]:
         what = f"amdgpu {version or 'of the kernel'}" if row is None else f"ROCm {rocm or 'of unknown version'}"
         yield skipped("driver", f"the table has no row for {what}")
     elif version not in amdgpu_drivers(rocm):
-        yield failed(
-            "driver", f"amdgpu {version} is of ROCm {row['rocm']} ({row['source']}); it does not support ROCm {rocm} "
-            f"({table['source']})", "install the driver of a nearer release, or use another image",
-        )  # fmt: skip
+        message = f"amdgpu {version} is of ROCm {row['rocm']} ({row['source']}); it does not support ROCm {rocm}"
+        remedy = "install the driver of a nearer release, or use another image"
+        yield failed("driver", f"{message} ({table['source']})", remedy)
     else:
         yield ok("driver", f"amdgpu {version} supports ROCm {rocm} ({table['source']})")
 
@@ -257,17 +251,13 @@ def health(host: Host) -> Iterator[Finding]:
 
 
 def _links(host: Host) -> Iterator[Finding]:
-    counts = []
-    for node in host.glob("sys/class/kfd/kfd/topology/nodes/*"):
-        if int(properties(node / "properties").get("simd_count", "0")) > 0:
-            links = [properties(link / "properties") for link in node.glob("io_links/*")]
-            counts.append(sum(link.get("type") == _XGMI and link.get("weight") != "0" for link in links))
+    nodes = host.glob("sys/class/kfd/kfd/topology/nodes/*")
+    gpus = [node for node in nodes if int(properties(node / "properties").get("simd_count", "0")) > 0]
+    links = [[properties(link / "properties") for link in gpu.glob("io_links/*")] for gpu in gpus]
+    counts = [sum(link.get("type") == _XGMI and link.get("weight") != "0" for link in each) for each in links]
     if any(counts) and min(counts) < len(counts) - 1:
-        worst = counts.index(min(counts))
-        yield failed(
-            "XGMI", f"GPU {worst} has {counts[worst]} of {len(counts) - 1} links to other GPUs",
-            "reboot; if it stays so, the board needs service",
-        )  # fmt: skip
+        message = f"GPU {counts.index(min(counts))} has {min(counts)} of {len(counts) - 1} links to other GPUs"
+        yield failed("XGMI", message, "reboot; if it stays so, the board needs service")
 
 
 def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
@@ -364,22 +354,15 @@ def expected(host: Host, gpus: int | None, gpu: str | None, nics: int | None) ->
 
 def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
     """Measure the speed of writing and syncing a file in ``folder``, which is the speed of a checkpoint."""
-    path = folder / f".primus-preflight-{time.monotonic_ns()}"
-    block = bytes(2**20)
+    started, size = time.monotonic(), 0.0
     try:
-        started = time.monotonic()
-        with path.open("wb", buffering=0) as file:
-            for _ in range(megabytes):
-                file.write(block)
-                if time.monotonic() - started > 10:
-                    break
-            size = file.tell() / 2**20
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            while size < megabytes and time.monotonic() - started < 10:
+                size += file.write(bytes(2**20)) / 2**20
             os.fsync(file.fileno())
         rate = size / max(time.monotonic() - started, 1e-6)
     except OSError as error:
         return failed("disk speed", f"{folder}: {(error.strerror or '').lower()}", "choose another folder")
-    finally:
-        path.unlink(missing_ok=True)
     if rate < 100:
         return slow("disk speed", f"{folder} takes {rate:.0f} MB/s", "write checkpoints to a faster file system")
     return ok("disk speed", f"{folder} takes {rate:,.0f} MB/s")

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from primus.files import text_if_readable
 from primus.gpus.detect import visible
-from primus.gpus.table import fp8_dtype, generation, load_table, peak
+from primus.gpus.table import arch_of, generation, load_table, peak
 from primus.system.host import Finding, Host, failed, ok, skipped, slow
 from primus.training import launch
 from primus.yamlfile import read_values
@@ -74,7 +74,7 @@ def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
     if importlib.util.find_spec("torch") is None:
         return [skipped(_CHECK, "PyTorch is not installed here; run it in the image")], []
     name = host.gpus.generation
-    fp8 = fp8_dtype(generation(name)) if name else ""
+    fp8 = arch_of(generation(name)).fp8 if name else ""
     ranks = measure(len(gpus), fp8)
     if isinstance(ranks, str):
         return [failed(_CHECK, ranks, "run it again when no job runs; --quick leaves it out")], []
@@ -103,33 +103,30 @@ def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str
 
 def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurement]:
     """Group the figures of all ranks by benchmark, each with the range expected of the GPU ``name``."""
-    judged = []
+    rows = []
     for what, unit in UNITS.items():
         figures = tuple(float(rank[what]) for rank in ranks if what in rank)
-        if not figures:
-            continue
-        # A collective has one figure, because all ranks wait for each other.
-        figures = (min(figures),) if what in _COLLECTIVES else figures
         row = expected().get((name, what), Expected(least=None, source="no table knows this GPU"))
-        fits = row.gpus is None or row.gpus == len(ranks)
-        judged.append(
-            Measurement(
-                what=what, unit=unit, figures=figures, least=row.least if fits else None, most=peak_of(name, what),
-                source=row.source if fits else f"the published figure is of {row.gpus} GPUs",
+        if row.gpus not in (None, len(ranks)):
+            row = Expected(least=None, source=f"the published figure is of {row.gpus} GPUs")
+        if figures:
+            # A collective has one figure, because all ranks wait for each other.
+            figures = (min(figures),) if what in _COLLECTIVES else figures
+            most = peak_of(name, what)
+            rows.append(
+                Measurement(what=what, unit=unit, figures=figures, least=row.least, most=most, source=row.source)
             )
-        )  # fmt: skip
-    return judged
+    return rows
 
 
 def peak_of(name: str, what: str) -> float | None:
     """Return the most that the GPU can reach, from the table of generations; None if unknown."""
-    if name not in {gpu.name for gpu in load_table().generations}:
+    gpu = next((gpu for gpu in load_table().generations if gpu.name == name), None)
+    if gpu is None or what in _COLLECTIVES:
         return None
     if what == "memory":
-        return generation(name).memory.tb_s
-    if not what.startswith("gemm"):
-        return None
-    row = peak(generation(name), "fp8" if what == "gemm fp8" else "bf16")
+        return gpu.memory.tb_s
+    row = peak(gpu, "fp8" if what == "gemm fp8" else "bf16")
     return row.tflops if row else None
 
 

@@ -48,15 +48,12 @@ class Megatron(Rules):
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         """Return what the recipe asks for and Megatron does not compute."""
         model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
+        keys = {kind: f"megatron.{key}" for kind, key in recipe.knows.degrees.items()}
         if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
             why = "Megatron always normalizes the chosen sigmoid scores"
             yield "model.moe.score", why, "model.moe.normalize_top_k=true"
         if recipe.degree("cp") > 1:
-            yield (
-                "megatron.model.context_parallel_size",
-                "Megatron splits sequences in Transformer Engine alone",
-                "use TP",
-            )
+            yield keys["cp"], "Megatron splits sequences in Transformer Engine alone", "use TP"
         if recipe.find("megatron.attention", "torch") == "torch" and recipe.section("megatron").get(_BY_LAYER):
             yield f"megatron.{_BY_LAYER}", "attention by torch has no scaling by layer", "attention=unfused"
         if recipe.find("megatron.training.fp8", "none") != "none":
@@ -73,23 +70,18 @@ class Megatron(Rules):
         if recipe.find("megatron.torch_fsdp2", False):
             for kind in ("tp", "pp", "cp", "ep"):
                 if recipe.degree(kind) > 1:
-                    key = f"megatron.{recipe.knows.degrees[kind]}"
-                    yield key, "torch_fsdp2 shares out the whole model over all ranks", f"{kind}=1"
+                    yield keys[kind], "torch_fsdp2 shares out the whole model over all ranks", f"{kind}=1"
             for key, value in recipe.section("megatron.ddp").items():
                 if value and key != "grad_reduce_in_fp32":
                     why = "is about Megatron's own buffers, and torch_fsdp2 has none"
                     yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
         if latent and recipe.degree("tp") > 1 and not recipe.knows.latent_tp:
             # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are off by 1 to 3 %.
-            key = f"megatron.{recipe.knows.degrees['tp']}"
-            yield key, "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa", "tp=1"
+            why = "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa"
+            yield keys["tp"], why, "tp=1"
         if recipe.gpu == CPU and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:
-            key = f"megatron.{recipe.knows.degrees['ep']}"
-            yield (
-                key,
-                "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP",
-                "tp=1 or ep=1",
-            )
+            why = "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP"
+            yield keys["ep"], why, "tp=1 or ep=1"
         if latent and recipe.find("megatron.attention", "torch") == "unfused":
             yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"
 
@@ -124,7 +116,7 @@ class Megatron(Rules):
 
 
 def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
-    """Return how many of a stage's layers are recomputed in full, and how many at a time."""
+    # How many of a stage's layers are recomputed in full, and how many at a time.
     if recipe.find("megatron.training.recompute", "none") == "full":
         return layers, 1
     if recipe.find("megatron.model.recompute_granularity", "none") != "full":

@@ -27,11 +27,9 @@ class Torchtitan(Rules):
     divides_documents = True
 
     def precision(self, recipe: Recipe) -> str:
-        """Converters replace linear layers, and determine their precision.
+        """Converters replace linear layers, and determine their precision. Without one, it is that of FSDP or autocast.
 
-        Without a converter, it is ``mixed_precision_param`` (default bfloat16). FSDP2 gathers weights in this dtype,
-        and autocast uses it if nothing is sharded. If all ranks share layers and none is left for FSDP, torchtitan
-        computes in ``training.dtype`` and logs a warning (``maybe_enable_amp``).
+        If all ranks share layers and none is left for FSDP, torchtitan computes in ``training.dtype``.
         """
         converters = recipe.section("torchtitan").get("model.converters")
         names = [str(name) for name in converters] if isinstance(converters, list) else []
@@ -53,16 +51,16 @@ class Torchtitan(Rules):
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         """Return layouts in which torchtitan 0.2.2 computes something else, or which its CPU path lacks."""
-        replicas, context = (f"torchtitan.{recipe.knows.degrees[kind]}" for kind in ("replicas", "cp"))
+        keys = {kind: f"torchtitan.{key}" for kind, key in recipe.knows.degrees.items()}
         shards = recipe.world_size // math.prod(recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas"))
         if recipe.degree("replicas") > 1 and shards * recipe.degree("cp") == 1:
             # github.com/pytorch/torchtitan/pull/2323. FSDP does not divide them.
             why = "without FSDP, torchtitan 0.2.2 divides gradients by the number of replicas once too often"
-            yield replicas, why, "replicas=1, or more ranks than replicas"
+            yield keys["replicas"], why, "replicas=1, or more ranks than replicas"
         if recipe.degree("pp") > 1 and family(recipe.architecture.family).backends["torchtitan"].model == "qwen3":
-            yield f"torchtitan.{recipe.knows.degrees['pp']}", "torchtitan 0.2.2 cannot cut Qwen 3 into stages", "pp=1"
+            yield keys["pp"], "torchtitan 0.2.2 cannot cut Qwen 3 into stages", "pp=1"
         if recipe.degree("cp") > 1 and recipe.gpu == CPU:
-            yield context, "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
+            yield keys["cp"], "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
         if recipe.unsharded and recipe.precision in ("fp8", "mxfp8") and recipe.find(_DTYPE, "float32") == "float32":
             why = "where ranks share layers and none shards them, all but the FP8 products would be in float32"
             yield "precision", why, "leave ranks to data or context parallelism"
@@ -70,8 +68,8 @@ class Torchtitan(Rules):
             why = "torchtitan steps before it can clip gradients or measure their norm"
             yield "torchtitan.optimizer.early_step_in_backward", why, "optimizer.early_step_in_backward=false"
         if recipe.find("torchtitan.training.enable_cpu_offload", False) and recipe.gpu == CPU:
-            why = "the weights are on the CPU already"
-            yield "torchtitan.training.enable_cpu_offload", why, "training.enable_cpu_offload=false"
+            key = "training.enable_cpu_offload"
+            yield f"torchtitan.{key}", "the weights are on the CPU already", f"{key}=false"
 
     def unjudged(self, recipe: Recipe) -> str | None:
         """Return the reason. The reference reads one rank's weights of one pipeline stage, and scales FP8 by tensor."""
@@ -143,13 +141,9 @@ class Torchtitan(Rules):
 
 
 def _alone(recipe: Recipe, tokens: float, *, saved: float, once: float, copies: float, compiled_loss: bool) -> Memory:
-    """Predict one rank alone, for which torchtitan uses autocast instead of FSDP.
-
-    The residual stream is float32, and without recomputation the BF16 copies of all weights are kept for the
-    backward pass. There are no collectives, so activations use the memory of gradients that do not exist yet.
-    Logits and their gradients are two large blocks, which fit there only as a whole. The allocator's history of
-    such runs shows all this.
-    """
+    # Autocast replaces FSDP: the residual stream is float32, and without recomputation the BF16 copies of all weights
+    # are kept. Activations use the memory of gradients that do not exist yet. Logits and their gradients are two large
+    # blocks, which fit there only as a whole. The allocator's history of such runs shows all this.
     model, accumulates = recipe.architecture, recipe.accumulation > 1
     total = float(size(model).total)
     width = terms.width_of(recipe.find("torchtitan.training.dtype", "float32"))
@@ -176,7 +170,7 @@ def _alone(recipe: Recipe, tokens: float, *, saved: float, once: float, copies: 
 
 
 def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: bool) -> float:
-    """Return what a layer keeps with selective checkpointing: all of every n-th layer, or every second product."""
+    # It keeps all of every n-th layer, or every second product.
     option = recipe.find("torchtitan.activation_checkpoint.selective_ac_option", "2")
     if option != "op":
         every = int(option) if option.isdecimal() and int(option) else 1

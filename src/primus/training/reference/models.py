@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primus.gpus.table import fp8_dtype, generation
+from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import Architecture, RopeScaling
 from primus.recipes.choose import CPU
 from primus.training.reference.diffusion import Diffusion
@@ -86,7 +86,7 @@ def scale_of(job: Mapping[str, Any]) -> float:
 def _eight(job: Mapping[str, Any]) -> torch.dtype | None:
     if job["precision"] != "fp8":
         return None
-    name = "e4m3fn" if job["gpu"] == CPU else fp8_dtype(generation(job["gpu"]))
+    name = "e4m3fn" if job["gpu"] == CPU else arch_of(generation(job["gpu"])).fp8
     dtype: torch.dtype = getattr(torch, f"float8_{name}")
     return dtype
 

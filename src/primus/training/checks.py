@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from primus.training.logs import Series, Step
@@ -131,19 +132,20 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
     run jumps as well, so a jump passes if the reference ``repeated`` the norm of every step.
     """
     name, limit = "gradient norm steady", f"×{jump:g}"
-    worst, at = 0.0, 0
-    for number, step in enumerate(series.steps[3:], 3):
-        median = statistics.median(before.grad_norm for before in series.steps[:number])
-        ratio = step.grad_norm / median if median else math.inf
-        ratio = math.inf if math.isnan(ratio) else ratio
-        if ratio > worst:
-            worst, at = ratio, step.step
-    if len(series.steps) <= 3:
-        return Verdict(name, False, "needs at least 4 steps", measured=f"×{worst:.2f}", limit=limit)
+    norms = [step.grad_norm for step in series.steps]
+    if len(norms) <= 3:
+        return Verdict(name, False, "needs at least 4 steps", limit=limit)
+    ratios = [(_ratio(norms[n], statistics.median(norms[:n])), series.steps[n].step) for n in range(3, len(norms))]
+    worst, at = max(ratios, key=lambda ratio: ratio[0])
     reason = f"largest against the running median at step {at}"
     if worst > jump and repeated:
         reason += "; the reference has the same norm"
     return Verdict(name, repeated or worst <= jump, reason, measured=f"×{worst:.2f}", limit=limit)
+
+
+def _ratio(value: float, median: float) -> float:
+    ratio = value / median if median else math.inf
+    return math.inf if math.isnan(ratio) else ratio
 
 
 # Logits of random weights have a variance of up to 1. Measured in torchtitan: 0.97.
@@ -221,11 +223,9 @@ def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) ->
     converted = sum(linears["converted"].values())
     # Adapters are small products, which the finetune backend keeps in the wider type.
     unconverted = [name for name in linears["plain"] if ".lora_" not in name and name.rpartition(".")[2] not in _KEPT]
-    complaints = (
-        [f"{len(unconverted)} linear layers were left as they are: {', '.join(unconverted[:3])} …"]
-        if unconverted
-        else []
-    )
+    complaints = []
+    if unconverted:
+        complaints.append(f"{len(unconverted)} linear layers were left as they are: {', '.join(unconverted[:3])} …")
     if not converted:
         complaints.append("no layer computes in 8 bits")
     scaled = {name: count for name, count in facts.get("matmul_dtypes", {}).items() if "Float8" in name}
@@ -252,72 +252,48 @@ def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdi
     return Verdict("configuration", not wrong, reason, measured=measured, limit="all")
 
 
-def reproducible(base: Series, repeat: Series, tolerance: float, advice: str = "") -> Verdict:
-    """Check that a second run with the same seed gives the same loss and gradient norm at every step.
+def same_steps(
+    name: str, base: Series, other: Series, tolerance: float, *, first: int = 1, advice: str = ""
+) -> Verdict:
+    """Check that two runs have the same loss and gradient norm at every step from ``first`` on.
 
-    ``advice`` is added to the reason if it does not.
+    A run that was resumed shows so whether the state of the optimizer, learning rate or data loader was lost
+    (Megatron-LM#5974, torchtune#2093). ``advice`` is added to the reason if they differ.
     """
-    verdict = _compare("same result again", base, repeat, tolerance, first=1)
-    return verdict if verdict.passed or not advice else replace(verdict, reason=f"{verdict.reason}; {advice}")
-
-
-def resume(base: Series, resumed: Series, first: int, tolerance: float) -> Verdict:
-    """Check that a resumed run equals the uninterrupted run from step ``first`` on.
-
-    Detects a lost state of the optimizer, learning rate or data loader (Megatron-LM#5974, torchtune#2093).
-    """
-    return _compare("resume", base, resumed, tolerance, first=first)
-
-
-def _compare(name: str, base: Series, other: Series, tolerance: float, *, first: int) -> Verdict:
     limit = "equal to the last bit" if tolerance == 0 else _relative(tolerance)
     compared = [step for step in base.steps if step.step >= first]
     if not compared:
         return Verdict(name, False, "the base run has no steps to compare with", limit=limit)
-    worst, at, missing = 0.0, first, []
-    for step in compared:
-        if (twin := other.at(step.step)) is None:
-            missing.append(step.step)
-        elif (gap := max(_gaps(step, twin))) > worst:
-            worst, at = gap, step.step
+    twins = [(step, other.at(step.step)) for step in compared]
+    missing = [step.step for step, twin in twins if twin is None]
+    worst, at = max(((max(_gaps(step, twin)), step.step) for step, twin in twins if twin), default=(0.0, first))
+    passed = not missing and worst <= tolerance
     if missing:
         reason = f"not logged in the second run: {_ranges(missing)}"
-    elif worst > tolerance:
+    elif not passed:
         reason = f"differs most at step {at}"
     else:
-        reason = f"{len(compared)} steps agree"
-        if not (base.exact and other.exact):
-            reason += ", as far as the log's digits go"
-    passed = not missing and worst <= tolerance
+        exact = base.exact and other.exact
+        reason = f"{len(compared)} steps agree" + ("" if exact else ", as far as the log's digits go")
+    if advice and not passed:
+        reason += f"; {advice}"
     return Verdict(name, passed, reason, measured=f"largest relative gap {worst:.2g}", limit=limit)
 
 
-def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
-    """Check that one or several micro-batches of the same global batch give the same first loss and gradient norm.
+def same_step(name: str, base: Series, other: Series, tolerance: float, *, at: int = 1) -> Verdict:
+    """Check that two runs that divide the same batch in other ways have the same loss and norm at step ``at``.
 
-    Detects a dropped micro-batch and a wrong normalization (Primus#1046, torchtitan#1733).
+    Between micro-batches, it detects one that is dropped and a wrong normalization (Primus#1046, torchtitan#1733).
+    Between layouts of the ranks, it detects gradients that one scales or drops (torchtitan#2972).
     """
-    return _same_step("accumulation", base, split, 1, tolerance, "in one, {:.6f} in several micro-batches")
-
-
-def layout(single: Series, split: Series, at: int, tolerance: float) -> Verdict:
-    """Check that one rank, and two ranks that share every layer, give the same loss and norm for the same batch and
-    weights.
-
-    Detects gradients that a layout scales or drops (torchtitan#2972). ``at`` is the first step of both runs.
-    """
-    return _same_step("layout", single, split, at, tolerance, "on one rank, {:.6f} on two")
-
-
-def _same_step(name: str, base: Series, split: Series, at: int, tolerance: float, norms: str) -> Verdict:
     limit = _relative(tolerance)
-    whole, parts = base.at(at), split.at(at)
-    if whole is None or parts is None:
+    step, twin = base.at(at), other.at(at)
+    if step is None or twin is None:
         return Verdict(name, False, f"step {at} was not logged", limit=limit)
-    loss, norm = _gaps(whole, parts)
-    reason = f"gradient norm {whole.grad_norm:.6f} {norms.format(parts.grad_norm)}"
+    loss, norm = _gaps(step, twin)
+    reason = f"gradient norm {step.grad_norm:.6f} before and {twin.grad_norm:.6f} after the batch was divided"
     measured = f"loss {loss:.1e}, gradient norm {norm:.1e}"
-    return Verdict(name, loss <= tolerance and norm <= tolerance, reason, measured=measured, limit=limit)
+    return Verdict(name, max(loss, norm) <= tolerance, reason, measured=measured, limit=limit)
 
 
 def same_loss(precisions: tuple[str, str], base: Series, other: Series, tolerance: float) -> Verdict:
@@ -352,14 +328,7 @@ def _relative(tolerance: float) -> str:
     return f"relative gap ≤ {tolerance:g}"
 
 
-def _ranges(numbers: list[int]) -> str:
-    parts: list[str] = []
-    start = previous = numbers[0]
-    for number in [*numbers[1:], None]:
-        if number is not None and number == previous + 1:
-            previous = number
-            continue
-        parts.append(str(start) if start == previous else f"{start}–{previous}")
-        if number is not None:
-            start = previous = number
-    return ", ".join(parts)
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending ``numbers`` as text, such as "1, 3–5"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)

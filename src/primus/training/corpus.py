@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
+from itertools import chain, groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +37,6 @@ _HINT = (
     "readable: .txt (blank lines between documents), JSON (one object per line, or a list), Parquet, CSV and Arrow; "
     "data.column=NAME names the column of the text or of the chat messages"
 )
-_MOST_FILES = 100_000
 _BLOCK = 1 << 20
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -125,45 +125,31 @@ def files_of(corpus: Corpus) -> Files:
         if corpus.split:
             raise InputError(f"data.split: {root} is one file, which has no splits", where=str(root))
         return Files(paths=[root])
-    files = sorted(_shown(root))
-    others = [str(file.relative_to(root)) for file in files if _BESIDES.fullmatch(file.name)]
-    files = [file for file in files if not _BESIDES.fullmatch(file.name)]
-    splits = _splits(root, files)
-    chosen: str | None = None
-    if corpus.split or len(splits) > 1:
-        chosen = corpus.split or corpus.usual_split
-        if None in splits and not corpus.split:
-            raise InputError(
-                f"{splits[None][0].relative_to(root)} belongs to no split, and other files do", where=str(root),
-                hint=f"data.split=NAME (eval.split=NAME) chooses one of {_listed(splits)}; or remove the file",
-            )  # fmt: skip
-        if chosen not in splits:
-            raise InputError(
-                f"the folder has no split {chosen}, only {_listed(splits)}", where=str(root),
-                hint="data.split=NAME (eval.split=NAME) chooses one",
-            )  # fmt: skip
-        others += [str(file.relative_to(root)) for split in splits if split != chosen for file in splits[split]]
-    else:
-        chosen = next(iter(splits), None)
+    every = sorted(below(root, hidden=False))
+    for file in every:
+        if not file.exists():
+            raise InputError("the link leads nowhere", where=str(file), hint="remove it, or restore its file")
+        refuse_special(file, str(file))
+    splits = _splits(root, [file for file in every if not _BESIDES.fullmatch(file.name)])
+    chosen = corpus.split or (corpus.usual_split if len(splits) > 1 else next(iter(splits), None))
+    names = ", ".join(sorted(split for split in splits if split))
+    if len(splits) > 1 and None in splits and not corpus.split:
+        raise InputError(
+            f"{splits[None][0].relative_to(root)} belongs to no split, and other files do", where=str(root),
+            hint=f"data.split=NAME (eval.split=NAME) chooses one of {names}; or remove the file",
+        )  # fmt: skip
+    if splits and chosen not in splits:
+        raise InputError(
+            f"the folder has no split {chosen}, only {names}", where=str(root),
+            hint="data.split=NAME (eval.split=NAME) chooses one",
+        )  # fmt: skip
     files = splits.get(chosen, [])
     forms = {_form(file) for file in files}
     if len(forms) != 1:
         kinds = ", ".join(sorted(form or "no suffix" for form in forms)) or "no files"
         raise InputError(f"expected files of one form in the folder, found {kinds}", where=str(root), hint=_HINT)
-    return Files(paths=files, split=chosen, others=others)
-
-
-def _shown(root: Path) -> Iterator[Path]:
-    """Yield all files below ``root`` but hidden ones."""
-    for number, file in enumerate(below(root, hidden=False)):
-        if number >= _MOST_FILES:
-            raise InputError(
-                f"the folder has more than {_MOST_FILES:,} files", where=str(root), hint="name one below it"
-            )
-        if not file.exists():
-            raise InputError("the link leads nowhere", where=str(file), hint="remove it, or restore its file")
-        refuse_special(file, str(file))
-        yield file
+    others = sorted({*every} - {*files})
+    return Files(paths=files, split=chosen, others=[str(file.relative_to(root)) for file in others])
 
 
 def _splits(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
@@ -183,10 +169,6 @@ def _split_in(name: str) -> str | None:
         if re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", name, re.IGNORECASE):
             return split
     return None
-
-
-def _listed(splits: Mapping[str | None, object]) -> str:
-    return ", ".join(sorted(split for split in splits if split))
 
 
 def _form(file: Path) -> str:
@@ -261,68 +243,36 @@ def _decoded(where: str, line: bytes) -> str:
 
 
 def _paragraphs(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    paragraph: list[str] = []
-    start = ""
-    for where, line in lines:
-        if line.strip():
-            start = start if paragraph else where
-            paragraph.append(line)
-        elif paragraph:
-            yield start, "".join(paragraph).strip("\r\n")
-            paragraph = []
-    if paragraph:
-        yield start, "".join(paragraph).strip("\r\n")
+    for blank, paragraph in groupby(lines, key=lambda line: not line[1].strip()):
+        if not blank:
+            places, texts = zip(*paragraph, strict=True)
+            yield places[0], "".join(texts).strip("\r\n")
 
 
 def _json_rows(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:
     lines = _lines(file, head)
-    for where, line in lines:
-        if line.lstrip().startswith("[") and (where.endswith(":1")):
-            yield from _listed_rows(file, line, lines)
-            return
-        if not line.strip():
-            continue
-        try:
-            yield where, json.loads(line)
-        except ValueError as error:
-            column = f":{error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise InputError(
-                f"expected one JSON object per line, found {line.strip()[:40]!r}", where=f"{where}{column}", hint=_HINT
-            ) from None
-        except RecursionError:
-            raise InputError("the JSON is nested too deeply", where=where, hint=_HINT) from None
+    for number, (where, line) in enumerate(lines, 1):
+        if number == 1 and line.lstrip().startswith("["):
+            whole = line + "".join(text for _, text in lines)
+            for item, row in enumerate(_parsed(whole, file, 1, "one JSON list"), 1):
+                yield f"{file}: item {item}", {"text": row} if isinstance(row, str) else row
+        elif line.strip():
+            yield where, _parsed(line, file, number, "one JSON object per line")
 
 
-def _listed_rows(file: Path, buffer: str, lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a JSON list that begins in ``buffer``, reading further lines only as they are needed."""
-    decoder, place, number = json.JSONDecoder(), buffer.index("[") + 1, 0
-    while True:
-        while (rest := re.compile(r"[\s,]*").match(buffer, place)) and rest.end() == len(buffer):
-            if not (more := next(lines, None)):
-                raise InputError("the JSON list does not end", where=str(file), hint=_HINT)
-            buffer, place = more[1], 0
-        place = rest.end() if rest else place
-        if buffer[place] == "]":
-            if buffer[place + 1 :].strip() or any(line.strip() for _, line in lines):
-                raise InputError("expected a JSON object, found a list", where=f"{file}:1", hint=_HINT)
-            return
-        count = 1
-        while True:
-            try:
-                row, place = decoder.raw_decode(buffer, place)
-                break
-            except RecursionError:
-                raise InputError("the JSON is nested too deeply", where=str(file), hint=_HINT) from None
-            except ValueError:
-                # Twice as many lines each time, so that a long item is not parsed again for each of its lines.
-                more_lines = [line for _, (_, line) in zip(range(count), lines, strict=False)]
-                if not more_lines:
-                    raise InputError(
-                        f"item {number + 1} of the JSON list cannot be read", where=str(file), hint=_HINT
-                    ) from None
-                buffer, place, count = buffer[place:] + "".join(more_lines), 0, 2 * count
-        number += 1
-        yield f"{file}: item {number}", {"text": row} if isinstance(row, str) else row
+def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
+    try:
+        return json.loads(text.rstrip())
+    except RecursionError:
+        raise InputError("the JSON is nested too deeply", where=f"{file}:{line}", hint=_HINT) from None
+    except json.JSONDecodeError as error:
+        where = f"{file}:{line + error.lineno - 1}:{error.colno}"
+        rest = text[error.pos :].strip()[:40]
+        raise InputError(
+            f"expected {expected}, found {repr(rest) if rest else 'its end'}", where=where, hint=_HINT
+        ) from None
+    except ValueError as error:  # a number with thousands of digits
+        raise InputError(f"the JSON cannot be read: {error}", where=f"{file}:{line}", hint=_HINT) from None
 
 
 def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, Any]]:
@@ -337,12 +287,16 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, An
         for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
             yield f"{shown}: row {number}", {name: _without_nulls(value) for name, value in row.items()}
     except Exception as error:  # noqa: BLE001, each reader has its own errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"cannot be read after row {number}: {reason}", where=shown, hint=_HINT) from None
+        raise InputError(f"cannot be read after row {number}: {first_line(error)}", where=shown, hint=_HINT) from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of ``error``, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out the keys that tables add, as null, to messages and tools that lack them."""
+    # Tables add the keys that other messages and tools have, as null.
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -415,28 +369,31 @@ def document_of(row: Any, layout: Layout, where: str) -> Document:
     row = _mapping(row, where)
     if any(name not in row for name in layout.columns):
         raise _missing(row, layout.columns, where)
-    values = [row[name] for name in layout.columns]
-    several = len(values) > 1
+    several = len(layout.columns) > 1
     if layout.columns[0] == "instruction" and several:
         return _alpaca(row, where)
     if not layout.chat:
-        texts = [_text(value, name, where) for value, name in zip(values, layout.columns, strict=True)]
+        texts = [_text(row[name], name, where) for name in layout.columns]
         return Document(text="".join(texts), prompt=len(texts[0]) if several else 0)
-    chats = [_messages(value, name, where) for value, name in zip(values, layout.columns, strict=True)]
-    return _chat(row, [turn for chat in chats for turn in chat], len(chats[0]) if several else 0, where)
+    chats = [_messages(row[name], name, where) for name in layout.columns]
+    return _chat(row, list(chain(*chats)), len(chats[0]) if several else 0, where)
 
 
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise _neither(value, name, where)
+    _refuse_surrogates(value, where)
+    return value
+
+
+def _refuse_surrogates(text: str, where: str) -> None:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"expected text, found \\u{ord(value[error.start]):04x}, which is half a character (a lone surrogate)",
+            f"expected text, found \\u{ord(text[error.start]):04x}, which is half a character (a lone surrogate)",
             where=where, hint=_HINT,
         ) from None  # fmt: skip
-    return value
 
 
 def _neither(value: Any, name: str, where: str) -> InputError:
@@ -446,27 +403,24 @@ def _neither(value: Any, name: str, where: str) -> InputError:
 
 
 def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """Return chat messages as transformers expects them, from these or ShareGPT's ``from`` and ``value``."""
-    if isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value):
-        if wrong := [turn for turn in value if any(turn.get(key) not in (None, 0, 1) for key in WEIGHTS)]:
-            shown = json.dumps(wrong[0], ensure_ascii=False, default=str)[:80]
-            raise InputError(f"a message is trained or not (weight 1 or 0), found {shown}", where=where)
-        if all(
-            isinstance(turn.get("role"), str) and (turn.get("content") is not None or turn.get("tool_calls"))
+    if not (isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value)):
+        raise _neither(value, name, where)
+    if wrong := [turn for turn in value if any(turn.get(key) not in (None, 0, 1) for key in WEIGHTS)]:
+        shown = json.dumps(wrong[0], ensure_ascii=False, default=str)[:80]
+        raise InputError(f"a message is trained or not (weight 1 or 0), found {shown}", where=where)
+    if all(_SENDERS.get(str(turn.get("from"))) and isinstance(turn.get("value"), str) for turn in value):
+        value = [
+            {"role": _SENDERS[turn["from"]], "content": turn["value"], **{k: turn[k] for k in WEIGHTS if k in turn}}
             for turn in value
-        ):
-            return [dict(turn) for turn in value]
-        if all(_SENDERS.get(str(turn.get("from"))) and isinstance(turn.get("value"), str) for turn in value):
-            kept = ({key: turn[key] for key in WEIGHTS if key in turn} for turn in value)
-            return [
-                {"role": _SENDERS[turn["from"]], "content": turn["value"], **weight}
-                for turn, weight in zip(value, kept, strict=True)
-            ]
-    raise _neither(value, name, where)
+        ]
+    for turn in value:
+        if not isinstance(turn.get("role"), str) or (turn.get("content") is None and not turn.get("tool_calls")):
+            raise _neither(value, name, where)
+    return [dict(turn) for turn in value]
 
 
 def _chat(row: Mapping[Any, Any], messages: list[dict[str, Any]], first: int, where: str) -> Document:
-    system, tools = row.get("system"), row.get("tools")
+    system, tools, options = (row.get(name) for name in ("system", "tools", "chat_template_kwargs"))
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages, first = [{"role": "system", "content": system}, *messages], first + bool(first)
     if isinstance(tools, str):
@@ -476,28 +430,17 @@ def _chat(row: Mapping[Any, Any], messages: list[dict[str, Any]], first: int, wh
             raise InputError("expected a JSON list in 'tools'", where=where) from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError("expected a list of tools (JSON schemas) in 'tools'", where=where)
-    for text in _strings(messages):
-        _text(text, "messages", where)
-    options = row.get("chat_template_kwargs")
-    return Document(
-        messages=messages, first=first, tools=tools or None, options=options if isinstance(options, Mapping) else {}
-    )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(item)
+    _refuse_surrogates(json.dumps(messages, ensure_ascii=False, default=str), where)
+    options = options if isinstance(options, Mapping) else {}
+    return Document(messages=messages, first=first, tools=tools or None, options=options)
 
 
 def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
     instruction, output = (_text(row[name], name, where) for name in ("instruction", "output"))
-    given = _text(row.get("input") or "", "input", where)
-    more = ", paired with an input that provides further context" if given else ""
-    text = _ALPACA.format(more, instruction, f"### Input:\n{given}\n\n" if given else "")
-    turns = [{"role": "user", "content": f"{instruction}\n{given}" if given else instruction},
+    context = _text(row.get("input") or "", "input", where)
+    more = ", paired with an input that provides further context" if context else ""
+    text = _ALPACA.format(more, instruction, f"### Input:\n{context}\n\n" if context else "")
+    turns = [{"role": "user", "content": f"{instruction}\n{context}" if context else instruction},
              {"role": "assistant", "content": output}]  # fmt: skip
     return Document(text=text + output, prompt=len(text), messages=_chat(row, turns, 0, where).messages)
 

@@ -175,33 +175,34 @@ def _resized(recipe: Recipe) -> bool:
 
 
 def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tuple[tuple[str, ...], Verdict]]:
-    recipe, planned = recipe_of(jobs), {job.name for job in jobs}
-    base = _left(outcomes, "base", jobs)
+    recipe, planned = recipe_of(jobs), {job.name: job for job in jobs}
+    series = {name: _left(outcomes, name, jobs).series for name in planned}
+    base = series["base"]
     verdicts: list[tuple[tuple[str, ...], Verdict]] = []
     if "repeat" in planned:
-        repeat, tolerance = _left(outcomes, "repeat", jobs), _limit(recipe, "repeat_tolerance")
-        resumed, split = (_left(outcomes, name, jobs).series for name in ("resume", "accumulation"))
+        tolerance = _limit(recipe, "repeat_tolerance")
         advice = f"its kernels may add up in any order, {recipe.knows.keys['deterministic']}=true forbids it"
         advice = "" if recipe.deterministic else advice
-        again = checks.reproducible(base.series, repeat.series, tolerance, advice)
-        went_on = checks.resume(base.series, resumed, _first_step(jobs, "resume"), _limit(recipe, "resume_tolerance"))
-        parts = checks.accumulation(base.series, split, _limit(recipe, "accumulation_tolerance"))
+        again = checks.same_steps("same result again", base, series["repeat"], tolerance, advice=advice)
+        weights = _same_weights(_left(outcomes, "base", jobs), _left(outcomes, "repeat", jobs), tolerance)
+        first, tolerance = planned["resume"].first_step, _limit(recipe, "resume_tolerance")
+        resumed = checks.same_steps("resume", base, series["resume"], tolerance, first=first)
+        tolerance = _limit(recipe, "accumulation_tolerance")
+        split = checks.same_step("accumulation", base, series["accumulation"], tolerance)
         verdicts += [
             (("base", "repeat"), again),
-            (("base", "repeat"), _same_weights(base, repeat, tolerance)),
-            (("base", "resume"), went_on),
-            (("base", "accumulation"), parts),
+            (("base", "repeat"), weights),
+            (("base", "resume"), resumed),
+            (("base", "accumulation"), split),
         ]
     if "tensor-parallel" in planned:
         names = ("one-rank", "tensor-parallel")
-        single, split = (_left(outcomes, name, jobs).series for name in names)
-        at = _first_step(jobs, "tensor-parallel")
-        verdicts.append((names, checks.layout(single, split, at, _limit(recipe, "layout_tolerance"))))
+        at, tolerance = planned["tensor-parallel"].first_step, _limit(recipe, "layout_tolerance")
+        verdicts.append((names, checks.same_step("layout", series[names[0]], series[names[1]], tolerance, at=at)))
     for name in sorted(planned):
         if name.startswith(_PRECISION_JOB):
-            other = _left(outcomes, name, jobs).series
             words = (recipe.precision, name.removeprefix(_PRECISION_JOB))
-            verdict = checks.same_loss(words, base.series, other, _limit(recipe, "precision_tolerance"))
+            verdict = checks.same_loss(words, base, series[name], _limit(recipe, "precision_tolerance"))
             verdicts.append((("base", name), verdict))
     return verdicts
 
@@ -212,10 +213,6 @@ def _left(outcomes: Mapping[str, Outcome], name: str, jobs: Sequence[Job]) -> Ou
 
 def _limit(recipe: Recipe, key: str) -> float:
     return recipe.get(f"validation.{key}", float)
-
-
-def _first_step(jobs: Sequence[Job], name: str) -> int:
-    return next(job.first_step for job in jobs if job.name == name)
 
 
 def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:

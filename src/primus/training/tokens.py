@@ -28,6 +28,7 @@ from primus.training.corpus import (
     Layout,
     document_of,
     files_of,
+    first_line,
     layout_of,
     rows,
     tokenizer_folder,
@@ -69,9 +70,8 @@ class Encoder:
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(
-                f"the tokenizer cannot be loaded: {reason}", where=name,
+                f"the tokenizer cannot be loaded: {first_line(error)}", where=name,
                 hint="set assets.tokenizer to a folder that AutoTokenizer can load",
             ) from error  # fmt: skip
         if not self.tokenizer.is_fast:
@@ -147,11 +147,10 @@ class Encoder:
                 )
                 return encoded["input_ids"], encoded["assistant_masks"]
             text: str = self._rendered([messages], options)[0]
-            whole = [(0, len(text))]
-            spans = self._answers(text, messages, document.first, options) if completions else whole
+            spans = self._answers(text, messages, document.first, options) if completions else [(0, len(text))]
         except Exception as error:  # noqa: BLE001, a template can fail in any way
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise InputError(f"the tokenizer's chat template refuses the messages: {reason}", where=where) from None
+            sentence = f"the tokenizer's chat template refuses the messages: {first_line(error)}"
+            raise InputError(sentence, where=where) from None
         if spans is None:
             raise InputError(
                 "the tokenizer's chat template renders the beginning of this chat in another way than the whole, so "
@@ -167,7 +166,6 @@ class Encoder:
     def _answers(
         self, text: str, messages: Sequence[Mapping[str, Any]], first: int, options: Mapping[str, Any]
     ) -> list[tuple[int, int]] | None:
-        """Return where the assistant's messages begin and end in ``text``; None if their beginnings do not agree."""
         turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant" and n >= first and _trains(turn)]
         if not turns:
             return []
@@ -178,9 +176,8 @@ class Encoder:
             start = _agreed(text, prompt, _OPEN_THOUGHT.sub("", prompt))
             if start is None:
                 return None
-            said = answer[start:]
             closed = answer.removesuffix(self.tokenizer.eos_token or "")
-            end = _agreed(text, answer, closed, answer[:start] + _THOUGHT.sub("", said))
+            end = _agreed(text, answer, closed, answer[:start] + _THOUGHT.sub("", answer[start:]))
             if end is None or end <= start:
                 return None
             spans.append((start, end))
@@ -192,7 +189,6 @@ def _trains(turn: Mapping[str, Any]) -> bool:
 
 
 def _refuse_dropped(document: Document, text: str) -> None:
-    """Raise ValueError if ``text``, which the template made, lacks tools or calls, or shows parts as Python does."""
     calls = [call for turn in document.messages or () for call in turn.get("tool_calls") or ()]
     for tool in (*(document.tools or ()), *calls):
         name = tool.get("function", tool).get("name", "")
@@ -238,8 +234,7 @@ class Reader:
 
         Raises InputError at a document that cannot be read.
         """
-        texts: list[str] = []
-        size = 0
+        texts, size = list[str](), 0
         for where, row in self._rows:
             document = document_of(row, self.layout, where)
             if self.layout.prompted:

@@ -4,6 +4,8 @@ import ast
 import math
 import random
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +37,21 @@ def facts(**changed: Any) -> dict[str, Any]:
     return {"linears": PLAIN | FP32, "float32_matmul_precision": "highest", "world_size": 2} | changed
 
 
-def test_an_early_stop_is_a_missing_step() -> None:
-    assert checks.steps_logged(series(*FALLING), 1, 20).passed
-    verdict = checks.steps_logged(series(*FALLING[:12]), 1, 20)
-    assert not verdict.passed
-    assert verdict.reason == "missing: 13–20"
-    assert verdict.measured == "12 of 20"
-
-
-def test_a_hole_a_surplus_and_a_contradiction_fail() -> None:
-    whole = series(*FALLING)
-    hole = Series(steps=whole.steps[:4] + whole.steps[5:])
-    assert checks.steps_logged(hole, 1, 20).reason == "missing: 5"
-    assert checks.steps_logged(whole, 1, 18).reason == "not steps of this run: 19–20"
-    twice = Series(steps=whole.steps, problems=("step 3 is logged twice",))
-    assert not checks.steps_logged(twice, 1, 20).passed
-    assert not checks.steps_logged(Series(), 1, 20).passed
+@pytest.mark.parametrize(
+    ("steps", "last", "reason", "measured"),
+    [
+        (range(1, 21), 20, "every step is in the log once", "20 of 20"),
+        (range(1, 13), 20, "missing: 13–20", "12 of 20"),
+        ([*range(1, 5), *range(6, 21)], 20, "missing: 5", "19 of 20"),
+        (range(1, 21), 18, "not steps of this run: 19–20", "18 of 18"),
+        ((), 3, "missing: 1–3", "0 of 3"),
+    ],
+)
+def test_every_step_is_logged_once(steps: Sequence[int], last: int, reason: str, measured: str) -> None:
+    logged = Series(steps=tuple(replace(series(7.0).steps[0], step=step) for step in steps))
+    verdict = checks.steps_logged(logged, 1, last)
+    assert (verdict.passed, verdict.reason, verdict.measured) == (reason.startswith("every"), reason, measured)
+    assert not checks.steps_logged(replace(logged, problems=("step 3 is logged twice",)), 1, last).passed
 
 
 @pytest.mark.parametrize(
@@ -87,44 +88,34 @@ def test_the_running_median_is_that_of_all_norms_before() -> None:
     assert verdict.passed
     assert f"at step {ratios.index(max(ratios)) + 4}" in verdict.reason
     assert not checks.grad_norm_steady(series(*[5.0] * 60, norms=norms), math.nextafter(max(ratios), 0)).passed
-
-
-def test_grad_norm_steady() -> None:
-    calm = (0.5, 0.6, 0.7, 0.5, 0.4, 0.5)
-    assert checks.grad_norm_steady(series(*FALLING[:6], norms=calm), 10).passed
-    for wild in ((0.5, 0.6, 0.7, 0.5, 51.2, 0.5), (0.5, 0.6, 0.7, 0.5, NAN, 0.5)):
-        verdict = checks.grad_norm_steady(series(*FALLING[:6], norms=wild), 10)
-        assert not verdict.passed
-        assert "step 5" in verdict.reason
     assert not checks.grad_norm_steady(series(5.0), 10).passed
+    nan = checks.grad_norm_steady(series(*FALLING[:6], norms=(0.5, 0.6, 0.7, 0.5, NAN, 0.5)), 10)
+    assert not nan.passed
+    assert "step 5" in nan.reason
 
 
-def test_precision_is_what_the_linear_layers_saw() -> None:
-    assert checks.precision(facts(), "fp32").passed
+SIDES = ("weight", "input", "output")
+
+
+@pytest.mark.parametrize(
+    ("linears", "more", "reason"),
+    [
+        ({}, {}, ""),
+        *(
+            ({f"{side}_dtypes": {"torch.float32": 21, "torch.bfloat16": 1}}, {}, f"1 linear {side}s in torch.bfloat16")
+            for side in SIDES
+        ),
+        ({f"{side}_dtypes": {} for side in SIDES}, {}, "no linear layer was called"),
+        ({"converted": {"Float8Linear": 22}}, {}, "22 Float8Linear"),
+        ({}, {"float32_matmul_precision": "medium"}, "float32 matmul precision is 'medium'"),
+    ],
+)
+def test_precision_is_what_the_linear_layers_saw(linears: dict[str, Any], more: dict[str, Any], reason: str) -> None:
+    verdict = checks.precision(facts(linears=PLAIN | FP32 | linears, **more), "fp32")
+    assert verdict.passed is not bool(reason)
+    assert reason in verdict.reason
     assert not checks.precision(facts(), "bf16").passed
-
-
-@pytest.mark.parametrize("side", ["weight", "input", "output"])
-def test_one_linear_in_another_dtype_fails(side: str) -> None:
-    mixed = facts()
-    mixed["linears"] = mixed["linears"] | {f"{side}_dtypes": {"torch.float32": 21, "torch.bfloat16": 1}}
-    verdict = checks.precision(mixed, "fp32")
-    assert not verdict.passed
-    assert f"1 linear {side}s in torch.bfloat16" in verdict.reason
-
-
-def test_precision_needs_evidence() -> None:
     assert not checks.precision({}, "fp32").passed
-    silent = facts()
-    silent["linears"] = silent["linears"] | {f"{side}_dtypes": {} for side in ("weight", "input", "output")}
-    assert not checks.precision(silent, "fp32").passed
-
-
-def test_converted_layers_and_hidden_bf16_products_fail() -> None:
-    converted = facts()
-    converted["linears"] = converted["linears"] | {"converted": {"Float8Linear": 22}}
-    assert "22 Float8Linear" in checks.precision(converted, "fp32").reason
-    assert not checks.precision(facts(float32_matmul_precision="medium"), "fp32").passed
 
 
 def engine(converted: dict[str, int], plain: list[str]) -> dict[str, object]:
@@ -176,43 +167,41 @@ def test_ran_as_asked() -> None:
     assert not checks.ran_as_asked({}, {"seed": 42}).passed
 
 
-def test_reproducible_to_the_last_bit() -> None:
+def test_the_same_steps_to_the_last_bit() -> None:
     base = series(*FALLING)
-    assert checks.reproducible(base, series(*FALLING), 0.0).passed
+    assert checks.same_steps("x", base, series(*FALLING), 0.0).passed
     moved = (*FALLING[:7], math.nextafter(FALLING[7], 9), *FALLING[8:])
-    verdict = checks.reproducible(base, series(*moved), 0.0, "do this")
-    assert not verdict.passed
-    assert verdict.reason == "differs most at step 8; do this"
-    rounded = checks.reproducible(series(*FALLING, exact=False), base, 0.0, "do this")
+    verdict = checks.same_steps("x", base, series(*moved), 0.0, advice="do this")
+    assert (verdict.passed, verdict.reason) == (False, "differs most at step 8; do this")
+    rounded = checks.same_steps("x", series(*FALLING, exact=False), base, 0.0, advice="do this")
     assert rounded.reason == "20 steps agree, as far as the log's digits go"
-    assert checks.reproducible(base, series(*moved), 1e-6).passed
+    assert checks.same_steps("x", base, series(*moved), 1e-6).passed
 
 
-def test_reproducible_fails_on_missing_or_bad_steps() -> None:
-    base = series(*FALLING)
-    for other in (Series(), series(*FALLING[:19]), series(*FALLING[:19], NAN)):
-        assert not checks.reproducible(base, other, 0.1).passed
-    assert not checks.reproducible(Series(), Series(), 0.1).passed
-    both = series(*FALLING[:19], NAN)
-    assert not checks.reproducible(both, both, 0.1).passed
+@pytest.mark.parametrize(
+    ("base", "other", "first"),
+    [
+        (FALLING, (), 1), (FALLING, FALLING[:19], 1), (FALLING, (*FALLING[:19], NAN), 1), ((), (), 1),
+        ((*FALLING[:19], NAN), (*FALLING[:19], NAN), 1), (FALLING, FALLING[10:], 11),
+    ],
+)  # fmt: skip
+def test_steps_that_are_missing_or_bad_are_not_the_same(
+    base: tuple[float, ...], other: tuple[float, ...], first: int
+) -> None:
+    assert not checks.same_steps("x", series(*base), series(*other), 0.1, first=first).passed
 
 
-def test_resume() -> None:
-    base = series(*FALLING)
-    assert checks.resume(base, series(*FALLING[10:], first=11), 11, 0.0).passed
-    restarted = series(*FALLING[:10], first=11)
-    assert not checks.resume(base, restarted, 11, 0.0).passed
-    assert not checks.resume(base, Series(), 11, 0.0).passed
+def test_a_resumed_run_is_compared_from_its_first_step() -> None:
+    resumed = series(*FALLING[10:], first=11)
+    assert checks.same_steps("resume", series(*FALLING), resumed, 0.0, first=11).passed
+    assert checks.same_steps("resume", series(*FALLING), resumed, 0.0).reason == "not logged in the second run: 1–10"
 
 
-def test_accumulation() -> None:
+def test_one_step_of_a_divided_batch() -> None:
     base = series(7.0, norms=(0.6748,))
-    assert checks.accumulation(base, series(7.0000001, norms=(0.67480001,)), 1e-4).passed
-    dropped = series(3.5, norms=(0.41,))
-    assert not checks.accumulation(base, dropped, 1e-4).passed
-    assert not checks.accumulation(base, series(7.0, norms=(1.3496,)), 1e-4).passed
-    assert not checks.accumulation(base, Series(), 1e-4).passed
-    assert not checks.accumulation(base, series(NAN), 1e-4).passed
+    assert checks.same_step("x", base, series(7.0000001, norms=(0.67480001,)), 1e-4).passed
+    for other in (series(3.5, norms=(0.41,)), series(7.0, norms=(1.3496,)), Series(), series(NAN)):
+        assert not checks.same_step("x", base, other, 1e-4).passed
 
 
 def test_every_check_has_a_row_in_the_documentation() -> None:

@@ -110,11 +110,11 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "passed": all(verdict.passed for verdict in verdicts),
         "jobs": [job.name for job in jobs],
         "exit_code": left.exit_code,
-        "seconds": left.seconds,
+        "seconds": left.run.seconds,
         "summary": asdict(metrics.summarize(left.series, job.recipe.get("validation.warmup_steps", int))),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "facts": facts | {"linears": linears},
-        "series": [json.loads(line) for line in metrics.as_json_lines(left.series).splitlines()],
+        "series": metrics.rows(left.series),
         "settings": {key: setting.value for key, setting in job.recipe.settings.items()},
     }
 
@@ -148,7 +148,7 @@ def bare(job: Job) -> dict[str, Any]:
     return {
         "passed": code == 0 and len(series.steps) == job.recipe.steps,
         "exit_code": code, "seconds": round(time.monotonic() - began, 1), "summary": asdict(summary),
-        "series": [json.loads(line) for line in metrics.as_json_lines(series).splitlines()],
+        "series": metrics.rows(series),
     }  # fmt: skip
 
 

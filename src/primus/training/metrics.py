@@ -9,7 +9,6 @@ of the sequence length, or less with a sliding window. Recomputation in the back
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -66,17 +65,30 @@ def _diffusion(model: Architecture) -> Flops:
 class Work:
     """The work of a run, and its device.
 
-    ``flops`` are those of one token (of one image with ``per_image``); None if the number of weights that LoRA
-    trained is unknown. ``gpu`` is torch's name of the GPU, ``units`` its compute units or SMs, and ``device``
-    torch's device type; None if the run wrote no facts.
+    ``flops`` are those of one token (of one image with ``per_image``); None if unknown, as the number of weights that
+    LoRA trained may be. ``gpu`` is torch's name of the GPU, ``units`` its compute units or SMs, and ``device`` torch's
+    device type; None if the run wrote no facts.
     """
 
-    flops: Flops | None
-    per_image: bool
-    precision: str
+    flops: Flops | None = None
+    per_image: bool = False
+    precision: str = ""
     device: str | None = None
     gpu: str | None = None
     units: int | None = None
+
+    def rate(self, step: Step) -> float | None:
+        """Return the tokens or images per second of ``step``."""
+        return step.images_per_second if self.per_image else step.tokens_per_second
+
+    def tflops(self, rate: float | None) -> Flops | None:
+        """Return the TFLOP/s at ``rate`` tokens or images per second; None if one of both is unknown."""
+        if self.flops is None or rate is None:
+            return None
+        return Flops(causal=self.flops.causal * rate / 1e12, non_causal=self.flops.non_causal * rate / 1e12)
+
+
+_UNKNOWN = Work()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,19 +105,19 @@ class Mfu:
 
 def work(recipe: Recipe, facts: Mapping[str, Any]) -> Work:
     """Return the work of ``recipe``. The device and the number of LoRA's weights come from the run's own ``facts``."""
-    trained = facts.get("trainable_parameters") if recipe.mode == "lora" else None
-    countable = recipe.mode != "lora" or trained is not None
+    lora = recipe.mode == "lora"
+    trained = facts.get("trainable_parameters") if lora else None
     return Work(
-        flops=of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained) if countable else None,
-        per_image=recipe.architecture.of_images,
-        precision=recipe.precision,
-        device=facts.get("device"),
-        gpu=facts.get("gpu"),
-        units=facts.get("gpu_units"),
-    )
+        flops=None if lora and trained is None
+        else of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained),
+        per_image=recipe.architecture.of_images, precision=recipe.precision, device=facts.get("device"),
+        gpu=facts.get("gpu"), units=facts.get("gpu_units"),
+    )  # fmt: skip
 
 
-def _mfu(done: Work, tflops: Flops) -> Mfu:
+def _mfu(done: Work, tflops: Flops | None) -> Mfu:
+    if tflops is None:
+        raise UnknownPeak("no MFU: the run's FLOP/s are not known")
     if done.device == "cpu":
         raise UnknownPeak("no MFU: the run was on a CPU")
     if done.gpu is None:
@@ -160,19 +172,19 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def as_json_lines(series: Series, done: Work | None = None) -> str:
-    """Return one line per step: the fields of :class:`Step`, and TFLOP/s in both conventions. NaN becomes null."""
+def rows(series: Series, done: Work = _UNKNOWN) -> list[dict[str, Any]]:
+    """Return the fields of each :class:`Step`, and its TFLOP/s in both conventions, for JSON."""
     lines = []
     for step in series.steps:
-        values = {key: plain(value) for key, value in asdict(step).items()}
-        tflops = _tflops(done, _rate(step, done))
-        values["tflops_causal"] = tflops.causal if tflops else None
-        values["tflops_non_causal"] = tflops.non_causal if tflops else None
-        lines.append(json.dumps(values) + "\n")
-    return "".join(lines)
+        tflops = done.tflops(done.rate(step))
+        lines.append(
+            {key: plain(value) for key, value in asdict(step).items()}
+            | {"tflops_causal": tflops and tflops.causal, "tflops_non_causal": tflops and tflops.non_causal}
+        )
+    return lines
 
 
-def summarize(series: Series, warmup_steps: int, done: Work | None = None) -> Summary:
+def summarize(series: Series, warmup_steps: int, done: Work = _UNKNOWN) -> Summary:
     """Aggregate ``series``. If it is not longer than the warm-up, its last step is used.
 
     Without ``done``, the work of the run, there is no TFLOP/s and no MFU.
@@ -182,14 +194,12 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None) -> Su
     tokens = [step.tokens_per_second for step in measured]
     images = [step.images_per_second for step in measured if step.images_per_second is not None]
     joules = [step.joules for step in measured if step.joules is not None]
-    rates = [rate for step in measured if (rate := _rate(step, done)) is not None]
-    tflops = _tflops(done, statistics.median(rates) if rates else None)
+    rates = [rate for step in measured if (rate := done.rate(step)) is not None]
+    tflops = done.tflops(statistics.median(rates) if rates else None)
     losses = [(loss, step.step) for step in steps if (loss := plain(step.eval_loss)) is not None]
     least, best = min(losses, default=(None, None))
     utilization, why = None, None
     try:
-        if done is None or tflops is None:
-            raise UnknownPeak("no MFU: the run's FLOP/s are not known")
         utilization = _mfu(done, tflops)
     except UnknownPeak as error:
         why = error.message
@@ -202,8 +212,8 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None) -> Su
         warmup_steps=warmup_steps,
         steps=len(steps),
         images_per_second=statistics.median(images) if images else None,
-        tflops_causal=tflops.causal if tflops else None,
-        tflops_non_causal=tflops.non_causal if tflops else None,
+        tflops_causal=tflops and tflops.causal,
+        tflops_non_causal=tflops and tflops.non_causal,
         mfu=utilization,
         no_mfu=why,
         joules_per_step=statistics.fmean(joules) if joules else None,
@@ -246,13 +256,3 @@ def _spread(values: Sequence[float]) -> float | None:
         return None
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     return (high - low) / median
-
-
-def _rate(step: Step, done: Work | None) -> float | None:
-    return step.images_per_second if done and done.per_image else step.tokens_per_second
-
-
-def _tflops(done: Work | None, rate: float | None) -> Flops | None:
-    if done is None or done.flops is None or rate is None:
-        return None
-    return Flops(causal=done.flops.causal * rate / 1e12, non_causal=done.flops.non_causal * rate / 1e12)

@@ -11,11 +11,11 @@ from typing import Any
 from primus.errors import InputError, PrimusError
 from primus.files import text_if_readable, write_file
 from primus.schema import build, read_json
-from primus.training import checks, failure, logs, proof
+from primus.training import checks, failure, logs, metrics, proof
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
-from primus.training.metrics import Summary
+from primus.training.metrics import Summary, Work
 from primus.training.ranks import expected_facts
 
 RESULT_FILE = "result.json"
@@ -70,49 +70,52 @@ class Outcome:
     """Everything that can be judged about a finished run.
 
     ``exit_code`` is the launcher's or, if that was 0, shows another failure. ``facts`` is empty if no rank ran long
-    enough to write them. ``seconds`` is wall time of the launcher, ``recipe_sha256`` the recipe that the run itself
-    resolved, ``cause`` the first cause of a failure. A judged run has a ``proof``, the findings of the reference,
-    ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds of writing evidence).
-    ``peak_gib`` is the largest resident memory of one process of the job, as the system counted it.
+    enough to write them. ``run`` is the result that the run wrote, ``recipe_sha256`` the recipe that it resolved,
+    ``cause`` the first cause of a failure. A judged run has a ``proof``, the findings of the reference, ``arrivals``
+    (step → the launcher's clock in seconds) and ``busy`` (step → seconds of writing evidence).
     """
 
     job: Job
     exit_code: int
     series: Series
     facts: Mapping[str, Any] = field(default_factory=dict)
-    argv: tuple[str, ...] = ()
-    seconds: float = 0.0
+    run: RunResult = field(default_factory=lambda: RunResult(exit_code=1))
     recipe_sha256: str | None = None
     cause: str = ""
     proof: Mapping[str, Any] = field(default_factory=dict)
     arrivals: Mapping[int, float] = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
-    peak_gib: float | None = None
+
+    @property
+    def work(self) -> Work:
+        """The work of the run."""
+        return metrics.work(self.job.recipe, self.facts)
+
+    @property
+    def summary(self) -> Summary:
+        """The figures of the run."""
+        return metrics.summarize(self.series, self.job.recipe.get("validation.warmup_steps", int), self.work)
 
 
 def read(job: Job, result: JobResult) -> Outcome:
     """Read the folder of a finished job. Missing or damaged files count as no evidence, not as an error."""
-    folder = result.output
+    folder, exit_code = result.output, result.exit_code
     try:
         run = read_result(folder)
-    except (OSError, InputError):
-        run = None
-    exit_code = result.exit_code
-    if run is not None:
         # A command that ends with 1 after a launcher with 0 had a failed check, which is in the list of verdicts.
         exit_code = run.exit_code or (0 if exit_code == 1 and run.passed is False else exit_code)
+    except (OSError, InputError):
+        run = RunResult(exit_code=exit_code)
     return Outcome(
         job=job,
         exit_code=exit_code,
         series=logs.read_run(folder),
         facts=document(folder / "facts.json") or document(job.output / "facts.json"),
-        argv=run.argv if run else (),
-        seconds=run.seconds if run else 0.0,
+        run=run,
         recipe_sha256=document(folder / "job.json").get("recipe", {}).get("sha256"),
         proof=document(folder / "proof.json"),
         arrivals={int(step): float(at) for step, at in document(folder / "clock.json").items()},
         busy={int(step): float(spent) for step, spent in document(folder / "witness" / "seconds.json").items()},
-        peak_gib=run.host_memory_gib if run else None,
         cause=result.reason or str(failure.cause(folder, exit_code, job.output) or ""),
     )
 
@@ -147,13 +150,13 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
 
 def _proven(outcome: Outcome) -> list[Verdict]:
     if outcome.exit_code != 0:
-        why = Verdict("reference", False, "")
-        return [checks.skipped(why, "the job failed")]
+        return [checks.skipped(Verdict("reference", False, ""), "the job failed")]
     recipe = outcome.job.recipe
     tokens = recipe.global_batch * recipe.seq_len // recipe.world_size
+    peak = outcome.run.host_memory_gib
     return [
         *proof.verdicts(outcome.proof, outcome.series),
-        proof.figures(outcome.facts, outcome.proof, outcome.series, recipe, outcome.peak_gib),
+        proof.figures(outcome.facts, outcome.proof, outcome.series, recipe, peak),
         proof.clock(outcome.series, outcome.arrivals, outcome.busy, tokens),
     ]
 

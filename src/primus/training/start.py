@@ -19,10 +19,8 @@ from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.training import checks, failure, identity, launch, machine, metrics, outcome, ranks
 from primus.training.backend import backend_of
-from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import ENERGY_FILE, Clock
-from primus.training.metrics import Summary
 from primus.training.outcome import Outcome, RunResult, write_result
 from primus.turbo.optimizations import importable
 from primus.turbo.trial import decide
@@ -106,9 +104,7 @@ def _cannot_write(job: Job, folder: Path, error: OSError) -> HostError:
     return HostError(f"cannot write to {job.output}: {error.strerror}", hint=hint)
 
 
-def start(
-    job: Job, on_line: Callable[[str], None], patience: float = 0
-) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
+def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outcome:
     """Run a job after :func:`prepare`, and apply the checks for any run.
 
     Node 0 checks for all nodes; on other nodes, the only verdict is the exit code. After ``patience`` seconds
@@ -158,12 +154,12 @@ def start(
     reason = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
     result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=folder, reason=reason))
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
-    done = metrics.work(job.recipe, result.facts)
-    summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done)
-    write_file(folder / "metrics.jsonl", metrics.as_json_lines(result.series, done))
+    lines = metrics.rows(result.series, result.work)
+    write_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     passed = all(verdict.passed for verdict in verdicts)
-    write_result(replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=summary), folder)
-    return result, verdicts, summary
+    run = replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=result.summary)
+    write_result(run, folder)
+    return replace(result, run=run)
 
 
 def _append(log: Path, stacks: Mapping[int, str], on_line: Callable[[str], None]) -> None:

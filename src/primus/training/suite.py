@@ -161,12 +161,8 @@ def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome], passed: Set[st
     if vocabulary and recipe.find(f"{recipe.backend}.weights", "random") == "random":
         verdicts.insert(0, checks.loss_plausible(base.series, vocabulary, _limit(recipe, "first_loss_tolerance")))
     if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not _resized(recipe):
-        summary = metrics.summarize(base.series, recipe.get("validation.warmup_steps", int))
-        verdicts.append(
-            checks.throughput(
-                summary.tokens_per_second, _limit(recipe, "throughput"), _limit(recipe, "throughput_tolerance")
-            )
-        )
+        least, tolerance = _limit(recipe, "throughput"), _limit(recipe, "throughput_tolerance")
+        verdicts.append(checks.throughput(base.summary.tokens_per_second, least, tolerance))
     return verdicts
 
 
@@ -294,32 +290,25 @@ def record(
         "suite": {"sha256": digest(recipe, jobs), "format": FORMAT, "reference": reference_version()},
         "versions": dict(base.facts.get("versions", {})) if base else {},
         "facts": dict(base.facts) if base else {},
-        "measurements": _measurements(recipe, base) if base else {},
+        "measurements": asdict(base.summary) if base else {},
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "jobs": [_job_entry(job, outcomes.get(job.name)) for job in jobs],
         **(extra or {}),
     }
 
 
-def _measurements(recipe: Recipe, outcome: Outcome) -> dict[str, Any]:
-    done = metrics.work(recipe, outcome.facts)
-    warmup = recipe.get("validation.warmup_steps", int)
-    return asdict(metrics.summarize(outcome.series, warmup, done))
-
-
 def _job_entry(job: Job, outcome: Outcome | None) -> dict[str, Any]:
     content: dict[str, Any] = {"name": job.name, "command": ["primus", *job.arguments()], "ran": outcome is not None}
     if outcome is None:
         return content
-    lines = metrics.as_json_lines(outcome.series, metrics.work(job.recipe, outcome.facts)).splitlines()
     return {
         **content,
-        "argv": list(outcome.argv),
+        "argv": list(outcome.run.argv),
         "exit_code": outcome.exit_code,
         **({"cause": outcome.cause} if outcome.cause else {}),
-        "seconds": outcome.seconds,
+        "seconds": outcome.run.seconds,
         "exact": outcome.series.exact,
-        "series": [json.loads(line) for line in lines],
+        "series": metrics.rows(outcome.series, outcome.work),
     }
 
 

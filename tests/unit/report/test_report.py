@@ -22,7 +22,7 @@ from primus.training import logs, metrics, ranks, suite
 from primus.training.checks import Verdict
 from primus.training.job import Job
 from primus.training.metrics import work
-from primus.training.outcome import Outcome
+from primus.training.outcome import Outcome, RunResult
 
 # As madengine writes it.
 PERF = (
@@ -69,7 +69,8 @@ def make(tmp_path: Path) -> Make:
         (job.output / "job.json").write_text(ranks.job_file(job), encoding="utf-8")
         (job.output / "result.json").write_text(json.dumps(left), encoding="utf-8")
         (job.output / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-        (job.output / "metrics.jsonl").write_text(metrics.as_json_lines(series, done), encoding="utf-8")
+        lines = "".join(json.dumps(row) + "\n" for row in metrics.rows(series, done))
+        (job.output / "metrics.jsonl").write_text(lines, encoding="utf-8")
         return job.output
 
     return folder
@@ -158,7 +159,9 @@ def test_the_page_compares_runs_and_takes_nothing_from_outside(make: Make, tmp_p
 
 def test_a_record_is_read_like_a_folder(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(name="base", recipe=resolve("llama3.1-8b", (), H200), output=tmp_path / "base")
-    outcome = Outcome(job=job, exit_code=0, series=series_of(9000.0), facts=FACTS, seconds=61.5)
+    outcome = Outcome(
+        job=job, exit_code=0, series=series_of(9000.0), facts=FACTS, run=RunResult(exit_code=0, seconds=61.5)
+    )
     made = suite.record(
         [job], {"base": outcome}, verdicts(True), target="h200", gpu="NVIDIA H200", time="2026-11-20T00:00:00Z",
         image={"ref": "h200", "manifest": "sha256:12"},

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 import random
 from pathlib import Path
@@ -115,12 +114,11 @@ def test_summary_of_nothing_and_of_less_than_the_warm_up() -> None:
     assert metrics.summarize(logs.read_steps(line(1, "5.0", "0.5", "70")), 2).tokens_per_second == 70
 
 
-def test_json_lines_hold_no_nan() -> None:
-    text = metrics.as_json_lines(logs.read_steps(line(1, "nan", "inf")))
-    assert json.loads(text) == {
+def test_rows_hold_no_nan() -> None:
+    assert metrics.rows(logs.read_steps(line(1, "nan", "inf"))) == [{
         "step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 3986.0, "memory_gib": 0.59,
         "images_per_second": None, "joules": None, "eval_loss": None, "tflops_causal": None, "tflops_non_causal": None,
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 @given(

@@ -18,9 +18,8 @@ from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
 from primus.training import identity, launch, logs, machine, metrics, outcome, proof, ranks, start, tokens
 from primus.training.backend import backend_of
-from primus.training.checks import Verdict
 from primus.training.job import Job, step_of, steps
-from primus.training.metrics import Summary
+from primus.training.outcome import Outcome
 
 # The options of one run, whichever verb starts it.
 RUN = (
@@ -140,29 +139,28 @@ def _run(options: argparse.Namespace) -> int:
             print("\n".join(Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  ")), file=sys.stderr)
     progress = _Progress(job, quiet=options.json)
     try:
-        outcome, verdicts, summary = start.start(job, progress.line, options.stall_timeout)
+        ended = start.start(job, progress.line, options.stall_timeout)
     except KeyboardInterrupt:
         progress.end()
         raise Interrupted("interrupted", hint=_continue(job)) from None
     progress.end()
-    passed = all(verdict.passed for verdict in verdicts)
+    run = ended.run
     if options.json:
         document = {
-            "passed": passed,
+            "passed": run.passed,
             "output": str(job.output),
-            "exit_code": outcome.exit_code,
-            "seconds": outcome.seconds,
-            **({"cause": outcome.cause} if outcome.cause else {}),
+            "exit_code": ended.exit_code,
+            "seconds": run.seconds,
+            **({"cause": run.cause} if run.cause else {}),
             "recipe_sha256": recipe.digest,
             "optimizations": {"used": job.turbo, "off": dict(job.trial.off) if job.trial else {}},
-            "summary": asdict(summary),
-            "verdicts": [asdict(verdict) for verdict in verdicts],
+            "summary": asdict(ended.summary),
+            "verdicts": [asdict(verdict) for verdict in run.verdicts],
         }
         print_json(document)
     else:
-        unit = "GPU" if outcome.facts.get("device") == "cuda" else "rank"
-        _show_end(job, verdicts, metrics.sentence(summary, unit), summary, outcome.seconds)
-    return 0 if passed else 1
+        _show_end(job, ended)
+    return 0 if run.passed else 1
 
 
 def _preflight(job: Job) -> None:
@@ -305,8 +303,10 @@ def _continue(job: Job) -> str:
     return "the run saved no checkpoint; checkpoint=N saves one every N steps"
 
 
-def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Summary, seconds: float) -> None:
-    screen = Screen.of()
+def _show_end(job: Job, ended: Outcome) -> None:
+    screen, summary = Screen.of(), ended.summary
+    verdicts, seconds = ended.run.verdicts, ended.run.seconds
+    figures = metrics.sentence(summary, "GPU" if ended.facts.get("device") == "cuda" else "rank")
 
     def say(text: str) -> None:
         print(screen.fit(text))

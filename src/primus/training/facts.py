@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from primus.files import write_file
+
 PACKAGES = (
     "torch", "torchtitan", "megatron-core", "transformers", "peft", "accelerate", "diffusers", "torchao", "triton",
     "torchdata", "datasets", "tokenizers", "numpy", "primus-images",
@@ -27,8 +28,7 @@ PACKAGES = (
 
 
 def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, Any]:
-    """Return the facts of the whole run: versions, ranks, settings of torch, and the model's parameters and
-    modules.
+    """Return the facts of the whole run: versions, ranks, settings of torch, the model's parameters and modules.
 
     ``stages`` is the process group of a pipeline, in which each rank has different layers in ``parts``.
     """
@@ -69,8 +69,7 @@ def _gpu(device: str) -> dict[str, Any]:
 
 
 def _computed(tensor: Any) -> str:
-    """Return the dtype that a product uses for the tensor. Autocast, torchtitan's way on one rank, casts float32."""
-    device = tensor.device.type
+    device = tensor.device.type  # autocast, torchtitan's way on one rank, casts float32
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
         return str(torch.get_autocast_dtype(device))
     return str(tensor.dtype)
@@ -87,9 +86,8 @@ def watching(
     """Fill the yielded dict with the dtypes of every linear layer and the kernels that the step called.
 
     ``linear_types`` are the classes that count as linear layers: each has a ``weight``, and takes and returns a
-    tensor (or a tuple that begins with one). Layers of a ``compiled`` model get no hooks, because hooks would cause
-    a second compilation; their dtypes come from the products that the profiler records. With ``trace``,
-    everything that it recorded is written to that file.
+    tensor (or a tuple that begins with one). Layers of a ``compiled`` model get no hooks, which would cause a second
+    compilation; their dtypes come from the profiler. ``trace`` is a file for everything that it recorded.
     """
     dtypes: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
 
@@ -104,13 +102,10 @@ def watching(
         if product.dim():
             dtypes["output"][str(product.dtype)] += 1
 
-    linears: dict[str, Any] = {
-        name: module
-        for part in parts
-        for name, module in part.named_modules()
-        if isinstance(module, linear_types) or type(module).__name__ in _CONVERTED
-    }
-    plain = {name: module for name, module in linears.items() if type(module).__name__ not in _CONVERTED}
+    modules = {name: module for part in parts for name, module in part.named_modules()}
+    converted = {name: module for name, module in modules.items() if type(module).__name__ in _CONVERTED}
+    plain = {name: m for name, m in modules.items() if isinstance(m, linear_types) and name not in converted}
+    linears = plain | converted
     hooks = [] if compiled else [module.register_forward_hook(note) for module in plain.values()]
     seen: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -144,20 +139,12 @@ def watching(
 # torchao's layers that compute their products in FP8 or MXFP8.
 _CONVERTED = {"Float8Linear", "MXLinear"}
 _MATMULS = {
-    "aten::mm",
-    "aten::bmm",
-    "aten::addmm",
-    "aten::_scaled_mm",
-    "aten::_grouped_mm",
-    "mkldnn::_linear_pointwise",
-}
+    "aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm", "mkldnn::_linear_pointwise",
+}  # fmt: skip
 
 
 def _executed(profile: Any) -> list[Any]:
-    """Return the profiler's events without those of torch.compile, which calls operators on tensors without values.
-
-    Those calls may have other dtypes: torch.compile traces a bfloat16 linear layer as a product in float32.
-    """
+    # torch.compile calls operators on tensors without values, and a bfloat16 linear layer as a product in float32.
     executed, compiles_until = [], Counter[int]()
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         thread, start = event.start_thread_id(), event.start_ns()
@@ -171,11 +158,9 @@ def _executed(profile: Any) -> list[Any]:
 def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
     """Return two mappings from names such as "aten::mm BFloat16": number of calls, and FLOPs.
 
-    The dtype is that of the second factor, the weight or a gradient. If the profiler recorded no dtype or shapes,
-    the name is that of the operator alone, and there are no FLOPs.
+    The dtype is that of the second factor. If the profiler recorded no dtype or shapes, there is none, and no FLOPs.
     """
-    counts: Counter[str] = Counter()
-    flops: Counter[str] = Counter()
+    counts, flops = Counter[str](), Counter[str]()
     for event in events:
         if event.name() not in _MATMULS:
             continue
@@ -207,8 +192,7 @@ def _gpu_kernels(events: Sequence[Any], most: int = 12) -> list[str]:
 def digest(parts: Sequence[Any]) -> str:
     """Return the sha256 of checksums of the weights of all ranks, each rank's own shards in order.
 
-    Each rank computes the checksums where its weights are. A GPU does so at the speed of its memory; hashing
-    gigabytes on the CPU would take minutes.
+    Each rank computes the checksums where its weights are: hashing gigabytes on the CPU would take minutes.
     """
     hasher = hashlib.sha256()
     for part in parts:
@@ -224,8 +208,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> tuple[int, int]:
-    """Return two sums over the bits of all elements, modulo 2⁶⁴. The second one weights each element by its
-    position.
+    """Return two sums over the bits of all elements, modulo 2⁶⁴; the second weights each element by its position.
 
     Sums of integers do not depend on the order, so CPUs and GPUs agree. The weights are odd, so a change of one
     element always changes the sum.
@@ -244,11 +227,8 @@ def _checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> tuple[int, int]:
 
 def write(path: Path, facts: Mapping[str, Any]) -> None:
     """Write ``facts`` to ``path`` atomically, on rank 0."""
-    if dist.get_rank() != 0:
-        return
-    waiting = path.with_suffix(".tmp")
-    waiting.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(waiting, path)  # noqa: PTH105
+    if dist.get_rank() == 0:
+        write_file(path, json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
 def _version(name: str) -> str | None:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,12 +45,10 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU. All ranks must call it with the same
-    names in the same order.
+    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU. All ranks, with the same names.
 
-    Tensors sharded by rows, as in FSDP2, are gathered in one collective for each group and dtype. One for each tensor
-    would take several times as long. It would also use DTensor's gathers: with gloo, a rank crashed in about one of a
-    million of them, for an unknown reason (PyTorch 2.11 and 2.13).
+    Tensors sharded by rows, as in FSDP2, are gathered in one collective for each group and dtype: one for each tensor
+    takes several times as long, and DTensor's own crashed with gloo in one of a million (PyTorch 2.11 and 2.13).
     """
     wholes: dict[str, torch.Tensor] = {}
     packs: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
@@ -102,10 +100,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Blocks:
-    """Hooks on the blocks and the output layer of ``parts``. :meth:`taken` returns what they saw.
-
-    The hooks are only in place between :meth:`watch` and :meth:`taken`.
-    """
+    """Hooks on the blocks and the output layer of ``parts``, in place between :meth:`watch` and :meth:`taken`."""
 
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
         self._modules = dict(_blocks(parts))
@@ -113,7 +108,7 @@ class Blocks:
         self._seen: dict[str, list[Tensors]] = {}
 
     def watch(self) -> None:
-        """Record all calls from now on, but not those that repeat a forward pass within the backward pass."""
+        """Record all calls from now on, but those that repeat a forward pass in the backward pass."""
         self._seen = {name: [] for name in self._modules}
         for name, module in self._modules.items():
             recorder = _Recorder(self._seen[name], whole=name != "output")
@@ -125,8 +120,7 @@ class Blocks:
     def taken(self) -> dict[str, list[Tensors]]:
         """Return name of a module → its inputs, outputs and their gradients, per call; and remove the hooks.
 
-        Names are ``layers.N``, ``transformer_blocks.N``, ``single_transformer_blocks.N`` and ``output``. The output
-        layer's calls have no inputs.
+        Names are ``layers.N``, ``[single_]transformer_blocks.N`` and ``output``, whose calls have no inputs.
         """
         while self._hooks:
             self._hooks.pop().remove()
@@ -149,15 +143,11 @@ def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
                 yield "output", module
 
 
+# Appends one mapping per call of a module to ``calls``: its tensors, and later their gradients. Without ``whole``, only
+# its outputs, because logits and their gradients are the largest tensors of a small model.
 class _Recorder:
-    """Appends one mapping per call of a module to ``calls``: its tensors, and later their gradients.
-
-    Without ``whole``, only its outputs. Logits and their gradients are the largest tensors of a small model.
-    """
-
     def __init__(self, calls: list[Tensors], *, whole: bool) -> None:
-        self._calls = calls
-        self._whole = whole
+        self._calls, self._whole = calls, whole
         # Calls that had no graph. The backward pass repeats them, first come first, and then they get their gradients.
         self._without_graph: list[Tensors] = []
         self._current: Tensors | None = None
@@ -199,11 +189,7 @@ def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The input of one update: gradients by name, rates by name or group, and parameters that it left behind.
-
-    ``apart`` are parameters that differ between ranks that must hold the same. ``weights`` are those after the update,
-    if looking at the update gathered them.
-    """
+    """The input of one update, as ``update-STEP.pt`` has it; and ``weights`` after it, if they are at hand."""
 
     gradients: Mapping[str, torch.Tensor]
     rates: Mapping[str, float]
@@ -236,7 +222,6 @@ class Witness:
     ) -> None:
         self._examined = examined
         self._blocks = Blocks(parts)
-        self._data_rank = data_rank
         self._folder = output / "witness"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._parts = parts
@@ -249,8 +234,8 @@ class Witness:
         self._hook = register_optimizer_step_pre_hook(self._before_update)
         self._seconds: dict[int, float] = {}
         self._random = torch.get_rng_state()
-        self._seed = torch.initial_seed()
-        self._device = next((p.device.type for part in parts for p in part.parameters()), "cpu")
+        device = next((p.device.type for part in parts for p in part.parameters()), "cpu")
+        self._rank = {"data_rank": data_rank, "seed": torch.initial_seed(), "device": device}
 
     def batch(self, **parts: torch.Tensor) -> None:
         """Record a micro-batch of the current step."""
@@ -260,16 +245,14 @@ class Witness:
     def first_weights(self, step: int) -> None:
         """Record the weights before the first update; ``step`` is the last finished step. All ranks."""
         self._weights(step)
-        self._watch(step + 1)
+        if step + 1 in self._examined:
+            self._blocks.watch()
 
     def step(self, step: int) -> None:
         """Write the record of ``step`` and the weights after it. All ranks."""
         with self.busy(step):
             self._step(step)
-        self._watch(step + 1)
-
-    def _watch(self, step: int) -> None:
-        if step in self._examined:
+        if step + 1 in self._examined:
             self._blocks.watch()
 
     @contextmanager
@@ -282,11 +265,10 @@ class Witness:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
 
     def _step(self, step: int) -> None:
-        seen = {"data_rank": self._data_rank, "seed": self._seed, "device": self._device, **self._batch}
-        torch.save(seen, self._folder / f"batch-{step}-{_rank()}.pt")
+        torch.save(self._rank | self._batch, self._folder / f"batch-{step}-{_rank()}.pt")
         self._batch = {}
         if step in self._examined:
-            calls = {"data_rank": self._data_rank, "calls": self._blocks.taken()}
+            calls = {"data_rank": self._rank["data_rank"], "calls": self._blocks.taken()}
             torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
         taken = self._trained.taken() if self._trained else None
         if taken is None and self._rates:
@@ -302,12 +284,9 @@ class Witness:
         self._random = torch.get_rng_state()
         torch.manual_seed(0)
         with torch.no_grad():
-            for part in self._parts:
-                for tensor in part.state_dict(keep_vars=True).values():
-                    if isinstance(tensor, torch.Tensor) and (
-                        tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
-                    ):
-                        tensor.zero_()
+            for tensor in _stored(self._parts).values():
+                if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
+                    tensor.zero_()
             for optimizer in self._optimizers:
                 for parameter, state in optimizer.state.items():
                     for tensor in (parameter, *state.values()):
@@ -336,12 +315,10 @@ class Witness:
         gradients: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is None:
-                    continue
-                self._rates[name] = float(group["lr"])
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad
+                if name := self._names.get(id(parameter)):
+                    self._rates[name] = float(group["lr"])
+                    if parameter.grad is not None:
+                        gradients[name] = parameter.grad
         whole = whole_tensors(gradients)
         if _rank() == 0:
             self._gradients |= whole
@@ -349,11 +326,12 @@ class Witness:
 
 def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer of ``parts``, gathered from its shards, as a copy on the CPU."""
-    tensors: dict[str, torch.Tensor] = {}
-    for part in parts:
-        stored = part.state_dict(keep_vars=True)
-        tensors |= {name: tensor for name, tensor in stored.items() if isinstance(tensor, torch.Tensor)}
-    return whole_tensors(tensors)
+    return whole_tensors(_stored(parts))
+
+
+def _stored(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    items = chain.from_iterable(part.state_dict(keep_vars=True).items() for part in parts)
+    return {name: tensor for name, tensor in items if isinstance(tensor, torch.Tensor)}
 
 
 def _rank() -> int:

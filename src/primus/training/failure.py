@@ -9,16 +9,16 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from primus.errors import PrimusError
-from primus.files import text_if_readable
+from primus.files import text_if_readable, write_file
+from primus.training.launch import processes
 
 _FOLDER = "failures"
-_STACKS = "stacks"
 _LONGEST = 600
 _TRACEBACK = "Traceback (most recent call last)"
 # Messages of other ranks after one has ended.
@@ -75,7 +75,13 @@ def noting(output: Path) -> Iterator[None]:
     On a fatal signal, the Python stack of every thread is written to :func:`stack_file`.
     """
     rank = int(os.environ.get("RANK", "0"))
-    with _stack_written(stack_file(output, rank)):
+    path = stack_file(output, rank)
+    with ExitStack() as stack:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A file per rank, because on the standard error that all ranks share stacks would mix.
+            faulthandler.enable(stack.enter_context(path.open("w", encoding="utf-8")))
+            stack.callback(faulthandler.disable)
         try:
             yield
         except BaseException as error:
@@ -86,35 +92,14 @@ def noting(output: Path) -> Iterator[None]:
 
 def stack_file(output: Path, rank: int) -> Path:
     """Return the file for the stack of a rank that a fatal signal ends. It is empty until then."""
-    return output / "cache" / _STACKS / f"rank-{rank}.txt"
-
-
-@contextmanager
-def _stack_written(path: Path) -> Iterator[None]:
-    """Write stacks to a file per rank, because on the standard error that all ranks share they would mix."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w", encoding="utf-8")
-    except OSError:
-        yield
-        return
-    with file:
-        faulthandler.enable(file)
-        try:
-            yield
-        finally:
-            faulthandler.disable()
+    return output / "cache" / "stacks" / f"rank-{rank}.txt"
 
 
 def note(output: Path, rank: int, text: str) -> None:
     """Write ``text`` as the failure of ``rank``, with the time, to the job's folder."""
-    content = {"time": time.time(), "rank": rank, "text": text}
     with suppress(OSError):
-        folder = output / "cache" / _FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        waiting = folder / f".{rank}"
-        waiting.write_text(json.dumps(content), encoding="utf-8")
-        waiting.replace(folder / f"{rank}.json")
+        content = json.dumps({"time": time.time(), "rank": rank, "text": text})
+        write_file(output / "cache" / _FOLDER / f"{rank}.json", content)
 
 
 def known(output: Path) -> bool:
@@ -123,14 +108,13 @@ def known(output: Path) -> bool:
 
 
 def share(output: Path, log: Path, patience: float) -> None:
-    """Exchange the failures of a job between its nodes: report ranks that a signal ended here, and wait for others.
+    """Exchange the failures of a job between its nodes, whose folder is ``output``; ``log`` is this node's.
 
-    ``output`` is the folder that all nodes share, ``log`` the log of this node. A rank that a signal ends cannot
-    write a note, and ranks of other nodes only notice that it is gone. Waits up to ``patience`` seconds for a note
-    with more information.
+    Notes the ranks that a signal ended here, since they cannot, and ranks of other nodes only notice that they are
+    gone. Waits up to ``patience`` seconds for a note that says more than that.
     """
     noted = {failure.rank for failure in _notes(output)}
-    for failure in _signalled([_COLOUR.sub("", line) for line in text_if_readable(log).splitlines()]):
+    for failure in _signalled(_lines(log)):
         if failure.rank is not None and failure.rank not in noted:
             note(output, failure.rank, failure.text)
     deadline = time.monotonic() + patience
@@ -144,13 +128,11 @@ def text_of(error: BaseException) -> str:
         return " ".join(str(error).split())
     if isinstance(error, SystemExit):
         return str(error.code)
-    text = _last_line("".join(traceback.format_exception_only(error)))
-    first: BaseException = error
+    first = error
     while first.__cause__ is not None:
         first = first.__cause__
-    if first is error:
-        return text
-    return f"{text}; raised from {_last_line(''.join(traceback.format_exception_only(first)))}"
+    texts = [_last_line("".join(traceback.format_exception_only(each))) for each in dict.fromkeys((error, first))]
+    return "; raised from ".join(texts)
 
 
 def _last_line(text: str) -> str:
@@ -166,13 +148,13 @@ def _last_line(text: str) -> str:
 def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure | None:
     """Return the first cause of a job that ended with ``exit_code`` (negative: a signal); None if it is 0.
 
-    ``shared`` is the folder with the notes of all nodes if it is not ``output``. A full disk comes first. Then
-    comes the earliest note of a rank, unless it only reports that another rank is gone; then a rank that a signal
-    ended; then the log's first exception; then its last line.
+    ``shared`` is the folder with the notes of all nodes if it is not ``output``. A full disk comes first, then the
+    earliest note of a rank that does more than report that another one is gone, then a rank that a signal ended, then
+    the log's first exception, then its last line.
     """
     if exit_code == 0:
         return None
-    lines = [_COLOUR.sub("", line) for line in text_if_readable(output / "log.txt").splitlines()]
+    lines = _lines(output / "log.txt")
     notes = _notes(output) or _notes(shared or output)
     first_hand = [noted for noted in notes if not _DERIVED.search(noted.text)]
     raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
@@ -189,6 +171,10 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     if match := _ENDED.match(chosen.text):
         return replace(chosen, hint=_HINTS.get(match["name"], ""))
     return chosen
+
+
+def _lines(log: Path) -> list[str]:
+    return [_COLOUR.sub("", line) for line in text_if_readable(log).splitlines()]
 
 
 def _by_code(exit_code: int, lines: list[str]) -> Failure:
@@ -210,12 +196,11 @@ def _notes(output: Path) -> list[Failure]:
 
 
 def _signalled(lines: list[str]) -> Iterator[Failure]:
-    """Yield the ranks that a signal ended, as torchrun reports them, without those that torchrun itself ended."""
     rank: int | None = None
     for line in lines:
         if match := _RANK.match(line):
             rank = int(match["rank"])
-        elif (match := _SIGNALLED.search(line)) and match["name"] != "SIGTERM":
+        elif (match := _SIGNALLED.search(line)) and match["name"] != "SIGTERM":  # torchrun's own
             yield Failure(text=f"ended by signal {match['number']} ({match['name']})", rank=rank)
 
 
@@ -229,8 +214,9 @@ def end_ranks(launcher: int, output: Path, seconds: float) -> None:
 
     A stopped rank cannot print. It is recorded as hung in the job's folder, and killed.
     """
-    for pid, rank in _ranks(launcher).items():
-        state = _state(pid)
+    every = processes()
+    for pid, rank in _ranks(pid for pid, (parent, _) in every.items() if parent == launcher).items():
+        _, state = every[pid]
         if state in "TtD":
             what = "stopped (SIGSTOP, or a debugger)" if state in "Tt" else "waiting for a disk or a device"
             note(output, rank, f"hung: no progress for {seconds:g} s; its process is {what}")
@@ -262,19 +248,10 @@ def name_hung(output: Path, seconds: float) -> list[int]:
     return hung
 
 
-def _ranks(launcher: int) -> dict[int, int]:
+def _ranks(pids: Iterable[int]) -> dict[int, int]:
     ranks = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, ValueError, IndexError, KeyError):
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == launcher:
-                    words = (entry / "environ").read_bytes().split(b"\0")
-                    variables = dict(word.split(b"=", 1) for word in words if b"=" in word)
-                    ranks[int(entry.name)] = int(variables[b"RANK"])
+    for pid in pids:
+        with suppress(OSError, KeyError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            ranks[pid] = int(dict(word.split(b"=", 1) for word in words if b"=" in word)[b"RANK"])
     return ranks
-
-
-def _state(pid: int) -> str:
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "?"

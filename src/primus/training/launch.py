@@ -10,11 +10,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import primus
 
@@ -82,9 +81,8 @@ def run(
     If ``on_line`` raises, it is not called again, and the job goes on.
 
     No process of the job outlives this call, even if the launcher was killed. After ``patience`` seconds without a
-    line (0: never), ``on_silence`` is called once with the launcher's process id and must end the ranks;
-    ``GRACE_SECONDS`` later, the launcher is ended as well. The launcher is also ended ``GRACE_SECONDS`` after
-    ``hopeless`` becomes true, such as on the failure of another node, whose ranks those here would wait for.
+    line (0: never), ``on_silence`` is called once with the launcher's process id and must end the ranks. The launcher
+    is ended ``GRACE_SECONDS`` later, and as long after ``hopeless`` becomes true, as when another node has failed.
     """
     heard = [time.monotonic()]
     _adopt_orphans()
@@ -130,23 +128,20 @@ def _wait(
     hopeless: Callable[[], bool],
     writer: _Log,
 ) -> int:
-    until, looked = float("inf"), time.monotonic()
-    while True:
-        try:
+    ending: float | None = None
+    looked = time.monotonic()
+    while not stop.is_set() and (ending is None or time.monotonic() < ending):
+        with suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            if until == float("inf") and silent():
-                on_silence(process.pid)
-                until = time.monotonic() + GRACE_SECONDS
-            # The folder with this information is often on a network, so do not read it at every turn.
-            if until == float("inf") and time.monotonic() - looked > _LOOK_SECONDS:
-                looked = time.monotonic()
-                until = looked + GRACE_SECONDS if hopeless() else until
-            # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
-            if until == float("inf") and writer.full:
-                until = time.monotonic() + GRACE_SECONDS
-            if stop.is_set() or time.monotonic() > until:
-                break
+        now = time.monotonic()
+        # The folder that tells is often on a network, so do not read it at every turn.
+        if look := now - looked > _LOOK_SECONDS:
+            looked = now
+        if ending is None and (quiet := silent()):
+            on_silence(process.pid)
+        # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
+        if ending is None and (quiet or writer.full or (look and hopeless())):
+            ending = now + GRACE_SECONDS
     process.terminate()
     try:
         return process.wait(timeout=GRACE_SECONDS)
@@ -161,8 +156,7 @@ class _Log:
     def __init__(self, path: Path) -> None:
         self._path, self._reserve = path, path.with_name(".reserve")
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-        self._lost = 0
-        self._closed = False
+        self._lost, self._closed = 0, False
         # A reader that outlives the log must not write to another file that got the log's descriptor.
         self._lock = threading.Lock()
         # Whether a line found no space, or the disk had none left at the end.
@@ -203,56 +197,55 @@ class _Log:
             os.close(self._file)
 
 
-# While it is open, the signals that end a command set ``stop``. One that is ignored, as under nohup, stays ignored.
-class _signals:
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in ENDING:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, lambda *_: self._stop.set())
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+@contextmanager
+def _signals(stop: threading.Event) -> Iterator[None]:
+    # One that is ignored, as under nohup, stays ignored.
+    numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _adopt_orphans() -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _ending_with(parent: int) -> Callable[[], None]:
-    """Return a function that a new process calls first, so that it gets SIGTERM when ``parent`` dies, even by
-    SIGKILL.
+    """Return a function for a new process, which then gets SIGTERM when ``parent`` dies, even by SIGKILL.
 
     torchrun then ends its ranks, which nothing else would do.
     """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(128 + signal.SIGTERM)
 
     return ask
 
 
-def _children(parent: int) -> set[int]:
-    parents: dict[int, int] = {}
+def processes() -> dict[int, tuple[int, str]]:
+    """Return the id of each process → its parent's, and its state as in ``/proc``, such as "T" if it is stopped."""
+    rows = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError, ValueError, IndexError):
+            with suppress(OSError):
                 # The command name, in parentheses, can contain spaces.
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    descendants: set[int] = set()
-    frontier = {parent}
+                state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+                rows[int(entry.name)] = int(parent), state
+    return rows
+
+
+def _children(ancestor: int) -> set[int]:
+    every, descendants, frontier = processes(), set[int](), {ancestor}
     while frontier:
-        frontier = {child for child, above in parents.items() if above in frontier} - descendants
+        frontier = {pid for pid, (parent, _) in every.items() if parent in frontier} - descendants
         descendants |= frontier
     return descendants
 

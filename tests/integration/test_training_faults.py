@@ -60,14 +60,13 @@ def judged(run: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, ..
         verdicts.append(checks.loss_falls(run.series, recipe.get("validation.loss_drop", float)))
     if check == "accumulation":
         tolerance = recipe.get("validation.accumulation_tolerance", float)
-        verdicts.append(checks.accumulation(healthy.series, run.series, tolerance))
+        verdicts.append(checks.same_step(check, healthy.series, run.series, tolerance))
     elif check == "resume":
         tolerance = recipe.get("validation.resume_tolerance", float)
-        verdicts.append(checks.resume(healthy.series, run.series, KEPT + 1, tolerance))
+        verdicts.append(checks.same_steps(check, healthy.series, run.series, tolerance, first=KEPT + 1))
     elif check == "same result again":
-        verdicts.append(
-            checks.reproducible(healthy.series, run.series, recipe.get("validation.repeat_tolerance", float))
-        )
+        tolerance = recipe.get("validation.repeat_tolerance", float)
+        verdicts.append(checks.same_steps(check, healthy.series, run.series, tolerance))
     return tuple(verdicts)
 
 

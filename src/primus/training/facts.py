@@ -102,9 +102,11 @@ def watching(
         if product.dim():
             dtypes["output"][str(product.dtype)] += 1
 
-    modules = {name: module for part in parts for name, module in part.named_modules()}
+    modules: dict[str, Any] = {name: module for part in parts for name, module in part.named_modules()}
     converted = {name: module for name, module in modules.items() if type(module).__name__ in _CONVERTED}
-    plain = {name: m for name, m in modules.items() if isinstance(m, linear_types) and name not in converted}
+    plain: dict[str, Any] = {
+        name: m for name, m in modules.items() if isinstance(m, linear_types) and name not in converted
+    }
     linears = plain | converted
     hooks = [] if compiled else [module.register_forward_hook(note) for module in plain.values()]
     seen: dict[str, Any] = {}

@@ -176,11 +176,11 @@ def rows(series: Series, done: Work = _UNKNOWN) -> list[dict[str, Any]]:
     """Return the fields of each :class:`Step`, and its TFLOP/s in both conventions, for JSON."""
     lines = []
     for step in series.steps:
+        line = {key: plain(value) for key, value in asdict(step).items()}
         tflops = done.tflops(done.rate(step))
-        lines.append(
-            {key: plain(value) for key, value in asdict(step).items()}
-            | {"tflops_causal": tflops and tflops.causal, "tflops_non_causal": tflops and tflops.non_causal}
-        )
+        for convention in ("causal", "non_causal"):
+            line[f"tflops_{convention}"] = getattr(tflops, convention) if tflops else None
+        lines.append(line)
     return lines
 
 
@@ -212,8 +212,8 @@ def summarize(series: Series, warmup_steps: int, done: Work = _UNKNOWN) -> Summa
         warmup_steps=warmup_steps,
         steps=len(steps),
         images_per_second=statistics.median(images) if images else None,
-        tflops_causal=tflops and tflops.causal,
-        tflops_non_causal=tflops and tflops.non_causal,
+        tflops_causal=tflops.causal if tflops else None,
+        tflops_non_causal=tflops.non_causal if tflops else None,
         mfu=utilization,
         no_mfu=why,
         joules_per_step=statistics.fmean(joules) if joules else None,

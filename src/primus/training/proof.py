@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from primus.recipes.architecture import size
 from primus.recipes.family import family
@@ -33,8 +33,7 @@ _MOST_BYTES = 1 << 30
 
 @cache
 def _limits() -> Mapping[str, Any]:
-    limits: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml")).data
-    return limits
+    return cast("Mapping[str, Any]", read_values(Path(__file__).with_name("limits.yaml")).data)
 
 
 def unjudged(recipe: Recipe) -> str | None:

@@ -1,0 +1,331 @@
+"""Odd weights and configs: trained with the same weights and logits as transformers loads, or refused with the place."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from primus.errors import InputError
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+from primus.recipes.weights import config_of, nearest_recipe
+from primus.training.finetune import backend, models
+from primus.training.loop import weights
+
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None,
+}  # fmt: skip
+LAYER = "model.layers.0.self_attn"
+Q, EMBEDDING, HEAD = f"{LAYER}.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+OWN = """
+uses: [shared/data.yaml, shared/finetune.yaml]
+name: own
+description: a model of another family
+supports: {{finetune: {{full: [bf16]}}}}
+model: {{family: {family}, qkv_bias: {bias}}}
+"""
+Tensors = dict[str, Any]
+Change = Callable[[Tensors], object]
+
+
+@cache
+def plain(kind: str) -> Path:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **SIZES, **({"sliding_window": 16} if kind == "mistral" else {}))
+    folder = Path(mkdtemp())
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def written(where: Path, kind: str = "llama", change: Change | None = None, keys: dict[str, Any] | None = None) -> Path:
+    folder = where / "w"
+    folder.mkdir()
+    tensors = load_file(plain(kind) / "model.safetensors")
+    if change:
+        change(tensors)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain(kind) / "config.json").read_text()) | (keys or {})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def here(command: list[str], **_: Any) -> SimpleNamespace:
+    """What a process of its own would print; importing torch for each case would take minutes."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        models.main(*command[-2:])
+    return SimpleNamespace(stdout=printed.getvalue(), stderr="", returncode=0)
+
+
+def ours(folder: Path) -> Any:
+    """What a run would train: the model with its weights, or InputError."""
+    words = [f"weights={folder}", "assets.tokenizer=mock", "assets.corpus=mock", "seq_len=64"]
+    kind = config_of(folder)[1]["model_type"]
+    # No recipe of these families fine-tunes all weights yet; the backend does.
+    own = folder.parent / "own.yaml"
+    own.write_text(OWN.format(family=kind, bias=str(kind == "qwen2").lower()))
+    name = str(own) if kind in ("mistral", "qwen2") else nearest_recipe(folder).recipe
+    recipe = resolve(name, words, Choices(backend="finetune", mode="full", gpu="cpu"))
+    backend.check_weights(recipe)
+    causal = models.causal_model(recipe.architecture, backend.FinetuneConfig(), folder)
+    weights.materialize(causal, torch.device("cpu"))
+    causal.tie_weights()
+    models.init(models.FineTuned(causal, 64), 1, weights.Files(folder))
+    return causal.eval()
+
+
+def theirs(folder: Path) -> Any:
+    """What transformers loads if it objects to nothing, or None."""
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, dtype=torch.float32, local_files_only=True
+        )
+    except Exception:  # noqa: BLE001 - it raises many kinds
+        return None
+    return None if any(report.values()) or hasattr(model, "hf_quantizer") else model.eval()
+
+
+def add(name: str, *shape: int, dtype: Any = None) -> Change:
+    return lambda tensors: tensors.update({name: torch.ones(shape, dtype=dtype or torch.bfloat16)})
+
+
+def cast(dtype: Any, part: str = "") -> Change:
+    return lambda tensors: tensors.update({name: t.to(dtype) for name, t in tensors.items() if part in name})
+
+
+def without(part: str) -> Change:
+    return lambda tensors: [tensors.pop(name) for name in [*tensors] if part in name]
+
+
+def renamed(old: str, new: str) -> Change:
+    return lambda tensors: [tensors.update({n.replace(old, new): tensors.pop(n)}) for n in [*tensors] if old in n]
+
+
+def both(*changes: Change) -> Change:
+    return lambda tensors: [change(tensors) for change in changes]
+
+
+def tied(tensors: Tensors) -> None:
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+
+
+def scaled(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.ones(1)
+
+
+def transposed(tensors: Tensors) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].T
+
+
+def rope(**keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": None, "rope_scaling": keys or None, "rope_theta": 500000.0}
+
+
+BODY = both(without("lm_head"), renamed("model.", ""))
+BIAS = f"{LAYER}.q_proj.bias"
+TIED = {"tie_word_embeddings": True}
+# name → family, change of the tensors, keys of config.json
+SAME: dict[str, tuple[str, Change | None, dict[str, Any]]] = {
+    "mistral": ("mistral", None, {"sliding_window": None}),
+    "float32": ("llama", cast(torch.float32), {}),
+    "float64 and bfloat16": ("llama", cast(torch.float64, Q), {}),
+    "tied without a head": ("llama", without("lm_head"), TIED),
+    "tied with an equal head": ("llama", tied, TIED),
+    "tied qwen2": ("qwen2", without("lm_head"), TIED),
+    "the body of a model, tied": ("llama", BODY, TIED),
+    "old rotary buffers": ("llama", add(f"{LAYER}.rotary_emb.inv_freq", 8), {}),
+    "llama3 rope, old keys": ("llama", None, rope(**ROPE)),
+    "llama3 rope, key type": ("llama", None, rope(**{"type" if k == "rope_type" else k: v for k, v in ROPE.items()})),
+    "default rope, old keys": ("llama", None, rope(rope_type="default")),
+    "yarn with betas": ("qwen2", None, rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=2048,
+                                            beta_fast=16.0, beta_slow=2.0)),
+    "gelu": ("llama", None, {"hidden_act": "gelu"}),
+    "other epsilon": ("llama", None, {"rms_norm_eps": 1e-3}),
+    "unused window": ("qwen2", None, {"sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": False}),
+    "unknown keys": ("llama", None, {"made_by": "me", "pretraining_tp": 2, "architectures": ["Other"]}),
+    "special tokens outside": ("llama", None, {"eos_token_id": [1, 9999]}),
+    "kv heads null": ("llama", both(*(add(f"model.layers.{n}.self_attn.{p}_proj.weight", 64, 64)
+                                      for n in range(2) for p in "kv")), {"num_key_value_heads": None}),
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, Change | None, dict[str, Any], str]] = {
+    "FP8 with scales": ("llama", scaled, {}, "F8_E4M3"),
+    "compressed-tensors": ("llama", scaled, {"quantization_config": {"quant_method": "compressed-tensors"}}, "quantiz"),
+    "bitsandbytes": ("llama", cast(torch.uint8, Q), {"quantization_config": {"load_in_4bit": True}}, "quantiz"),
+    "gptq": ("llama", add(f"{LAYER}.q_proj.qweight", 8, 64, dtype=torch.int32),
+             {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+    "packed integers": ("llama", add(f"{LAYER}.q_proj.qweight", 8, 64, dtype=torch.int32), {}, "I32"),
+    "int8": ("llama", cast(torch.int8, Q), {}, f"{Q} is I8"),
+    "more rows": ("llama", both(add(EMBEDDING, 1032, 64), add(HEAD, 1032, 64)), {}, r"\[1032, 64\].*\[1024, 64\]"),
+    "more kv heads": ("llama", add("model.layers.1.self_attn.k_proj.weight", 64, 64), {}, r"\[64, 64\].*\[32, 64\]"),
+    "a norm of one": ("llama", add("model.norm.weight", 1), {}, r"\[1\].*\[64\]"),
+    "a scalar norm": ("llama", add("model.norm.weight"), {}, r"\[\].*\[64\]"),
+    "a transposed matrix": ("llama", transposed, {}, r"\[64, 96\].*\[96, 64\]"),
+    "a bias": ("llama", add(BIAS, 64), {}, BIAS),
+    "an extra layer": ("llama", add("model.layers.2.mlp.up_proj.weight", 96, 64), {}, "model.layers.2.mlp.up_proj"),
+    "a score head": ("llama", add("score.weight", 2, 64), {}, "score.weight"),
+    "adapters inside": ("llama", add(f"{LAYER}.q_proj.lora_A.weight", 4, 64), {}, "lora_A"),
+    "no head": ("llama", without("lm_head"), {}, "lack lm_head.weight"),
+    "a layer less": ("llama", without("layers.1."), {}, r"lack model.layers.1\S+ and 8 more"),
+    "no bias of qwen2": ("qwen2", without("q_proj.bias"), {}, "q_proj.bias"),
+    "an untied head": ("llama", None, TIED, "ties the output layer"),
+    "the body of a model": ("llama", BODY, {}, "lack lm_head.weight"),
+    "other names": ("llama", renamed("self_attn", "attention"), {}, "attention"),
+    "fewer layers in config": ("llama", None, {"num_hidden_layers": 1}, "no place for model.layers.1"),
+    "other width": ("llama", None, {"hidden_size": 128, "head_dim": 16}, "in the file"),
+    "other heads": ("llama", None, {"num_key_value_heads": 4}, r"\[32, 64\].*\[64, 64\]"),
+    "of mistral, in a config of qwen2": ("mistral", None, {"model_type": "qwen2"}, "config.json|bias"),
+    "of qwen2, in a config of llama": ("qwen2", None, {"model_type": "llama"}, "bias|layer_types"),
+    "no model type": ("llama", None, {"model_type": None}, "None"),
+    "mlp bias": ("llama", both(*(add(f"model.layers.{n}.mlp.{p}_proj.bias", 64 if p == "down" else 96)
+                                 for n in range(2) for p in ("up", "gate", "down"))), {"mlp_bias": True}, "bias"),
+    "dropout": ("llama", None, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    "no act": ("llama", None, {"hidden_act": "mish2"}, "mish2"),
+    "linear rope": ("llama", None, rope(rope_type="linear", factor=2.0), "linear"),
+    "longrope": ("llama", None, rope(rope_type="longrope", factor=2.0, short_factor=[1.0] * 8, long_factor=[1.0] * 8),
+                 "longrope"),
+    "unknown rope": ("llama", None, rope(rope_type="su"), "su"),
+    "llama3 rope without its numbers": ("llama", None, rope(rope_type="llama3", factor="8"), "factor"),
+    "yarn with its own factor of attention": ("llama", None, rope(rope_type="yarn", factor=4.0, attention_factor=0.5,
+                                              original_max_position_embeddings=2048), "rope_parameters"),
+    "a window of some layers": ("qwen2", None, {"use_sliding_window": True, "sliding_window": 16,
+                                                "max_window_layers": 1, "layer_types": None}, "config.json"),
+    "heads that do not divide": ("llama", None, {"num_key_value_heads": 3}, "kv_heads|num_key_value_heads"),
+    "a fraction of layers": ("llama", None, {"num_hidden_layers": 2.5}, "num_hidden_layers"),
+}  # fmt: skip
+# These transformers loads, and primus does not train.
+STRICTER = {
+    "int8", "an untied head", "mlp bias", "dropout", "linear rope", "longrope",
+    "yarn with its own factor of attention", "a window of some layers",
+}  # fmt: skip
+
+
+def check_same(case: str, where: Path) -> None:
+    folder = written(where, *SAME[case])
+    wanted, model = theirs(folder), ours(folder)
+    state = model.state_dict()
+    for key, tensor in wanted.state_dict().items():
+        assert torch.equal(state[key], tensor), key
+    tokens = torch.arange(48).reshape(1, -1) * 7 % 1024
+    torch.testing.assert_close(model(tokens).logits, wanted(tokens).logits, rtol=0, atol=0)
+
+
+def refused(folder: Path, words: str) -> None:
+    try:
+        ours(folder)
+    except InputError as error:
+        assert str(folder) in str(error.where), error.where
+        assert re.search(words, str(error)), error
+    else:
+        raise AssertionError("it was trained")
+
+
+def check_refused(case: str, where: Path) -> None:
+    *change, words = REFUSED[case]
+    folder = written(where, *change)
+    refused(folder, words)
+    assert (theirs(folder) is not None) == (case in STRICTER), "transformers"
+
+
+def sharded(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for number, half in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in half}, folder / f"part-{number}.safetensors", {"format": "pt"})
+    rows = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": rows}))
+
+
+def stale(folder: Path) -> None:
+    """An index of other weights beside the whole file."""
+    whole = (folder / "model.safetensors").read_bytes()
+    sharded(folder)
+    for part in folder.glob("part-*"):
+        save_file({n: t * 0 for n, t in load_file(part).items()}, part, {"format": "pt"})
+    (folder / "model.safetensors").write_bytes(whole)
+
+
+def old_shards(folder: Path) -> None:
+    sharded(folder)
+    save_file({"x": torch.ones(1)}, folder / "part-9.safetensors", {"format": "pt"})
+
+
+FILES = {"sharded": sharded, "stale": stale, "old shards": old_shards}
+PART, INDEX = "part-0.safetensors", "model.safetensors.index.json"
+# name → the file, its change, words of the sentence
+DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "cut": (PART, lambda data: data[:-2], "truncated"),
+    "more behind it": (PART, lambda data: data + b"more", "damaged"),
+    "a cut header": (PART, lambda data: data[:9], "damaged"),
+    "another dtype": (PART, lambda data: data.replace(b"BF16", b"F32 ", 1), "F32 "),
+    "another shape": (PART, lambda data: data.replace(b"[96,64]", b"[96,65]", 1), "damaged"),
+    "a cut index": (INDEX, lambda data: data[:-5], "index of the weights cannot be read"),
+    "an absent part": (INDEX, lambda data: data.replace(b"part-1", b"part-7"), "lack part-7"),
+    "half of the tensors": (INDEX, lambda data: data.replace(b"part-1", b"part-0"), "the weights lack"),
+}
+
+
+def check_files(case: str, where: Path) -> None:
+    folder = written(where)
+    FILES[case](folder)
+    state = ours(folder).state_dict()
+    for key, tensor in theirs(folder).state_dict().items():
+        assert torch.equal(state[key], tensor), key
+
+
+def check_damaged(case: str, where: Path) -> None:
+    folder = written(where)
+    sharded(folder)
+    file, spoil, words = DAMAGED[case]
+    (folder / file).write_bytes(spoil((folder / file).read_bytes()))
+    refused(folder, words)
+
+
+def check_a_process_of_its_own(_case: str, where: Path) -> None:
+    """As a run refuses. All other cases check the weights in this process."""
+    backend.subprocess = run
+    refused(written(where, "llama", add(BIAS, 64)), BIAS)
+
+
+def cases() -> Iterator[tuple[Callable[[str, Path], None], str]]:
+    for check, names in (
+        (check_same, SAME), (check_refused, REFUSED), (check_files, FILES), (check_damaged, DAMAGED),
+        (check_a_process_of_its_own, ["a bias"]),
+    ):  # fmt: skip
+        yield from ((check, name) for name in names)
+
+
+run = backend.subprocess
+backend.subprocess = SimpleNamespace(run=here)
+failed = 0
+every = list(cases())
+for check, name in every:
+    with TemporaryDirectory() as folder:
+        try:
+            check(name, Path(folder))
+        except Exception:  # noqa: BLE001, every case is tried
+            failed += 1
+            print(f"{check.__name__}: {name}\n{traceback.format_exc(limit=-3)[-1500:]}", file=sys.stderr)
+print(f"{len(every)} cases, {failed} failed")
+assert not failed, f"{failed} of {len(every)} cases failed"

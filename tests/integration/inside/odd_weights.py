@@ -1,4 +1,4 @@
-"""Odd weights and configs: trained with the same weights and logits as transformers loads, or refused with the place."""
+"""Odd weights and configs: trained as transformers loads them, with the same logits, or refused with the place."""
 
 from __future__ import annotations
 

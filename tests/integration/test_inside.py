@@ -12,8 +12,8 @@ pytestmark = pytest.mark.integration
 INSIDE = Path(__file__).with_name("inside")
 # The longest first: two run at a time.
 SCRIPTS = (
-    "tutorial", "models", "own_text", "collectives", "odd_weights", "reference_models", "data", "deepseek", "compiled_blocks",
-    "fp8_autocast", "compiled_kernels", "facts_of_a_run",
+    "tutorial", "models", "own_text", "collectives", "odd_weights", "reference_models", "data", "deepseek",
+    "compiled_blocks", "fp8_autocast", "compiled_kernels", "facts_of_a_run",
 )  # fmt: skip
 
 

@@ -32,10 +32,7 @@ def main(job: RankJob, here: Process) -> None:
         attention = attend_in_transformers()
     causal = models.causal_model(job.model, config, source, attention)
     model = models.FineTuned(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)
-    if job.training.compile:
-        model.compile_loss()
-    if "linear-cross-entropy" in job.turbo:
-        model.fuse_loss()
+    model.choose_loss(job)
     # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
     shard(model, list(model.causal.model.layers), job, here, wide=lambda name: "lm_head" in name or "lora_" in name)
     models.init(model, job.training.seed, weights.Files(source) if source else None)

@@ -11,7 +11,7 @@ from primus.recipes.architecture import DiffusionTransformer
 from primus.recipes.recipe import MOCK
 from primus.training.flux.backend import KEYS, FluxConfig
 from primus.training.loop.config import RankJob
-from primus.training.loop.data import generator_of, shuffled
+from primus.training.loop.data import generator_of, place_of
 from primus.training.loop.session import Batch, Data
 
 # One latent of the VAE is 8 × 8 pixels, and one token of the transformer is 2 × 2 latents.
@@ -28,7 +28,7 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
     """Convert latents [channels, height, width] to tokens [height/2 · width/2, channels · 4]."""
     channels, height, width = latents.shape
     split = latents.reshape(channels, height // 2, 2, width // 2, 2)
-    return split.permute(1, 3, 0, 2, 4).reshape(height // 2 * (width // 2), channels * 4)
+    return split.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1)
 
 
 class Images(Data):
@@ -54,10 +54,8 @@ class Images(Data):
             generator = generator_of(self._seed + 1, number)
             sample = self.sample(number)
             noise = torch.randn(sample["latents"].shape, generator=generator)
-            if self._times == "uniform":
-                time = torch.rand((), generator=generator)
-            else:
-                time = torch.randn((), generator=generator).sigmoid()
+            uniform = self._times == "uniform"
+            time = torch.rand((), generator=generator) if uniform else torch.randn((), generator=generator).sigmoid()
             samples.append({**sample, "noise": noise, "time": time})
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
@@ -102,14 +100,10 @@ class Cached(Images):
             self._places += [(slices, row) for row in range(slices[0].get_shape()[0])]
         if not self._places:
             raise SystemExit(f"{folder} contains no cached latents")
-        self._order: tuple[int, torch.Tensor] | None = None
 
     @override
     def sample(self, number: int) -> dict[str, torch.Tensor]:
-        turn, place = divmod(number, len(self._places))
-        if self._order is None or self._order[0] != turn:
-            self._order = (turn, shuffled(len(self._places), self._seed, turn))
-        slices, row = self._places[int(self._order[1][place])]
+        slices, row = self._places[place_of(number, len(self._places), self._seed)]
         latents, text, pooled = (part[row : row + 1][0].float() for part in slices)
         return {"latents": packed(latents), "text": text, "pooled": pooled}
 

@@ -20,10 +20,7 @@ def main(job: RankJob, here: Process) -> None:
     with weights.empty():
         attend = next((name for name in ("flash-attention-4", "flex-attention") if name in job.turbo), "torch")
         model = Llama(job.model, job.training.seq_len, config.loss_chunk, attend)
-    if "linear-cross-entropy" in job.turbo:
-        model.fuse_loss()
-    if job.training.compile:
-        model.compile_loss()
+    model.choose_loss(job)
     shard(model, list(model.layers), job, here, wide=lambda name: name == "output")
     weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
     train.run(job, here, Sharded(model, session.loss, job, here), data.text(job))

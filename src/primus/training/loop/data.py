@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -55,36 +55,21 @@ class _Tokens(Data):
         return int((batch["labels"] != _IGNORED).sum())
 
 
-class _Passes(_Tokens):
-    """``samples`` samples. Each pass over them has a different order, determined by ``seed``."""
-
-    def __init__(self, samples: int, seq_len: int, seed: int) -> None:
-        super().__init__(seq_len)
-        self.samples = samples
-        self._seed = seed
-        self._order: tuple[int, torch.Tensor] | None = None
-
-    def _place(self, number: int) -> int:
-        turn, place = divmod(number, self.samples)
-        if self._order is None or self._order[0] != turn:
-            self._order = (turn, shuffled(self.samples, self._seed, turn))
-        return int(self._order[1][place])
-
-
-class Stream(_Passes):
+class Stream(_Tokens):
     """A stream of tokens, cut into consecutive samples."""
 
     def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
-        super().__init__((len(tokens) - 1) // seq_len, seq_len, seed)
+        super().__init__(seq_len)
+        self.samples, self._seed = (len(tokens) - 1) // seq_len, seed
         self._stream = tokens
 
     @override
     def sample(self, number: int) -> torch.Tensor:
-        start = self._place(number) * self._seq_len
+        start = place_of(number, self.samples, self._seed) * self._seq_len
         return torch.from_numpy(self._stream[start : start + self._seq_len + 1].astype(np.int64))
 
 
-class Documents(_Passes):
+class Documents(_Tokens):
     """Documents of which each is trained on its own: one per sample, or with ``packing`` several.
 
     Without a mask, long documents are several; with one, they are cut, and those without a trained label are left out.
@@ -97,7 +82,8 @@ class Documents(_Passes):
         self._pieces = tokens.pieces(seq_len)
         lengths = self._pieces[1] - self._pieces[0] - 1
         self._packs = packs(lengths.tolist(), seq_len) if packing else None
-        super().__init__(len(lengths if self._packs is None else self._packs), seq_len, seed)
+        super().__init__(seq_len)
+        self.samples, self._seed = len(lengths if self._packs is None else self._packs), seed
 
     @override
     def batch(self, first: int, count: int) -> Batch:
@@ -105,7 +91,7 @@ class Documents(_Passes):
         labels = torch.full_like(inputs, _IGNORED)
         positions = torch.arange(self._seq_len).repeat(count, 1)
         for row in range(count):
-            place, sample = 0, self._place(first + row)
+            place, sample = 0, place_of(first + row, self.samples, self._seed)
             for number in [sample] if self._packs is None else self._packs[sample]:
                 piece = slice(int(self._pieces[0][number]), int(self._pieces[1][number]))
                 tokens = torch.from_numpy(self._tokens.tokens[piece].astype(np.int64))
@@ -127,21 +113,19 @@ def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
     that was filled last.
     """
     samples: list[list[int]] = []
-    rooms: list[int] = []  # those that a sample has, ascending
-    having: dict[int, list[int]] = defaultdict(list)
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        length, sample, room = lengths[number], len(samples), size
-        if (place := bisect_left(rooms, length)) == len(rooms):
-            samples.append([])
+    # Of each sample with room for a document: its room, less the turn in which it was filled, and its number.
+    rooms: list[tuple[int, int, int]] = []
+    shortest = min(lengths, default=0)
+    for turn, number in enumerate(sorted(range(len(lengths)), key=lambda number: -lengths[number])):
+        place = bisect_left(rooms, (lengths[number],))
+        if place < len(rooms):
+            room, _, sample = rooms.pop(place)
         else:
-            room = rooms[place]
-            sample = having[room].pop()
-            if not having[room]:
-                del rooms[place]
+            room, sample = size, len(samples)
+            samples.append([])
         samples[sample].append(number)
-        if not having[room - length]:
-            insort(rooms, room - length)
-        having[room - length].append(sample)
+        if (room := room - lengths[number]) >= shortest:
+            insort(rooms, (room, -turn, sample))
     return samples
 
 
@@ -167,6 +151,12 @@ def generator_of(seed: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 2_000_003 + number)
 
 
-def shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
-    """Return the order of ``count`` samples in pass ``turn``."""
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, turn: int) -> torch.Tensor:
     return torch.randperm(count, generator=generator_of(seed, turn))
+
+
+def place_of(number: int, count: int, seed: int) -> int:
+    """Return which of ``count`` stored samples is sample ``number``. Each pass over them has another order."""
+    turn, place = divmod(number, count)
+    return int(_order(count, seed, turn)[place])

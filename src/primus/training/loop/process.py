@@ -76,11 +76,7 @@ def start(job: RankJob) -> Process:
 
 
 def use_cpu(threads: int) -> None:
-    """Prepare a rank on a CPU, before its process group.
-
-    The number of threads is fixed regardless of the environment. Sums then always have the same order, and a run can be
-    repeated to the last bit.
-    """
+    """Prepare a rank on a CPU, before its process group. With fixed threads, sums always have the same order."""
     torch.set_num_threads(threads)
     # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

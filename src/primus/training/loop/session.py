@@ -1,13 +1,9 @@
-"""The interface between the loop and a backend: a trainable model (:class:`Session`) and its data (:class:`Data`).
-
-:class:`LanguageModel` is the base of models that map tokens and labels to the sum of the losses. :class:`Sharded` is a
-session for any PyTorch model: FSDP2 over all ranks, AdamW and clipping.
-"""
+"""The interface between the loop and a backend: a trainable model (:class:`Session`) and its data (:class:`Data`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -31,10 +27,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class Data(Protocol):
-    """Samples accessed by number. A position in the data is one number, and every layout uses the same samples.
-
-    ``tokens_per_sample`` and ``images_per_sample`` (0 for text) are the sizes of one sample, for throughput.
-    """
+    """Samples accessed by number. ``tokens_per_sample`` and ``images_per_sample`` (0 for text) are for throughput."""
 
     tokens_per_sample: int
     images_per_sample: int
@@ -61,23 +54,15 @@ class Session(Protocol):
         """The number of this rank's share of the global batch, from 0 to the job's ``data_parallel`` − 1."""
 
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
-        """Run the forward and backward passes of one step's micro-batches, which are on the CPU.
-
-        Computes the gradient of (sum of all losses over all data-parallel ranks) ÷ ``terms``. Returns the sum of this
-        rank's losses, undivided and detached, as a scalar on the rank's device; 0 if this rank computes no loss.
+        """Compute the gradient of (sum of all losses over all data-parallel ranks) ÷ ``terms`` for micro-batches on the
+        CPU. Return the sum of this rank's losses, undivided and detached; 0 if this rank computes none.
         """
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a scalar over the data-parallel ranks, on every rank of the job.
-
-        Ranks that do not compute the value (all but the last pipeline stage) get it as well.
-        """
+        """Return the sum of a scalar over the data-parallel ranks, on every rank and pipeline stage of the job."""
 
     def step(self, lr: float) -> torch.Tensor:
-        """Clip the gradients, update the weights with learning rate ``lr``, and reset the gradients.
-
-        Returns the global gradient norm before clipping: a scalar, equal on every rank.
-        """
+        """Clip the gradients, update the weights, reset the gradients, and return their global norm before clipping."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return model and optimizer for :mod:`torch.distributed.checkpoint`, which loads into these tensors in place.
@@ -89,10 +74,7 @@ class Session(Protocol):
         """Use the state that was loaded into the tensors of :meth:`state_dict`."""
 
     def whole(self) -> Mapping[str, torch.Tensor]:
-        """Return all parameters of the job, unsharded and on the CPU, under the names of a run on one rank.
-
-        All ranks must call it; only rank 0 gets everything.
-        """
+        """Return on rank 0 all parameters of the job, whole and on the CPU, by their names in a run on one rank."""
         return whole_parameters(self.model_parts)
 
     def taken(self) -> Taken | None:
@@ -116,15 +98,14 @@ class LanguageModel(nn.Module):
         self._summed = _summed
         self._fused: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
-    def compile_loss(self) -> None:
-        """Compile the computation of logits and loss."""
-        self._summed = torch.compile(_summed)
+    def choose_loss(self, job: RankJob) -> None:
+        """Compile the computation of logits and loss, or compute their gradients at once, as the job says."""
+        if job.training.compile:
+            self._summed = torch.compile(_summed)
+        if "linear-cross-entropy" in job.turbo:
+            from primus.turbo.kernels import linear_cross_entropy
 
-    def fuse_loss(self) -> None:
-        """Compute loss and gradients of the output layer together, in chunks, so that logits are computed only once."""
-        from primus.turbo.kernels import linear_cross_entropy
-
-        self._fused = linear_cross_entropy
+            self._fused = linear_cross_entropy
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor | None = None
@@ -164,8 +145,7 @@ def _summed(head: nn.Linear, states: torch.Tensor, labels: torch.Tensor) -> torc
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the loss of a language model, for :class:`Sharded`."""
-    total: torch.Tensor = model(**batch)
-    return total
+    return cast(torch.Tensor, model(**batch))
 
 
 # A function of the sharded model and a micro-batch on its device, which returns the sum of the losses.
@@ -314,19 +294,16 @@ class Sharded(Session):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        ours = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        ours = [
+            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
+        ]
         set_state_dict(
             self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
             options=_OPTIONS,
         )  # fmt: skip
         # PyTorch also loads the settings, such as weight decay. Those of this run count.
-        for group, settings in zip(self._groups, ours, strict=True):
+        for group, settings in zip(self._optimizer.param_groups, ours, strict=True):
             group.update(settings)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        return groups
 
     @override
     def facts(self) -> dict[str, Any]:

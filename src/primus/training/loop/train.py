@@ -30,10 +30,7 @@ from primus.turbo.optimizations import active
 
 
 def save_checkpoint(output: Path, step: int, session: Session, fields: Mapping[str, Any]) -> Path:
-    """Save the model, optimizer and random states after ``step``, with the run's identity. Returns the folder.
-
-    The folder is renamed to its final name when all ranks have written their part.
-    """
+    """Save model, optimizer and random states after ``step``, with the run's identity. Returns the whole folder."""
     folder = output / "checkpoint" / f"step-{step}"
     unfinished = folder.with_name(f".{folder.name}")
     if dist.get_rank() == 0:
@@ -50,20 +47,21 @@ def save_checkpoint(output: Path, step: int, session: Session, fields: Mapping[s
 
 
 def load_checkpoint(folder: Path, session: Session) -> None:
-    """Load the checkpoint in ``folder``. The learning rate and the position in the data follow from its step.
+    """Load the checkpoint in ``folder``. Raises SystemExit if it is damaged.
 
-    Random states belong to ranks, so they are not loaded if the number of ranks differs. Raises SystemExit if the
-    checkpoint is damaged.
+    Random states belong to ranks, so they are not loaded if the number of ranks differs.
     """
     state = session.state_dict()
     try:
         identity.verify_tensors(folder)
-        random = _fill(folder, state)
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        if sum(name.startswith("random.") for name in metadata) == dist.get_world_size():
+            state |= _random_states()
+        dcp.load(state, checkpoint_id=folder)
     except (CheckpointException, Exception) as error:
         raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
-    for name in random:
-        if name in state:
-            _set_random_state(state.pop(name))
+    if (random := state.pop(f"random.{dist.get_rank()}", None)) is not None:
+        _set_random_state(random)
     session.load_state_dict(state)
 
 
@@ -77,16 +75,6 @@ def prove_checkpoint(
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-
-
-def _fill(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    random = _random_states()
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    saved_ranks = sum(name.startswith("random.") for name in metadata)
-    if saved_ranks == dist.get_world_size():
-        state |= random
-    dcp.load(state, checkpoint_id=folder)
-    return random
 
 
 def _random_states() -> dict[str, Any]:
@@ -104,11 +92,13 @@ def _set_random_state(state: torch.Tensor) -> None:
 
 
 class _Trackers:
-    """TensorBoard and Weights & Biases, if the recipe requests them. Raises SystemExit if one is not installed."""
+    """TensorBoard and Weights & Biases on rank 0, as requested. Raises SystemExit if one is not installed."""
 
-    def __init__(self, job: RankJob) -> None:
+    def __init__(self, job: RankJob, process: Process) -> None:
         self._board: Any = None
         self._run: Any = None
+        if process.rank:
+            return
         try:
             if job.training.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
@@ -123,7 +113,7 @@ class _Trackers:
         except ImportError as error:
             raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error
 
-    def step(self, figures: Mapping[str, float], step: int) -> None:
+    def track(self, figures: Mapping[str, float], step: int) -> None:
         if self._board:
             for name, value in figures.items():
                 self._board.add_scalar(name, value, step)
@@ -149,7 +139,7 @@ class Report:
         self._tokens = samples * data.tokens_per_sample
         self._images = samples * data.images_per_sample
         self._exact = job.output / "exact.jsonl"
-        self._trackers = _Trackers(job) if process.rank == 0 else None
+        self.trackers = _Trackers(job, process)
         self._since = time.perf_counter()
         # FLOPs of one token or image.
         self.per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=adapters)
@@ -173,7 +163,7 @@ class Report:
         if self._images:
             line += f"  images/s: {units:.3f}"
         _print(line)
-        if self._trackers is None:
+        if self._process.rank:
             return
         with self._exact.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
@@ -181,17 +171,7 @@ class Report:
             "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory,
             "tflops_causal": causal, "tflops_non_causal": flops,
         }  # fmt: skip
-        self._trackers.step(figures | ({"images_per_second": units} if self._images else {}), step)
-
-    def track(self, figures: Mapping[str, float], step: int) -> None:
-        """Pass ``figures`` of a step on to the trackers."""
-        if self._trackers:
-            self._trackers.step(figures, step)
-
-    def end(self) -> None:
-        """Close the trackers."""
-        if self._trackers:
-            self._trackers.end()
+        self.trackers.track(figures | ({"images_per_second": units} if self._images else {}), step)
 
     def say(self, text: str) -> None:
         """Print a line from rank 0."""
@@ -210,10 +190,7 @@ _COLLECT_EVERY = 50
 
 
 def run(job: RankJob, process: Process, session: Session, data: Data, evaluation: Evaluation | None = None) -> None:
-    """Train all steps of the job, and write log, facts and checkpoints to the output folder.
-
-    Facts about dtypes and kernels come from the first step: see :func:`primus.training.facts.watching`.
-    """
+    """Train all steps of the job, and write log, facts and checkpoints to the output folder."""
     config = job.training
     observed = {
         **facts.static(session.model_parts, process.device.type), "seed": config.seed,
@@ -260,19 +237,18 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
             report.start()
         if evaluation and evaluation.due(step):
             with witness.busy(step) if witness else nullcontext():
-                evaluation.run(step, partial(_save, job, session, report), report.say, report.track)
+                evaluation.run(step, partial(_save, job, session, report), report.say, report.trackers.track)
             report.start()
             if evaluation.over:
                 break
         if step % _COLLECT_EVERY == 0:
             gc.collect()
-    report.end()
+    report.trackers.end()
     observed |= {"weights_sha256": facts.digest(session.model_parts), "last_step": step} | active(job.turbo)
     facts.write(job.output / "facts.json", observed)
 
 
 def _save(job: RankJob, session: Session, report: Report, step: int) -> Path:
-    """Save a checkpoint, unless it has been saved. Returns its folder."""
     folder, began = job.output / "checkpoint" / f"step-{step}", time.perf_counter()
     if not folder.exists():
         save_checkpoint(job.output, step, session, job.identity)

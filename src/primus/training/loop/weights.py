@@ -28,7 +28,7 @@ Rows = Callable[[int, int], torch.Tensor]
 
 @contextmanager
 def empty() -> Iterator[None]:
-    """Create the parameters of models without memory while the context is open. Buffers are created as usual."""
+    """Create models without memory for parameters while the context is open. Buffers are created as usual."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:

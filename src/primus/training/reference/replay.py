@@ -100,14 +100,24 @@ def _use_one_core() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """The mean loss, the loss of each label or image, and the gradients, their norm, and clipped."""
+
+    loss: float
+    losses: torch.Tensor
+    gradients: Tensors
+    norm: float
+    clipped: Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Step:
     """What the reference computed for one step.
 
     ``used`` are the gradients that the run's optimizer used, by the reference's names, and ``seen`` what else it left
     of the update; both are None if the optimizer did not run. ``limited`` are the reference's clipped gradients, kept
-    if there are no others. ``sent`` is the number of tokens of each expert, by layer. At some steps, ``blocks`` and
-    ``of_blocks`` are what :func:`.blocks.compare` returns, or its error, and ``of_weights`` what
-    :func:`.models.products` returns.
+    if there are no others. ``sent`` is the number of tokens of each expert, by layer. ``blocks`` and ``of_blocks`` are
+    what :func:`.blocks.compare` returns, or its error; ``of_weights`` is what :func:`.models.products` returns.
     """
 
     step: int
@@ -166,16 +176,13 @@ class _Replay:
 
     def compare(self, computed: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
         step, seen, used = computed.step, computed.seen, computed.used
-        row: dict[str, Any] = {"step": step, "data": self._batches(step)}
-        row["rate"] = rate = update.rate(self._settings, step)
+        rate = update.rate(self._settings, step)
         self.narrow |= computed.narrow
-        row |= computed.figures | {
-            "regular": step in self._examined,
-            "blocks": computed.blocks,
-            "own_gradient": seen is not None,
-            "stale": seen["stale"] if seen else [],
-        }
-        row["apart"] = seen["apart"] if seen else []
+        row = {
+            "step": step, "data": self._batches(step), "rate": rate, **computed.figures, "blocks": computed.blocks,
+            "regular": step in self._examined, "own_gradient": seen is not None,
+            "stale": seen["stale"] if seen else [], "apart": seen["apart"] if seen else [],
+        }  # fmt: skip
         if seen is not None:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:
@@ -234,50 +241,41 @@ class _Replay:
         # In float32, the reference's own rounding is judged where it also computes in float64.
         model, dtype = self._models.model(), torch.float64 if noisy and self._exact else torch.float32
         weights = self._models.weights(before, dtype)
-        loss, losses, gradients = self._gradients(step, weights, model)
-        norm = update.norm_of(gradients)
-        figures: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
-        limited = update.clipped(gradients, norm, self._settings.max_norm)
+        exact = self._pass(step, weights, model)
+        figures: dict[str, Any] = {"loss": exact.loss, "grad_norm": exact.norm, "closest": min(model.closest, 1e9)}
+        limited, products = exact.clipped, None
         scales = scales_of(limited)
-        products = None
         if used is not None:
-            figures |= {"missing": sorted(set(limited) - set(used)), "gaps": gaps_of(used, limited, scales)}
+            figures |= {"missing": sorted(limited.keys() - used.keys()), "gaps": gaps_of(used, limited, scales)}
         if noisy:
-            exact = loss, losses, gradients
-            figures["noise"], rounded = self._noise(step, before, exact, limited, scales)
+            noise, rounded = self._noise(step, before, exact, scales)
+            figures["noise"] = noise
             if not self._exact and self._doubtful(step, figures):
                 # A few tokens may determine the error of a tensor or of the loss, and one rounding may spare them by
                 # chance.
-                others = [self._noise(step, before, exact, limited, scales, grid)[0] for grid in _GRIDS]
-                noise = figures["noise"]
+                others = [self._noise(step, before, exact, scales, grid)[0] for grid in _GRIDS]
                 noise["gaps"] = {
                     kind: max(gap, typical([other["gaps"][kind] for other in others]))
                     for kind, gap in noise["gaps"].items()
                 }
                 for key in ("loss", "grad_norm"):
                     noise[key] = max(noise[key], math.sqrt(sum(other[key] ** 2 for other in others) / len(others)))
-                figures["noise"]["doubt"] = self._in_doubt(step, weights, limited, scales)
+                noise["doubt"] = self._in_doubt(step, weights, limited, scales)
             if used is not None and trials:
                 products = self._trials(step, weights, used, limited, rounded)
         return _Step(
-            step=step,
-            seen=seen,
-            used=used,
+            step=step, seen=seen, used=used, figures=figures, limited=limited if used is None else None,
             narrow=any(gradient.dtype == torch.bfloat16 for gradient in raw.values()),
-            figures=figures,
-            limited=limited if used is None else None,
-            sent=model.sent if isinstance(model, Model) else {},
-            of_weights=products,
-        )
+            sent=model.sent if isinstance(model, Model) else {}, of_weights=products,
+        )  # fmt: skip
 
     def _in_doubt(self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
         """Return kind of tensor → how far its gradient moves if every token in doubt goes to the other expert."""
         model = self._models.model()
         if not isinstance(model, Model) or not self._sizes.moe.experts:
             return {}
-        gradients = self._gradients(step, weights, replace(model, doubt=_DOUBT))[2]
-        clipped = update.clipped(gradients, update.norm_of(gradients), self._settings.max_norm)
-        return {kind: gap for kind, (gap, _) in gaps_of(clipped, limited, scales).items()}
+        other = self._pass(step, weights, replace(model, doubt=_DOUBT))
+        return {kind: gap for kind, (gap, _) in gaps_of(other.clipped, limited, scales).items()}
 
     def _doubtful(self, step: int, figures: Mapping[str, Any]) -> bool:
         """Return whether a gap is too large for its noise, but small enough that noise may explain it."""
@@ -291,10 +289,8 @@ class _Replay:
     def _trials(
         self, step: int, weights: Tensors, used: Tensors, limited: Tensors, rounded: Tensors
     ) -> Products | None:
-        changed = {}
-        for name, trial in models.trials_of_weights(self._models.model()).items():
-            gradients = self._gradients(step, weights, trial)[2]
-            changed[name] = update.clipped(gradients, update.norm_of(gradients), self._settings.max_norm)
+        trials = models.trials_of_weights(self._models.model())
+        changed = {name: self._pass(step, weights, trial).clipped for name, trial in trials.items()}
         return models.products(used, limited, rounded, changed) if changed else None
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
@@ -339,46 +335,44 @@ class _Replay:
             )
         return different
 
-    def _gradients(self, step: int, weights: Tensors, model: AnyModel) -> tuple[float, torch.Tensor, Tensors]:
+    def _pass(self, step: int, weights: Tensors, model: AnyModel) -> _Pass:
         trained = {name for name in weights if is_trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
-        ranks, every_loss = self._job["data_parallel"], []
+        ranks, pieces, every_loss = self._job["data_parallel"], self._job["accumulation"], []
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
         terms = sum(self._samples.terms(batch) for batch in batches)
-        calls = ranks * self._job["accumulation"]
-        pieces = self._job["accumulation"]
         for batch in batches:
             for parts in zip(*(tensor.chunk(pieces) for tensor in batch.values()), strict=True):
                 losses, balance = model.losses(leaves, dict(zip(batch, parts, strict=True)))
-                (losses.sum() / terms + balance / calls).backward()
+                (losses.sum() / terms + balance / (ranks * pieces)).backward()
                 every_loss.append(losses.detach().to(torch.float64).flatten())
         # An expert that no token chose has zero gradients; its moments still move it.
         gradients = {
             name: torch.zeros_like(weights[name]) if leaves[name].grad is None else leaves[name].grad
             for name in trained
         }
-        every = torch.cat(every_loss)
-        return float(every.sum()) / terms, every, gradients
+        every, norm = torch.cat(every_loss), update.norm_of(gradients)
+        clipped = update.clipped(gradients, norm, self._settings.max_norm)
+        return _Pass(loss=float(every.sum()) / terms, losses=every, gradients=gradients, norm=norm, clipped=clipped)
 
     def _noise(
-        self, step: int, before: Tensors, exact: tuple[float, torch.Tensor, Tensors], limited: Tensors,
-        scales: Mapping[str, float], grid: float = 1.0,
-    ) -> tuple[dict[str, Any], Tensors]:  # fmt: skip
+        self, step: int, before: Tensors, exact: _Pass, scales: Mapping[str, float], grid: float = 1.0
+    ) -> tuple[dict[str, Any], Tensors]:
         """Return how far the run's precision alone moves the results, and the clipped gradients of that repetition."""
-        loss, losses, gradients = exact
-        norm = update.norm_of(gradients)
-        model = self._models.rounding(grid)
-        other, again, moved = self._gradients(step, self._models.weights(before, torch.float32), model)
+        other = self._pass(step, self._models.weights(before, torch.float32), self._models.rounding(grid))
         # The error of the mean can be small by chance. The errors of single labels show how large it can become.
-        spread = float((again - losses).std()) / math.sqrt(len(losses))
-        # Each gradient is a number of the run's precision before it is summed over ranks.
-        rounded = moved if self._exact else {name: bfloat(gradient) for name, gradient in moved.items()}
-        clipped = update.clipped(rounded, update.norm_of(moved), self._settings.max_norm)
+        spread = float((other.losses - exact.losses).std()) / math.sqrt(len(exact.losses))
+        moved, clipped = other.gradients, other.clipped
+        if not self._exact:
+            # Each gradient is a number of the run's precision before it is summed over ranks.
+            rounded = {name: bfloat(gradient) for name, gradient in moved.items()}
+            clipped = update.clipped(rounded, other.norm, self._settings.max_norm)
+        error = math.sqrt(sum(float((moved[n] - gradient).square().sum()) for n, gradient in exact.gradients.items()))
         return {
-            "loss": max(abs(other - loss), spread) / loss,
+            "loss": max(abs(other.loss - exact.loss), spread) / exact.loss,
             # The error of a norm is at most that of its vector.
-            "grad_norm": math.sqrt(sum(float((moved[n] - g).square().sum()) for n, g in gradients.items())) / norm,
-            "gaps": gaps_of(clipped, limited, scales),
+            "grad_norm": error / exact.norm,
+            "gaps": gaps_of(clipped, exact.clipped, scales),
         }, clipped
 
 

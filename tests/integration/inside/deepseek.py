@@ -56,7 +56,9 @@ def gap_of(sizes: Architecture) -> float:
     weights = to_canonical("megatron", sizes, own)
     assert any(name.endswith(BIAS) for name in weights) == (sizes.moe.score == "sigmoid")
     tokens = torch.randint(0, sizes.vocab_size, (2, LENGTH))
-    expected, _ = Model(sizes).logits({name: tensor.double() for name, tensor in weights.items()}, tokens)
+    expected, _ = Model(sizes).prediction(
+        {name: tensor.double() for name, tensor in weights.items()}, {"inputs": tokens}
+    )
     logits = part.module(tokens, torch.arange(LENGTH).expand_as(tokens), None)
     return float((logits - expected).abs().max() / expected.abs().max())
 

@@ -13,6 +13,7 @@ from primus.recipes.family import families, family
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training.finetune.models import config_of
+from primus.training.flux.backend import config_of as flux_config_of
 from primus.training.flux.entry import rotary_axes
 from primus.training.reference import blocks, diffusion, models
 from primus.training.reference.model import Model
@@ -52,12 +53,16 @@ def main() -> None:
         assert {key: tuple(value.shape) for key, value in without_bias(weights).items()} == shapes(sizes), name
         tokens = torch.randint(0, sizes.vocab_size, (2, 33))
         with torch.no_grad():
-            ours, _ = Model(sizes).logits({key: value.double() for key, value in weights.items()}, tokens)
+            ours, _ = Model(sizes).prediction(
+                {key: value.double() for key, value in weights.items()}, {"inputs": tokens}
+            )
             theirs = model(tokens).logits
         gap = float((ours - theirs).abs().max() / theirs.abs().max())
         assert gap < 1e-5, (name, gap)
         for wrong in _wrong(sizes):
-            other, _ = Model(wrong).logits({key: value.double() for key, value in weights.items()}, tokens)
+            other, _ = Model(wrong).prediction(
+                {key: value.double() for key, value in weights.items()}, {"inputs": tokens}
+            )
             assert float((other.detach() - theirs).abs().max() / theirs.abs().max()) > 1e-4, (name, wrong)
 
 
@@ -129,11 +134,8 @@ def flux() -> None:
     """FLUX's transformer, in float64 on both sides."""
     sizes = resolve("flux.1-dev", [], Choices(gpu="cpu", proxy=True)).architecture
     dit = sizes.dit
-    model = FluxTransformer2DModel(
-        in_channels=dit.in_channels, num_layers=dit.double_layers, num_single_layers=dit.single_layers,
-        attention_head_dim=sizes.head_size, num_attention_heads=sizes.heads, joint_attention_dim=dit.text_dim,
-        pooled_projection_dim=dit.pooled_dim, guidance_embeds=dit.guidance, axes_dims_rope=rotary_axes(sizes.head_size),
-    ).double()  # fmt: skip
+    axes = rotary_axes(sizes.head_size)
+    model = FluxTransformer2DModel(**flux_config_of(sizes), axes_dims_rope=axes).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
     weights = dict(model.named_parameters())
@@ -148,10 +150,10 @@ def flux() -> None:
             guidance=torch.full((2,), 3.5).double(), return_dict=False,
         )[0]  # fmt: skip
         for guidance, scale, agrees in ((3.5, 1.0, True), (3.0, 1.0, False), (3.5, 0.99, False)):
-            own = diffusion.Diffusion(sizes, guidance)
+            own = diffusion.Diffusion(sizes, guidance=guidance)
             # An image mixed with itself is the image at any time.
             batch = {"latents": image, "noise": image, "time": scale * time, "text": text, "pooled": pooled}
-            found = own.prediction(weights, batch)
+            found, _ = own.prediction(weights, batch)
             gap = float((found - theirs).abs().max() / theirs.abs().max())
             # diffusers computes the sinusoids of the time in float32.
             assert (gap < 1e-4) is agrees, (guidance, scale, gap)
@@ -190,7 +192,7 @@ def figures() -> None:
             run[sample, position] = outputs[sample, position] + 8e-3 * noise[sample, position]
         certain = torch.ones(8, 128, dtype=torch.bool)
         rounded = outputs + 1e-3 * noise
-        one = blocks.Result(name="layers.0", entered=None, run=run, exact=outputs, rounded=rounded, certain=certain)
+        one = blocks.Result(name="layers.0", run=run, exact=outputs, rounded=rounded, certain=certain)
         return blocks._figures([one])
 
     for places, token, position in (((), 2, 2), (((3, 9),), 9, 2), (((slice(None), 9),), 9, 9)):
@@ -202,7 +204,7 @@ def figures() -> None:
     run, certain = 1.01 * outputs, torch.ones(8, 128, dtype=torch.bool)
     run[0, :4], certain[0, :4] = torch.nan, False
     rounded = outputs + 1e-3 * noise
-    one = blocks.Result(name="layers.0", entered=None, run=run, exact=outputs, rounded=rounded, certain=certain)
+    one = blocks.Result(name="layers.0", run=run, exact=outputs, rounded=rounded, certain=certain)
     row = blocks._figures([one])
     assert abs(row["share"] - 0.01) < 1e-4 and 0.9e-3 < row["noise"] < 1.1e-3, row
 

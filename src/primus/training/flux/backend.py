@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from primus.errors import InputError
 from primus.files import read_bytes
 from primus.recipes.architecture import Architecture, DiffusionTransformer
+from primus.recipes.family import family
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
 from primus.training import identity
@@ -68,33 +70,32 @@ def check_cache(folder: Path, model: DiffusionTransformer) -> None:
         raise InputError("the cache contains no image", where=str(folder))
 
 
+def config_of(model: Architecture) -> dict[str, Any]:
+    """Return the arguments of diffusers' transformer with the sizes of ``model``, which its config.json has as well."""
+    known = family("flux").config
+    return {name: model.head_size if key == "head_dim" else attrgetter(key)(model) for key, name in known.items()}
+
+
 def check_transformer(folder: Path, model: Architecture, where: str | None = None) -> None:
     """Raise InputError unless ``folder`` has whole weights of diffusers' transformer with the sizes of ``model``."""
-    file, dit = folder / "config.json", model.dit
+    file = folder / "config.json"
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'")
     for part in identity.tensor_files(folder):
         identity.header(part)
     try:
-        config = json.loads(read_bytes(file))
-        # The recipe's size, and that of the weights.
-        sizes = {
-            "dit.double_layers": (dit.double_layers, config["num_layers"]),
-            "dit.single_layers": (dit.single_layers, config["num_single_layers"]),
-            "heads": (model.heads, config["num_attention_heads"]),
-            "head_dim": (model.head_size, config["attention_head_dim"]),
-            "dit.in_channels": (dit.in_channels, config["in_channels"]),
-            "dit.text_dim": (dit.text_dim, config["joint_attention_dim"]),
-            "dit.pooled_dim": (dit.pooled_dim, config["pooled_projection_dim"]),
-            "dit.guidance": (dit.guidance, bool(config.get("guidance_embeds", False))),
-        }
+        config = {"guidance_embeds": False, **json.loads(read_bytes(file))}
+        wrong = [
+            f"model.{key} is {mine}, the weights have {config[name]}"
+            for (key, name), mine in zip(family("flux").config.items(), config_of(model).values(), strict=True)
+            if config[name] != mine
+        ]
     except FileNotFoundError:
         raise InputError(f"the weights in {folder} have no config.json", where=where) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError("config.json is not that of diffusers' FLUX transformer", where=str(file)) from error
-    if wrong := {key: pair for key, pair in sizes.items() if pair[0] != pair[1]}:
-        listed = "; ".join(f"model.{key} is {mine}, the weights have {theirs}" for key, (mine, theirs) in wrong.items())
-        raise InputError(f"the recipe does not match these weights: {listed}", where=str(file))
+    if wrong:
+        raise InputError(f"the recipe does not match these weights: {'; '.join(wrong)}", where=str(file))
 
 
 def _shown(shape: tuple[object, ...]) -> str:

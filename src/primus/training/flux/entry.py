@@ -11,7 +11,7 @@ from torch import nn
 
 from primus.recipes.architecture import Architecture
 from primus.training.flux import latents
-from primus.training.flux.backend import FluxConfig
+from primus.training.flux.backend import FluxConfig, config_of
 from primus.training.loop import process, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
@@ -50,19 +50,8 @@ def transformer(model: Architecture) -> Any:
     """Return diffusers' transformer with these sizes and parameters without memory."""
     from diffusers import FluxTransformer2DModel
 
-    dit = model.dit
     with weights.empty():
-        return FluxTransformer2DModel(
-            in_channels=dit.in_channels,
-            num_layers=dit.double_layers,
-            num_single_layers=dit.single_layers,
-            attention_head_dim=model.head_size,
-            num_attention_heads=model.heads,
-            joint_attention_dim=dit.text_dim,
-            pooled_projection_dim=dit.pooled_dim,
-            guidance_embeds=dit.guidance,
-            axes_dims_rope=rotary_axes(model.head_size),
-        )
+        return FluxTransformer2DModel(**config_of(model), axes_dims_rope=rotary_axes(model.head_size))
 
 
 def rotary_axes(size: int) -> tuple[int, int, int]:

@@ -17,16 +17,14 @@ from typing import Any
 import torch
 
 from primus.training.reference.data import Samples
-from primus.training.reference.diffusion import Diffusion
-from primus.training.reference.model import Model
-from primus.training.reference.models import AnyModel, Products, Trial, products_of_blocks
+from primus.training.reference.model import Model, Transformer
+from primus.training.reference.models import Products, Trial, products_of_blocks
 from primus.training.reference.names import Tensors
 
 # One call of a module: its inputs, outputs and their gradients, by the names of primus.training.witness.
 Call = Mapping[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
-# An output, and the number of which the backward pass begins besides it.
-Computed = tuple[torch.Tensor, torch.Tensor]
+Shape = tuple[int, ...]
 
 # How many times the noise of its scores a token's chosen expert must be ahead of the next one. Closer tokens may go to
 # either expert, and are not compared.
@@ -56,11 +54,11 @@ class Result:
     """
 
     name: str
-    entered: torch.Tensor | None
     run: torch.Tensor
     exact: torch.Tensor
     rounded: torch.Tensor
     certain: torch.Tensor
+    entered: torch.Tensor | None = None
     floor: float = _FLOOR
     balanced: bool = False
     moved: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -83,11 +81,11 @@ class Pair:
     ``plain`` is the exact model without FP8, and ``trials`` are what :func:`.models.trials` returns.
     """
 
-    exact: AnyModel
-    rounded: AnyModel
+    exact: Transformer
+    rounded: Transformer
     weights: Tensors
     narrow: Tensors
-    plain: AnyModel
+    plain: Transformer
     trials: Mapping[str, Trial]
 
     def both(self, compute: Callable[[Any, Tensors], Any]) -> tuple[Any, Any]:
@@ -99,9 +97,7 @@ def compare(
     folder: Path, job: Mapping[str, Any], step: int, samples: Samples, pair: Pair
 ) -> tuple[list[dict[str, Any]], Products]:
     """Return for each module how its errors at ``step`` compare with the noise, see :func:`_figures`; and with the
-    effects of changed constants.
-
-    Raises Unlike if the run's modules were not called as they should be.
+    effects of changed constants. Raises Unlike if the run's modules were not called as they should be.
     """
     ranks, count = job["data_parallel"], job["accumulation"]
     batches = [samples.batch(step, rank) for rank in range(ranks)]
@@ -115,11 +111,7 @@ def compare(
     for rank, whole in enumerate(batches):
         for number, parts in enumerate(zip(*(tensor.chunk(count) for tensor in whole.values()), strict=True)):
             run, batch = _Run(seen[rank], number, count), dict(zip(whole, parts, strict=True))
-            if isinstance(pair.exact, Diffusion):
-                results = _of_images(run, pair.exact, pair, batch, scale / terms)
-            else:
-                results = _of_text(run, pair.exact, pair, batch, scale / terms, scale / ranks / count)
-            for result in results:
+            for result in _of_batch(run, pair, batch, scale / terms, scale / ranks / count):
                 by_name.setdefault(result.name, []).append(result)
     rows = [{"name": name, **_figures(results)} for name, results in by_name.items()]
     return rows, products_of_blocks(list(pair.trials), (result for results in by_name.values() for result in results))
@@ -193,89 +185,63 @@ def _arranged(parts: Sequence[torch.Tensor], shape: Sequence[int], name: str) ->
     raise Unlike(f"{name} computed {len(parts)} × {list(parts[0].shape)}, not {list(shape)}")
 
 
-def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float, per_call: float) -> Iterator[Result]:
-    tokens, sizes = batch["inputs"], model.sizes
-    shape = (*tokens.shape, sizes.hidden_size)
-    inside, outside = {"in.hidden_states": shape}, {"out.0": shape}
-    every = torch.ones(tokens.shape, dtype=torch.bool)
-    states = run.needed("layers.0", inside)
-    exact, rounded = pair.both(lambda model, weights: model.embedded(weights, tokens))
-    yield Result(name="embeddings", entered=None, run=states, exact=exact, rounded=rounded, certain=every)
-    for layer in range(sizes.layers):
-        name = f"layers.{layer}"
-        _check_entered(run, name, inside, states)
-        returned = run.needed(name, outside)
-
-        def block(model: Any, weights: Tensors, states: torch.Tensor, layer: int = layer) -> Computed:
-            computed: Computed = model.block(weights, layer, states, batch.get("positions"))
-            return computed
-
-        yield from _of_block(run, name, inside, outside, pair, states, returned, per_call, block)
-        states = returned
-    # A fused loss has no logits.
-    called = any(run.calls.get("output", ()))
-    logits = run.needed("output", {"out.0": (*tokens.shape, sizes.vocab_size)}) if called else None
-    yield from _of_output(
-        "logits", logits, pair, states, run.read(f"layers.{sizes.layers - 1}", outside, "grad."), every,
-        lambda model, weights, states: model.head(weights, states),
-        lambda model, predicted: model.entropies(predicted, batch["labels"]).sum() * per_term,
-    )  # fmt: skip
-
-
-def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: float) -> Iterator[Result]:
-    images, tokens, _ = batch["latents"].shape
-    texts, width = batch["text"].shape[1], model.sizes.hidden_size
-    text, image = (images, texts, width), (images, tokens, width)
-    inside = {"in.encoder_hidden_states": text, "in.hidden_states": image}
-    outside = {"out.0": text, "out.1": image}
-    every = torch.ones(images, texts + tokens, dtype=torch.bool)
-    names = model.blocks()
-    states, time = run.needed(names[0], inside), run.time(names[0])
-    (exact, exact_time), (rounded, near) = pair.both(lambda model, weights: model.entered(weights, batch))
-    yield Result(name="embeddings", entered=None, run=states, exact=exact, rounded=rounded, certain=every)
-    yield Result(
-        name="time", entered=None, run=time[:, None], exact=exact_time[:, None], rounded=near[:, None],
-        certain=every[:, :1], floor=_FLOOR_OF_TIME,
-    )  # fmt: skip
+def _of_batch(run: _Run, pair: Pair, batch: Batch, per_term: float, per_call: float) -> Iterator[Result]:
+    model = pair.exact
+    names, (inside, outside, predicted) = model.blocks(), _shapes(model, batch)
+    states = run.needed(names[0], inside)
+    (exact, context), (rounded, near) = pair.both(lambda model, weights: model.entered(weights, batch))
+    every = torch.ones(states.shape[:2], dtype=torch.bool)
+    yield Result(name="embeddings", run=states, exact=exact, rounded=rounded, certain=every)
+    time = run.time(names[0]) if model.sizes.of_images else None
+    if time is not None:
+        yield Result(
+            name="time", run=time[:, None], exact=context[:, None], rounded=near[:, None],
+            certain=every[:, :1], floor=_FLOOR_OF_TIME,
+        )  # fmt: skip
+        context = time
     for name in names:
-        _check_entered(run, name, inside, states)
-        if not torch.equal(run.time(name), time):
+        if not torch.equal(run.needed(name, inside), states):
+            raise Unlike(f"{name} did not get what the block before it returned")
+        if time is not None and not torch.equal(run.time(name), time):
             raise Unlike(f"{name} did not get the time that the first block got")
         returned = run.needed(name, outside)
-
-        def block(model: Any, weights: Tensors, states: torch.Tensor, name: str = name) -> Computed:
-            return model.block(weights, name, states, time.to(states.dtype)), states.new_zeros(())
-
-        yield from _of_block(run, name, inside, outside, pair, states, returned, 0.0, block)
+        yield from _of_block(run, name, inside, outside, pair, states, returned, per_call, context)
         states = returned
-    velocity = run.needed("output", {"out.0": tuple(batch["latents"].shape)})
+    # A fused loss has no logits.
+    called = time is not None or any(run.calls.get("output", ()))
     yield from _of_output(
-        "velocity", velocity, pair, states, run.read(names[-1], outside, "grad."), every[:, texts:],
-        lambda model, weights, states: model.velocity(weights, states, time.to(states.dtype)),
-        lambda model, predicted: model.errors(predicted, batch).sum() * per_term,
+        "logits" if time is None else "velocity", run.needed("output", {"out.0": predicted}) if called else None,
+        pair, states, run.read(names[-1], outside, "grad."), every[:, every.shape[1] - predicted[1] :],
+        context, batch, per_term,
     )  # fmt: skip
 
 
-def _check_entered(run: _Run, name: str, keys: Mapping[str, Sequence[int]], states: torch.Tensor) -> None:
-    if not torch.equal(run.needed(name, keys), states):
-        raise Unlike(f"{name} did not get what the block before it returned")
+def _shapes(model: Transformer, batch: Batch) -> tuple[Mapping[str, Shape], Mapping[str, Shape], Shape]:
+    """Return the shapes of what enters a block and leaves it, by the names of the witness, and of the prediction."""
+    width = model.sizes.hidden_size
+    if model.sizes.of_images:
+        images, tokens, _ = batch["latents"].shape
+        text, image = (images, batch["text"].shape[1], width), (images, tokens, width)
+        inside = {"in.encoder_hidden_states": text, "in.hidden_states": image}
+        return inside, {"out.0": text, "out.1": image}, tuple(batch["latents"].shape)
+    shape = (*batch["inputs"].shape, width)
+    return {"in.hidden_states": shape}, {"out.0": shape}, (*batch["inputs"].shape, model.sizes.vocab_size)
 
 
 def _of_block(
     run: _Run, name: str, inside: Mapping[str, Sequence[int]], outside: Mapping[str, Sequence[int]], pair: Pair,
-    entered: torch.Tensor, returned: torch.Tensor, per_call: float,
-    compute: Callable[[Any, Tensors, torch.Tensor], Computed],
+    entered: torch.Tensor, returned: torch.Tensor, per_call: float, context: torch.Tensor | None,
 ) -> Iterator[Result]:  # fmt: skip
     back = run.read(name, inside, "grad.")
     back_out = run.read(name, outside, "grad.") if back is not None else None
 
-    def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def one(model: Transformer, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
         states = entered.detach().to(_dtype(weights))
         if back_out is None:
             with torch.no_grad():
-                return compute(model, weights, states)[0], None
+                return model.block(weights, name, states, context)[0], None
         states.requires_grad_()
-        out, balance = compute(model, weights, states)
+        out, balance = model.block(weights, name, states, context)
         outs, gradients = [out], [back_out.to(out.dtype)]
         if balance.requires_grad:
             outs.append(balance)
@@ -291,7 +257,9 @@ def _of_block(
     shown = {name: trial for name, trial in pair.trials.items() if "outputs" in trial.shows}
     result = Result(
         name=name, entered=entered, run=returned, exact=exact, rounded=rounded, certain=sure,
-        moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, entered.to(exact.dtype))[0]),
+        moved=_moved(
+            shown, pair, exact, lambda model: model.block(pair.weights, name, entered.to(exact.dtype), context)[0]
+        ),
     )  # fmt: skip
     yield result
     if exact_gradient is not None and near is not None and back is not None:
@@ -311,39 +279,35 @@ def _of_block(
 
 def _of_output(
     name: str, returned: torch.Tensor | None, pair: Pair, entered: torch.Tensor, back: torch.Tensor | None,
-    certain: torch.Tensor, compute: Callable[[Any, Tensors, torch.Tensor], torch.Tensor],
-    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    certain: torch.Tensor, context: torch.Tensor | None, batch: Batch, per_term: float,
 ) -> Iterator[Result]:  # fmt: skip
     moved: dict[str, torch.Tensor] = {}
 
-    def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def one(model: Transformer, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         states = entered.detach().to(_dtype(weights)).requires_grad_()
-        out = compute(model, weights, states)
-        value = loss(model, out)
+        out = model.head(weights, states, context)
+        value = model.errors(out, batch).sum() * per_term
         gradient = torch.autograd.grad(value, states, retain_graph=True)[0]
         for key, trial in pair.trials.items() if model is pair.exact else ():
             if "loss" in trial.shows:
-                moved[key] = torch.autograd.grad(loss(trial.model, out) - value, states, retain_graph=True)[0]
+                change = trial.model.errors(out, batch).sum() * per_term - value
+                moved[key] = torch.autograd.grad(change, states, retain_graph=True)[0]
         return out.detach(), model.between(gradient)
 
     (exact, gradient), (rounded, near) = pair.both(one)
     shown = {name: trial for name, trial in pair.trials.items() if trial.model.constants.norm_eps}
     if returned is not None:
         yield Result(
-            name=name, entered=None, run=returned, exact=exact, rounded=rounded, certain=certain,
-            moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, entered.to(exact.dtype))),
+            name=name, run=returned, exact=exact, rounded=rounded, certain=certain,
+            moved=_moved(
+                shown, pair, exact, lambda model: model.head(pair.weights, entered.to(exact.dtype), context)
+            ),
         )  # fmt: skip
     if back is not None:
-        every = torch.ones(gradient.shape[:2], dtype=torch.bool)
         yield Result(
-            name=f"gradients of {name}",
-            entered=None,
-            run=back,
-            exact=gradient,
-            rounded=near,
-            certain=every,
-            moved=moved,
-        )
+            name=f"gradients of {name}", run=back, exact=gradient, rounded=near, moved=moved,
+            certain=torch.ones(gradient.shape[:2], dtype=torch.bool),
+        )  # fmt: skip
 
 
 def _moved(
@@ -354,7 +318,7 @@ def _moved(
         return {name: compute(trial.model) - (exact if trial.rounds else plain) for name, trial in trials.items()}
 
 
-def _sure(exact: Model, rounded: AnyModel) -> torch.Tensor:
+def _sure(exact: Model, rounded: Transformer) -> torch.Tensor:
     (choice,), (other,) = exact.choices.values(), rounded.choices.values()
     moved = (other.to(choice.dtype) - choice).abs().amax(-1)
     return ~exact.doubtful(choice, _AHEAD * moved.clamp(min=_mean_square(moved)))

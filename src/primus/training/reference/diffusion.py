@@ -7,14 +7,14 @@ arXiv:2403.03206) and then with one, both modulated by the time (DiT, arXiv:2212
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference.model import Constants, Weights
+from primus.training.reference.model import Transformer, Weights
 from primus.training.reference.rounding import Rounding, attended, exact
 
 _EPS = 1e-6
@@ -26,48 +26,27 @@ _TIMES = 1000.0
 
 
 @dataclass
-class Diffusion:
-    """The transformer as a function of its weights. ``guidance`` is the scale passed to a model with guidance
-    embeddings.
+class Diffusion(Transformer):
+    """FLUX's transformer. It predicts the velocity, noise − latents, [images, tokens, channels].
 
-    ``between`` and ``adding`` are as in :class:`.model.Model`; ``entering`` rounds the model's inputs as the run does,
-    and ``keeping`` the means and deviations that a norm keeps for its gradient. Of ``constants``, only those that this
-    model has are used: angles, phases, epsilon, attention and shares.
+    ``guidance`` is the scale passed to a model with guidance embeddings. ``entering`` rounds the model's inputs as the
+    run does, and ``keeping`` the means and deviations that a norm keeps for its gradient. Of ``constants``, only those
+    that this model has are used: angles, phases, epsilon, attention and shares.
     """
 
-    sizes: Architecture
     guidance: float = 1.0
-    between: Rounding = exact
     entering: Rounding = exact
     keeping: Rounding = exact
-    adding: bool = False
-    constants: Constants = field(default_factory=Constants)
-    closest: float = math.inf
-    sent: dict[str, torch.Tensor] = field(default_factory=dict)
-    choices: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean squared error of each image's velocity, noise − latents; and 0 for the balancing loss."""
-        velocity = self.prediction(weights, batch)
-        return self.errors(velocity, batch), velocity.new_zeros(())
-
-    def prediction(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the velocity [images, tokens, channels] of each token of the images."""
-        states, condition = self.entered(weights, batch)
-        for name in self.blocks():
-            states = self.block(weights, name, states, condition)
-        return self.velocity(weights, states, condition)
-
+    @override
     def blocks(self) -> list[str]:
-        """Return the names of the blocks in order."""
         dit = self.sizes.dit
         names = [f"transformer_blocks.{number}" for number in range(dit.double_layers)]
         return names + [f"single_transformer_blocks.{number}" for number in range(dit.single_layers)]
 
-    def entered(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states [images, tokens, hidden] that enter the first block, those of the text first, and the
-        vector [images, hidden] that modulates all blocks.
-        """
+    @override
+    def entered(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states of the text come first. All blocks are modulated by a vector [images, hidden]."""
         like = weights["proj_out.weight"]
         clean, noise, time = (batch[name].to(like.dtype) for name in ("latents", "noise", "time"))
         level = time[:, None, None]
@@ -76,24 +55,29 @@ class Diffusion:
         states = self._linear(weights, "context_embedder", text), self._linear(weights, "x_embedder", mixed)
         return torch.cat(states, 1), self._condition(weights, pooled, time)
 
-    def block(self, weights: Weights, name: str, states: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """Return the states after the block ``name``."""
+    @override
+    def block(
+        self, weights: Weights, name: str, states: torch.Tensor, context: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert context is not None
+        condition, none = context.to(states.dtype), states.new_zeros(())
         text, image = states.split([self.sizes.dit.text_tokens, states.shape[1] - self.sizes.dit.text_tokens], 1)
         turn = self._angles(text.shape[1], image)
         if name.startswith("single"):
-            return self._single(weights, f"{name}.", states, condition, turn)
+            return self._single(weights, f"{name}.", states, condition, turn), none
         image, text = self._double(weights, f"{name}.", image, text, condition, turn)
-        return torch.cat((text, image), 1)
+        return torch.cat((text, image), 1), none
 
-    def velocity(self, weights: Weights, states: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """Return the prediction [images, tokens, channels] from the states after the last block."""
-        scale, shift = self._modulation(weights, "norm_out.linear", condition, 2)
+    @override
+    def head(self, weights: Weights, states: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+        assert context is not None
+        scale, shift = self._modulation(weights, "norm_out.linear", context.to(states.dtype), 2)
         return self._linear(weights, "proj_out", self._normed(states[:, self.sizes.dit.text_tokens :], shift, scale))
 
-    def errors(self, velocity: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the mean squared error of each image's velocity."""
-        clean, noise = (batch[name].to(velocity.dtype) for name in ("latents", "noise"))
-        return (velocity - (noise - clean)).square().mean((1, 2))
+    @override
+    def errors(self, predicted: torch.Tensor, batch: Weights) -> torch.Tensor:
+        clean, noise = (batch[name].to(predicted.dtype) for name in ("latents", "noise"))
+        return (predicted - (noise - clean)).square().mean((1, 2))
 
     def _condition(self, weights: Weights, pooled: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Return the vector that modulates all blocks: the sum of embeddings of time, guidance and pooled text."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
+from typing_extensions import override
 
 from primus.recipes.architecture import Architecture, RopeScaling
 from primus.training.reference.rounding import Rounding, attended, exact, multiplied
@@ -67,23 +68,16 @@ class Constants:
 
 
 @dataclass
-class Model:
-    """A language model as a function of its weights.
+class Transformer:
+    """A model as a function of its weights, which enter block after block.
 
     ``between`` is applied to every tensor that one operation passes to the next. If it rounds to a narrow type, the
-    model shows how far that precision moves its results. ``inner`` are names of :data:`.rounding.INNER`, the operations
-    inside of which it is applied as well, and ``adding`` is as in :func:`.rounding.attended`. ``eight`` is the FP8
-    format in which linear layers multiply, scaled by tensor; None if they do not. ``doubt``: a token goes to the next
-    best expert instead of the last chosen one if their scores differ by less than this share.
+    model shows how far that precision moves its results. ``adding`` is as in :func:`.rounding.attended`.
     """
 
     sizes: Architecture
-    dialect: Dialect = field(default_factory=Dialect)
     between: Rounding = exact
-    inner: Collection[str] = ()
     adding: bool = False
-    eight: torch.dtype | None = None
-    doubt: float = 0.0
     constants: Constants = field(default_factory=Constants)
     # The smallest relative difference between the scores of a chosen and a not chosen expert.
     closest: float = math.inf
@@ -92,59 +86,97 @@ class Model:
     # Layer → the scores [tokens, experts] by which experts were chosen in the last call.
     choices: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def logits(
-        self, weights: Weights, tokens: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss.
+    def blocks(self) -> list[str]:
+        """Return the names of the blocks in order."""
+        raise NotImplementedError
 
-        With ``positions`` [samples, length], each 0 begins a document of its own.
-        """
-        states = self.embedded(weights, tokens)
-        balance = states.new_zeros(())
-        for number in range(self.sizes.layers):
-            states, extra = self.block(weights, number, states, positions)
-            balance = balance + extra
-        return self.head(weights, states), balance
-
-    def embedded(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the states [samples, length, hidden] that enter the first block."""
-        return self.between(weights["model.embed_tokens.weight"][tokens])
+    def entered(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the states [samples, length, hidden] that enter the first block, and what all blocks see besides."""
+        raise NotImplementedError
 
     def block(
-        self, weights: Weights, number: int, states: torch.Tensor, positions: torch.Tensor | None = None
+        self, weights: Weights, name: str, states: torch.Tensor, context: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states after block ``number``, and its balancing loss. ``positions``: see :meth:`logits`."""
-        sizes, layer = self.sizes, f"model.layers.{number}."
+        """Return the states after a block, and its balancing loss per token."""
+        raise NotImplementedError
+
+    def head(self, weights: Weights, states: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+        """Return the prediction from the states after the last block."""
+        raise NotImplementedError
+
+    def errors(self, predicted: torch.Tensor, batch: Weights) -> torch.Tensor:
+        """Return the loss of each label, or of each image."""
+        raise NotImplementedError
+
+    def prediction(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the prediction for ``batch``, and the balancing loss per token."""
+        states, context = self.entered(weights, batch)
+        balance = states.new_zeros(())
+        for name in self.blocks():
+            states, extra = self.block(weights, name, states, context)
+            balance = balance + extra
+        return self.head(weights, states, context), balance
+
+    def losses(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each label, or of each image, and the balancing loss per token."""
+        predicted, balance = self.prediction(weights, batch)
+        return self.errors(predicted, batch), balance
+
+
+@dataclass
+class Model(Transformer):
+    """A language model. It predicts logits [samples, length, vocabulary] for the ``inputs`` [samples, length] of a
+    batch; with ``positions`` [samples, length], each 0 begins a document of its own.
+
+    ``inner`` are names of :data:`.rounding.INNER`, the operations inside of which ``between`` is applied as well.
+    ``eight`` is the FP8 format in which linear layers multiply, scaled by tensor; None if they do not. ``doubt``: a
+    token goes to the next best expert instead of the last chosen one if their scores differ by less than this share.
+    """
+
+    dialect: Dialect = field(default_factory=Dialect)
+    inner: Collection[str] = ()
+    eight: torch.dtype | None = None
+    doubt: float = 0.0
+
+    @override
+    def blocks(self) -> list[str]:
+        return [f"layers.{number}" for number in range(self.sizes.layers)]
+
+    @override
+    def entered(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.between(weights["model.embed_tokens.weight"][batch["inputs"]]), batch.get("positions")
+
+    @override
+    def block(
+        self, weights: Weights, name: str, states: torch.Tensor, context: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes, layer = self.sizes, f"model.{name}."
         normed = self._norm(weights[layer + "input_layernorm.weight"], states)
         attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
-        parts = [normed] if positions is None else _documents(normed, positions)
+        parts = [normed] if context is None else _documents(normed, context)
         attended = torch.cat([attend(weights, layer + "self_attn.", part) for part in parts], 1)
         states = self.between(states + attended.view_as(states))
         normed = self._norm(weights[layer + "post_attention_layernorm.weight"], states)
-        if sizes.moe.experts and number >= sizes.moe.dense_layers:
+        if sizes.moe.experts and int(name.removeprefix("layers.")) >= sizes.moe.dense_layers:
             fed, extra = self._experts(weights, layer + "mlp.", normed)
         else:
             fed, extra = self._swiglu(weights, layer + "mlp.", normed), states.new_zeros(())
         return self.between(states + fed), extra
 
-    def head(self, weights: Weights, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the states after the last block."""
+    @override
+    def head(self, weights: Weights, states: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
         states = self._norm(weights["model.norm.weight"], states)
         name = "model.embed_tokens.weight" if self.sizes.tied_embeddings else "lm_head.weight"
         return self.between(states @ weights[name].T)
 
-    def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cross entropy of each of ``labels`` (0 for a label < 0), and the balancing loss per token."""
-        logits, balance = self.logits(weights, batch["inputs"], batch.get("positions"))
-        return self.entropies(logits, batch["labels"]), balance
-
-    def entropies(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross entropy of each of ``labels``; 0 for a label < 0."""
+    @override
+    def errors(self, predicted: torch.Tensor, batch: Weights) -> torch.Tensor:
+        labels = batch["labels"]
         trained = labels >= 0
-        chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total, constants = logits.logsumexp(-1), self.constants
+        chosen = predicted.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        total, constants = predicted.logsumexp(-1), self.constants
         if constants.smoothing:
-            chosen = chosen + constants.smoothing * (logits.mean(-1) - chosen)
+            chosen = chosen + constants.smoothing * (predicted.mean(-1) - chosen)
         return (total - chosen + constants.z_loss * total.square()) * trained
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:

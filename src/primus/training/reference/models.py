@@ -19,14 +19,12 @@ from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import Architecture, RopeScaling
 from primus.recipes.choose import CPU
 from primus.training.reference.diffusion import Diffusion
-from primus.training.reference.model import Constants, Dialect, Model, is_narrow
+from primus.training.reference.model import Constants, Dialect, Model, Transformer, is_narrow
 from primus.training.reference.names import BIAS, Tensors, kind_of
 from primus.training.reference.rounding import INNER, bfloat, exact
 
 if TYPE_CHECKING:
     from primus.training.reference.blocks import Result
-
-AnyModel = Model | Diffusion
 
 
 class Models:
@@ -38,14 +36,14 @@ class Models:
         self.dialect = _dialect(job)
         self.exact = job["precision"] == "fp32"
 
-    def model(self) -> AnyModel:
+    def model(self) -> Transformer:
         """Return the model that repeats the run. FP8's rounding is large and known, so it is repeated as well."""
         if self.sizes.of_images:
             guidance = float(self._job["config"].get("guidance", 1.0))
-            return Diffusion(self.sizes, guidance, entering=exact if self.exact else bfloat)
-        return Model(self.sizes, self.dialect, eight=_eight(self._job))
+            return Diffusion(self.sizes, guidance=guidance, entering=exact if self.exact else bfloat)
+        return Model(self.sizes, dialect=self.dialect, eight=_eight(self._job))
 
-    def rounding(self, grid: float = 1.0) -> AnyModel:
+    def rounding(self, grid: float = 1.0) -> Transformer:
         """Return the model that rounds as the run's precision does.
 
         ``grid`` between 1 and 2 scales the numbers to which it rounds, which is another rounding of the same precision.
@@ -58,7 +56,7 @@ class Models:
                 model.inner = INNER[self._job["backend"]]
                 # No fused kernel supports values of another size than keys.
                 model.adding = on_cpu and not self.sizes.mla.kv_lora_rank
-            elif on_cpu:
+            elif isinstance(model, Diffusion) and on_cpu:
                 # PyTorch keeps them as bfloat16 numbers on CPUs, and as float32 numbers on GPUs.
                 model.keeping, model.adding = model.between, True
         return model
@@ -156,14 +154,14 @@ class Trial:
     ``rounds``: the model rounds to FP8 as the run does. Otherwise, it is compared with one that does not round, either.
     """
 
-    model: AnyModel
+    model: Transformer
     shows: tuple[str, ...] = ("outputs",)
     rounds: bool = False
 
 
-def trials(model: AnyModel, backend: str) -> dict[str, Trial]:
+def trials(model: Transformer, backend: str) -> dict[str, Trial]:
     """Return ``model`` with one constant changed, by the name of the change."""
-    if isinstance(model, Diffusion):
+    if not isinstance(model, Model):
         return {name: Trial(model=_fresh(model, constants=constants)) for name, constants in _BOTH.items()}
     sizes, plain = model.sizes, replace(model, eight=None)
     variants = {name: Trial(model=_fresh(plain, constants=constants)) for name, constants in _BOTH.items()}
@@ -197,14 +195,14 @@ def trials(model: AnyModel, backend: str) -> dict[str, Trial]:
     return variants
 
 
-def trials_of_weights(model: AnyModel) -> dict[str, AnyModel]:
+def trials_of_weights(model: Transformer) -> dict[str, Transformer]:
     """Return the changes of FP8's rounding that show only in the gradients of weights."""
-    if isinstance(model, Diffusion) or model.eight is None:
+    if not isinstance(model, Model) or model.eight is None:
         return {}
     return {name: _fresh(model, constants=constants) for name, constants in _OF_WEIGHTS.items()}
 
 
-def _fresh(model: AnyModel, **changes: Any) -> AnyModel:
+def _fresh(model: Transformer, **changes: Any) -> Transformer:
     return replace(model, sent={}, choices={}, closest=math.inf, **changes)
 
 

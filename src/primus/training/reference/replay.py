@@ -22,8 +22,8 @@ import torch
 from primus.recipes.architecture import Architecture, rebuilt
 from primus.recipes.choose import CPU
 from primus.training.reference import blocks, data, models, parameters, saved, update
-from primus.training.reference.model import Model
-from primus.training.reference.models import AnyModel, Models, Products
+from primus.training.reference.model import Model, Transformer
+from primus.training.reference.models import Models, Products
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
 from primus.training.reference.rounding import bfloat
@@ -335,7 +335,7 @@ class _Replay:
             )
         return different
 
-    def _pass(self, step: int, weights: Tensors, model: AnyModel) -> _Pass:
+    def _pass(self, step: int, weights: Tensors, model: Transformer) -> _Pass:
         trained = {name for name in weights if is_trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
         ranks, pieces, every_loss = self._job["data_parallel"], self._job["accumulation"], []

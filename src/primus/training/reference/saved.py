@@ -161,7 +161,9 @@ def _other_logits(
     tokens = data.samples(dict(job)).batch(1, 0)["inputs"][:1]
     with torch.no_grad():
         theirs = model(tokens).logits
-        ours, _ = Model(sizes).logits({name: tensor.float() for name, tensor in weights.items()}, tokens)
+        ours, _ = Model(sizes).prediction(
+            {name: tensor.float() for name, tensor in weights.items()}, {"inputs": tokens}
+        )
     gap = float((theirs - ours).norm() / ours.norm())
     return [] if gap <= _LOGITS else [f"{folder.name}, loaded with transformers, gives other logits: {gap:.1%} apart"]
 

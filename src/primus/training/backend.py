@@ -93,11 +93,9 @@ def _check_initial(recipe: Recipe) -> None:
 class Backend:
     """The start of one backend's runs. The defaults are those of our own loop on text.
 
-    ``check_data`` raises InputError if the corpus is missing, or not clear. ``tokenize`` writes its tokens for the
-    ranks to the job's ``cache``, and raises InputError, with file and line, if a document cannot be read.
-    ``check_weights`` raises InputError if the initial weights are missing, damaged or of another model. ``files``
-    returns name → text of the files that the ranks read besides ``job.json``, and ``arguments`` each rank's
-    command-line arguments.
+    The checks raise InputError if the data or weights are missing, damaged, or not the recipe's. ``tokenize`` writes
+    the tokens for the ranks to the job's ``cache``. ``files`` returns name → text of the files that the ranks read
+    besides ``job.json``, and ``arguments`` each rank's command-line arguments.
     """
 
     check_data: Callable[[Recipe], None] = _check_text

@@ -19,8 +19,7 @@ from primus.training.logs import Series, Step
 class Verdict:
     """The result of one check. ``measured`` and ``limit`` are short texts with units.
 
-    ``skipped``: the evidence is missing because a job failed or did not run; ``reason`` names that job. A skipped
-    check has not passed.
+    A ``skipped`` check has not passed: its evidence is missing, because a job failed or did not run.
     """
 
     name: str
@@ -33,9 +32,7 @@ class Verdict:
 
 
 def of_faults(name: str, wrong: Sequence[str], fine: str, *, measured: str = "", limit: str = "0") -> Verdict:
-    """Return a verdict that passes with the reason ``fine`` if ``wrong`` is empty. Otherwise the reason is the first
-    fault and the number of others. ``measured`` defaults to the number of faults.
-    """
+    """Return a verdict that passes, with the reason ``fine``, if there are no faults in ``wrong``."""
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     reason = wrong[0] + more if wrong else fine
     return Verdict(name, not wrong, reason, measured=measured or f"{len(wrong)} differences", limit=limit)
@@ -56,18 +53,14 @@ def skipped(verdict: Verdict, why: str) -> Verdict:
 
 
 def exit_code(code: int, cause: str = "") -> Verdict:
-    """Check the launcher's exit code. torchrun's is non-zero if that of any rank is; a negative code is a signal.
-
-    ``cause`` is the reason that the job itself reported.
-    """
+    """Check the launcher's exit code; a negative one is a signal. ``cause`` is the reason that the job reported."""
     reason = cause or (f"killed by signal {-code}" if code < 0 else f"the job ended with exit code {code}")
     return Verdict("exit code", code == 0, reason if code else "all ranks ended with 0", measured=str(code), limit="0")
 
 
 def steps_logged(series: Series, first: int, last: int) -> Verdict:
     """Check that the log contains exactly the steps ``first`` … ``last``, and no step with two different values."""
-    seen = {step.step for step in series.steps}
-    expected = set(range(first, last + 1))
+    seen, expected = {step.step for step in series.steps}, set(range(first, last + 1))
     complaints = list(series.problems)
     if missing := sorted(expected - seen):
         complaints.append(f"missing: {_ranges(missing)}")
@@ -92,11 +85,7 @@ def finite(series: Series) -> Verdict:
 
 
 def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict:
-    """Check that the first loss is near ln(vocabulary), the expected loss of random weights.
-
-    Random logits with a variance of σ² add σ²/2 to it. If the loss is far off, the data are masked, not shifted or
-    mislabelled, or the weights are not random.
-    """
+    """Check that the first loss is near ln(vocabulary), that of random weights, or above by σ²/2 of random logits."""
     expected = math.log(vocabulary)
     limit = f"{expected:.3f} ± {tolerance:.0%}, + {_SPREAD:g} for random logits"
     if (step := series.at(1)) is None:
@@ -109,8 +98,7 @@ def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict
 def loss_falls(series: Series, drop: float, *, repeated: bool = False) -> Verdict:
     """Check that the mean loss of the last fifth is at least the fraction ``drop`` below that of the first fifth.
 
-    With some seeds, the loss of a healthy run jumps in the last steps. If the reference ``repeated`` every step, it is
-    sufficient that the loss falls.
+    If the reference ``repeated`` every step, it may fall by less: with some seeds, a healthy run's jumps at the end.
     """
     limit, losses = f"−{drop:.0%}", series.losses
     if len(losses) < 5:
@@ -126,10 +114,9 @@ def loss_falls(series: Series, drop: float, *, repeated: bool = False) -> Verdic
 
 
 def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> Verdict:
-    """Check that no gradient norm exceeds ``jump`` times the median of those before it.
+    """Check that no gradient norm exceeds ``jump`` times the median of those before it, as wrong scaling causes.
 
-    Wrong scaling causes such a jump (a pipeline run with norms × 512: torchtitan#2972). With some seeds, a healthy
-    run jumps as well, so a jump passes if the reference ``repeated`` the norm of every step.
+    With some seeds, a healthy run jumps as well, so a jump passes if the reference ``repeated`` every norm.
     """
     name, limit = "gradient norm steady", f"×{jump:g}"
     norms = [step.grad_norm for step in series.steps]
@@ -151,8 +138,7 @@ def _ratio(value: float, median: float) -> float:
 # Logits of random weights have a variance of up to 1. Measured in torchtitan: 0.97.
 _SPREAD = 0.5
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
-# A small share of the FLOPs is computed in another precision by design. For example, torchtitan adds up the outputs of
-# a token's experts in float32, 0.02% of the FLOPs of those experts.
+# The share of the FLOPs that may be computed otherwise: torchtitan adds up the outputs of a token's experts in float32.
 _OTHERWISE = 0.01
 # For grouped products of experts, the profiler does not record every dtype.
 _UNTOLD = 0.05
@@ -162,12 +148,7 @@ _KEPT = ("output", "lm_head", "output_layer", "gate", "router", "proj_out")
 
 
 def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
-    """Check that the linear layers computed their products in the requested precision in the first step.
-
-    The evidence: dtypes of weight, input and output inside forward (after FSDP2's cast), the types of the layers,
-    the dtypes of the products that the profiler recorded, and for fp32 that torch was not allowed to use bf16
-    internally.
-    """
+    """Check that the linear layers computed their products in the requested precision in the first step."""
     linears = facts.get("linears")
     limit = _DTYPES.get(expected, expected).replace("torch.", "")
     if not linears:
@@ -241,12 +222,9 @@ def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) ->
 
 
 def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdict:
-    """Check that the configuration that the run reports equals the recipe's; ``expected`` has keys of the facts."""
-    wrong = [
-        f"{key} is {facts.get(key, 'unknown')!r}, not {value!r}"
-        for key, value in expected.items()
-        if facts.get(key) != value
-    ]
+    """Check that the run's facts have the values of ``expected``."""
+    others = {key: value for key, value in expected.items() if facts.get(key) != value}
+    wrong = [f"{key} is {facts.get(key, 'unknown')!r}, not {value!r}" for key, value in others.items()]
     reason = "; ".join(wrong) or "the run saw what the recipe asks: " + ", ".join(expected)
     measured = f"{len(expected) - len(wrong)} of {len(expected)}"
     return Verdict("configuration", not wrong, reason, measured=measured, limit="all")
@@ -255,11 +233,7 @@ def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdi
 def same_steps(
     name: str, base: Series, other: Series, tolerance: float, *, first: int = 1, advice: str = ""
 ) -> Verdict:
-    """Check that two runs have the same loss and gradient norm at every step from ``first`` on.
-
-    A run that was resumed shows so whether the state of the optimizer, learning rate or data loader was lost
-    (Megatron-LM#5974, torchtune#2093). ``advice`` is added to the reason if they differ.
-    """
+    """Check that two runs have the same loss and gradient norm at every step from ``first`` on."""
     limit = "equal to the last bit" if tolerance == 0 else _relative(tolerance)
     compared = [step for step in base.steps if step.step >= first]
     if not compared:
@@ -281,11 +255,7 @@ def same_steps(
 
 
 def same_step(name: str, base: Series, other: Series, tolerance: float, *, at: int = 1) -> Verdict:
-    """Check that two runs that divide the same batch in other ways have the same loss and norm at step ``at``.
-
-    Between micro-batches, it detects one that is dropped and a wrong normalization (Primus#1046, torchtitan#1733).
-    Between layouts of the ranks, it detects gradients that one scales or drops (torchtitan#2972).
-    """
+    """Check that two runs that divide the same batch in other ways have the same loss and norm at step ``at``."""
     limit = _relative(tolerance)
     step, twin = base.at(at), other.at(at)
     if step is None or twin is None:
@@ -297,10 +267,7 @@ def same_step(name: str, base: Series, other: Series, tolerance: float, *, at: i
 
 
 def same_loss(precisions: tuple[str, str], base: Series, other: Series, tolerance: float) -> Verdict:
-    """Check that two precisions with the same data and seed agree in the mean loss of the last fifth.
-
-    Detects a precision in which the model does not learn as well (torchtitan#865).
-    """
+    """Check that two precisions with the same data and seed agree in the mean loss of the last fifth."""
     name, limit = f"loss in {precisions[1]}", _relative(tolerance)
     if len(base.losses) < 5 or len(other.losses) < 5:
         return Verdict(name, False, "needs at least 5 steps of both", limit=limit)

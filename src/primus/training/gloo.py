@@ -1,8 +1,7 @@
 """What ranks on CPUs need of torch.distributed: a store, collectives in 16-bit floats, and a safe exit.
 
-Some builds of gloo, such as Debian's, lack 16-bit floats. A tensor of such a dtype is sent as float32, which can
-represent all its values. Values that are only moved therefore do not change, and a sum over ranks is rounded once, at
-the end. Send and receive do not depend on the dtype.
+Some builds of gloo, such as Debian's, lack 16-bit floats. A tensor of such a dtype is sent as float32, which represents
+all its values; a sum over ranks is rounded once, at the end. Send and receive do not depend on the dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _KEPT: list[torch.library.Library] = []
 
 
 def lacks(dtype: torch.dtype) -> bool:
-    """Return whether gloo refuses tensors of ``dtype`` here, by a test in a group of this process alone."""
+    """Return whether gloo refuses tensors of ``dtype`` here, by a group of this process alone."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
     try:
         group.allreduce([torch.zeros(1, dtype=dtype)]).wait()
@@ -66,10 +65,8 @@ def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
 def leave() -> NoReturn:
     """Exit immediately with code 0. Every process that used gloo ends with it, once its work is done.
 
-    This skips only the interpreter's finalization. A gloo thread that holds the last reference to a finished collective
-    takes the GIL to release it. If this happens during finalization, CPython unwinds the thread inside a destructor
-    that must not throw, and the process aborts. On busy cores, this made one good run in fifteen end with SIGABRT
-    (pytorch#190489, pytorch#179291).
+    A gloo thread that releases a finished collective during the interpreter's finalization aborts the process. On busy
+    cores, one good run in fifteen ended so (pytorch#190489, pytorch#179291).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,15 +116,14 @@ _OPEN_STORES: list[Any] = []
 
 
 def choose_store(folder: Path) -> None:
-    """Choose the kind and port of the store. Call it before the process groups are created.
+    """Choose the kind and port of the store, before the process groups are created.
 
-    If torch has no libuv, as Debian's, the store does without it. If all ranks are on this machine, rank 0 opens the
-    store at a free port, and the others read its number from the job's ``folder``.
+    If torch has no libuv, as Debian's, the store does without it. If all ranks are on this machine, rank 0 opens it at
+    a free port that the others read from the job's ``folder``: torchrun does not reserve the port that it chooses, and
+    of 20 jobs that start together, one in 40 lost it.
     """
-    from torch.distributed import TCPStore
-
     try:
-        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
     except RuntimeError as error:
         if "libuv" not in str(error):
             raise
@@ -137,23 +133,15 @@ def choose_store(folder: Path) -> None:
 
 
 def _open(folder: Path) -> None:
-    """Open the store before anything else can take its port.
-
-    torchrun chooses a free port and does not reserve it. Of 20 jobs that start together, one in 40 failed because
-    another process had taken its port.
-    """
-    from torch.distributed import FileStore, TCPStore
-
     size = int(os.environ["WORLD_SIZE"])
-    notes = FileStore(str(folder / "cache" / "store"), size)
+    notes = dist.FileStore(str(folder / "cache" / "store"), size)
     # Different in each attempt, because the file of an attempt that was killed stays.
     key = f"{os.getppid()} {os.environ['MASTER_PORT']}"
     if os.environ["RANK"] == "0":
-        libuv = os.environ.get("USE_LIBUV", "1") == "1"
         # With multi_tenant, init_process_group finds this server in place of starting its own.
-        store = TCPStore(
+        store = dist.TCPStore(
             os.environ["MASTER_ADDR"], 0, size, is_master=True, wait_for_workers=False, multi_tenant=True,
-            use_libuv=libuv,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )  # fmt: skip
         _OPEN_STORES.append(store)
         notes.set(key, str(store.port))

@@ -37,10 +37,7 @@ class Header:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Return the files that transformers or diffusers would load from a folder: one whole file, or else an index's.
-
-    Raises InputError if there are none, or if a listed file is missing.
-    """
+    """Return the files that transformers or diffusers would load from a folder. Raises InputError if one is missing."""
     for stem in ("model", "diffusion_pytorch_model"):
         single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
         if single.exists():
@@ -87,10 +84,7 @@ def header(file: Path) -> Header:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a sha256 that distinguishes weights: names, sizes and headers of the files, and some bytes of each.
-
-    Reading all bytes would take minutes.
-    """
+    """Return a sha256 of the files' names, sizes and headers, and some bytes of each: all would take minutes."""
     hasher = hashlib.sha256()
     for file in tensor_files(folder):
         size = file.stat().st_size
@@ -113,7 +107,7 @@ _NEVER = ("backend", "mode", "layout")
 def of(recipe: Recipe) -> dict[str, Any]:
     """Return the fields, with their values, that a resumed run must share with the run that made its checkpoint.
 
-    Files are compared by content, not by name. Steps, learning rates, precision and the number of ranks may change.
+    Files are compared by content, not by name.
     """
     section = recipe.section(recipe.backend)
     fields: dict[str, Any] = {"backend": recipe.backend, "mode": recipe.mode}
@@ -150,16 +144,15 @@ def seal(folder: Path, identity: Mapping[str, Any]) -> None:
         "step": step_of(folder.with_name(folder.name.removeprefix("."))),
         "identity": dict(identity),
         "files": files,
-        "metadata_sha256": hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest(),
+        "metadata_sha256": _digest(folder),
     }
     write_file(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def seal_newest(checkpoints: Path, identity: Mapping[str, Any], keep: int) -> None:
-    """Seal the complete checkpoints in a folder to which a backend writes them by itself, one after the other.
+    """Seal the complete checkpoints in a folder to which a backend writes them, one after the other.
 
-    The backend deletes all but the newest ``keep`` (0: none) at any time, so these are not looked at, and one that
-    disappears meanwhile is left alone.
+    The backend deletes all but the newest ``keep`` (0: none) at any time, so only these are looked at.
     """
     for folder in reversed(steps(checkpoints)[-keep:]):
         if (folder / FILE).exists():
@@ -175,11 +168,12 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
     ``accepted`` are fields that may differ, prefixes of their names (``model``), or ``all``.
     """
     current = of(recipe)
+    changeable = [field for field in current if not _fixed(field)]
     for name in accepted:
-        if name != ALL and not any(_covers(name, field) for field in current if not _fixed(field)):
+        if not any(_covers(name, field) for field in changeable):
             raise InputError(
                 f"--accept-change {name}: there is no such field" + nearest(name, current),
-                hint=f"there are: {', '.join(field for field in current if not _fixed(field))}",
+                hint=f"there are: {', '.join(changeable)}",
             )
     try:
         content = _read(folder)
@@ -200,24 +194,17 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
             hint=f"rename the folder to step-{step}",
         )  # fmt: skip
     saved: dict[str, Any] = content["identity"]
-    wrong = {
-        field: (saved.get(field), current.get(field))
-        for field in dict.fromkeys([*current, *saved])
-        if saved.get(field) != current.get(field)
-    }
+    wrong = [field for field in current | saved if saved.get(field) != current.get(field)]
     refused = [field for field in wrong if _fixed(field) or not any(_covers(name, field) for name in accepted)]
     if refused:
-        changes = [f"{field} was {_shown(wrong[field][0])}, and is {_shown(wrong[field][1])} now" for field in refused]
-        raise InputError(
-            f"the checkpoint belongs to another run: {'; '.join(changes)}", where=str(folder), hint=_hint(refused)
-        )
-
-
-def _hint(fields: Sequence[str]) -> str:
-    never = [field for field in fields if _fixed(field)]
-    if never:
-        return f"a checkpoint cannot be resumed with another {' or '.join(never)}"
-    return "to resume anyway: " + " ".join(f"--accept-change {field}" for field in fields)
+        changes = [
+            f"{field} was {_shown(saved.get(field))}, and is {_shown(current.get(field))} now" for field in refused
+        ]
+        hint = "to resume anyway: " + " ".join(f"--accept-change {field}" for field in refused)
+        if never := [field for field in refused if _fixed(field)]:
+            hint = f"a checkpoint cannot be resumed with another {' or '.join(never)}"
+        message = f"the checkpoint belongs to another run: {'; '.join(changes)}"
+        raise InputError(message, where=str(folder), hint=hint)
 
 
 def _fixed(field: str) -> bool:
@@ -236,20 +223,17 @@ def _shown(value: object) -> str:
 
 def saved(folder: Path) -> Mapping[str, Any]:
     """Return the fields that were sealed into ``folder``; none if it has no readable ``recipe.json``."""
-    try:
-        content = _read(folder)
-    except (_Damage, InputError):
-        return {}
-    return content["identity"] if content else {}
+    with suppress(_Damage, InputError):
+        return (_read(folder) or {}).get("identity", {})
+    return {}
 
 
 def complete(folder: Path) -> bool:
     """Return whether ``folder`` is a sealed checkpoint with all its files in their full sizes."""
-    try:
+    with suppress(_Damage, InputError):
         content = _read(folder)
-    except (_Damage, InputError):
-        return False
-    return content is not None and not _damage(folder, content)
+        return content is not None and not _damage(folder, content)
+    return False
 
 
 class _Damage(Exception):
@@ -284,13 +268,15 @@ def _damage(folder: Path, content: Mapping[str, Any]) -> str:
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             return f"{name} has {status.st_size:,} of {size:,} bytes"
     try:
-        digest = hashlib.sha256()
-        with open_regular(folder / _METADATA) as file:
-            while part := file.read(1 << 20):
-                digest.update(part)
+        digest = _digest(folder)
     except (OSError, InputError):
         return f"{_METADATA} cannot be read"
-    return "" if digest.hexdigest() == content.get("metadata_sha256") else f"{_METADATA} has changed"
+    return "" if digest == content.get("metadata_sha256") else f"{_METADATA} has changed"
+
+
+def _digest(folder: Path) -> str:
+    with open_regular(folder / _METADATA) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def _damaged(folder: Path, what: str) -> InputError:
@@ -303,9 +289,9 @@ _FAULTS = (zipfile.BadZipFile, ZlibError, OSError, EOFError, ValueError, NotImpl
 
 
 def verify_tensors(folder: Path) -> None:
-    """Compare every tensor in ``folder`` with the CRC-32 that torch.save wrote beside it. The ranks share the work.
+    """Compare every tensor in ``folder`` with its CRC-32, which torch does not verify. The ranks share the work.
 
-    torch itself does not verify it. Raises SystemExit if a tensor differs.
+    Raises SystemExit if a tensor differs.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp

@@ -18,11 +18,8 @@ _EXAMINED = 4
 class Job:
     """A run to start. ``output`` is its own folder; ``resume_from`` is a checkpoint folder ``…/step-N``.
 
-    A ``judged`` run records its batches, gradients and weights, and the reference then repeats it. ``compiled`` is
-    a folder of compiled kernels that runs share; without it, each run compiles its own. ``trial`` says which
-    optimizations passed their self-tests on this machine.
-
-    Paths are those that the job sees: in a container, they are the container's.
+    The reference repeats a ``judged`` run. ``compiled`` is a folder of compiled kernels that runs share. ``trial`` says
+    which optimizations passed their self-tests on this machine. In a container, paths are the container's.
     """
 
     name: str
@@ -40,7 +37,7 @@ class Job:
 
     @property
     def first_step(self) -> int:
-        """The first step of this run: 1, or the one after its checkpoint."""
+        """The first step: 1, or the one after its checkpoint."""
         return 1 if self.resume_from is None else step_of(self.resume_from) + 1
 
     @property
@@ -50,11 +47,9 @@ class Job:
 
     @property
     def examined(self) -> list[int]:
-        """The steps of a judged run at which the reference looks closely: four, spread over the run.
+        """The steps of a judged run at which the reference compares it block by block: four, spread over the run.
 
-        There, it compares the run block by block, and computes how far rounding moves its own results. In FP32, these
-        are the first and the last step: gradients already show what a block computes wrongly, and rounding is far below
-        every limit.
+        In FP32, these are the first and the last, because gradients already show what a block computes wrongly.
         """
         first, last = self.first_step, self.last_step
         if self.recipe.precision == "fp32":

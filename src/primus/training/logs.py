@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +27,9 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step: ``tokens_per_second`` of the slowest rank, ``memory_gib`` of the rank with the most.
+    """One optimizer step. Rates are those of the slowest rank, ``memory_gib`` that of the rank with the most.
 
-    ``images_per_second``, also of the slowest rank, is None unless the model makes images. ``joules`` is the energy
-    per GPU, the mean of this node; None if unknown. ``eval_loss`` is that of an evaluation after the step, if any.
+    ``joules`` is the energy per GPU, the mean of this node. ``eval_loss`` is that of an evaluation after the step.
     """
 
     step: int
@@ -44,10 +44,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Steps in ascending order, each once, and the problems of their log.
-
-    ``exact``: loss and gradient norm have all their bits instead of the log's rounding.
-    """
+    """Steps in ascending order, each once, and the problems of their log. ``exact``: nothing is rounded as in it."""
 
     steps: tuple[Step, ...] = ()
     problems: tuple[str, ...] = ()
@@ -96,20 +93,11 @@ def read_run(folder: Path) -> Series:
 
 
 def read_steps(text: str) -> Series:
-    """Read a run's log, of any number of ranks; every backend's lines have torchtitan's form.
-
-    Every rank prints every step with the same global loss and gradient norm, so repeats are merged; a repeat
-    with other values is a problem (two runs in one log, or ranks that drifted apart).
-    """
+    """Read a run's log, to which every rank prints every step; lines that disagree are a problem."""
     merged: dict[int, Step] = {}
     problems: list[str] = []
     for line in text.splitlines():
-        step = step_in(line)
-        if step is None:
-            continue
-        earlier = merged.get(step.step)
-        if earlier is None:
-            merged[step.step] = step
+        if (step := step_in(line)) is None or (earlier := merged.setdefault(step.step, step)) is step:
             continue
         if not (_same(earlier.loss, step.loss) and _same(earlier.grad_norm, step.grad_norm)):
             problems.append(
@@ -171,11 +159,10 @@ Meter = Callable[[], float | None]
 class Clock:
     """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic clock.
 
-    ``meter`` reads the joules per GPU that were used since a fixed time. What is used between two steps is written to
-    ``energy_file``. The first step of a run has no joules, because there is no step before it.
+    ``meter`` reads the joules per GPU since a fixed time. What is used between two steps is written to ``energy_file``.
     """
 
-    def __init__(self, energy_file: Path | None = None, meter: Meter | None = None) -> None:
+    def __init__(self, energy_file: Path = Path(os.devnull), meter: Meter | None = None) -> None:
         self.arrivals: dict[int, float] = {}
         self._file, self._meter = energy_file, meter
         self._joules: float | None = None
@@ -186,9 +173,7 @@ class Clock:
         if step is None or step.step in self.arrivals:
             return
         self.arrivals[step.step] = time.monotonic()
-        if self._meter is None or self._file is None:
-            return
-        now, before = self._meter(), self._joules
+        now, before = self._meter() if self._meter else None, self._joules
         self._joules = now
         if now is not None and before is not None and now > before:
             with self._file.open("a", encoding="utf-8") as file:

@@ -1,10 +1,7 @@
 """Figures of a run: its FLOPs, and medians after the warm-up. docs/metrics.md has the formulas.
 
-Per token, training takes 6 · (N − N_embedding) operations for the products with weights (2 forward, 4 backward), plus
-12 · L · heads · head_dim · span for attention. N includes the output head, but not the input embedding; a routed expert
-counts only as often as it is chosen. *span* is the sequence length in the non-causal convention (torchtitan; PaLM
-appendix B, arXiv:2204.02311). In the causal convention (Megatron-LM) it is the number of tokens that a token sees: half
-of the sequence length, or less with a sliding window. Recomputation in the backward pass never counts.
+The span of attention is the sequence length in the non-causal convention (torchtitan), and in the causal convention
+(Megatron-LM) the number of tokens that a token sees. Recomputation in the backward pass never counts.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ class Flops:
 def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = None) -> Flops:
     """Return the FLOPs of training on one token of a sequence of ``seq_len`` (for FLUX: on one image).
 
-    ``adapters`` is the number of weights that LoRA trains. The others then take 4 operations each instead of 6,
-    because they have no gradient.
+    ``adapters`` is the number of weights that LoRA trains; the others then take 4 operations each instead of 6.
     """
     if model.of_images:
         return _diffusion(model)
@@ -43,15 +39,10 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
     linear = 6 * products if adapters is None else 4 * products + 6 * adapters
     window = min(model.window or seq_len, seq_len)
     seen = window - window**2 / (2 * seq_len)
-    width = _attention_width(model)
-    return Flops(causal=linear + model.layers * width * seen, non_causal=linear + model.layers * width * window)
-
-
-def _attention_width(model: Architecture) -> int:
-    mla = model.mla
+    mla, width = model.mla, 12 * model.heads * model.head_size
     if mla.kv_lora_rank:
-        return 6 * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
-    return 12 * model.heads * model.head_size
+        width = 6 * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    return Flops(causal=linear + model.layers * width * seen, non_causal=linear + model.layers * width * window)
 
 
 def _diffusion(model: Architecture) -> Flops:
@@ -139,14 +130,11 @@ def _mfu(done: Work, tflops: Flops | None) -> Mfu:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Aggregates of one run. Every rate is that of one rank, which is one GPU if there are any.
+    """Aggregates of one run, described in docs/metrics.md. Every rate is that of one rank, which is one GPU if any.
 
-    ``tokens_per_second`` is the median after ``warmup_steps`` steps, and ``spread`` the (p90 − p10) ÷ median of the
-    same steps; ``images_per_second`` is the median of a model that makes images. ``tflops_causal`` and
-    ``tflops_non_causal`` are that median times the FLOPs of one token or image, in 10¹² per second. ``mfu`` is None
-    if ``no_mfu`` gives a reason. ``memory_gib`` is the peak (on a CPU: resident memory). ``joules_per_step`` is the
-    mean after warm-up. ``eval_loss`` and ``eval_perplexity`` are those of the best evaluation, after
-    ``eval_step``. None: no steps, not finite, or not reported.
+    Rates are medians, and ``joules_per_step`` the mean, after ``warmup_steps`` steps; ``spread`` is (p90 − p10) ÷
+    median. ``memory_gib`` is the peak (on a CPU: resident memory). ``no_mfu`` is the reason if ``mfu`` is None. The
+    evaluation is the best one, after ``eval_step``. None: no steps, not finite, or not reported.
     """
 
     first_loss: float | None
@@ -224,11 +212,7 @@ def summarize(series: Series, warmup_steps: int, done: Work = _UNKNOWN) -> Summa
 
 
 def sentence(summary: Summary, unit: str) -> str:
-    """Return the figures in one line: ``9,630 tokens/s/GPU, 496/558 TFLOP/s causal/non-causal, MFU …`` or why there
-    is none.
-
-    ``unit`` is ``GPU`` or ``rank``.
-    """
+    """Return the figures in one line: ``9,630 tokens/s/GPU, … MFU …`` or why there is none. ``unit``: GPU or rank."""
     parts = [f"{summary.tokens_per_second or 0:,.0f} tokens/s/{unit}"]
     if summary.eval_loss is not None:
         best = f"evaluation loss {summary.eval_loss:.4f} (perplexity {summary.eval_perplexity:.4g})"

@@ -44,10 +44,9 @@ def plan(
     level: str = "standard",
     among: Path | None = None,
 ) -> tuple[Job, ...]:
-    """Return the jobs in the order to run them, each with its own folder below ``root``.
+    """Return the jobs in the order to run them, each with its own folder below ``root``; ``among`` has the recipes.
 
-    ``among`` is the folder of recipes. Some jobs serve several comparisons: ``base`` also saves the checkpoint for
-    ``resume``, and is the side of ``accumulation`` with one micro-batch.
+    ``base`` also saves the checkpoint for ``resume``, and is the side of ``accumulation`` with one micro-batch.
     """
     whole = resolve(recipe, overrides, choices, among=among)
     judged = proof.unjudged(whole) is None
@@ -78,8 +77,7 @@ def plan(
                 # One rank has all experts; two ranks then differ only in that they share each layer.
                 batch["ep"] = 1
             single = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
-            # Start from the same weights, because the halves that two ranks draw from a seed may differ from what one
-            # rank draws.
+            # From the same weights, because two ranks may draw other ones from a seed than one.
             split = replace(
                 job("tensor-parallel", batch | {"ranks": 2, "tp": 2}),
                 resume_from=single.output / "checkpoint" / "step-1" if knows.resharding else None,
@@ -105,16 +103,11 @@ def _splits_in_two(recipe: Recipe) -> bool:
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:
     """Return the recipe as the caller requested it: that of the job without changes by the suite."""
-    plain = "repeat" if len(jobs) > 1 else "base"
-    return next(job.recipe for job in jobs if job.name == plain)
+    return jobs[1 if len(jobs) > 1 else 0].recipe
 
 
 def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, Outcome]:
-    """Run the jobs in order with ``run_job``, and read the result of each.
-
-    If the first job fails, the others are not run, because they are compared with it. Their checks are then
-    skipped.
-    """
+    """Run the jobs in order with ``run_job``, and read the result of each. If the first fails, no other is run."""
     outcomes: dict[str, Outcome] = {}
     for job in jobs:
         ended = outcome.read(job, run_job(job))
@@ -125,18 +118,12 @@ def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, O
 
 
 def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict, ...]:
-    """Return every verdict of the suite. Names of checks of one job begin with the job's name.
-
-    If a check needs a job that failed or is missing, it is skipped and names the job.
-    """
+    """Return every verdict of the suite. Those of one job begin with its name; those without evidence are skipped."""
     verdicts: list[Verdict] = []
     for job in jobs:
-        ended = outcomes.get(job.name)
-        if ended is None:
-            absent = Verdict(f"{job.name}: exit code", False, "")
-            verdicts.append(checks.skipped(absent, f"was not run, because {jobs[0].name} failed"))
-            continue
-        verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in outcome.basic_verdicts(ended)]
+        absent = checks.skipped(Verdict("exit code", False, ""), f"was not run, because {jobs[0].name} failed")
+        of_job = outcome.basic_verdicts(outcomes[job.name]) if job.name in outcomes else (absent,)
+        verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in of_job]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
     together = [*((("base",), verdict) for verdict in _of_one(jobs, outcomes, passed)), *_of_several(jobs, outcomes)]
     verdicts += [_unless_absent(verdict, names, outcomes) for names, verdict in together]
@@ -216,9 +203,9 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
     name, limit = "same weights again", "equal" if tolerance == 0 else "reported, not judged"
     if first is None or second is None:
         return Verdict(name, False, "a run ended without the digest of its weights", limit=limit)
-    equal = first == second
-    reason = "final weights of both runs, all ranks, are equal" if equal else "final weights differ"
-    return Verdict(name, equal or tolerance > 0, reason, measured=f"{first[:12]} and {second[:12]}", limit=limit)
+    reason = "final weights of both runs, all ranks, are equal" if first == second else "final weights differ"
+    measured = f"{first[:12]} and {second[:12]}"
+    return Verdict(name, first == second or tolerance > 0, reason, measured=measured, limit=limit)
 
 
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
@@ -232,7 +219,7 @@ def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdic
 
 
 def digest(recipe: Recipe, jobs: Sequence[Job]) -> str:
-    """Return a sha256 that identifies the suite: its format, its jobs and the recipe's validation section."""
+    """Return the digest of the suite of ``jobs``."""
     return digest_of_suite(FORMAT, [job.name for job in jobs], recipe.section("validation"))
 
 
@@ -259,11 +246,9 @@ def record(
     time: str,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the record of one validation.
+    """Return the record of one validation. ``image`` identifies the bytes that ran; ``time`` is in ISO 8601.
 
-    ``image`` identifies the bytes that ran (``{"digest": "sha256:…"}`` and whatever else the caller knows). ``gpu``
-    is the GPU's name or "none". ``time`` is the time in ISO 8601. ``passed`` is true only if there are verdicts,
-    all of them passed, and every planned job has a series of steps.
+    ``passed`` is true only if there are verdicts, all of them passed, and every planned job has a series of steps.
     """
     recipe = recipe_of(jobs)
     base = outcomes.get(jobs[0].name)

@@ -73,8 +73,7 @@ class Corpus:
     """The text of a job: a path or ``hf:OWNER/NAME``, its ``tokenizer`` (a folder or ``hf:``), and what to take of it.
 
     Without ``column``, the columns of the first row decide. Without ``split``, it is ``usual_split`` if there are
-    several. With ``completions``, only the words of the assistant, or
-    of the completion, are trained.
+    several. With ``completions``, only the words of the assistant, or of the completion, are trained.
     """
 
     name: str

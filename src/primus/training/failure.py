@@ -21,7 +21,7 @@ from primus.training.launch import processes
 _FOLDER = "failures"
 _LONGEST = 600
 _TRACEBACK = "Traceback (most recent call last)"
-# Messages of other ranks after one has ended.
+# Of ranks after another one has ended.
 _DERIVED = re.compile(
     r"DistBackendError|DistNetworkError|DistStoreError|ChildFailedError|SignalException|RendezvousConnectionError"
     r"|[Cc]onnection (closed|reset|refused|was likely closed)|closed by peer|Broken pipe|remote process exited"
@@ -70,10 +70,7 @@ DISK_FULL = Failure(text="No space left on device", hint=_DISK_FULL_HINT)
 
 @contextmanager
 def noting(output: Path) -> Iterator[None]:
-    """In a rank: if the block raises an exception, write its text and time to the job's folder.
-
-    On a fatal signal, the Python stack of every thread is written to :func:`stack_file`.
-    """
+    """In a rank: note an exception of the block in the job's folder. A fatal signal leaves a :func:`stack_file`."""
     rank = int(os.environ.get("RANK", "0"))
     path = stack_file(output, rank)
     with ExitStack() as stack:
@@ -212,7 +209,7 @@ _WAITING = re.compile(r"torch/distributed/|_engine_run_backward|torch/autograd/g
 def end_ranks(launcher: int, output: Path, seconds: float) -> None:
     """End all ranks below the process ``launcher`` with SIGABRT, on which Python prints the stack.
 
-    A stopped rank cannot print. It is recorded as hung in the job's folder, and killed.
+    A stopped rank cannot print: it is noted as hung, and killed.
     """
     every = processes()
     for pid, rank in _ranks(pid for pid, (parent, _) in every.items() if parent == launcher).items():

@@ -224,7 +224,8 @@ def _shown(value: object) -> str:
 def saved(folder: Path) -> Mapping[str, Any]:
     """Return the fields that were sealed into ``folder``; none if it has no readable ``recipe.json``."""
     with suppress(_Damage, InputError):
-        return (_read(folder) or {}).get("identity", {})
+        if content := _read(folder):
+            return dict(content["identity"])
     return {}
 
 

@@ -9,6 +9,7 @@ import shutil
 import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from primus.errors import HostError
@@ -29,9 +30,8 @@ _ON_CPU = ("fp32", "bf16")
 def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False, memory: float | None = None) -> None:
     """Raise HostError if this machine (files below ``root``) lacks the recipe's GPUs, memory or compiler.
 
-    ``force`` skips the check of predicted activations. A proxy for a GPU can run without one, on the CPU, in a
-    precision that a CPU computes. GPUs that are not in the table are taken for the recipe's. ``memory`` are the
-    bytes of one of them, from :func:`unlisted_memory`.
+    ``force`` skips the check of predicted activations. A proxy for a GPU can also run on the CPU. GPUs that are not in
+    the table are taken for the recipe's, with the ``memory`` of :func:`unlisted_memory`.
     """
     gpus, there = detect(root), memory or gpu_bytes(recipe.gpu)
     on_cpu = recipe.gpu == CPU or not gpus.names
@@ -131,17 +131,11 @@ def host_bytes(root: Path = Path("/")) -> float:
     for group in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
             limits.append(float((root / group).read_text()))
-    if not limits:
-        with suppress(OSError, ValueError):
-            limits.append(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
     return min(limits, default=0.0)
 
 
 def lacks_compiler(environment: Mapping[str, str], *, gpu: bool) -> str:
-    """Return what a job that compiles lacks here, as a sentence; empty if it lacks nothing.
-
-    Programs are found as Triton (for a ``gpu``) and PyTorch's inductor (for a CPU) find them.
-    """
+    """Return what a job that compiles by Triton (for a ``gpu``) or PyTorch's inductor lacks here; empty: nothing."""
     variable, names = ("CC", ("gcc", "clang")) if gpu else ("CXX", ("g++",))
     programs = [environment[variable]] if environment.get(variable) else names
     if not any(shutil.which(program, path=environment.get("PATH", os.defpath)) for program in programs):
@@ -165,15 +159,13 @@ _AMD = "0x1002"
 def energy_meter(gpu: str, ranks: int, environment: Mapping[str, str], root: Path = Path("/")) -> Meter | None:
     """Return a function that reads the joules used since a fixed time: the mean of the job's ``ranks`` GPUs.
 
-    Returns None if the recipe's ``gpu`` is a CPU, if the GPUs have no counter, or if it is unknown which GPUs of
-    this machine the job uses.
+    Returns None if there is no GPU or no counter, or if it is unknown which GPUs of this machine the job uses.
     """
     return None if gpu == CPU else _nvidia(ranks, environment) or _amd(ranks, root)
 
 
 def _nvidia(ranks: int, environment: Mapping[str, str]) -> Meter | None:
-    """Read NVML's counter, in millijoules since the driver was loaded. The library comes with the driver."""
-    try:
+    try:  # the library comes with the driver; its counter is in millijoules
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
@@ -182,27 +174,21 @@ def _nvidia(ranks: int, environment: Mapping[str, str]) -> Meter | None:
         return None
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     words = [str(number) for number in range(count.value)] if visible is None else visible.split(",")
-    handles = []
-    for word in words[:ranks]:
-        handle = ctypes.c_void_p()
+
+    def joules(word: str) -> float | None:
+        handle, used = ctypes.c_void_p(), ctypes.c_ulonglong()
         error = (
             nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
-            if word.strip().isdigit()
-            else nvml.nvmlDeviceGetHandleByUUID(word.strip().encode(), ctypes.byref(handle))
-        )
-        if error:
-            return None
-        handles.append(handle)
+            if word.isdigit()
+            else nvml.nvmlDeviceGetHandleByUUID(word.encode(), ctypes.byref(handle))
+        ) or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(used))
+        return None if error else used.value / 1e3
 
-    def joules(handle: ctypes.c_void_p) -> float | None:
-        used = ctypes.c_ulonglong()
-        return None if nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(used)) else used.value / 1e3
-
-    return _mean([lambda handle=handle: joules(handle) for handle in handles], ranks)  # type: ignore[misc]
+    return _mean([partial(joules, word.strip()) for word in words[:ranks]], ranks)
 
 
 def _amd(ranks: int, root: Path) -> Meter | None:
-    """Read the kernel's counters, in microjoules. A container sees all cards, so there must be one for each rank."""
+    # The kernel's counters are in microjoules. A container sees all cards, so there must be one for each rank.
     files = [
         file
         for card in sorted((root / "sys/class/drm").glob("card[0-9]*"))
@@ -214,7 +200,7 @@ def _amd(ranks: int, root: Path) -> Meter | None:
         word = _word(file)
         return int(word) / 1e6 if word.isdigit() else None
 
-    return _mean([lambda file=file: joules(file) for file in files], ranks)  # type: ignore[misc]
+    return _mean([partial(joules, file) for file in files], ranks)
 
 
 def _mean(counters: Sequence[Meter], ranks: int) -> Meter | None:

@@ -23,13 +23,11 @@ RESULT_FILE = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended.
+    """How a run ended: ``exit_code``, command and wall time of the launcher, and the run's verdicts and figures.
 
-    ``exit_code`` is that of the launcher, ``argv`` its command and ``seconds`` its wall time. ``host_memory_gib`` is
-    the largest resident memory of one process. ``optimizations`` are those that the ranks used; ``optimizations_off``
-    is name → reason of those that the recipe could use. ``cause`` is the first cause of a failure. ``refused`` is the
-    reason why no rank was started; ``exit_code`` is then that of the command. ``passed``, ``verdicts`` and ``summary``
-    are missing until the run's checks have been applied.
+    ``host_memory_gib`` is the largest resident memory of one process. ``optimizations_off`` is name → reason. ``cause``
+    is the first cause of a failure. ``refused`` is the reason why no rank was started; ``exit_code`` is then that of
+    the command. ``passed``, ``verdicts`` and ``summary`` are missing until the run's checks have been applied.
     """
 
     exit_code: int
@@ -69,10 +67,9 @@ def write_refusal(error: PrimusError, folder: Path) -> None:
 class Outcome:
     """Everything that can be judged about a finished run.
 
-    ``exit_code`` is the launcher's or, if that was 0, shows another failure. ``facts`` is empty if no rank ran long
-    enough to write them. ``run`` is the result that the run wrote, ``recipe_sha256`` the recipe that it resolved,
-    ``cause`` the first cause of a failure. A judged run has a ``proof``, the findings of the reference, ``arrivals``
-    (step → the launcher's clock in seconds) and ``busy`` (step → seconds of writing evidence).
+    ``exit_code`` is the launcher's or, if that was 0, shows another failure. ``run`` is the result that the run wrote,
+    ``recipe_sha256`` the recipe that it resolved. A judged run has a ``proof``, the findings of the reference,
+    ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds of writing evidence).
     """
 
     job: Job
@@ -121,10 +118,7 @@ def read(job: Job, result: JobResult) -> Outcome:
 
 
 def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
-    """Return the verdicts of the checks that every run must pass, for any length and any initial weights.
-
-    For a failed job, checks without evidence are skipped, because "exit code" gives the cause.
-    """
+    """Return the verdicts that every run must pass. Of a failed job, those without evidence are skipped."""
     job, steps = outcome.job, outcome.series.steps
     stops = "eval.patience" in job.recipe.settings
     last = int(outcome.facts.get("last_step", job.last_step)) if stops else job.last_step

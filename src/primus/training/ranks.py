@@ -89,28 +89,19 @@ def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def node_rank(job: Job, variables: Mapping[str, str]) -> int:
-    """Return the number of this node: NODE_RANK, or Slurm's variable. Raises InputError if neither is set.
-
-    A job of one node has only node 0, whatever the environment contains.
-    """
+    """Return the number of this node: NODE_RANK, or a scheduler's variable. Raises InputError if none is set."""
     nodes = job.recipe.get("nodes", int)
     if nodes == 1:
         return 0
-    name, text = next(
-        (
-            (name, variables[name])
-            for name in ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
-            if variables.get(name)
-        ),
-        ("NODE_RANK", ""),
-    )
-    if not text:
+    name = next(filter(variables.get, ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")), None)
+    if name is None:
         raise InputError(
             f"{nodes} nodes: NODE_RANK is not set on this machine",
             where=job.recipe.settings["nodes"].origin,
             hint="`primus launch slurm` starts all nodes; by hand, on each of them: "
             "MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
         )
+    text = variables[name]
     if not (text.isascii() and text.isdigit() and int(text) < nodes):
         raise InputError(f"must be a whole number from 0 to {nodes - 1}, not {text!r}", where=f"{name}={text}")
     return int(text)
@@ -155,17 +146,13 @@ def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
 
 
 def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the ranks, from ``inherited``: no network, caches in the job's folder or beside it.
-
-    The root file system may be read-only, the user id unknown to the system, and HOME not writable.
-    """
+    """Return the environment of the ranks, from ``inherited``: no network, caches in the job's folder or beside it."""
     cache = folder_of_node(job, inherited) / "cache"
     variables = clean(inherited)
     if job.recipe.get("nodes", int) > 1:
         # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes cannot reach.
         if interface := fabric.interface_towards(inherited.get("MASTER_ADDR", "")):
-            variables.setdefault("NCCL_SOCKET_IFNAME", interface)
-            variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+            variables = {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} | variables
         if job.recipe.gpu != CPU:
             variables |= fabric.variables(Host(environment=variables))
         # The format that torch uses for tracebacks. By default, every line begins with the name of torchrun's role.
@@ -175,6 +162,9 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     compiled = compiled_before(job)
     if compiled is None or not os.access(compiled, os.W_OK):  # it may belong to another user
         compiled = cache
+    if not _has_temporary_folder(inherited):
+        # A read-only root file system without --tmpfs /tmp.
+        variables["TMPDIR"] = str(cache)
     variables |= {
         "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
         "TRITON_CACHE_DIR": str(compiled / "triton"),
@@ -187,16 +177,9 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
         # Rank 0 opens the ranks' store, because torchrun would always use libuv.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    if not _has_temporary_folder(inherited):
-        # A read-only root file system without --tmpfs /tmp.
-        variables["TMPDIR"] = str(cache)
-    # torchrun's own default. If it is not set, torchrun prints a warning.
-    variables.setdefault("OMP_NUM_THREADS", "1")
-    variables.setdefault("USER", "primus")
-    variables.setdefault("WANDB_MODE", "offline")
-    # A rank that SIGABRT or SIGSEGV ends then prints its stack.
-    variables.setdefault("PYTHONFAULTHANDLER", "1")
-    return variables
+    # torchrun's own default, of which it warns; and with the handler, a rank that a signal ends prints its stack.
+    usual = {"OMP_NUM_THREADS": "1", "USER": "primus", "WANDB_MODE": "offline", "PYTHONFAULTHANDLER": "1"}
+    return usual | variables
 
 
 def _has_temporary_folder(variables: Mapping[str, str]) -> bool:
@@ -208,8 +191,7 @@ def _has_temporary_folder(variables: Mapping[str, str]) -> bool:
 def compiled_before(job: Job) -> Path | None:
     """Return the folder of kernels from earlier runs with the same compilers and GPU; None to compile anew.
 
-    The libraries compute the key of each kernel. CPU keys do not cover the instruction set, and a proof must not
-    depend on files of earlier runs.
+    CPU keys do not cover the instruction set, and a proof must not depend on files of earlier runs.
     """
     if job.compiled is None or job.judged or job.recipe.gpu == CPU:
         return None
@@ -231,11 +213,9 @@ def expected_facts(job: Job) -> dict[str, Any]:
     """Return the facts that the run must report if it ran as the recipe requests; keys as in ``facts.json``."""
     recipe = job.recipe
     expected: dict[str, Any] = {
-        "world_size": recipe.world_size,
-        "local_batch_size": recipe.local_batch,
-        "accumulation_steps": recipe.accumulation,
-        "seq_len": recipe.seq_len,
-    }
+        "world_size": recipe.world_size, "local_batch_size": recipe.local_batch,
+        "accumulation_steps": recipe.accumulation, "seq_len": recipe.seq_len,
+    }  # fmt: skip
     if recipe.architecture.vocab_size:
         expected["vocab_size"] = recipe.architecture.vocab_size
     if recipe.mode == "lora":

@@ -25,19 +25,14 @@ from primus.training.outcome import Outcome, RunResult, write_result
 from primus.turbo.optimizations import importable
 from primus.turbo.trial import decide
 
-# A node whose ranks all wait for another node's rank gives that node this long to name it.
-_OTHERS_NAME_IT = 5.0
-# A node whose ranks only lost their peers gives the other nodes this long to report the cause. Their ranks end at about
-# the same time.
-_OTHERS_SAY_WHY = 15.0
+# Seconds that a node whose ranks only wait for another's, or only lost them, gives the others to name the cause.
+_OTHERS_NAME_IT, _OTHERS_SAY_WHY = 5.0, 15.0
 
 _WRITABLE = {
     errno.EACCES: f"give user {os.geteuid()} the right to write to the folder, or choose another --output",
     errno.EROFS: 'in a container, mount a folder with -v "$PWD/runs:/workspace/runs" (without :ro); '
     "or choose another --output",
 }
-
-
 # Settings of every backend, and the packages that each needs.
 TRACKERS = ("tensorboard", "wandb")
 
@@ -64,8 +59,8 @@ def check_resume(job: Job, accepted: Sequence[str] = ()) -> None:
 def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
     """Create the job's folder with the files for the ranks. Returns the job with the optimizations that it uses.
 
-    The nodes of a job share the folder. Each writes the same files atomically, so that none has to wait for
-    another. Raises InputError if the folder contains another run, and as :func:`primus.turbo.trial.decide`.
+    The nodes of a job share the folder, and each writes the same files atomically. Raises InputError if the folder
+    contains another run, and as :func:`primus.turbo.trial.decide`.
     """
     folder = ranks.folder_of_node(job, os.environ)
     taken = InputError(f"{folder} already holds a run", hint="choose another --output, or delete it")
@@ -79,11 +74,11 @@ def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
         raise taken from error
     except OSError as error:
         raise _cannot_write(job, folder, error) from error
-    compiled = ranks.compiled_before(job)
-    if compiled:
+    writable = folder / "cache"
+    if compiled := ranks.compiled_before(job):
         with contextlib.suppress(OSError):
             compiled.mkdir(parents=True, exist_ok=True)
-    writable = compiled if compiled and os.access(compiled, os.W_OK) else folder / "cache"
+        writable = compiled if os.access(compiled, os.W_OK) else writable
     try:
         backend_of(job.recipe).tokenize(job, progress)
         job = replace(job, trial=decide(job.recipe, writable, ranks.environment(job, os.environ), progress))
@@ -105,10 +100,9 @@ def _cannot_write(job: Job, folder: Path, error: OSError) -> HostError:
 
 
 def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outcome:
-    """Run a job after :func:`prepare`, and apply the checks for any run.
+    """Run a job after :func:`prepare`, and apply the checks for any run; on another node than 0, only the exit code's.
 
-    Node 0 checks for all nodes; on other nodes, the only verdict is the exit code. After ``patience`` seconds
-    without a line from any rank (0: never), the ranks are ended, and the one that hangs is named.
+    After ``patience`` seconds without a line from any rank (0: never), they are ended, and the one that hangs is named.
     """
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)

@@ -96,10 +96,7 @@ class Encoder:
         return [*begin, *tokens, *([] if self.end is None or tokens[-1:] == [self.end] else [self.end])]
 
     def document(self, document: Document, where: str, *, completions: bool = True) -> tuple[list[int], list[int]]:
-        """Return the tokens of a document, and 1 for each that is trained: all of them without ``completions``.
-
-        Raises InputError, with ``where``, if the template refuses it, or does not show which words are the answer.
-        """
+        """Return the tokens of a document, and 1 for each that is trained: all of them without ``completions``."""
         if document.messages is not None and (self.tokenizer.chat_template or not document.text):
             return self._chat(document, where, completions)
         tokens, mask = self._masked(document.text, [(document.prompt, len(document.text))], special=True)
@@ -230,10 +227,7 @@ class Reader:
         return self.layout.prompted and self.corpus.completions
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Yield the tokens of each document that is not empty, and 1 for each that is trained; no mask: all are.
-
-        Raises InputError at a document that cannot be read.
-        """
+        """Yield the tokens of each document that is not empty, and 1 for each that is trained; no mask: all are."""
         texts, size = list[str](), 0
         for where, row in self._rows:
             document = document_of(row, self.layout, where)
@@ -288,8 +282,8 @@ class Tokens:
     def pieces(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where pieces of at most ``seq_len`` + 1 tokens begin and end that are trained on their own.
 
-        With a mask, they are the beginnings of the documents that have a trained token there, after the first.
-        Without, each document is cut into pieces, so that every token after its first is the label of one.
+        With a mask, they are the beginnings of documents that have a label there; without, every token but the first
+        of a document is the label of one.
         """
         import numpy as np
 
@@ -360,8 +354,7 @@ def write(
 ) -> None:
     """Write the tokens of ``reader`` for :func:`stored`. Raises InputError if there are no documents.
 
-    ``held_out`` is the share of the documents, evenly spread, that goes to the name ``eval`` instead. The nodes of a
-    job write the same files, each at once.
+    ``held_out`` is the share of the documents, evenly spread, that goes to the name ``eval`` instead.
     """
     sinks = {name: _Sink(folder, name), **({"eval": _Sink(folder, "eval")} if held_out else {})}
     for number, (tokens, mask) in enumerate(reader):

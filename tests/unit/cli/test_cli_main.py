@@ -170,7 +170,6 @@ def test_verbs_and_targets_complete(tmp_path: Path) -> None:
     [
         ("primus compat ", "run_pretrain.sh"),
         ("primus train llama3.1-8b --turbo ", "auto"),
-        ("primus train llama3.1-8b --turbo real-rope,fused-a", "real-rope,fused-adamw"),
         ("primus train llama3.1-8b --accept-change ", "assets.corpus"),
         ("primus turbo list --gpu ", "mi300x"),
         ("primus validate cpu --recipe llama3-", "llama3-proxy"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from primus.cli.image.common import RECIPE, choices, refuse_tuning, resolved
+from primus.cli.image.common import RECIPE, choices, resolved
 from primus.cli.verb import JSON, Option, answer, flag, folder, group, option, path, refuse_others, several, verb, whole
 from primus.errors import InputError
 from primus.gpus.detect import detect
@@ -148,7 +148,6 @@ def _plan(args: argparse.Namespace, *, here: bool = True) -> Plan:
         return Plan(recipe=_recipe(args, here=here), stall_timeout=args.stall_timeout, rate=args.rate)
 
     planned = plan()
-    refuse_tuning(planned.recipe, args.environment)
     limit = slurm.limit_of(args.time) if args.system == "slurm" else None
     if args.train_for is not None:
         if args.steps is not None:

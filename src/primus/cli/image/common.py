@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
 
 from primus.cli.verb import Option, flag, matching, option, whole
-from primus.compat.commands import STAGES, TUNING
-from primus.errors import InputError
 from primus.recipes.choose import PRECISIONS, values_of
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
@@ -32,12 +28,6 @@ RECIPE = (
     option("recipe", metavar="RECIPE", help="name of a recipe, or path of its file", complete=complete_recipe),
     *OVERRIDES,
 )
-
-
-def _complete_turbo(prefix: str, **_: object) -> list[str]:
-    before, comma, _last = prefix.rpartition(",")
-    words = optimizations() if comma else ("auto", "require", "off", *optimizations())
-    return [f"{before}{comma}{word}" for word in words]
 
 
 def short_origin(origin: str, recipe: Recipe) -> str:
@@ -69,20 +59,9 @@ def choices(gpu: str = "generation to resolve for (default: the machine's)") -> 
             "--turbo",
             metavar="auto|require|off|NAME,…",
             help="optimizations to use (default: auto, all that pass their self-test; see `primus turbo list`)",
-            complete=_complete_turbo,
+            complete=lambda **_: ("auto", "require", "off", *optimizations()),
         ),
     )
-
-
-def refuse_tuning(recipe: Recipe, variables: Sequence[str] = ()) -> None:
-    """Raise InputError if the variable of older documents asks for GEMM tuning, which no training job does.
-
-    ``variables`` are further ones, as ``NAME=VALUE``.
-    """
-    environment = {**os.environ, **dict(word.partition("=")[::2] for word in variables if "=" in word)}
-    if (stage := environment.get(TUNING) or "0") != "0":
-        hint = f"primus tune gemm {recipe.name} --stage {STAGES.get(stage, 'dump|tune|use')}, or unset {TUNING}"
-        raise InputError("a training job tunes no GEMMs", where=f"{TUNING}={stage}", hint=hint)
 
 
 def resolved(options: argparse.Namespace, *, here: bool = True, memory: float | None = None) -> Recipe:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 
 from primus.cli.image.common import RECIPE, choice, choices, complete_recipe, resolved, short_origin
-from primus.cli.verb import JSON, option, print_json, verb
+from primus.cli.verb import JSON, answer, option, verb
 from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.architecture import readable, size
@@ -19,11 +19,12 @@ from primus.recipes.memory import Memory
 from primus.recipes.published import origin_of_sizes
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
-from primus.recipes.setting import CHOICES, Setting
+from primus.recipes.setting import CHOICES
 from primus.system.host import Host
 from primus.system.issues import issues_here
 from primus.terminal import Screen, Styled, counted
 from primus.turbo.optimizations import reasons as optimization_reasons
+from primus.yamlfile import spell
 
 _CHOICES = ("backend", "mode", "precision", "gpu")
 _WIDTH = 110
@@ -41,14 +42,7 @@ _WHAT = {
 
 
 @verb(
-    option(
-        "name",
-        metavar="NAME",
-        nargs="?",
-        default="",
-        help="only recipes whose names contain this",
-        complete=complete_recipe,
-    ),
+    option("name", metavar="NAME", nargs="?", default="", help="part of a recipe's name", complete=complete_recipe),
     *(choice(name, f"only with this {'GPU' if name == 'gpu' else name}") for name in _CHOICES),
     JSON,
     example="primus list llama --gpu mi355x --precision fp8",
@@ -67,23 +61,14 @@ def list_recipes(options: argparse.Namespace) -> int:
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
     if not shown:
         raise InputError("no recipe matches these options", hint="primus list shows all recipes")
-    if options.json:
-        print_json([{**asdict(entry), "path": str(entry.path)} for entry in shown])
-        return 0
     if options.name or any(getattr(options, name) for name in _CHOICES):
         head = ("RECIPE", "PARAMETERS", "BACKEND", "MODE", "PRECISIONS", "GPUS")
-        print("\n".join(Screen.of().table([_row(entry) for entry in shown], head=head)))
-        return 0
-    by_recipe: dict[str, list[Entry]] = {}
-    for entry in shown:
-        by_recipe.setdefault(entry.recipe, []).append(entry)
-    rows = []
-    for recipe, several in by_recipe.items():
-        backends = dict.fromkeys(entry.backend for entry in several)
-        precisions = dict.fromkeys(precision for entry in several for precision in entry.precisions)
-        rows.append((recipe, readable(several[0].size.total), " ".join(backends), " ".join(precisions)))
-    print("\n".join(Screen.of().table(rows, head=("RECIPE", "SIZE", "BACKENDS", "PRECISIONS"))), flush=True)
-    print("`primus list NAME` shows modes and GPUs", file=sys.stderr)
+        lines = Screen.of().table([_row(entry) for entry in shown], head=head)
+    else:
+        rows = [_short_row(list(several)) for _, several in groupby(shown, lambda entry: entry.recipe)]
+        lines = Screen.of().table(rows, head=("RECIPE", "SIZE", "BACKENDS", "PRECISIONS"))
+        lines.append("`primus list NAME` shows modes and GPUs")
+    answer(options, [{**asdict(entry), "path": str(entry.path)} for entry in shown], lines)
     return 0
 
 
@@ -95,10 +80,7 @@ def show(options: argparse.Namespace) -> int:
     Nothing is started and no GPU is needed: --gpu names the GPU to resolve the recipe for.
     """
     recipe = resolved(options)
-    if options.json:
-        print_json(_document(recipe))
-    else:
-        print("\n".join(_lines(recipe, Screen.of())))
+    answer(options, _document(recipe), _lines(recipe, Screen.of()))
     return 0
 
 
@@ -113,15 +95,11 @@ def fit(options: argparse.Namespace) -> int:
     recipe = resolved(options)
     total = gpu_bytes(recipe.gpu)
     if total is None:
-        raise InputError(
-            f"--gpu {CPU}: memory is predicted for GPUs only", hint="name one, as in --gpu mi300x; proxies need none"
-        )
+        raise InputError(f"--gpu {CPU}: memory is predicted for GPUs only", hint="name one, as in --gpu mi300x")
     memory, available = predict(recipe), USABLE * total
     largest = largest_batch(recipe, available)
-    if options.json:
-        print_json(_fit_document(recipe, memory, available, largest))
-    else:
-        print("\n".join(_fit_lines(recipe, memory, available, largest, Screen.of())))
+    document = _fit_document(recipe, memory, available, largest)
+    answer(options, document, _fit_lines(recipe, memory, available, largest, Screen.of()))
     return 0 if fits(memory, available) else 1
 
 
@@ -147,6 +125,12 @@ def _row(entry: Entry) -> tuple[str, ...]:
     ]
     count = readable(entry.size.total)
     return entry.recipe, count, entry.backend, entry.mode, " ".join(words), " ".join(entry.gpus)
+
+
+def _short_row(entries: Sequence[Entry]) -> tuple[str, ...]:
+    backends = dict.fromkeys(entry.backend for entry in entries)
+    precisions = dict.fromkeys(precision for entry in entries for precision in entry.precisions)
+    return entries[0].recipe, readable(entries[0].size.total), " ".join(backends), " ".join(precisions)
 
 
 def _command(recipe: Recipe) -> str:
@@ -186,21 +170,16 @@ def _document(recipe: Recipe) -> dict[str, object]:
 
 def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     count, (amount, what) = size(recipe.architecture), _per_step(recipe)
-    nodes = recipe.get("nodes", int)
     active = "" if count.active == count.total else f", {readable(count.active)} active per token"
     yield f"{recipe.name}: {recipe.get('description', str)}"
     yield f"  {readable(count.total)} parameters{active}"
     yield from (f"  {line}" for line in origin_of_sizes(recipe))
     ranks, steps = counted(recipe.get("ranks", int), "rank"), counted(recipe.steps, "step")
-    yield f"  {counted(nodes, 'node')} × {ranks}, {steps}"
-    if what == "tokens":
-        yield f"  {recipe.global_batch} sequences of {recipe.seq_len} = {amount:,} tokens per step"
-    else:
-        yield f"  {amount:,} {what} per step"
-    yield (
-        f"  each rank: {recipe.local_batch} at a time"
-        + (f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else "")
-    )
+    yield f"  {counted(recipe.get('nodes', int), 'node')} × {ranks}, {steps}"
+    sequences = f"{recipe.global_batch} sequences of {recipe.seq_len} = " if what == "tokens" else ""
+    yield f"  {sequences}{amount:,} {what} per step"
+    times = f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else ""
+    yield f"  each rank: {recipe.local_batch} at a time{times}"
     if (total := gpu_bytes(recipe.gpu)) is not None and not fits(predict(recipe), USABLE * total):
         yield screen.paint("  does not fit into the memory of a GPU, see `primus fit`", "red")
     yield screen.paint("\noptimizations", "bold")
@@ -214,17 +193,13 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for section, keys in _sections(recipe).items():
         yield f"\n{screen.paint(section, 'bold')}"
-        settings = {key: recipe.settings[key] for key in keys}
-        yield from screen.table(
-            [
-                (_rest(key), _plain(setting), Styled(short_origin(setting.origin, recipe), "dim"))
-                for key, setting in settings.items()
-            ],
-            indent="  ",
-        )
-        for key, setting in settings.items():
+        rows = []
+        for key in keys:
+            setting = recipe.settings[key]
+            rows.append((_rest(key), spell(setting.value), Styled(short_origin(setting.origin, recipe), "dim")))
             if setting.because:
-                reasons.setdefault(setting.because, []).append(f"{key} = {_plain(setting)}")
+                reasons.setdefault(setting.because, []).append(f"{key} = {spell(setting.value)}")
+        yield from screen.table(rows, indent="  ")
     if reasons:
         yield screen.paint("\nmissing and contradicting sources", "bold")
     narrow = replace(screen, width=min(screen.width or _WIDTH, _WIDTH))
@@ -253,20 +228,10 @@ def _rest(key: str) -> str:
     return rest if dot else head
 
 
-def _plain(setting: Setting) -> str:
-    value = setting.value
-    if isinstance(value, list):
-        return "[" + ", ".join(map(str, value)) + "]"
-    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
-
-
 def _fit_document(recipe: Recipe, memory: Memory, available: float, largest: int) -> dict[str, object]:
     return {
         "recipe": recipe.name,
-        "backend": recipe.backend,
-        "mode": recipe.mode,
-        "precision": recipe.precision,
-        "gpu": recipe.gpu,
+        **{name: getattr(recipe, name) for name in _CHOICES},
         "world_size": recipe.world_size,
         "micro_batch": recipe.local_batch,
         "max_micro_batch": largest,

@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.image.common import RECIPE, choices, refuse_tuning, resolved, short_origin
-from primus.cli.verb import JSON, flag, folder, option, path, print_json, verb, whole
+from primus.cli.image.common import RECIPE, choices, resolved, short_origin
+from primus.cli.verb import JSON, answer, flag, folder, option, path, several, verb, whole
 from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
@@ -25,18 +26,11 @@ from primus.training.outcome import Outcome
 RUN = (
     option("--output", type=folder("--output"), metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"),
     *choices(),
-    option(
-        "--resume-from",
-        type=path("--resume-from"),
-        metavar="DIR",
-        help="a checkpoint, or a run (its newest checkpoint)",
-    ),
-    option(
+    option("--resume-from", type=path("--resume-from"), metavar="DIR", help="a checkpoint, or a run (its newest one)"),
+    several(
         "--accept-change",
-        action="append",
-        default=[],
-        metavar="FIELD",
-        help="resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
+        "resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
+        "FIELD",
         complete=lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel"),
     ),
     option(
@@ -44,17 +38,10 @@ RUN = (
         type=whole(least=0),
         default=1800,
         metavar="S",
-        help="end the job after S seconds without output of a rank; name the rank that hangs (default: 1800; 0: never)",
+        help="end the job after S seconds without output of a rank (default: 1800; 0: never)",
     ),
-    option(
-        "--compile-cache",
-        type=folder("--compile-cache"),
-        metavar="DIR",
-        help="keep compiled GPU kernels here for later runs (default: runs/.compile-cache; with --output: not kept)",
-    ),
-    option(
-        "--log", choices=start.TRACKERS, help="also write the figures for TensorBoard or Weights & Biases (offline)"
-    ),
+    option("--compile-cache", type=folder("--compile-cache"), metavar="DIR", help="keep compiled kernels here"),
+    option("--log", choices=start.TRACKERS, help="also write figures for TensorBoard or Weights & Biases (offline)"),
     flag("--no-preflight", "start without checking the machine"),
     flag("--judge", "afterwards, repeat every step in float64 and compare"),
     flag("--force", "start even if the predicted memory exceeds the GPU's"),
@@ -63,11 +50,7 @@ RUN = (
 )
 
 
-@verb(
-    *RECIPE,
-    *RUN,
-    example="primus train llama3-proxy --steps 30 optimizer.lr=0.005",
-)
+@verb(*RECIPE, *RUN, example="primus train llama3-proxy --steps 30 optimizer.lr=0.005")
 def train(options: argparse.Namespace) -> int:
     """Run a recipe on this machine: start its ranks, show the loss, and check the results.
 
@@ -90,13 +73,11 @@ def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
     options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
     recipe = resolved(options, memory=memory)
-    refuse_tuning(recipe)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
-    output = options.output = options.output or (
-        Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    output = options.output = options.output or Path("runs") / name
     checkpoint = _checkpoint(options.resume_from) if options.resume_from else None
     job = Job(
         name=output.name,
@@ -109,9 +90,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.judge and (why := "it needs a run from step 1" if checkpoint else proof.unjudged(recipe)):
         raise InputError(f"--judge: {why}")
     if job.first_step > job.last_step:
-        raise InputError(
-            f"{checkpoint} is already at step {job.first_step - 1} of {job.last_step}", hint="raise --steps"
-        )
+        at = f"{checkpoint} is already at step {job.first_step - 1} of {job.last_step}"
+        raise InputError(at, hint="raise --steps")
     if options.dry_run:
         _show_plan(job, as_json=options.json)
         return 0
@@ -130,10 +110,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"primus: {lost}", file=sys.stderr)
     if not options.json:
         if recipe.gpu != CPU and not recipe.get("proxy", bool) and not recipe.find("tuned", ""):
-            tune = f"primus tune throughput {recipe.name}"
-            print(
-                f"primus: nobody has tuned these settings on {recipe.gpu}; `{tune}` finds the fastest", file=sys.stderr
-            )
+            faster = f"`primus tune throughput {recipe.name}` finds the fastest"
+            print(f"primus: nobody has tuned these settings on {recipe.gpu}; {faster}", file=sys.stderr)
         print(_headline(job), file=sys.stderr)
         if recipe.gpu != CPU and job.trial:
             print("\n".join(Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  ")), file=sys.stderr)
@@ -145,21 +123,19 @@ def _run(options: argparse.Namespace) -> int:
         raise Interrupted("interrupted", hint=_continue(job)) from None
     progress.end()
     run = ended.run
-    if options.json:
-        document = {
-            "passed": run.passed,
-            "output": str(job.output),
-            "exit_code": ended.exit_code,
-            "seconds": run.seconds,
-            **({"cause": run.cause} if run.cause else {}),
-            "recipe_sha256": recipe.digest,
-            "optimizations": {"used": job.turbo, "off": dict(job.trial.off) if job.trial else {}},
-            "summary": asdict(ended.summary),
-            "verdicts": [asdict(verdict) for verdict in run.verdicts],
-        }
-        print_json(document)
-    else:
-        _show_end(job, ended)
+    document = {
+        "passed": run.passed,
+        "output": str(job.output),
+        "exit_code": ended.exit_code,
+        "seconds": run.seconds,
+        **({"cause": run.cause} if run.cause else {}),
+        "recipe_sha256": recipe.digest,
+        "optimizations": {"used": job.turbo, "off": dict(job.trial.off) if job.trial else {}},
+        "summary": asdict(ended.summary),
+        "verdicts": [asdict(verdict) for verdict in run.verdicts],
+    }
+    lines = _success(job, ended) if run.passed else _failure(job, ended)
+    answer(options, document, map(Screen.of().fit, lines))
     return 0 if run.passed else 1
 
 
@@ -173,29 +149,31 @@ def _preflight(job: Job) -> None:
     alone = job.recipe.get("nodes", int) == 1
     where = "" if alone else f"node {host.name_here()}: "
     findings = [
-        finding
+        (finding.level, f"{where}{finding.check}: {finding.message}", finding.remedy)
         for finding in preflight.preflight(host.Host(output=job.output))
         if not (alone and finding.check in preflight.OF_SEVERAL_NODES)
     ]
-    for finding in findings:
-        if finding.level == "failed":
-            raise HostError(
-                f"{where}{finding.check}: {finding.message}",
-                hint=f"{finding.remedy}; --no-preflight starts the job without this check",
-            )
-    for finding in findings:
-        if finding.level == "slow":
-            print(f"primus: {where}{finding.check}: {finding.message}\n  → {finding.remedy}", file=sys.stderr)
+    for level, message, remedy in findings:
+        if level == "failed":
+            raise HostError(message, hint=f"{remedy}; --no-preflight starts the job without this check")
+    for level, message, remedy in findings:
+        if level == "slow":
+            print(f"primus: {message}\n  → {remedy}", file=sys.stderr)
 
 
 def _checkpoint(path: Path) -> Path:
+    """Return the checkpoint that ``path`` is, or the newest complete one of the run that it is, or else the newest."""
+    hint = "name a folder …/checkpoint/step-N, or the folder of a run"
     if not path.is_dir():
-        raise InputError(
-            f"there is no checkpoint folder {path}", hint="name a folder …/checkpoint/step-N, or the folder of a run"
-        )
+        raise InputError(f"there is no checkpoint folder {path}", hint=hint)
     checkpoint = path.absolute()
     if not (checkpoint / ".metadata").is_file():
-        checkpoint = _newest(checkpoint, path)
+        saved = [step for step in steps(checkpoint / "checkpoint") if (step / ".metadata").is_file()]
+        if not saved:
+            raise InputError(f"{path} contains no checkpoint", hint=hint)
+        checkpoint = next((step for step in reversed(saved) if identity.complete(step)), saved[-1])
+        if incomplete := [step.name for step in saved[saved.index(checkpoint) + 1 :]]:
+            print(f"primus: {checkpoint.name} is used; incomplete: {', '.join(incomplete)}", file=sys.stderr)
     try:
         step_of(checkpoint)
     except ValueError as error:
@@ -203,28 +181,11 @@ def _checkpoint(path: Path) -> Path:
     return checkpoint
 
 
-def _newest(run: Path, shown: Path) -> Path:
-    """Return the newest complete checkpoint of ``run``, or else the newest. Prints which incomplete ones it skips."""
-    complete = [step for step in steps(run / "checkpoint") if (step / ".metadata").is_file()]
-    if not complete:
-        raise InputError(
-            f"{shown} contains no checkpoint", hint="name a folder …/checkpoint/step-N, or a run that has one"
-        )
-    left_out: list[str] = []
-    for step in reversed(complete):
-        if identity.complete(step):
-            if left_out:
-                print(f"primus: {step.name} is used; incomplete: {', '.join(left_out)}", file=sys.stderr)
-            return step
-        left_out.append(step.name)
-    return complete[-1]
-
-
 def _headline(job: Job) -> str:
     recipe = job.recipe
+    kind = f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}"
     parts = [
-        f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}, "
-        + counted(recipe.world_size, "rank"),
+        f"{kind}, {counted(recipe.world_size, 'rank')}",
         f"steps {job.first_step}–{job.last_step}",
         f"batch {recipe.global_batch} × {recipe.seq_len} tokens",
         f"seed {recipe.seed}",
@@ -237,10 +198,8 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
         print(ranks.job_file(job), end="")
         return
     print(_headline(job))
-    rows = [
-        (key, str(setting.value), short_origin(setting.origin, job.recipe))
-        for key, setting in job.recipe.settings.items()
-    ]
+    recipe = job.recipe
+    rows = [(key, str(row.value), short_origin(row.origin, recipe)) for key, row in recipe.settings.items()]
     print("\n".join(Screen.of().table(rows, indent="  ")))
     print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
 
@@ -303,33 +262,26 @@ def _continue(job: Job) -> str:
     return "the run saved no checkpoint; checkpoint=N saves one every N steps"
 
 
-def _show_end(job: Job, ended: Outcome) -> None:
-    screen, summary = Screen.of(), ended.summary
-    verdicts, seconds = ended.run.verdicts, ended.run.seconds
-    figures = metrics.sentence(summary, "GPU" if ended.facts.get("device") == "cuda" else "rank")
-
-    def say(text: str) -> None:
-        print(screen.fit(text))
-
+def _failure(job: Job, ended: Outcome) -> Iterator[str]:
+    verdicts = ended.run.verdicts
     # The exit code comes first, because it explains everything that is missing.
     for verdict in verdicts:
         if verdict.name == "exit code" and not verdict.passed:
-            say(f"✗ the job failed: {verdict.reason}")
+            yield f"✗ the job failed: {verdict.reason}"
         elif not verdict.passed and not verdict.skipped:
             limits = f"measured {verdict.measured or 'nothing'}, limit {verdict.limit}"
-            say(f"✗ {verdict.name}: {verdict.reason} ({limits})")
-    if any(not verdict.passed for verdict in verdicts):
-        left_out = [verdict.name for verdict in verdicts if verdict.skipped]
-        if left_out:
-            say(f"– skipped: {', '.join(left_out)}")
-        say(f"failed after {seconds:.0f} s\n  → the log is {job.output / 'log.txt'}")
-        if _last_kept(job):
-            say(f"  → {_continue(job)}")
-        return
-    say(
-        f"✓ {summary.steps} steps in {seconds:.0f} s, "
-        f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}, "
-        f"{figures}\n  → {job.output / 'metrics.jsonl'}"
-    )
+            yield f"✗ {verdict.name}: {verdict.reason} ({limits})"
+    if skipped := [verdict.name for verdict in verdicts if verdict.skipped]:
+        yield f"– skipped: {', '.join(skipped)}"
+    yield f"failed after {ended.run.seconds:.0f} s\n  → the log is {job.output / 'log.txt'}"
+    if _last_kept(job):
+        yield f"  → {_continue(job)}"
+
+
+def _success(job: Job, ended: Outcome) -> Iterator[str]:
+    summary, seconds = ended.summary, ended.run.seconds
+    figures = metrics.sentence(summary, "GPU" if ended.facts.get("device") == "cuda" else "rank")
+    losses = f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}"
+    yield f"✓ {summary.steps} steps in {seconds:.0f} s, {losses}, {figures}\n  → {job.output / 'metrics.jsonl'}"
     if (job.output / "weights").is_dir():
-        say(f"  → {job.output / 'weights'} for transformers{' and PEFT' * (job.recipe.mode == 'lora')}")
+        yield f"  → {job.output / 'weights'} for transformers{' and PEFT' * (job.recipe.mode == 'lora')}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from primus.cli.image.train import train
 from primus.cli.image.tune import tune
 from primus.cli.verb import JSON, flag, new_file, option, path, print_json, verb, whole
-from primus.compat.commands import TUNING, Request, requested, switched_on
+from primus.compat.commands import Request, requested, switched_on
 from primus.compat.experiment import least_nodes, read_experiment, recipe_text
 from primus.compat.translate import table
 from primus.errors import HostError, InputError
@@ -76,7 +76,6 @@ def compat(options: argparse.Namespace) -> int:
             os.environ.pop(name, None)
         os.environ.update(request.environment)
     more = [f"--{name.replace('_', '-')}" for name in ("dry_run", "json") if getattr(chosen, name)]
-    os.environ.pop(TUNING, None)
     if request.stage:
         if chosen.dry_run:
             resolve(request.recipe, request.words, request.choices)

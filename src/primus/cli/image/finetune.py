@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from primus.cli.image.common import OVERRIDES, choices, resolved
 from primus.cli.image.train import RUN, train
-from primus.cli.verb import JSON, option, print_json, verb, whole
+from primus.cli.verb import JSON, answer, option, verb, whole
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.recipes.recipe import MOCK, Recipe
@@ -135,27 +135,23 @@ def data(options: argparse.Namespace) -> int:
         figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
         count = min(options.samples, figures.documents)
         samples = [_sample(reader, written, number * figures.documents // count) for number in range(count)]
-    if options.json:
-        print_json(
-            {
-                "corpus": corpus.name, "tokenizer": corpus.tokenizer, "seq_len": recipe.seq_len,
-                "columns": reader.layout.columns, "unused_columns": reader.layout.unused, "split": reader.files.split,
-                "files_not_read": reader.files.others, "bos": reader.encoder.begin, "eos": reader.encoder.end,
-                **asdict(figures),
-                "samples": [[{"text": text, "trained": trained} for text, trained in parts] for parts in samples],
-            }
-        )  # fmt: skip
-        return 0
+    document = {
+        "corpus": corpus.name, "tokenizer": corpus.tokenizer, "seq_len": recipe.seq_len,
+        "columns": reader.layout.columns, "unused_columns": reader.layout.unused, "split": reader.files.split,
+        "files_not_read": reader.files.others, "bos": reader.encoder.begin, "eos": reader.encoder.end,
+        **asdict(figures),
+        "samples": [[{"text": text, "trained": trained} for text, trained in parts] for parts in samples],
+    }  # fmt: skip
     screen = Screen.of()
-    print("\n".join(screen.wrap(reader.sentence(figures, recipe.seq_len))))
-    for parts in samples:
-        before, behind = ("", "") if screen.colour or all(trained for _, trained in parts) else "⟦⟧"
-        print()
-        for text, trained in parts:
-            shown = _CONTROL.sub("\ufffd", text)
-            print(before + screen.paint(shown, "green") + behind if trained else shown, end="")
-        print()
+    head = screen.wrap(reader.sentence(figures, recipe.seq_len))
+    answer(options, document, [*head, *(_marked(parts, screen) for parts in samples)])
     return 0
+
+
+def _marked(parts: list[tuple[str, bool]], screen: Screen) -> str:
+    before, behind = ("", "") if screen.colour or all(trained for _, trained in parts) else "⟦⟧"
+    texts = [(_CONTROL.sub("\ufffd", text), trained) for text, trained in parts]
+    return "\n" + "".join(before + screen.paint(text, "green") + behind if trained else text for text, trained in texts)
 
 
 def _sample(reader: tokens.Reader, written: tokens.Tokens, number: int) -> list[tuple[str, bool]]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from primus.cli.image.common import choice
-from primus.cli.verb import JSON, flag, option, print_json, verb, whole
+from primus.cli.verb import JSON, answer, flag, option, verb, whole
 from primus.errors import InputError
 from primus.files import write_file
 from primus.recipes.choose import among, values_of
@@ -25,12 +25,7 @@ from primus.terminal import Screen, counted
     option("--root", type=Path, default=Path("/"), metavar="DIR", help="root folder of the machine (default: /)"),
     option("--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"),
     option(
-        "--nodes",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="compare the --json documents of several nodes instead",
+        "--nodes", type=Path, nargs="+", default=[], metavar="FILE", help="compare --json documents of several nodes"
     ),
     option("--html", type=Path, metavar="FILE", help="write the verdict as an HTML page"),
     JSON,
@@ -39,10 +34,9 @@ from primus.terminal import Screen, counted
 def preflight(options: argparse.Namespace) -> int:
     """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
 
-    Each problem is printed with its remedy. --quick only reads files of the kernel, such as those in /proc and /sys.
-    Without it, the write speed of the output folder is also measured. --benchmark also measures the GPUs: matrix
-    products, memory, all-reduce, all-to-all.
-    --nodes compares the documents that several nodes wrote with --json.
+    Each problem is printed with its remedy. --quick only reads files of the kernel, such as those in /proc and /sys;
+    otherwise the write speed of the output folder is measured, too. --benchmark also measures matrix products, memory,
+    all-reduce and all-to-all of the GPUs.
     --expect, --gpu and --expect-nics say what the machine must have. Without --expect, it must have a GPU.
     Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
     """
@@ -69,12 +63,9 @@ def preflight(options: argparse.Namespace) -> int:
         measurements=tuple(measurements),
     )  # fmt: skip
     if options.html:
-        _write(options.html, nodes.page([node], []))
-    if options.json:
-        print_json(node.document())
-    else:
-        print("\n".join(_lines(findings)))
-        print(f"{node.name}: " + (counted(len(node.problems), "problem") if node.problems else "ready"))
+        write_file(options.html, nodes.page([node], []))
+    verdict = f"{node.name}: " + (counted(len(node.problems), "problem") if node.problems else "ready")
+    answer(options, node.document(), [*_lines(findings), verdict])
     return 1 if node.problems else 0
 
 
@@ -83,27 +74,17 @@ def _compare(options: argparse.Namespace) -> int:
     between = nodes.compare(compared)
     passed = not between and not any(node.problems for node in compared)
     if options.html:
-        _write(options.html, nodes.page(compared, between))
-    if options.json:
-        more = [
-            {"node": name, "check": finding.check, "level": finding.level, "said": finding.message}
-            for name, finding in between
-        ]
-        document = {"passed": passed, "nodes": [node.document() for node in compared], "between": more}
-        print_json(document)
-    else:
-        table = nodes.rows(compared, between)
-        print("\n".join(Screen.of().table(table, head=("", "node", "GPUs", "verdict"))))
-        bad = sum(row[0] != nodes.MARKS["ok"] for row in table)
-        print(f"{counted(len(compared), 'node')}: " + (f"{bad} with problems" if bad else "ready"))
+        write_file(options.html, nodes.page(compared, between))
+    more = [
+        {"node": name, "check": finding.check, "level": finding.level, "said": finding.message}
+        for name, finding in between
+    ]
+    document = {"passed": passed, "nodes": [node.document() for node in compared], "between": more}
+    table = nodes.rows(compared, between)
+    bad = sum(row[0] != nodes.MARKS["ok"] for row in table)
+    verdict = f"{counted(len(compared), 'node')}: " + (f"{bad} with problems" if bad else "ready")
+    answer(options, document, [*Screen.of().table(table, head=("", "node", "GPUs", "verdict")), verdict])
     return 0 if passed else 1
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_file(path, text)
-    except OSError as error:
-        raise InputError(f"--html: {path} cannot be written: {(error.strerror or '').lower()}") from error
 
 
 def _lines(findings: list[Finding]) -> list[str]:

@@ -8,8 +8,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.verb import JSON, folder, option, path, print_json, verb
-from primus.errors import HostError, InputError
+from primus.cli.verb import JSON, answer, folder, option, path, verb
+from primus.errors import InputError
 from primus.report import html, sheets
 from primus.report.run import Run, read_all
 from primus.system.host import lost_warning
@@ -34,25 +34,19 @@ def report(options: argparse.Namespace) -> int:
     for error in left_out:
         print(f"primus report: left out: {error}", file=sys.stderr)
     files = {"perf.csv": sheets.perf_csv(runs), **_of_models(runs), "report.html": html.comparison(runs)}
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (options.out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise HostError(f"cannot write to {options.out}: {error.strerror}", hint="choose another --out") from error
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (options.out / name).write_text(text, encoding="utf-8")
     if lost := lost_warning(options.out):
         print(f"primus: {lost}", file=sys.stderr)
     paths = [str(options.out / name) for name in files]
-    if options.json:
-        shown = [
-            {"label": r.label, "recipe": r.recipe, "passed": r.passed, "gpu": r.product or None, **asdict(r.summary)}
-            for r in runs
-        ]
-        print_json({"files": paths, "runs": shown})
-        return 0
+    shown = [
+        {"label": r.label, "recipe": r.recipe, "passed": r.passed, "gpu": r.product or None, **asdict(r.summary)}
+        for r in runs
+    ]
     verdicts = [Styled(f"✓ {r.label}", "green") if r.passed else Styled(f"✗ {r.label}", "red") for r in runs]
-    print("\n".join(Screen.of().table([("", *verdicts), *html.figures(runs)])))
-    print("\n".join(f"  → {path}" for path in paths))
+    lines = Screen.of().table([("", *verdicts), *html.figures(runs)])
+    answer(options, {"files": paths, "runs": shown}, [*lines, *(f"  → {path}" for path in paths)])
     return 0
 
 

@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from primus.cli.image.common import RECIPE, choices, resolved
-from primus.cli.verb import JSON, Option, flag, folder, group, new_file, option, print_json, verb, whole
-from primus.compat.commands import TUNING
+from primus.cli.verb import JSON, Option, answer, flag, folder, group, new_file, option, refuse_others, verb, whole
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect, visible
@@ -35,8 +35,6 @@ from primus.tuning.trial import Search, Trials, ending
 from primus.turbo.optimizations import missing_packages
 
 _STAGES = ("dump", "tune", "use")
-_OF_GEMM = ("stage", "dump_steps")
-_OF_THROUGHPUT = ("output", "dry_run", "pairs", "limit", "warmup")
 _GIB = 2**30
 
 
@@ -48,12 +46,7 @@ def _count(name: str, meaning: str, metavar: str = "N", *, least: int = 1, defau
     option("what", choices=("gemm", "throughput"), help="what to tune"),
     *RECIPE,
     *choices(),
-    option(
-        "--folder",
-        type=folder("--folder"),
-        metavar="DIR",
-        help="folder of results (default: output/tune_gemm or output/tune_throughput)",
-    ),
+    option("--folder", type=folder("--folder"), metavar="DIR", help="results (default: output/tune_gemm|throughput)"),
     group(
         "gemm",
         option("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)"),
@@ -82,65 +75,45 @@ def tune(options: argparse.Namespace) -> int:
     kept. A result is valid for one version of PyTorch, one GPU architecture and one recipe, and is refused for another.
     Exit code 0: done; 1: the recipe failed, or GEMMs could not be measured; 3: PyTorch or the GPUs are missing.
     """
-    _check_options(options)
+    refuse_others(options, tune.parser("tune"), options.what, ("gemm", "throughput"))
     recipe = resolved(options)
     if options.what == "throughput":
         return _search(recipe, options)
     place = Place(root=folder_of(recipe.name, options.folder or Path("output/tune_gemm")))
+    code = 0
     for stage in _stages(options):
-        if code := _RUN[stage](recipe, place, options):
-            return code
-    return 0
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    defaults = tune.parser("tune")
-    for name in _OF_GEMM if options.what == "throughput" else _OF_THROUGHPUT:
-        if getattr(options, name) != defaults.get_default(name):
-            raise InputError(f"--{name.replace('_', '-')} cannot be used with primus tune {options.what}")
+        if stage == "dump":
+            place.shapes.mkdir(parents=True, exist_ok=True)
+            steps = f"{recipe.knows.key('steps')}={options.dump_steps}"
+            code = _train(recipe, steps, dumping(place, os.environ.get("NODE_RANK", "0")), options)
+        elif stage == "tune":
+            _tune_gemms(recipe, place, options)
+        else:
+            code = _train(recipe, None, check(place, _key_here(recipe)), options)
+        if code:
+            break
+    return code
 
 
 def _stages(options: argparse.Namespace) -> Sequence[str]:
     return _STAGES if options.stage == "all" else (options.stage,)
 
 
-def _dump(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
-    place.shapes.mkdir(parents=True, exist_ok=True)
-    steps = f"{recipe.knows.key('steps')}={options.dump_steps}"
-    return _train(recipe, steps, dumping(place, os.environ.get("NODE_RANK", "0")), options)
-
-
-def _tune(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
-    return tune_gemms(recipe, place, as_json=options.json)
-
-
-def _use(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
-    return _train(recipe, None, check(place, key_here(recipe)), options)
-
-
-_RUN = {"dump": _dump, "tune": _tune, "use": _use}
-
-
-def tune_gemms(recipe: Recipe, place: Place, *, as_json: bool = False) -> int:
-    """Measure the recorded GEMMs of ``recipe`` on all GPUs, and write the result. Returns 0."""
-    shapes, gpus, key = read_shapes(place.shapes), _gpus(), key_here(recipe)
+def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> None:
+    """Measure the recorded GEMMs of ``recipe`` on all GPUs, and write the result."""
+    shapes, gpus, key = read_shapes(place.shapes), _gpus(), _key_here(recipe)
     work = place.work(key)
     with alone(work.parent):
-        if not as_json:
+        if not options.json:
             print(f"{counted(len(shapes), 'shape')}; {counted(len(gpus), 'GPU')}", file=sys.stderr)
         result = measure(shapes, work, gpus)
         merge(place, key, result)
-    if as_json:
-        document = {"tuned": str(place.tuned), "shapes": list(result.rows), "changed": result.changed}
-        print_json(document)
-    else:
-        print(f"{result.changed} of {len(result.rows)} GEMMs are faster with another implementation than the default")
-        print(f"→ {place.tuned}")
-    return 0
+    document = {"tuned": str(place.tuned), "shapes": list(result.rows), "changed": result.changed}
+    line = f"{result.changed} of {len(result.rows)} GEMMs are faster with another implementation than the default"
+    answer(options, document, [line, f"→ {place.tuned}"])
 
 
-def key_here(recipe: Recipe) -> Key:
-    """Return the key of ``recipe`` with this machine's PyTorch. Raises HostError if there is none."""
+def _key_here(recipe: Recipe) -> Key:
     if recipe.gpu == CPU:
         raise InputError("TunableOp tunes GEMMs of GPUs only", hint="--gpu mi300x")
     try:
@@ -151,11 +124,8 @@ def key_here(recipe: Recipe) -> Key:
 
 
 def _train(recipe: Recipe, steps: str | None, environment: Mapping[str, str], options: argparse.Namespace) -> int:
-    overrides = [
-        word
-        for word in recipe.overrides
-        if steps is None or word.partition("=")[0] not in ("steps", steps.partition("=")[0])
-    ]
+    shorter = ("steps", steps.partition("=")[0]) if steps else ()
+    overrides = [word for word in recipe.overrides if word.partition("=")[0] not in shorter]
     words = [recipe.name, *recipe.choices.words(), *overrides, *([steps] if steps else [])]
     if not options.json:
         variables = " ".join(f"{name}={value}" for name, value in environment.items())
@@ -163,22 +133,15 @@ def _train(recipe: Recipe, steps: str | None, environment: Mapping[str, str], op
     # With several stages, the document is that of the stage "tune".
     ours = options.json and len(_stages(options)) > 1
     command = [sys.executable, "-m", "primus.cli.main", "train", *words, *(["--json"] if options.json else [])]
-    own = ("PYTORCH_TUNABLEOP_", TUNING)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    return subprocess.run(
-        command, env={**inherited, **environment}, stdout=sys.stderr if ours else None, check=False
-    ).returncode
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")}
+    stdout = sys.stderr if ours else None
+    return subprocess.run(command, env={**inherited, **environment}, stdout=stdout, check=False).returncode
 
 
 def _gpus() -> list[str]:
-    """Return the devices to measure on, as in HIP_VISIBLE_DEVICES: all that this process may use."""
     if not (devices := list(visible(len(detect().names), os.environ))):
         raise HostError("there is no GPU on this machine, or the environment hides all", hint="run it on a GPU")
     return devices
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _search(requested: Recipe, options: argparse.Namespace) -> int:
@@ -195,7 +158,7 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
     unchecked = options.dry_run and not detect().names
     points = candidates(options.recipe, recipe, available, (lambda _: ()) if unchecked else missing_packages)
     if options.dry_run:
-        _show_plan(points, available, as_json=options.json)
+        _show_plan(points, available, options)
         return 0
     machine.check(recipe, force=True, memory=machine.unlisted_memory())
     start.check_backend(Job(name="start", recipe=recipe, output=Path()))
@@ -209,14 +172,10 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
     folder = folder_of(recipe.name, options.folder or Path("output/tune_throughput")) / key.digest
     trials = Trials(source=options.recipe, folder=folder, limit=options.limit, warmup=options.warmup)
     if not options.json:
-        _show_plan(points, available, as_json=False)
+        _show_plan(points, available, options)
     with alone(trials.folder), ending():
-        rows = Search(
-            points,
-            trials,
-            pairs=options.pairs,
-            say=(lambda _: None) if options.json else _say,
-        )
+        say = partial(print, file=sys.stderr, flush=True)
+        rows = Search(points, trials, pairs=options.pairs, say=(lambda _: None) if options.json else say)
         winner = search(points, rows.measure)
         if winner is None:
             # Without the loss of the recipe's own settings, nothing shows that another candidate computes the same.
@@ -232,7 +191,9 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
         because = _because(
             winner, rows.finals, evidence or (0, 0), versions, gpus.sentence() if gpus.names else "a CPU"
         )
-        _write(options, overlay(options.recipe, winner.recipe, list(only_here), because, text, options.output), winner)
+        write_file(
+            options.output, overlay(options.recipe, winner.recipe, list(only_here), because, text, options.output)
+        )
     _show_end(rows, winner, evidence, better, versions, options)
     return 0
 
@@ -249,33 +210,15 @@ def _because(
     )
 
 
-def _write(options: argparse.Namespace, text: str, winner: Point) -> None:
-    """Write the recipe file, then resolve it to verify that it gives the settings that were measured."""
-    try:
-        write_file(options.output, text)
-    except OSError as error:
-        raise InputError(f"cannot write {options.output}: {error.strerror}", hint="choose another --output") from error
-    if winner.recipe is None:
-        return
-    again = resolve(str(options.output.absolute()), (), winner.recipe.choices)
-    for word in winner.words:
-        key = word.partition("=")[0]
-        if again.settings[key].value != winner.recipe.settings[key].value:
-            raise CheckFailed(f"{options.output} does not give the {key} that was measured")
-
-
-def _show_plan(points: Sequence[Point], available: float | None, *, as_json: bool) -> None:
+def _show_plan(points: Sequence[Point], available: float | None, options: argparse.Namespace) -> None:
     rows = []
     for point in points:
         peak = f"{point.peak / _GIB:,.1f} GiB" if point.peak else "–"
         rows.append((str(point.batch), point.checkpointing, point.turbo, peak, point.out or "to try"))
-    if as_json:
-        names = ("batch", "checkpointing", "turbo", "peak", "verdict")
-        plan = [dict(zip(names, row, strict=True), words=point.words) for row, point in zip(rows, points, strict=True)]
-        print_json({"available_bytes": available, "plan": plan})
-        return
+    names = ("batch", "checkpointing", "turbo", "peak", "verdict")
+    plan = [dict(zip(names, row, strict=True), words=point.words) for row, point in zip(rows, points, strict=True)]
     head = ("micro batch", "checkpointing", "turbo", "predicted", "")
-    print("\n".join(Screen.of().table(rows, head=head, right={0, 3})))
+    answer(options, {"available_bytes": available, "plan": plan}, Screen.of().table(rows, head=head, right={0, 3}))
 
 
 def _show_end(
@@ -283,20 +226,17 @@ def _show_end(
     options: argparse.Namespace,
 ) -> None:  # fmt: skip
     written = str(options.output) if better and options.output else None
-    if options.json:
-        document = {
-            "versions": versions,
-            "runs": [{"settings": point.words, "title": point.title, **asdict(result)} for point, result in rows.rows],
-            "winner": winner.words,
-            "start_tokens_per_second": rows.finals[0],
-            "winner_tokens_per_second": rows.finals[1],
-            "gain": evidence[0] if evidence else 0.0,
-            "spread": evidence[1] if evidence else None,
-            "better": better,
-            "output": written,
-        }
-        print_json(document)
-        return
+    document = {
+        "versions": versions,
+        "runs": [{"settings": point.words, "title": point.title, **asdict(result)} for point, result in rows.rows],
+        "winner": winner.words,
+        "start_tokens_per_second": rows.finals[0],
+        "winner_tokens_per_second": rows.finals[1],
+        "gain": evidence[0] if evidence else 0.0,
+        "spread": evidence[1] if evidence else None,
+        "better": better,
+        "output": written,
+    }
     table = [
         (
             str(point.batch), point.checkpointing, point.turbo,
@@ -307,16 +247,13 @@ def _show_end(
         for point, result in rows.rows
     ]  # fmt: skip
     head = ("micro batch", "checkpointing", "turbo", "tokens/s/rank", "GiB", "")
-    print("\n" + "\n".join(Screen.of().table(table, head=head, right={0, 3, 4})))
+    lines = ["", *Screen.of().table(table, head=head, right={0, 3, 4})]
     if evidence is None:
-        print("the recipe's own settings are the fastest")
+        lines.append("the recipe's own settings are the fastest")
     elif not better:
         change = f"{abs(evidence[0]):.1%} {'faster' if evidence[0] > 0 else 'slower'}"
-        print(f"no change: in alternating runs, {winner.title} is {change}; the spread is {evidence[1]:.1%}")
+        lines.append(f"no change: in alternating runs, {winner.title} is {change}; the spread is {evidence[1]:.1%}")
     else:
-        print(
-            f"{winner.title}: {evidence[0]:.1%} faster, spread {evidence[1]:.1%}, {len(rows.finals[0])} pairs of runs"
-        )
-        print(f"use it with: {' '.join(winner.words)}")
-    if written:
-        print(f"→ {written}")
+        gain = f"{evidence[0]:.1%} faster, spread {evidence[1]:.1%}, {len(rows.finals[0])} pairs of runs"
+        lines += [f"{winner.title}: {gain}", f"use it with: {' '.join(winner.words)}"]
+    answer(options, document, [*lines, *([f"→ {written}"] if written else [])])

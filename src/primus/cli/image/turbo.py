@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from primus.cli.image.common import choices, resolved
-from primus.cli.verb import JSON, option, print_json, verb
+from primus.cli.verb import JSON, answer, option, verb
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation
@@ -45,22 +46,21 @@ def _list(options: argparse.Namespace) -> int:
     name = options.gpu or detect().generation
     gpu = generation(name) if name and name != CPU else None
     rows = [(entry, entry.state(gpu)) for entry in optimizations().values()]
-    if options.json:
-        print_json({"optimizations": [asdict(entry) | {"state": text} for entry, text in rows]})
-        return 0
-    screen = Screen.of()
-    print(
-        "\n".join(screen.wrap("Optimizations of a training run (primus train RECIPE --turbo auto|require|off|NAME,…)"))
-    )
-    for entry, text in rows:
-        print("\n" + "\n".join(screen.wrap(f"{entry.name}  ({entry.provider}; {text})", hanging="    ")))
-        for line in (entry.title, entry.gain, f"replaces: {entry.replaces}", f"needs: {_needs(entry)}"):
-            print("\n".join(screen.wrap(line, "    ")))
+    document = {"optimizations": [asdict(entry) | {"state": text} for entry, text in rows]}
+    answer(options, document, _lines(rows, Screen.of()))
     return 0
 
 
+def _lines(rows: Sequence[tuple[Optimization, str]], screen: Screen) -> Iterator[str]:
+    yield from screen.wrap("Optimizations of a training run (primus train RECIPE --turbo auto|require|off|NAME,…)")
+    for entry, text in rows:
+        yield ""
+        yield from screen.wrap(f"{entry.name}  ({entry.provider}; {text})", hanging="    ")
+        for line in (entry.title, entry.gain, f"replaces: {entry.replaces}", f"needs: {_needs(entry)}"):
+            yield from screen.wrap(line, "    ")
+
+
 def _needs(entry: Optimization) -> str:
-    """The requirements of an optimization as one line."""
     parts = [f"backend {', '.join(entry.backends)}", f"precision {', '.join(entry.precisions)}"]
     parts += [f"family {', '.join(entry.families)}"] * bool(entry.families)
     parts += [f"GPU {', '.join(entry.archs or entry.vendors)}"] * bool(entry.archs or entry.vendors)
@@ -81,13 +81,10 @@ def _test(options: argparse.Namespace) -> int:
         raise HostError("there is no GPU on this machine to test optimizations on")
     with tempfile.TemporaryDirectory() as folder:
         trial = decide(recipe, Path(folder), os.environ)
-    if options.json:
-        print_json(asdict(trial))
-    else:
-        for name, seconds in trial.tested.items():
-            print(
-                f"{'✗' if name in trial.off else '✓'} {name}: {trial.off.get(name, f'as plain PyTorch, {seconds} s')}"
-            )
-        for name in trial.off.keys() - trial.tested.keys():
-            print(f"– {name}: {trial.off[name]}")
+    lines = [
+        f"{'✗' if name in trial.off else '✓'} {name}: {trial.off.get(name, f'as plain PyTorch, {seconds} s')}"
+        for name, seconds in trial.tested.items()
+    ]
+    lines += [f"– {name}: {trial.off[name]}" for name in trial.off.keys() - trial.tested.keys()]
+    answer(options, asdict(trial), lines)
     return 1 if any(name in trial.tested for name in trial.off if "self-test" in trial.off[name]) else 0

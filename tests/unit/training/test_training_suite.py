@@ -64,52 +64,33 @@ def judged(jobs: tuple[Job, ...], run: Any = leave) -> tuple[dict[str, outcome.O
     return outcomes, [verdict.name for verdict in suite.judge(jobs, outcomes) if not verdict.passed]
 
 
-@pytest.mark.parametrize(
-    ("other", "failed"), [(30.0, []), (0.5, ["base: reference gradient norm", "gradient norm steady"])]
-)
-def test_a_jump_of_the_norm_passes_where_the_reference_has_it_too(
-    tmp_path: Path, other: float, failed: list[str]
-) -> None:
-    def run(job: Job) -> JobResult:
-        values = losses(job) | {9: (5.5, 30.0)}
-        result = leave(job, values=values)
-        (job.output / "proof.json").write_text(json.dumps(evidence(values | {9: (5.5, other)})))
-        return result
-
-    jobs = suite.plan("llama3-proxy", tmp_path / "suite", level="quick")
-    outcomes = suite.run(jobs, run)
-    verdicts = {verdict.name: verdict for verdict in suite.judge(jobs, outcomes)}
-    names = [name for name, verdict in verdicts.items() if not verdict.passed]
-    assert [name for name in names if "norm" in name] == failed
-    assert ("the reference has the same norm" in verdicts["gradient norm steady"].reason) is (not failed)
+FALLS_LITTLE = {step: (6.9 if step > 15 else 7.0, 0.5) for step in range(1, 21)}
+JUMPS = {step: (7.3 - 0.2 * step, 30.0 if step == 9 else 0.5) for step in range(1, 21)}
 
 
 @pytest.mark.parametrize(
-    ("changed", "failed"),
+    ("values", "changed", "failed"),
     [
-        ({}, []),
-        ({"loss": 5.5}, ["base: reference loss", "loss falls"]),
-        ({"data": ["rank 0: other tokens"]}, ["base: reference data", "loss falls"]),
-        ({"update": {"gap": 1.0, "name": "x"}}, ["base: reference update", "loss falls"]),
+        (JUMPS, {}, []),
+        (JUMPS, {"grad_norm": 0.4}, ["base: reference gradient norm", "gradient norm steady"]),
+        # As LoRA of Llama 3 8B with seed 502, whose loss jumps in the last fifth.
+        (FALLS_LITTLE, {}, []),
+        (FALLS_LITTLE, {"loss": 5.5}, ["base: reference loss", "loss falls"]),
+        (FALLS_LITTLE, {"data": ["rank 0: other tokens"]}, ["base: reference data", "loss falls"]),
+        (FALLS_LITTLE, {"update": {"gap": 1.0, "name": "x"}}, ["base: reference update", "loss falls"]),
     ],
 )
-def test_a_loss_may_fall_by_less_than_its_margin_if_the_reference_repeated_every_step(
-    tmp_path: Path, changed: dict[str, Any], failed: list[str]
+def test_what_the_reference_repeated_is_healthy(
+    tmp_path: Path, values: dict[int, tuple[float, float]], changed: dict[str, Any], failed: list[str]
 ) -> None:
-    """As LoRA of Llama 3 8B with seed 502, whose loss jumps in the last fifth."""
-
     def run(job: Job) -> JobResult:
-        values = {step: (6.9 if step > 15 else 7.0, 0.5) for step in range(1, 21)}
         result = leave(job, values=values)
-        found = evidence(values)
-        found["steps"][17] |= changed
-        (job.output / "proof.json").write_text(json.dumps(found))
+        findings = evidence(values) | {"max_norm": 0.0}
+        findings["steps"][17] |= changed
+        (job.output / "proof.json").write_text(json.dumps(findings))
         return result
 
-    jobs = suite.plan("llama3-proxy", tmp_path / "suite", level="quick")
-    outcomes = suite.run(jobs, run)
-    verdicts = {verdict.name: verdict for verdict in suite.judge(jobs, outcomes)}
-    assert [name for name, verdict in verdicts.items() if not verdict.passed] == failed
+    assert judged(suite.plan("llama3-proxy", tmp_path / "suite", level="quick"), run)[1] == failed
 
 
 @pytest.fixture(autouse=True)
@@ -259,11 +240,6 @@ def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
 def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leaves no step of 10 to resume"):
         suite.plan("llama3-proxy", tmp_path, ["training.steps=10"])
-
-
-def test_the_record_names_the_recipe_as_it_was_asked_for(jobs: tuple[Job, ...]) -> None:
-    made = suite.record(jobs, {}, (), target="cpu", image={}, gpu="none", time="")
-    assert made["recipe"]["sha256"] == resolve("llama3-proxy").digest
 
 
 def test_the_toml_is_what_torchtitan_reads(jobs: tuple[Job, ...]) -> None:

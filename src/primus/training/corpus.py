@@ -146,7 +146,7 @@ def files_of(corpus: Corpus) -> Files:
     forms = {_form(file) for file in files}
     if len(forms) != 1:
         kinds = ", ".join(sorted(form or "no suffix" for form in forms)) or "no files"
-        raise InputError(f"expected files of one form in the folder, found {kinds}", where=str(root), hint=_HINT)
+        raise _unreadable(f"expected files of one form in the folder, found {kinds}", str(root))
     others = sorted({*every} - {*files})
     return Files(paths=files, split=chosen, others=[str(file.relative_to(root)) for file in others])
 
@@ -198,6 +198,10 @@ def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
             yield from _json_rows(file, head)
 
 
+def _unreadable(message: str, where: str) -> InputError:
+    return InputError(message, where=where, hint=_HINT)
+
+
 def _head(file: Path) -> bytes:
     try:
         with file.open("rb") as stream:
@@ -226,18 +230,16 @@ def _lines(file: Path, head: bytes) -> Iterator[tuple[str, str]]:
             for number, line in enumerate(stream, 1):
                 yield f"{file}:{number}", _decoded(f"{file}:{number}", line)
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise InputError(f"cannot be read: {error}", where=f"{file}:{number + 1}", hint=_HINT) from error
+        raise _unreadable(f"cannot be read: {error}", f"{file}:{number + 1}") from error
 
 
 def _decoded(where: str, line: bytes) -> str:
     try:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"expected UTF-8 text, found the byte 0x{line[error.start]:02x}", where=where, hint=_HINT
-        ) from None
+        raise _unreadable(f"expected UTF-8 text, found the byte 0x{line[error.start]:02x}", where) from None
     if "\0" in text:
-        raise InputError("expected text, found binary data", where=where, hint=_HINT)
+        raise _unreadable("expected text, found binary data", where)
     return text
 
 
@@ -263,15 +265,13 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
     try:
         return json.loads(text.rstrip())
     except RecursionError:
-        raise InputError("the JSON is nested too deeply", where=f"{file}:{line}", hint=_HINT) from None
+        raise _unreadable("the JSON is nested too deeply", f"{file}:{line}") from None
     except json.JSONDecodeError as error:
         where = f"{file}:{line + error.lineno - 1}:{error.colno}"
         rest = text[error.pos :].strip()[:40]
-        raise InputError(
-            f"expected {expected}, found {repr(rest) if rest else 'its end'}", where=where, hint=_HINT
-        ) from None
+        raise _unreadable(f"expected {expected}, found {repr(rest) if rest else 'its end'}", where) from None
     except ValueError as error:  # a number with thousands of digits
-        raise InputError(f"the JSON cannot be read: {error}", where=f"{file}:{line}", hint=_HINT) from None
+        raise _unreadable(f"the JSON cannot be read: {error}", f"{file}:{line}") from None
 
 
 def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, Any]]:
@@ -286,7 +286,7 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, An
         for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
             yield f"{shown}: row {number}", {name: _without_nulls(value) for name, value in row.items()}
     except Exception as error:  # noqa: BLE001, each reader has its own errors
-        raise InputError(f"cannot be read after row {number}: {first_line(error)}", where=shown, hint=_HINT) from None
+        raise _unreadable(f"cannot be read after row {number}: {first_line(error)}", shown) from None
 
 
 def first_line(error: Exception) -> str:
@@ -359,7 +359,7 @@ def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> Inpu
 def _mapping(row: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(row, Mapping):
         kind = {list: "a list", str: "text", type(None): "null"}.get(type(row), "a number")
-        raise InputError(f"expected a JSON object, found {kind}", where=where, hint=_HINT)
+        raise _unreadable(f"expected a JSON object, found {kind}", where)
     return row
 
 
@@ -389,16 +389,13 @@ def _refuse_surrogates(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
-            f"expected text, found \\u{ord(text[error.start]):04x}, which is half a character (a lone surrogate)",
-            where=where, hint=_HINT,
-        ) from None  # fmt: skip
+        half = f"\\u{ord(text[error.start]):04x}, which is half a character (a lone surrogate)"
+        raise _unreadable(f"expected text, found {half}", where) from None
 
 
 def _neither(value: Any, name: str, where: str) -> InputError:
     shown = json.dumps(value, ensure_ascii=False, default=str)[:60]
-    sentence = f"expected text or chat messages (role and content) in {name!r}, found {shown}"
-    return InputError(sentence, where=where, hint=_HINT)
+    return _unreadable(f"expected text or chat messages (role and content) in {name!r}, found {shown}", where)
 
 
 def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:

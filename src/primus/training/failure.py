@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from primus.errors import PrimusError
@@ -33,39 +33,38 @@ _EXCEPTION = re.compile(
 )
 # torchrun's report of a rank that was ended by a signal.
 _SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
-# This module's own message about it.
-_ENDED = re.compile(r"ended by signal \d+ \((?P<name>SIG\w+)\)")
 _RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_HINTS = {
-    "SIGKILL": "the kernel does this when memory runs out: dmesg tells; a smaller batch or fewer ranks need less",
-    "SIGBUS": "often shared memory that is too small: --shm-size of the container",
-}
-_OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate|\bMemoryError\b|std::bad_alloc"
-)
-_OUT_OF_MEMORY_HINT = "a smaller batch per rank, full recomputation or more ranks need less memory"
+# What to do about failures whose text matches.
+_ADVICE = {
+    r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate|\bMemoryError\b|std::bad_alloc":
+        "a smaller batch per rank, full recomputation or more ranks need less memory",
+    r"No space left on device|Disk quota exceeded":
+        "the disk with the results is full; finished checkpoints are whole: make room and use --resume-from",
+    r"^ended by signal \d+ \(SIGKILL\)":
+        "the kernel does this when memory runs out: dmesg tells; a smaller batch or fewer ranks need less",
+    r"^ended by signal \d+ \(SIGBUS\)": "often shared memory that is too small: --shm-size of the container",
+}  # fmt: skip
 # After this text, PyTorch's message adds a share of memory, advice and a link.
 _AFTER_FREE_MEMORY = re.compile(r"(?<= is free\.) .*", re.DOTALL)
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
-_DISK_FULL_HINT = "the disk with the results is full; finished checkpoints are whole: make room and use --resume-from"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """``text`` is the last line of the exception; ``rank`` is None if unknown; ``hint`` is the advice."""
+    """``text`` is the last line of the exception; ``rank`` is None if unknown. As text, it includes advice."""
 
     text: str
     rank: int | None = None
-    hint: str = ""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}: " if self.rank is not None else ""
-        return f"{who}{self.text}" + (f" ({self.hint})" if self.hint else "")
+        advice = next((f" ({advice})" for pattern, advice in _ADVICE.items() if re.search(pattern, self.text)), "")
+        return f"{who}{_AFTER_FREE_MEMORY.sub('', self.text)}{advice}"
 
 
 # For a job whose files do not contain the cause.
-DISK_FULL = Failure(text="No space left on device", hint=_DISK_FULL_HINT)
+DISK_FULL = Failure(text="No space left on device")
 
 
 @contextmanager
@@ -158,16 +157,8 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     first = [failure for failure in raised if not _DERIVED.search(failure.text)]
     # On a full disk, every writer fails in its own way, and checkpointing wraps all these errors.
     full = [failure for failure in [*first_hand, *raised] if _DISK_FULL.search(failure.text)]
-    chosen = next(iter([*full, *first_hand, *_signalled(lines), *first, *notes, *raised]), None)
-    if chosen is None:
-        chosen = _by_code(exit_code, lines)
-    if _OUT_OF_MEMORY.search(chosen.text):
-        return replace(chosen, text=_AFTER_FREE_MEMORY.sub("", chosen.text), hint=_OUT_OF_MEMORY_HINT)
-    if _DISK_FULL.search(chosen.text):
-        return replace(chosen, hint=_DISK_FULL_HINT)
-    if match := _ENDED.match(chosen.text):
-        return replace(chosen, hint=_HINTS.get(match["name"], ""))
-    return chosen
+    causes = [*full, *first_hand, *_signalled(lines), *first, *notes, *raised]
+    return causes[0] if causes else _by_code(exit_code, lines)
 
 
 def _lines(log: Path) -> list[str]:

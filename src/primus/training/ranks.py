@@ -30,15 +30,13 @@ _MEETING_SECONDS = 600
 def job_file(job: Job) -> str:
     """Return the text of ``job.json``, which the ranks read and which records the request."""
     recipe = job.recipe
+    of_recipe = ("backend", "mode", "precision", "gpu", "world_size", "accumulation", "data_parallel")
     content = {
-        "name": job.name,
+        **{name: getattr(job, name) for name in ("name", "first_step", "last_step", "examined")},
         "output": str(job.output),
         "threads": 1,
         "witness": job.judged,
         "resume_from": str(job.resume_from) if job.resume_from else None,
-        "first_step": job.first_step,
-        "last_step": job.last_step,
-        "examined": job.examined,
         # Hooks on a compiled block would compile it again; with context parallelism, ranks hold parts of a sequence.
         "blocks": rules_of(recipe).blocks_judged(recipe),
         "recipe": {
@@ -46,14 +44,8 @@ def job_file(job: Job) -> str:
             "overrides": [*recipe.choices.words(), *recipe.overrides],
         },
         "identity": identity.of(recipe),
-        "backend": recipe.backend,
-        "mode": recipe.mode,
-        "precision": recipe.precision,
-        "gpu": recipe.gpu,
-        "world_size": recipe.world_size,
+        **{name: getattr(recipe, name) for name in of_recipe},
         "turbo": list(job.turbo),
-        "accumulation": recipe.accumulation,
-        "data_parallel": recipe.data_parallel,
         "model": asdict(recipe.architecture),
         "assets": {
             name: str(recipe.asset(name) or value) for name, value in recipe.section("assets").items()

@@ -99,13 +99,6 @@ def test_the_recipe_of_published_weights_fits_them(tmp_path: Path, name: str, co
     assert replace(theirs, hf_repo=recipe.hf_repo, moe=moe, max_seq_len=recipe.max_seq_len) == recipe
 
 
-def test_the_newer_form_of_rotary_settings_is_read(tmp_path: Path) -> None:
-    config = {key: value for key, value in LLAMA31.items() if not key.startswith("rope")}
-    rope = {**LLAMA31["rope_scaling"], "rope_theta": 500000.0}
-    newer = written(tmp_path / "new", {**config, "rope_parameters": rope})
-    assert model(newer) == model(written(tmp_path / "old", LLAMA31))
-
-
 @pytest.mark.parametrize(
     ("change", "key", "value"),
     [
@@ -126,33 +119,23 @@ def test_the_sizes_are_those_of_the_written(tmp_path: Path, change: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "said"),
     [
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            r"rope_scaling.rope_type: .*must be one of none",
-        ),
-        ({"rope_scaling": "yarn"}, "rope_scaling: rope_scaling is not a mapping"),
-        (
-            {"max_position_embeddings": None},
-            "max_position_embeddings: model.max_seq_len must be a whole number",
-        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling.rope_type: .*must be one of none"),
+        ({"max_position_embeddings": None}, "max_position_embeddings: model.max_seq_len must be a whole number"),
         ({"num_attention_heads": "32"}, "num_attention_heads: model.heads must be a whole number, not '32'"),
         ({"num_attention_heads": 0}, "num_attention_heads: model.heads must be at least 1"),
-        ({"num_hidden_layers": [32]}, "num_hidden_layers: model.layers must be a whole number, not .32."),
         ({"attention_bias": True}, "attention_bias: model.qkv_bias: .*"),
         ({"model_type": "qwen2"}, "model_type: the weights are of type qwen2, and the recipe's family is llama3"),
         ({"model_type": "gpt2"}, "model_type: primus has no recipe for models of type 'gpt2'"),
-        ({"model_type": None}, "model_type: primus has no recipe for models of type None"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config: the weights are quantized \(gptq\)"),
         ({"vocab_size": 100}, "vocab_size: model.vocab_size: 100 is less than the"),
     ],
 )
-def test_odd_settings_are_named_with_their_field(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_odd_settings_are_named_with_their_field(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     folder = written(tmp_path / "w", {**LLAMA31, **change})
     with pytest.raises(InputError) as refused:
         resolve("llama3.1-8b", [f"weights={folder}"], Choices(gpu="mi300x", backend="finetune"))
-    assert re.search(told, f"{refused.value.where}: {refused.value}".replace(f"{folder}/config.json: ", "", 1)), refused
+    assert re.search(said, f"{refused.value.where}: {refused.value}".replace(f"{folder}/config.json: ", "", 1)), refused
 
 
 def test_a_size_that_is_not_the_weights_is_refused(tmp_path: Path) -> None:
@@ -198,32 +181,26 @@ def pipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "said"),
     [
         (lambda folder: (folder / "config.json").unlink(), "have no config.json"),
         (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "LoRA adapters, not a whole"),
-        (lambda folder: (folder / "config.json").rename(folder / "weights"), "have no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read, or is not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a mapping"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read, or is not"),
         (lambda folder: pipe(folder / "config.json"), "this is not a regular file"),
         (lambda folder: pipe(folder / "model.safetensors"), "this is not a regular file"),
         (lambda folder: pipe(indexed(folder)), "this is not a regular file"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "contains no safetensors files"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "or it is damaged"),
-        (lambda folder: indexed(folder, "b.safetensors"), "the weights lack b.safetensors"),
         (lambda folder: indexed(folder, "../model.safetensors"), "the weights lack ../model.safetensors"),
         (indexed, "an index that names no file"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "no safetensors files"),
-        (lambda folder: tensors(folder, "F8_E4M3"), "a is F8_E4M3, and only plain weights"),
-        (lambda folder: tensors(folder, "I32"), "a is I32, and only plain weights"),
-        (lambda folder: tensors(folder, "F32", content=b"\0"), "the file is truncated"),
     ],
-)  # fmt: skip
-def test_weights_that_cannot_be_trained_are_a_sentence(tmp_path: Path, spoil: Any, told: str) -> None:
+)
+def test_weights_that_cannot_be_trained_are_a_sentence(tmp_path: Path, spoil: Any, said: str) -> None:
     folder = written(tmp_path / "w", LLAMA31)
     spoil(folder)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=said):
         backend.check(folder, whole("llama3.1-8b"))
 
 

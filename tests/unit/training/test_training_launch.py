@@ -224,9 +224,7 @@ def test_train_dry_run_shows_values_with_their_origins(capsys: pytest.CaptureFix
     words = ["--steps", "9", "--dry-run", "--output", str(tmp_path / "x"), "optimizer.lr=0.5"]
     assert main(["train", "llama3-proxy", *words]) == 0
     shown = capsys.readouterr().out
-    assert "command line: optimizer.lr=0.5" in shown
-    assert "llama3-proxy.yaml:" in shown
-    assert "steps 1–9" in shown
+    assert all(part in shown for part in ("command line: optimizer.lr=0.5", "llama3-proxy.yaml:", "steps 1–9"))
     assert not (tmp_path / "x").exists()
 
 
@@ -252,14 +250,6 @@ def test_a_finished_checkpoint_cannot_be_resumed(capsys: pytest.CaptureFixture[s
     assert "already at step 20 of 20" in capsys.readouterr().err
     assert main(["train", "llama3-proxy", "--resume-from", str(kept), "--steps", "30", "--dry-run"]) == 0
     assert "steps 21–30" in capsys.readouterr().out
-
-
-def test_without_torch_it_is_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from primus.training import start
-
-    monkeypatch.setattr(start, "importable", lambda name: False)
-    assert main(["train", "llama3-proxy"]) == 3
-    assert "torch and torchtitan cannot be imported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["", ".", "here", ":", "{cwd}", "{cwd}:/other", "sub/..:{cwd}/"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -20,66 +18,29 @@ HEARTBEAT_S = 30.0
 
 
 class Progress:
-    """Takes reports about tasks, from any thread, and shows nothing.
-
-    ``key`` identifies one task; amounts are in ``unit`` ("bytes", "files", "steps").
-    """
-
-    def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
-        """Start a task, or start it again; ``total`` is None if it is unknown."""
-
-    def advance(self, key: str, amount: int) -> None:
-        """Report that ``amount`` more is done. A negative amount takes back work that has to be repeated."""
-
-    def follow(self, key: str, log: Path) -> None:
-        """Name the ``log`` to which the task's tool writes. Its last line shows what the tool is doing."""
-
-    def finish(self, key: str, note: str = "") -> None:
-        """Finish a task; ``note`` describes the result in a few words."""
-
-    def say(self, text: str) -> None:
-        """Print a line that stays on the screen."""
-
-
-@contextmanager
-def choose_progress(json: bool = False) -> Iterator[Progress]:
-    """Yield the display of this command: bars on a terminal, lines in a log or pipe, nothing with ``--json``."""
-    if json:
-        yield Progress()
-        return
-    with RichProgress() as progress:
-        yield progress
-
-
-class RichProgress(Progress):
-    """Shows running tasks, and one line per finished task. A context manager.
+    """Shows running tasks, and one line per finished task. A context manager; any thread can call its methods.
 
     On a terminal, each running task has a bar. In a log or pipe, a heartbeat prints a line per running task every
-    ``heartbeat_s``, with its elapsed time, its amount, and the last line of its tool.
+    ``heartbeat_s``, with its elapsed time, its amount, and the last line of its tool. Without a ``console``, nothing is
+    shown. ``key`` identifies one task; amounts are in ``unit`` ("bytes", "files", "steps").
     """
 
     def __init__(self, console: Console | None = None, *, heartbeat_s: float = HEARTBEAT_S) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(quiet=True)
+        self._live = self._console.is_terminal and not self._console.quiet
+        columns = (BarColumn(bar_width=24), TimeElapsedColumn(), _Amount(), _LastLine())
+        description = TextColumn("{task.description}", markup=False)
         self._bars = Bars(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            _Amount(),
-            _LastLine(),
-            console=self._console,
-            transient=True,
-            refresh_per_second=8,
-            disable=not self._console.is_terminal,
+            SpinnerColumn(), description, *columns, console=self._console, transient=True, disable=not self._live
         )
         self._tasks: dict[str, TaskID] = {}
         self._guard = threading.Lock()
         self._heartbeat_s = heartbeat_s
         self._closed = threading.Event()
 
-    def __enter__(self) -> RichProgress:
+    def __enter__(self) -> Progress:
         self._bars.start()
-        if not self._console.is_terminal:
+        if not self._live and not self._console.quiet:
             threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
         return self
 
@@ -88,7 +49,7 @@ class RichProgress(Progress):
         self._bars.stop()
 
     def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
-        """Show the task; its bar pulses if ``total`` is unknown."""
+        """Start a task, or start it again; its bar pulses if ``total`` is None, which is unknown."""
         with self._guard:
             if key in self._tasks:
                 self._bars.update(self._tasks[key], description=label, total=total, completed=0, unit=unit)
@@ -96,19 +57,19 @@ class RichProgress(Progress):
                 self._tasks[key] = self._bars.add_task(label, total=total, unit=unit, log=None)
 
     def advance(self, key: str, amount: int) -> None:
-        """Move the bar."""
+        """Report that ``amount`` more is done. A negative amount takes back work that has to be repeated."""
         with self._guard:
             if key in self._tasks:
                 self._bars.advance(self._tasks[key], amount)
 
     def follow(self, key: str, log: Path) -> None:
-        """Show the last line of the log next to the task."""
+        """Name the ``log`` to which the task's tool writes. Its last line shows what the tool is doing."""
         with self._guard:
             if key in self._tasks:
                 self._bars.update(self._tasks[key], log=log)
 
     def finish(self, key: str, note: str = "") -> None:
-        """Replace the task by one line."""
+        """Replace the task by one line; ``note`` describes the result in a few words."""
         label = key
         with self._guard:
             if (task := self._tasks.pop(key, None)) is not None:
@@ -117,43 +78,38 @@ class RichProgress(Progress):
         self.say(f"✓ {label}" + (f"  {note}" if note else ""))
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays on the screen."""
         self._console.print(Text(text), soft_wrap=True)
 
     def _beat(self) -> None:
         while not self._closed.wait(self._heartbeat_s):
             for task in self._bars.tasks:
                 if (task.elapsed or 0) >= self._heartbeat_s / 2:
-                    self.say(_heartbeat_line(task))
+                    share = f"{int(task.percentage)} %" if task.total else ""
+                    words = (f"… {task.description}", clock(task.elapsed or 0), share, last_line(task.fields["log"]))
+                    self.say("  ".join(filter(None, words)))
+
+
+def choose_progress(json: bool = False) -> Progress:
+    """Return the display of this command: bars on a terminal, lines in a log or pipe, nothing with ``--json``."""
+    return Progress(None if json else Console(stderr=True))
 
 
 class _LastLine(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(_last_line(task), style="dim", no_wrap=True, overflow="ellipsis")
+        return Text(last_line(task.fields["log"]), style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class _Amount(ProgressColumn):
     def render(self, task: Task) -> Text:
         done, total = int(task.completed), task.total
-        if task.fields["unit"] != "bytes":
-            return Text(f"{done}/{int(total)}" if total is not None else (str(done) if done else ""))
-        if total is None and not done:
-            return Text("")
-        words = [decimal(done) + (f"/{decimal(int(total))}" if total is not None else "")]
-        if task.speed:
+        text = decimal if task.fields["unit"] == "bytes" else str
+        words = [text(done) + (f"/{text(int(total))}" if total is not None else "")] if done or total else []
+        if task.speed and text is decimal:
             words.append(f"{decimal(int(task.speed))}/s")
         if task.time_remaining is not None:
             words.append(f"{clock(task.time_remaining)} left")
         return Text("  ".join(words))
-
-
-def _heartbeat_line(task: Task) -> str:
-    share = f"{int(task.percentage)} %" if task.total else ""
-    return "  ".join(filter(None, (f"… {task.description}", clock(task.elapsed or 0), share, _last_line(task))))
-
-
-def _last_line(task: Task) -> str:
-    return last_line(task.fields["log"]) if task.fields["log"] else ""
 
 
 def clock(seconds: float) -> str:
@@ -163,10 +119,10 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def last_line(log: Path, most: int = 100) -> str:
+def last_line(log: Path | None, most: int = 100) -> str:
     """Return the last non-empty line of a tool's log, without escape sequences, cut to ``most`` characters."""
     try:
-        with log.open("rb") as stream:
+        with (log or Path(os.devnull)).open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 4096))
             text = stream.read().decode("utf-8", "replace")
     except OSError:

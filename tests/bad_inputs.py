@@ -38,7 +38,7 @@ _LONG = {
     "{bomb}": "a0: &a0 {k: 1, l: 2}\n" + "".join(f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)),
 }
 _STANDING = (
-    "HF_TOKEN", "EXP", "BACKEND", "NNODES", "GPUS_PER_NODE", "PRIMUS_PROXY", "PRIMUS_GPU",
+    "HF_TOKEN", "EXP", "BACKEND", "NNODES", "GPUS_PER_NODE",
     "PRIMUS_HIPBLASLT_TUNING_STAGE",
 )  # fmt: skip
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,13 +19,6 @@ from primus.recipes.setting import Choices
 
 TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"
 STAGES = {"0": "", "1": "dump", "2": "tune", "3": "use"}
-_SWITCH = {"1": True, "true": True, "yes": True, "on": True}
-_SWITCH |= {"": False, "0": False, "false": False, "no": False, "off": False}
-# The kinds of options of train_fsdp.py, with its own spelling.
-_FSDP: Mapping[str, type] = {
-    "batch_size": int, "num_iteration": int, "grad_accumlate_pre_steps": int, "reduce_pre_steps": int, "seed": int,
-    "enable_fp8": bool, "enable_compile": bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +57,6 @@ class Request:
 class Documented:
     """The run that a documented path of an experiment file stands for."""
 
-    path: str
     recipe: str
     backend: str
     precision: str
@@ -100,25 +92,6 @@ def requested(
     return replace(request, choices=replace(request.choices, precision=precision)) if precision else request
 
 
-def switched_on(environment: Mapping[str, str], name: str) -> bool:
-    """Whether the variable ``name`` switches something on. InputError for a value that is neither on nor off."""
-    text = environment.get(name, "")
-    if text.lower() not in _SWITCH:
-        raise InputError(f"must be 1 or 0, not {text!r}", where=f"{name}={text}")
-    return _SWITCH[text.lower()]
-
-
-def documented_paths() -> list[Documented]:
-    """Return every documented path, in the order of the table."""
-    paths = table("paths")
-    folders, middles = ("", *(f"{gpu}/" for gpu in paths["gpus"])), ("", *(f"-{name}" for name in paths["precisions"]))
-    stems = [(framework, stem) for framework in paths["stems"] for stem in paths["stems"][framework]]
-    return [
-        documented(f"examples/{framework}/configs/{folder}{stem}{middle}-pretrain.yaml")
-        for (framework, stem), folder, middle in product(stems, folders, middles)
-    ]
-
-
 def documented(name: str) -> Documented:
     """Return what the path ``name`` stands for. Raises InputError, with a similar name, if no document has it."""
     paths, parts = table("paths"), PurePosixPath(name).parts
@@ -139,7 +112,7 @@ def documented(name: str) -> Documented:
     row = paths["stems"][backend][match[1]]
     recipe, settings = (row, {}) if isinstance(row, str) else (row["recipe"], row["settings"])
     return Documented(
-        path=name, recipe=recipe, backend=backend, settings=settings,
+        recipe=recipe, backend=backend, settings=settings,
         precision=paths["precisions"].get(match[2], "bf16"), gpu=paths["gpus"][folders[0]] if folders else None,
         says=paths["says"].get("/".join(parts[max(start - 1, 0) :])),
     )  # fmt: skip
@@ -192,7 +165,7 @@ def _pretrain(
     says += [*done.left_out, *(f"{option.key} is left out: {why}" for option, why in done.unmapped)]
     nodes, ranks = _count(environment, "NNODES"), _count(environment, "GPUS_PER_NODE")
     settings = [f"ranks={ranks}"] if ranks else []
-    if switched_on(environment, "PRIMUS_DETERMINISTIC"):
+    if environment.get("PRIMUS_DETERMINISTIC", "0") not in ("", "0"):
         settings.append(f"{backend_named(str(request.choices.backend)).key('deterministic')}=true")
     # The script's default is one node, whereas the recipe's default may be more; its rendezvous port was 1234.
     port = {"MASTER_PORT": environment.get("MASTER_PORT", "1234")} if nodes and nodes > 1 else {}
@@ -208,82 +181,67 @@ def _pretrain(
 
 def _report(words: Sequence[str]) -> Request:
     """Translate ``pytorch_benchmark_report.sh -t MODE -m MODEL -p PRECISION -s SEQ``."""
-    letters, where = ("-t", "-m", "-p", "-s"), "pytorch_benchmark_report.sh"
-    arguments = dict(zip_longest(words[::2], words[1::2], fillvalue=""))
-    for letter, value in arguments.items():
-        if letter not in letters or not value:
-            what = f"{letter} needs a value" if letter in letters else f"there is no option {letter!r}"
-            raise InputError(what, where=where, hint="-t MODE -m MODEL -p BF16|FP8 -s LENGTH")
-    if missing := next((letter for letter in ("-t", "-m") if letter not in arguments), None):
-        raise InputError(f"{missing} is missing", where=where)
-    rows = table("commands")["report"]
-    mode = rows["modes"][_listed(arguments["-t"], rows["modes"], "-t")]
-    model = _listed(arguments["-m"], rows["models"], "-m")
-    precision = rows["precisions"][_listed(arguments.get("-p", "bf16").lower(), rows["precisions"], "-p")]
-    backends, length = rows["models"][model]["backends"], arguments.get("-s")
-    if length is not None and not length.isdecimal():
-        raise InputError(f"the sequence length must be a whole number, not {length!r}", where=f"-s {length}")
+    parser = argparse.ArgumentParser(prog="pytorch_benchmark_report.sh", allow_abbrev=False)
+    for letter in ("-t", "-m"):
+        parser.add_argument(letter, required=True)
+    parser.add_argument("-p", default="bf16")
+    parser.add_argument("-s", type=_positive)
+    args, rows = parser.parse_args(words), table("commands")["report"]
+    mode = rows["modes"][_listed(args.t, rows["modes"], "-t")]
+    model = _listed(args.m, rows["models"], "-m")
+    precision = rows["precisions"][_listed(args.p.lower(), rows["precisions"], "-p")]
+    backends = rows["models"][model]["backends"]
     if mode not in backends:
         hint = f"there are: {', '.join(word for word, kind in rows['modes'].items() if kind in backends)}"
-        raise InputError(f"{model} has no {arguments['-t']}", where=f"-t {arguments['-t']}", hint=hint)
+        raise InputError(f"{model} has no {args.t}", where=f"-t {args.t}", hint=hint)
     # For FLUX, the page's "pretrain" fine-tunes all weights.
     flux = backends[mode] == "flux"
-    says = rows["says"].get(f"{model} {arguments['-t']} {precision}")
+    says = rows["says"].get(f"{model} {args.t} {precision}")
     return Request(
         recipe=rows["models"][model]["recipe"],
         choices=Choices(backend=backends[mode], mode="full" if flux else mode, precision=precision),
-        words=(f"{backends[mode]}.training.seq_len={length}",) if length and not flux else (),
+        words=(f"{backends[mode]}.training.seq_len={args.s}",) if args.s and not flux else (),
         says=(says,) if says else (),
-        benchmark=(model, arguments["-t"]),
+        benchmark=(model, args.t),
     )
 
 
 def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     """Translate ``train_fsdp.py CONFIG FAMILY …``, which torchrun starts on all ranks."""
-    where = "train_fsdp.py"
-    if len(words) < 2 or any(word.startswith("-") for word in words[:2]):
-        raise InputError(
-            "the first two arguments must be a configuration and a model family", where=where,
-            hint="train_fsdp.py configs/llama-3.1-8b-8k.json llama --batch_size 3",
-        )  # fmt: skip
-    configs = table("commands")["configs"]
-    row = configs[_listed(words[0].removeprefix("./"), configs, where)]
-    if words[1] != row["family"]:
-        raise InputError(f"{words[0]} is of the family {row['family']}, not {words[1]!r}", where=where)
-    arguments = {option.key: option for option in options(words[2:])}
-    for option in arguments.values():
-        kind, flag = _FSDP.get(option.key), isinstance(option.value, bool)
-        if kind is None:
-            raise InputError(f"there is no option --{option.key}" + nearest(option.key, _FSDP), where=where)
-        if kind is bool and not flag:
-            raise InputError("must be True or False", where=option.where)
-        if kind is int and (flag or not isinstance(option.value, int) or option.value < 1):
-            raise InputError("must be a whole number of at least 1", where=option.where)
-    text = environment.get("WORLD_SIZE") or "8"
-    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
-        raise InputError(f"WORLD_SIZE must be a whole number of at least 1, not {text[:40]!r}", where=where)
-    values: dict[str, Any] = {"grad_accumlate_pre_steps": 8, **{key: option.value for key, option in arguments.items()}}
-    micro, ranks = values["grad_accumlate_pre_steps"], int(text)
+    parser = argparse.ArgumentParser(prog="train_fsdp.py", allow_abbrev=False)
+    parser.add_argument("config")
+    parser.add_argument("family")
+    for name in ("batch_size", "num_iteration", "reduce_pre_steps", "seed"):
+        parser.add_argument(f"--{name}", type=_positive)
+    parser.add_argument("--grad_accumlate_pre_steps", type=_positive, default=8)
+    for name in ("enable_fp8", "enable_compile"):
+        parser.add_argument(f"--{name}", type=str.lower, choices=("true", "false"))
+    args, configs = parser.parse_args(words), table("commands")["configs"]
+    row = configs[_listed(args.config.removeprefix("./"), configs, parser.prog)]
+    if args.family != row["family"]:
+        message = f"{args.config} is of the family {row['family']}, not {args.family!r}"
+        raise InputError(message, where=parser.prog)
+    micro, ranks = args.grad_accumlate_pre_steps, _count(environment, "WORLD_SIZE") or 8
     settings: dict[str, object] = {"ranks": ranks, "fsdp.training.seq_len": row["seq_len"]}
     says = []
-    if "batch_size" in values:
-        settings["fsdp.training.micro_batch_size"] = values["batch_size"]
-        settings["fsdp.training.global_batch_size"] = values["batch_size"] * micro * ranks
-    if "num_iteration" in values:
-        if values["num_iteration"] % micro:
+    if args.batch_size:
+        settings["fsdp.training.micro_batch_size"] = args.batch_size
+        settings["fsdp.training.global_batch_size"] = args.batch_size * micro * ranks
+    if args.num_iteration:
+        if args.num_iteration % micro:
             reason = f"must be a multiple of the {micro} that make one step"
-            raise InputError(reason, where=arguments["num_iteration"].where)
-        settings["fsdp.training.steps"] = values["num_iteration"] // micro
+            raise InputError(reason, where=f"--num_iteration {args.num_iteration}")
+        settings["fsdp.training.steps"] = args.num_iteration // micro
         says.append(f"an iteration of train_fsdp.py is one of the {micro} micro-batches of a step here")
-    if "seed" in values:
-        settings["fsdp.training.seed"] = values["seed"]
-    if "reduce_pre_steps" in values:
+    if args.seed:
+        settings["fsdp.training.seed"] = args.seed
+    if args.reduce_pre_steps:
         says.append("reduce_pre_steps is left out: the loss of every step is logged")
-    if "enable_compile" in values:
-        settings["fsdp.training.compile"] = str(values["enable_compile"]).lower()
+    if args.enable_compile:
+        settings["fsdp.training.compile"] = args.enable_compile
     return Request(
         recipe=row["recipe"],
-        choices=Choices(backend="fsdp", mode="pretrain", precision="fp8" if values.get("enable_fp8") else "bf16"),
+        choices=Choices(backend="fsdp", mode="pretrain", precision="fp8" if args.enable_fp8 == "true" else "bf16"),
         words=tuple(f"{key}={setting}" for key, setting in settings.items()),
         says=tuple(says),
     )
@@ -320,8 +278,14 @@ def _listed(word: str, rows: Mapping[str, Any], where: str) -> str:
     return spelling
 
 
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text[:40]!r}")
+    return int(text)
+
+
 def _count(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
-    if text and (not text.isdecimal() or int(text) < 1):
-        raise InputError(f"{name} must be a whole number of at least 1, not {text!r}", where=f"{name}={text}")
-    return int(text) if text else None
+    try:
+        return _positive(text) if (text := environment.get(name)) else None
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"{name} {error}", where=f"{name}={environment[name]}") from None

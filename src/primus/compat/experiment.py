@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ _HEAD = ("work_group", "user_name", "exp_name", "workspace")
 _TRAINER = ("framework", "config", "model", "overrides")
 _PLACE = ("modules", "pre_trainer")
 _PLACEHOLDER = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
-_GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,17 +74,6 @@ def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
         name=_text(document, ("exp_name",), environment) if _at(document, ("exp_name",)) is not None else path.stem,
         recipe=row if isinstance(row, str) else row["recipe"], settings={} if isinstance(row, str) else row["settings"],
     )  # fmt: skip
-
-
-def least_nodes(backend: str, settings: Mapping[str, Value]) -> int:
-    """Return the smallest number of nodes, with eight GPUs each, that the parallel degrees in ``settings`` fit."""
-
-    def degree(kind: str) -> int:
-        size = settings.get(f"{backend}.{backend_named(backend).degrees[kind]}", 1)
-        return size if isinstance(size, int) and size > 0 else 1
-
-    product, experts = degree("tp") * degree("pp") * degree("cp"), degree("ep") * degree("pp")
-    return math.lcm(_GPUS_PER_NODE, product, experts) // _GPUS_PER_NODE
 
 
 def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:

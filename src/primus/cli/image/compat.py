@@ -12,9 +12,9 @@ from pathlib import Path
 
 from primus.cli.image.train import train
 from primus.cli.image.tune import tune
-from primus.cli.verb import JSON, flag, new_file, option, path, print_json, verb, whole
-from primus.compat.commands import Request, requested, switched_on
-from primus.compat.experiment import least_nodes, read_experiment, recipe_text
+from primus.cli.verb import JSON, answer, flag, new_file, option, path, verb, whole
+from primus.compat.commands import Request, requested
+from primus.compat.experiment import read_experiment, recipe_text
 from primus.compat.translate import table
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
@@ -50,8 +50,7 @@ def compat(options: argparse.Namespace) -> int:
 
     COMMAND is the name of the script, followed by its own options; the scripts in the image call this. These options
     of primus can be added: --dry-run, --proxy, --gpu NAME, --precision NAME, --output DIR, --json, and
-    --allow-unmapped, which leaves out what no recipe can express. The environment variables PRIMUS_PROXY=1, PRIMUS_GPU
-    and PRIMUS_DRY_RUN=1 have the same effect as the options.
+    --allow-unmapped, which leaves out what no recipe can express.
     """
     environment = dict(os.environ)
     if _STARTED_BY_TORCHRUN in environment and environment.get("LOCAL_RANK", "0") != "0":
@@ -61,9 +60,6 @@ def compat(options: argparse.Namespace) -> int:
         print("nothing to install: the image has the libraries of all its recipes")
         return 0
     chosen, words = _primus_options(command).parse_known_args(options.words)
-    chosen.dry_run |= switched_on(environment, "PRIMUS_DRY_RUN")
-    chosen.proxy |= switched_on(environment, "PRIMUS_PROXY")
-    chosen.gpu = chosen.gpu or environment.get("PRIMUS_GPU")
     request = requested(command, words, environment, allow_unmapped=chosen.allow_unmapped, precision=chosen.precision)
     request = _for_this_machine(request, chosen)
     for sentence in request.says:
@@ -160,12 +156,7 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
 @verb(
     option("file", type=path("FILE"), metavar="FILE", help="experiment file: modules.pre_trainer with overrides"),
     option("--out", type=new_file("--out"), metavar="FILE", help="file to write (default: standard output)"),
-    option(
-        "--nodes",
-        type=whole(least=1),
-        metavar="N",
-        help="number of nodes it was written for (default: the minimum for its parallel degrees)",
-    ),
+    option("--nodes", type=whole(least=1), metavar="N", help="number of nodes it was written for (default: 1)"),
     flag("--allow-unmapped", "leave out keys that no recipe can express"),
     JSON,
     example="primus import-exp my-experiment.yaml --out my-recipe.yaml",
@@ -181,12 +172,8 @@ def import_exp(options: argparse.Namespace) -> int:
         done.refuse_unmapped()
     for key, reason in done.unmapped:
         print(f"left out: {key.where}: {key.key}: {reason}", file=sys.stderr)
-    nodes = options.nodes or least_nodes(source.backend, done.settings)
     # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys are checked anyway.
-    choices = Choices(
-        backend=source.backend, precision=done.precision, gpu="mi355x",
-        nodes=nodes if options.nodes or nodes > 1 else None,
-    )  # fmt: skip
+    choices = Choices(backend=source.backend, precision=done.precision, gpu="mi355x", nodes=options.nodes)
     try:
         recipe = resolve(source.recipe, done.words(), choices)
         files(Job(name=source.name, recipe=recipe, output=Path("import")))
@@ -204,13 +191,7 @@ def import_exp(options: argparse.Namespace) -> int:
         "unmapped": [{**asdict(key), "why": reason} for key, reason in done.unmapped],
         "text": text,
     }
-    if options.json:
-        print_json(document)
-    elif options.out is None:
-        print(text, end="")
     if options.out is not None:
-        try:
-            options.out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise HostError(f"cannot write {options.out}: {error.strerror}", hint="choose another --out") from error
+        options.out.write_text(text, encoding="utf-8")
+    answer(options, document, [] if options.out else [text.rstrip("\n")])
     return 0

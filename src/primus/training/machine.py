@@ -1,12 +1,9 @@
-"""This machine: whether its GPUs, memory and compiler suffice for a job, and the energy that its GPUs use."""
+"""This machine: whether its GPUs and memory suffice for a job, and the energy that its GPUs use."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import os
-import shutil
-import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,7 +25,7 @@ _ON_CPU = ("fp32", "bf16")
 
 
 def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False, memory: float | None = None) -> None:
-    """Raise HostError if this machine (files below ``root``) lacks the recipe's GPUs, memory or compiler.
+    """Raise HostError if this machine (files below ``root``) lacks the recipe's GPUs or memory.
 
     ``force`` skips the check of predicted activations. A proxy for a GPU can also run on the CPU. GPUs that are not in
     the table are taken for the recipe's, with the ``memory`` of :func:`unlisted_memory`.
@@ -40,24 +37,12 @@ def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False, memory
     _check_memory(recipe, None if on_cpu else there, root)
     if not on_cpu and not force:
         _check_activations(recipe, there or math.inf)
-    _check_compiler(recipe, gpu=not on_cpu)
 
 
 def unlisted_memory(root: Path = Path("/")) -> float | None:
     """Return the bytes of this machine's smallest GPU if its GPUs are not in the table, otherwise None."""
     gpus = detect(root)
     return memory_bytes(root) if gpus.names and not gpus.generation else None
-
-
-def _check_compiler(recipe: Recipe, *, gpu: bool) -> None:
-    backend = recipe.knows.name
-    keys = [key for key in ("compile.enable", "training.compile") if recipe.find(f"{backend}.{key}", False)]
-    if keys and (why := lacks_compiler(os.environ, gpu=gpu)):
-        raise HostError(
-            f"torch.compile needs a compiler: {why}",
-            where=recipe.settings[f"{backend}.{keys[0]}"].origin,
-            hint=f"{keys[0]}=false trains without it",
-        )
 
 
 def _check_gpus(recipe: Recipe, gpus: Found) -> None:
@@ -132,25 +117,6 @@ def host_bytes(root: Path = Path("/")) -> float:
         with suppress(OSError, ValueError):
             limits.append(float((root / group).read_text()))
     return min(limits, default=0.0)
-
-
-def lacks_compiler(environment: Mapping[str, str], *, gpu: bool) -> str:
-    """Return what a job that compiles by Triton (for a ``gpu``) or PyTorch's inductor lacks here; empty: nothing."""
-    variable, names = ("CC", ("gcc", "clang")) if gpu else ("CXX", ("g++",))
-    programs = [environment[variable]] if environment.get(variable) else names
-    if not any(shutil.which(program, path=environment.get("PATH", os.defpath)) for program in programs):
-        missing = "neither gcc nor clang" if gpu else "no g++"
-        return f"there is {missing} on this machine, and {variable} names no other compiler"
-    if not (header := headers() / "Python.h").is_file():
-        return f"Python's headers are not on this machine: {header}"
-    return ""
-
-
-def headers() -> Path:
-    """Return the folder in which Triton looks for Python.h."""
-    scheme = sysconfig.get_default_scheme()
-    # Debian's own scheme names a folder below /usr/local, which does not contain it.
-    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
 
 
 _AMD = "0x1002"

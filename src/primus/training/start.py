@@ -10,14 +10,14 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import primus
 from primus.errors import HostError, InputError
 from primus.files import write_file
-from primus.training import checks, failure, identity, launch, machine, metrics, outcome, ranks
+from primus.training import checks, failure, launch, machine, metrics, outcome, ranks
 from primus.training.backend import backend_of
 from primus.training.job import Job, JobResult
 from primus.training.logs import ENERGY_FILE, Clock
@@ -48,12 +48,6 @@ def check_backend(job: Job) -> None:
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",
             hint="run this inside a primus image, or install the missing packages",
         )
-
-
-def check_resume(job: Job, accepted: Sequence[str] = ()) -> None:
-    """Raise InputError if the checkpoint to resume from is damaged, or differs in a field not in ``accepted``."""
-    if job.resume_from is not None:
-        identity.check(job.resume_from, job.recipe, accepted)
 
 
 def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:

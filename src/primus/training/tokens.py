@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from primus.errors import HostError, InputError
+from primus.files import write_file
 from primus.recipes.weights import HUB
 from primus.terminal import counted
 from primus.training.corpus import (
@@ -369,14 +370,12 @@ def write(
         sink.close(masked=reader.masked)
 
 
+# The nodes of a job write the same files: each under names of its own first.
 class _Sink:
     def __init__(self, folder: Path, name: str) -> None:
-        self._place = folder / name
-        self.ends = array("q")
-        self._files: dict[str, IO[bytes]] = {kind: self._waiting(kind).open("wb") for kind in ("tokens", "mask")}
-
-    def _waiting(self, kind: str) -> Path:
-        return self._place.with_name(f"{self._place.name}.{kind}.{os.getpid()}-{os.uname().nodename}")
+        self._folder, self._name, self.ends = folder, name, array("q")
+        self._waiting = {kind: folder / f".{name}.{kind}.{os.urandom(6).hex()}" for kind in ("tokens", "mask")}
+        self._files: dict[str, IO[bytes]] = {kind: path.open("wb") for kind, path in self._waiting.items()}
 
     def add(self, tokens: Sequence[int], mask: Sequence[int]) -> None:
         self._files["tokens"].write(array("I", tokens).tobytes())
@@ -384,9 +383,9 @@ class _Sink:
         self.ends.append(len(tokens) + (self.ends[-1] if self.ends else 0))
 
     def close(self, *, masked: bool) -> None:
-        self._waiting("ends").write_bytes(self.ends.tobytes())
-        for file in self._files.values():
+        for kind, file in self._files.items():
             file.close()
-        for kind in ("tokens", "ends", *(["mask"] if masked else [])):
-            self._waiting(kind).replace(self._place.with_name(f"{self._place.name}.{kind}"))
-        self._waiting("mask").unlink(missing_ok=True)
+            if kind == "tokens" or masked:
+                self._waiting[kind].replace(self._folder / f"{self._name}.{kind}")
+        self._waiting["mask"].unlink(missing_ok=True)
+        write_file(self._folder / f"{self._name}.ends", self.ends.tobytes())

@@ -1,18 +1,6 @@
 """What a judged run leaves behind for the reference: batches, gradients, learning rates and weights of every step.
 
-The files of ``OUTPUT/witness`` are written from the tensors that the model, its loss and its optimizer really use:
-
-- ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, or what images are trained with, a tensor per micro-batch;
-  ``data_rank``, which share of the data the rank takes; ``seed``, that of its random numbers; and ``device``, "cpu" or
-  "cuda";
-- ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
-  parameter or group, ``stale``, the parameters that are not the rounded weights of the optimizer, and ``apart``, those
-  of which ranks hold different weights or gradients; absent when no optimizer ran;
-- ``blocks-STEP-RANK.pt``, of some steps: ``data_rank``, and ``calls``, what :meth:`Blocks.taken` returns;
-- ``random-RANK.json``: ``kept``, whether the rank's random state after loading a checkpoint was that at its saving;
-- ``seconds.json``: how long writing all this took after each step;
-- ``weights-STEP.pt``: ``weights`` after the step, whole, by the backend's own names; step 0 before the first update.
-  Where the optimizer keeps float32 weights of its own, these.
+README.md of the reference describes the files.
 """
 
 from __future__ import annotations

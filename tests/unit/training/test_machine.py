@@ -126,65 +126,6 @@ def test_force_starts_what_is_predicted_not_to_fit(tmp_path: Path) -> None:
     machine.check(recipe, machine_of(tmp_path, gpu="mi300x"), force=True)
 
 
-# A job that compiles needs a compiler that works and Python's headers
-
-
-def program(folder: Path, name: str, script: str) -> Path:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.fixture
-def with_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "include"
-    folder.mkdir()
-    (folder / "Python.h").touch()
-    monkeypatch.setattr(machine, "headers", lambda: folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("gpu", "there", "environment", "said"),
-    [
-        (True, [], {}, "neither gcc nor clang"),
-        (True, ["gcc"], {}, ""),
-        (True, ["g++"], {}, "neither gcc nor clang"),
-        (True, ["gcc"], {"CC": "icc"}, "CC names no other compiler"),
-        (True, ["mycc"], {"CC": "mycc"}, ""),
-        (False, ["gcc"], {}, "no g++"),
-        (False, ["c"], {"CXX": "c"}, ""),
-    ],
-)
-@pytest.mark.usefixtures("with_headers")
-def test_programs_are_those_that_the_libraries_call(
-    tmp_path: Path, gpu: bool, there: list[str], environment: dict[str, str], said: str
-) -> None:
-    for name in there:
-        program(tmp_path, name, "exit 0")
-    found = machine.lacks_compiler({"PATH": str(tmp_path), **environment}, gpu=gpu)
-    assert said in found
-    assert bool(said) == bool(found)
-
-
-def test_a_compiler_without_headers_is_not_enough(with_headers: Path, tmp_path: Path) -> None:
-    program(tmp_path, "gcc", "exit 0")
-    (with_headers / "Python.h").unlink()
-    assert "Python's headers are not on this machine" in machine.lacks_compiler({"PATH": str(tmp_path)}, gpu=True)
-
-
-def test_a_recipe_that_compiles_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
-    machine.check(resolve("llama3-proxy", (), Choices(gpu="cpu")))
-    with pytest.raises(HostError, match=r"torch\.compile needs a compiler: there is no g\+\+ .*") as refused:
-        machine.check(resolve("llama3-proxy", ("compile.enable=true",), Choices(gpu="cpu")))
-    assert "compile.enable=false trains without it" in str(refused.value)
-    assert "command line" in str(refused.value)
-    with pytest.raises(HostError, match=r"training\.compile=false"):
-        machine.check(resolve("flux.1-dev", ("training.compile=true",), Choices(gpu="cpu", proxy=True)))
-
-
 def test_unlisted_gpus_have_the_memory_of_the_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node, gib in enumerate((192, 96)):
         (bank := tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/mem_banks/0").mkdir(parents=True)

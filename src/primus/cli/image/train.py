@@ -95,7 +95,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         _show_plan(job, as_json=options.json)
         return 0
-    start.check_resume(job, [field for word in options.accept_change for field in word.split(",")])
+    if checkpoint:
+        identity.check(checkpoint, recipe, [field for word in options.accept_change for field in word.split(",")])
     backend_of(recipe).check_weights(recipe)
     backend_of(recipe).check_data(recipe)
     machine.check(recipe, force=options.force, memory=memory)

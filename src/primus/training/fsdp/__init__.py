@@ -1,4 +1,1 @@
-"""The plain FSDP benchmark (``train_fsdp`` of the PyTorch training container v25.2): a Llama in pure PyTorch.
-
-The modules run only inside the ranks.
-"""
+"""The plain FSDP benchmark (``train_fsdp`` of the PyTorch training container v25.2): a Llama in pure PyTorch."""

@@ -1,7 +1,4 @@
-"""What ranks with our own loop are told: the sections ``training`` and ``sharding`` of a recipe, and ``job.json``.
-
-The learning rate is a function of the step only, so that a resumed run uses the same rates.
-"""
+"""What ranks with our own loop are told: a recipe's sections ``training`` and ``sharding``, and ``job.json``."""
 
 from __future__ import annotations
 
@@ -87,11 +84,10 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """One job as its ranks see it. The fields are those of :func:`primus.training.ranks.job_file`.
+    """One job as its ranks see it: fields of :func:`primus.training.ranks.job_file`.
 
-    ``config`` is the backend's section of the recipe with dotted keys. ``training`` is the part of it that all our
-    backends share. ``turbo`` are the optimizations to enable. ``evaluation`` has ``every`` and ``patience``, or is
-    empty.
+    ``config`` is the backend's section of the recipe with dotted keys, and ``training`` the part that all our backends
+    share. ``evaluation`` has ``every`` and ``patience``, or is empty.
     """
 
     output: Path

@@ -19,10 +19,7 @@ from primus.training.metrics import perplexity
 
 
 class Evaluation:
-    """Evaluates on ``data``, and keeps the checkpoint with the least loss, which is ``best``.
-
-    ``over``: the last ``eval.patience`` evaluations had no smaller loss, so the run is to end.
-    """
+    """Evaluates on ``data``, and keeps the checkpoint with the least loss, which is ``best``."""
 
     def __init__(self, job: RankJob, session: Sharded, data: Documents) -> None:
         self._job, self._session, self._data = job, session, data

@@ -86,10 +86,8 @@ class Session(Protocol):
 
 
 class LanguageModel(nn.Module):
-    """A transformer and its output layer.
-
-    The logits are computed for ``chunk`` tokens at a time, and again for the backward pass. Otherwise, they would be
-    the largest tensor of a small model with a large vocabulary (12 bytes × tokens × vocabulary).
+    """A transformer and its output layer. Logits are computed for ``chunk`` tokens at a time, and again for the
+    backward pass: they would be the largest tensor of a small model with a large vocabulary.
     """
 
     def __init__(self, chunk: int) -> None:

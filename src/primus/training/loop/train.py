@@ -127,9 +127,8 @@ class _Trackers:
 
 
 class Report:
-    """Writes the lines that :mod:`primus.training.logs` reads. A step's time is that since the last call.
-
-    ``adapters`` is the number of weights that LoRA trains, or None if all weights are trained.
+    """Writes the lines that :mod:`primus.training.logs` reads; a step's time is that since the last call. ``adapters``
+    is the number of weights that LoRA trains, or None if all weights are trained.
     """
 
     def __init__(self, job: RankJob, process: Process, data: Data, adapters: int | None = None) -> None:

@@ -1,7 +1,4 @@
-"""The weights of a sharded model: created without memory, then drawn from the seed or read from files by each rank.
-
-A random weight depends only on the seed and its name, not on the number of ranks.
-"""
+"""The weights of a sharded model, drawn from the seed or read from files by each rank, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -77,8 +74,7 @@ def draw_all(model: nn.Module, seed: int, outer: tuple[str, ...] = ()) -> None:
 def draw_one(name: str, parameter: torch.Tensor, seed: int, *, outer: bool = False) -> None:
     """Initialize a weight: matrices from N(0, 0.02²), factors of norms with 1, biases with 0.
 
-    With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h. Logits then start near N(0, ½²)
-    and the first loss near ln(vocabulary), for any width.
+    With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h: the first loss is ln(vocabulary).
     """
     if parameter.ndim == 1:
         fill(parameter, constant(parameter, 0.0 if name.endswith("bias") else 1.0))

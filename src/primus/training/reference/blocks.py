@@ -1,8 +1,6 @@
-"""Repeating the blocks of a model one by one, each from what entered it in the run.
+"""Repeating the blocks of a model one by one, each from what entered it in the run: what remains is its own rounding.
 
-Rounding errors of earlier blocks are then part of the input, so what remains is the rounding of a single block. Each
-token is compared on its own: a fault of one token or one position is lost in the sums over all tokens that gradients
-are. The backward pass is compared in the same way: each block gets the run's own gradient of what it returned.
+Each token is compared on its own, forward and backward; each block gets the run's gradient of what it returned.
 """
 
 from __future__ import annotations
@@ -170,10 +168,7 @@ class _Run:
 
 
 def _arranged(parts: Sequence[torch.Tensor], shape: Sequence[int], name: str) -> torch.Tensor:
-    """Return [samples, length, size] from the tensors of ranks that share a layer: each has the whole, or a piece.
-
-    Megatron's begin with the length, and those of the output layer may have one dimension for all tokens.
-    """
+    """Join tensors of ranks that share a layer, each the whole or a piece; Megatron's begin with the length."""
     samples, length, size = shape
     for whole in (parts[0], *(torch.cat(list(parts), axis) for axis in range(parts[0].ndim))):
         if whole.shape == (samples, length, size):
@@ -217,7 +212,6 @@ def _of_batch(run: _Run, pair: Pair, batch: Batch, per_term: float, per_call: fl
 
 
 def _shapes(model: Transformer, batch: Batch) -> tuple[Mapping[str, Shape], Mapping[str, Shape], Shape]:
-    """Return the shapes of what enters a block and leaves it, by the names of the witness, and of the prediction."""
     width = model.sizes.hidden_size
     if model.sizes.of_images:
         images, tokens, _ = batch["latents"].shape
@@ -333,14 +327,12 @@ def _mean_square(values: torch.Tensor) -> float:
 
 
 def _figures(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the errors as multiples of the noise.
+    """Return the errors as multiples of the noise: of the ``typical`` (median) token, in the sample where it is largest
+    if samples are long, of each ``token``, and of all tokens but the worst at one ``position``.
 
-    ``typical`` is that of the median token, in the sample where it is largest if samples are long. ``token`` is the
-    largest of all, and ``position`` the largest root mean square over all tokens at one position but the worst, because
-    a fault of a position is in every sample; ``token_at`` and ``position_at`` say where. ``certain`` is the share of
-    the tokens that could be compared, and ``balanced`` that of :class:`Result`. ``share`` is the part of the errors
-    along the module's own change of its input, relative to it, beyond that of the noise; ``noise`` is the size of the
-    noise, also relative to it.
+    ``certain`` is the share of the tokens that could be compared. ``share`` is the part of the errors along the
+    module's change of its input beyond that of the noise, and ``noise`` the size of the noise, both relative to the
+    change.
     """
     sure = torch.cat([result.certain for result in results])
     errors, noise = (torch.cat([getattr(result, key) for result in results]).double() for key in ("errors", "noises"))

@@ -68,12 +68,11 @@ class _Stream(_Tokens):
 
 
 class _Numbered(_Tokens):
-    """The order of our own loop: samples have numbers, and step s takes those from (s − 1) · global batch on.
+    """The order of our own loop: step s takes samples from (s − 1) · global batch on, of a corpus cut after every
+    length.
 
-    The corpus is one stream of tokens, divided into samples of ``length``. Sample n starts at token n · length, and
-    its last label is the first token of the next one. If only answers are trained, a sample is a document instead, and
-    those without an answer are left out; if documents are packed, it is several. The order of pass p is
-    ``torch.randperm`` of a generator seeded with seed · 2,000,003 + p.
+    If only answers are trained, a sample is a document, or with packing several. The order of pass p is a permutation
+    by the seed · 2,000,003 + p.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -160,10 +159,8 @@ def _packed(documents: list[_Labelled], length: int) -> list[list[_Labelled]]:
 
 
 class _Images:
-    """Latents, text and pooled text of images in the order of our own loop, and the noise and time of each.
-
-    Image n is mixed with normal noise at a time. Both come from a generator seeded with (seed + 1) · 2,000,003 + n.
-    Times are uniform, or the logistic function of a normal number.
+    """The images in the order of our own loop. Image n has noise, and a time that is uniform or the logistic function
+    of a normal number, both by the seed (seed + 1) · 2,000,003 + n.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -325,7 +322,6 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what Parquet adds to messages that lack a key."""
     present: dict[str, Any] = json.loads(
         json.dumps(row, default=str), object_hook=lambda part: {k: v for k, v in part.items() if v is not None}
     )
@@ -333,8 +329,6 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Words:
-    """The tokenizer in a folder, and the tokens between which it puts a text."""
-
     def __init__(self, folder: Path) -> None:
         self._tokenizer = _tokenizer(folder)
         self._marks = marks(folder)

@@ -1,7 +1,6 @@
-"""FLUX.1's transformer and its training loss, from their definitions; see :mod:`.model` for the permitted operations.
+"""FLUX.1's transformer and its loss, from their definitions; weights have diffusers' names.
 
-Weights have diffusers' names. The model is that of Black Forest Labs' published code: blocks with two streams (MM-DiT,
-arXiv:2403.03206) and then with one, both modulated by the time (DiT, arXiv:2212.09748), trained by flow matching.
+Blocks have two streams (MM-DiT, arXiv:2403.03206) and then one, all modulated by the time (DiT, arXiv:2212.09748).
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Diffusion(Transformer):
     """FLUX's transformer. It predicts the velocity, noise − latents, [images, tokens, channels].
 
     ``guidance`` is the scale passed to a model with guidance embeddings. ``entering`` rounds the model's inputs as the
-    run does, and ``keeping`` the means and deviations that a norm keeps for its gradient. Of ``constants``, only those
-    that this model has are used: angles, phases, epsilon, attention and shares.
+    run does, and ``keeping`` the means and deviations that a norm keeps for its gradient.
     """
 
     guidance: float = 1.0
@@ -80,7 +78,6 @@ class Diffusion(Transformer):
         return (predicted - (noise - clean)).square().mean((1, 2))
 
     def _condition(self, weights: Weights, pooled: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """Return the vector that modulates all blocks: the sum of embeddings of time, guidance and pooled text."""
         place = torch.arange(_WAVES // 2, dtype=torch.float64)
         frequencies = torch.exp(-math.log(_PERIOD) * place / (_WAVES // 2))
 
@@ -174,11 +171,7 @@ class Diffusion(Transformer):
         return self.between(self.between(states) @ weights[name + ".weight"].T + weights[name + ".bias"])
 
     def _angles(self, before: int, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine [tokens, size / 2] of the rotary angles, by index (always 0), row and column
-        of a token.
-
-        Tokens of the text come first, all at position 0.
-        """
+        """Return cosine and sine [tokens, size / 2] by index (always 0), row and column; the text comes first, at 0."""
         side = math.isqrt(image.shape[1])
         place = torch.arange(side, dtype=torch.float64)
         rows, columns = place.repeat_interleave(side), place.repeat(side)

@@ -1,8 +1,6 @@
-"""Decoder-only language models from their definitions: Llama 2 and 3, Mistral, Qwen 2.5 and 3, Mixtral, DeepSeek V2 and
-V3.
+"""Decoder-only language models from their definitions: Llama, Mistral, Qwen, Mixtral and DeepSeek.
 
-Weights are a mapping from Hugging Face's parameter names to tensors; a model is a function of them. Only elementary
-operations are used (products, sums, softmax, sigmoid), in the precision of the weights.
+A model is a function of its weights, by Hugging Face's names, and computes in their precision.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ Weights = Mapping[str, torch.Tensor]
 class Dialect:
     """How backends define a model differently although its sizes are the same.
 
-    ``softmax_mscale``: DeepSeek's YaRN multiplies the attention logits by (0.1 · mscale · ln factor + 1)²
-    (torchtitan 0.2.2) instead of scaling the rotation by the quotient of both mscales. ``balance``: which loss
-    balances the experts: "sequence" (DeepSeek-V2, arXiv:2405.04434, eq. 18-21, Megatron's ``seq_aux_loss``),
-    "batch" (Switch Transformer, arXiv:2101.03961, eq. 4), or "none". ``group_best``: how many of a group's best
-    experts represent it if groups are limited: two in DeepSeek-V3's own code, top_k ÷ top_groups in Megatron; the
-    same for its real sizes. ``bias_rate``: how far a step moves an expert's bias towards the mean number of tokens
-    (arXiv:2408.15664). ``centered``: the mean of all these moves is subtracted.
+    ``softmax_mscale``: YaRN multiplies the attention logits by (0.1 · mscale · ln factor + 1)² instead of scaling the
+    rotation. ``balance``: the loss that balances experts, by "sequence" (DeepSeek-V2, arXiv:2405.04434, eq. 18-21), by
+    "batch" (Switch Transformer, arXiv:2101.03961, eq. 4), or "none". ``group_best``: how many of a group's best experts
+    represent it. ``bias_rate``: how far a step moves an expert's bias towards the mean number of tokens
+    (arXiv:2408.15664); ``centered``: less the mean of all these moves.
     """
 
     softmax_mscale: bool = False
@@ -43,16 +39,13 @@ class Dialect:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What a model computes with besides weights and sizes. The defaults are correct; :mod:`.models` tries
-    others.
+    """What a model computes with besides weights and sizes. The defaults are correct; :mod:`.models` tries others.
 
-    ``phases`` is applied to position × frequency, and ``angles`` to the table of their cosines and sines.
-    ``norm_eps`` is added to the epsilon of every norm. ``attention`` multiplies the attention logits, and ``shares``
-    is applied to their softmax. ``z_loss`` is the coefficient of the squared log-sum-exp of the logits;
-    ``smoothing`` is the share of each label that is spread over the vocabulary. ``one_format``: the gradients of FP8
-    products are rounded to the format of the factors. ``wide`` is which of these products is not rounded: "outputs",
-    "gradients of states", "gradients of weights", or "" for none. ``reversed_shares``: the chosen experts of a token
-    have each other's weights, in reverse order.
+    ``phases`` is applied to position × frequency, ``angles`` to their cosines and sines. ``norm_eps`` is added to every
+    epsilon. ``attention`` multiplies the attention logits, ``shares`` is applied to their softmax. ``z_loss`` is the
+    coefficient of the squared log-sum-exp, ``smoothing`` the spread share of a label. ``one_format``: gradients of FP8
+    products have the format of the factors. ``wide`` is which of these products is not rounded: "outputs", "gradients
+    of states" or "gradients of weights". ``reversed_shares``: a token's experts have each other's weights.
     """
 
     angles: Rounding = exact
@@ -126,11 +119,11 @@ class Transformer:
 @dataclass
 class Model(Transformer):
     """A language model. It predicts logits [samples, length, vocabulary] for the ``inputs`` [samples, length] of a
-    batch; with ``positions`` [samples, length], each 0 begins a document of its own.
+    batch; with ``positions``, each 0 begins a document of its own.
 
-    ``inner`` are names of :data:`.rounding.INNER`, the operations inside of which ``between`` is applied as well.
-    ``eight`` is the FP8 format in which linear layers multiply, scaled by tensor; None if they do not. ``doubt``: a
-    token goes to the next best expert instead of the last chosen one if their scores differ by less than this share.
+    ``inner``: operations of :data:`.rounding.INNER` inside of which ``between`` is applied as well. ``eight``: the FP8
+    format in which linear layers multiply. ``doubt``: a token goes to the next best expert instead of the last chosen
+    one if their scores differ by less than this share.
     """
 
     dialect: Dialect = field(default_factory=Dialect)
@@ -278,7 +271,6 @@ class Model(Transformer):
         return (shares @ value).transpose(1, 2).flatten(-2)
 
     def _angles(self, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine [length, size / 2] of the rotary angles."""
         theta = float(self.sizes.rope_theta)
         place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
         frequencies = _stretched(theta ** (-place / size), size, theta, self.sizes.rope_scaling)
@@ -336,7 +328,6 @@ class Model(Transformer):
         return best.indices[:, :count]
 
     def _limited(self, choice: torch.Tensor) -> torch.Tensor:
-        """Limit the choice, as in DeepSeek-V3, to the groups whose best experts have the highest sums."""
         moe = self.sizes.moe
         if moe.groups <= 1:
             return choice
@@ -375,17 +366,13 @@ class Model(Transformer):
 
 
 def _documents(states: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
-    """Return the documents [1, length, hidden] of all samples, in order."""
     starts = (positions.flatten() == 0).nonzero().flatten().tolist()
     lengths = [end - start for start, end in pairwise([*starts, positions.numel()])]
     return list(states.reshape(1, -1, states.shape[-1]).split(lengths, 1))
 
 
 def is_narrow(name: str) -> bool:
-    """Return whether a weight is multiplied in FP8 if linear layers are.
-
-    Routed experts use grouped products, which stay in the precision of the weights.
-    """
+    """Return whether linear layers in FP8 multiply the weight so. Routed experts' grouped products stay wide."""
     return "_proj" in name and ".experts." not in name
 
 

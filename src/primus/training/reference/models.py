@@ -1,9 +1,7 @@
 """The reference's models of one run, as its job describes them: exact, rounded, or with one constant changed.
 
-Rounding errors of a run point in all directions. A wrong constant (norm epsilon, rotary angles, scales) moves what a
-block computes in one direction, which the reference knows, because it computes once more with that constant changed.
-The part of the run's errors in this direction shows how far the constant is changed in the run: 0 is not at all, 1 as
-far as in the reference's trial. All constants are fitted together, because one may look like another.
+A wrong constant moves what a block computes in a direction that the reference knows. How far the run's errors go in it
+shows how far the constant is changed: 0 is not at all, 1 as far as in the trial. All constants are fitted together.
 """
 
 from __future__ import annotations
@@ -44,10 +42,7 @@ class Models:
         return Model(self.sizes, dialect=self.dialect, eight=_eight(self._job))
 
     def rounding(self, grid: float = 1.0) -> Transformer:
-        """Return the model that rounds as the run's precision does.
-
-        ``grid`` between 1 and 2 scales the numbers to which it rounds, which is another rounding of the same precision.
-        """
+        """Return the model that rounds as the run's precision does, to a ``grid`` scaled by 1 to 2."""
         model = self.model()
         if not self.exact:
             model.between = lambda tensor: bfloat(tensor * grid) / grid
@@ -149,9 +144,7 @@ _ONE_SIDED = {*_LANGUAGE, _ROUNDED, "rotary angles rounded to FP8", "shares of a
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A model with one constant changed. ``shows`` is where the change is looked for: in the "outputs" of blocks, in
-    their "gradients", or in those of the "loss". Gradients take several times as long as outputs.
-
-    ``rounds``: the model rounds to FP8 as the run does. Otherwise, it is compared with one that does not round, either.
+    their "gradients", or in those of the "loss". ``rounds``: the model rounds to FP8 as the run does.
     """
 
     model: Transformer
@@ -241,10 +234,7 @@ def products_of_blocks(names: Sequence[str], results: Iterable[Result]) -> Produ
 
 
 def products(run: Gradients, exact: Gradients, noisy: Gradients, changed: Mapping[str, Gradients]) -> Products:
-    """Multiply gradients of one step: of the run, of the reference, and of the reference in the run's precision.
-
-    ``changed`` has those with each constant changed. A part of the evidence is one tensor.
-    """
+    """Multiply gradients of one step, each tensor a part of the evidence. ``changed``: with each constant changed."""
     names = [name for name in exact if name in run and bool(run[name].isfinite().all())]
     noise: dict[str, float] = {}
     for name in names:
@@ -274,12 +264,12 @@ class Fit:
         self._parts += step.parts
 
     def found(self) -> dict[str, dict[str, Any]]:
-        """Return name of a change → how far the run moved (``share``), how far rounding alone does (``rounding``,
-        that of the reference in the run's precision), and a standard deviation.
+        """Return name of a change → the ``share`` by which the run moved, how much of it is ``rounding``, and a
+        ``deviation``.
 
         The deviation is how much the parts of the evidence disagree in this reference. ``one_sided``: only a positive
-        share is a fault. ``biased``: other roundings than the reference's look like a small change as well. ``eight``:
-        the change concerns the rounding to FP8. Changes without an effect are left out.
+        share is a fault. ``biased``: other roundings look like a small change. ``eight``: the change concerns the
+        rounding to FP8.
         """
         if not self._parts:
             return {}

@@ -1,8 +1,4 @@
-"""Conversion of each backend's names and layouts of weights to Hugging Face's, and back.
-
-One tensor of a backend becomes one or several of Hugging Face's by slicing and permuting only, so gradients and updates
-are converted like weights.
-"""
+"""Each backend's names and layouts of weights → Hugging Face's, by slicing and permuting only, as gradients need it."""
 
 from __future__ import annotations
 
@@ -52,7 +48,6 @@ def _torchtitan(model: Architecture, name: str, tensor: torch.Tensor) -> Iterabl
 
 
 def _placed(name: str, layers: str) -> tuple[str, str]:
-    """Return Hugging Face's prefix of the layer of a weight, if it is in one, and its name there."""
     match = re.fullmatch(rf"{re.escape(layers)}\.(\d+)\.(.+)", name)
     return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
 
@@ -71,7 +66,6 @@ def _fsdp(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tupl
 
 
 def _finetune(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """Convert transformers' own names, below the wrapper's ``model.`` and PEFT's ``base_model.model.``."""
     name = name.removeprefix("model.").removeprefix("base_model.model.")
     name = name.replace(".base_layer.", ".").replace(".lora_A.default.", ".lora_A.").replace(
         ".lora_B.default.", ".lora_B.")  # fmt: skip

@@ -31,9 +31,8 @@ def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
 def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
     """Return the floating-point operations per token of a sequence of ``length``, with attention counted in full.
 
-    Each weight takes 2 operations forward and 4 backward; an expert's weights count only for the tokens that choose
-    it. The embedding multiplies nothing. ``adapters`` is the number of weights that LoRA trains; the gradients of
-    the others are not computed.
+    Each weight that a token meets takes 2 operations forward and 4 backward; frozen ones beside ``adapters`` (the
+    number of weights that LoRA trains) take 2 less.
     """
     count = 0.0
     for name, shape in shapes(model).items():
@@ -47,10 +46,7 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
 
 
 def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer.
-
-    The experts of a layer are one stacked tensor in transformers, not linear layers.
-    """
+    """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer."""
     adapters: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes(model).items():
         layer = name.removesuffix(".weight")
@@ -114,9 +110,8 @@ def _repeats(tensor: torch.Tensor, ranks: int) -> bool:
 
 
 def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
-    """Return the weights in ``folder/weights-0.pt``, and the ranks, that use random numbers of another seed.
-
-    A GPU draws other numbers from a seed than a CPU, so that only the seeds of its ranks are compared.
+    """Return the weights in ``folder/weights-0.pt``, and the ranks, that use random numbers of another seed. A GPU
+    draws other numbers than a CPU, so that only the seeds of its ranks are compared.
     """
     if not _begins_random(job):
         return []
@@ -256,10 +251,8 @@ def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> d
 
 
 def moved(job: Mapping[str, Any], first: Tensors, last: Tensors, moving: Collection[str]) -> dict[str, list[str]]:
-    """Return trained weights that no step changed, and frozen ones that changed.
-
-    Weights in bfloat16 may stay the same if every update is lost in rounding; ``moving`` are those that must
-    change.
+    """Return trained weights that no step changed, and frozen ones that changed. Weights in bfloat16 may stay the same
+    if rounding loses every update; ``moving`` are those that must change.
     """
     still = [name for name in first if is_trained(job, name) and torch.equal(first[name], last[name])]
     if kept_dtype(job) == "bfloat16":

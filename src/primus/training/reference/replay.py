@@ -1,8 +1,4 @@
-"""Repeating a run step by step, each from the run's own weights, and recording the differences.
-
-Every step starts from the weights that the run had before it. Rounding therefore does not accumulate, and each step is
-judged on its own: tokens, loss, gradients, learning rate, update.
-"""
+"""Repeating a run step by step, each from the run's own weights, so that rounding does not accumulate."""
 
 from __future__ import annotations
 
@@ -46,10 +42,7 @@ _GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 
 
 def replay(output: Path, threads: int = 1) -> dict[str, Any]:
-    """Compare every step of the run in ``output`` with the reference. :mod:`primus.training.proof` reads the result.
-
-    ``threads`` steps are computed at the same time.
-    """
+    """Compare every step of the run in ``output``, ``threads`` at the same time, for :mod:`primus.training.proof`."""
     began = time.monotonic()
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
@@ -101,8 +94,6 @@ def _use_one_core() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """The mean loss, the loss of each label or image, and the gradients, their norm, and clipped."""
-
     loss: float
     losses: torch.Tensor
     gradients: Tensors
@@ -112,12 +103,8 @@ class _Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What the reference computed for one step.
-
-    ``used`` are the gradients that the run's optimizer used, by the reference's names, and ``seen`` what else it left
-    of the update; both are None if the optimizer did not run. ``limited`` are the reference's clipped gradients, kept
-    if there are no others. ``sent`` is the number of tokens of each expert, by layer. ``blocks`` and ``of_blocks`` are
-    what :func:`.blocks.compare` returns, or its error; ``of_weights`` is what :func:`.models.products` returns.
+    """``used`` are the gradients that the run's optimizer used, and ``seen`` what else it left of the update; both are
+    None if it did not run. ``limited`` are the reference's clipped gradients if there are no others.
     """
 
     step: int
@@ -133,10 +120,7 @@ class _Step:
 
 
 class _Replay:
-    """The steps of one run: :meth:`compute` first, in any order, then :meth:`compare`, in order.
-
-    The optimizer's moments are carried from step to step.
-    """
+    """The steps of one run: :meth:`compute` first, in any order, then :meth:`compare`, in order."""
 
     def __init__(self, job: dict[str, Any], sizes: Architecture, folder: Path) -> None:
         self._job = job
@@ -278,7 +262,6 @@ class _Replay:
         return {kind: gap for kind, (gap, _) in gaps_of(other.clipped, limited, scales).items()}
 
     def _doubtful(self, step: int, figures: Mapping[str, Any]) -> bool:
-        """Return whether a gap is too large for its noise, but small enough that noise may explain it."""
         gaps, noise = figures.get("gaps", {}), figures["noise"]
         pairs = [(gap, noise["gaps"][kind][0]) for kind, (gap, _) in gaps.items()]
         pairs.append((self._gap(step, "loss", figures), noise["loss"]))

@@ -40,11 +40,10 @@ def attended(
 ) -> torch.Tensor:  # fmt: skip
     """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused kernels.
 
-    Fused kernels keep the softmax and its gradient in float32, round both before they multiply, and compute the
-    gradient of the softmax from the rounded output (FlashAttention-2, arXiv:2307.08691, algorithm 2). PyTorch's kernel
-    for CPUs adds the gradients of keys and values in the type of the weights, one block of queries and one head of a
-    group after the other; with ``adding``, so does this function. ``hidden`` are the pairs of query and key that do not
-    attend.
+    They round the softmax and its gradient before they multiply, and compute the latter from the rounded output
+    (FlashAttention-2, arXiv:2307.08691, algorithm 2). With ``adding``, gradients of keys and values are added as
+    PyTorch's kernel for CPUs does, one block of queries and one head of a group after the other. ``hidden`` pairs do
+    not attend.
     """
     out: torch.Tensor = _Attended.apply(query, key, value, hidden, scale, between, adding)
     return out.transpose(1, 2).flatten(-2)
@@ -98,8 +97,7 @@ def multiplied(
 ) -> torch.Tensor:
     """Return states × weightᵀ with factors rounded to ``eight``, each scaled by its largest value.
 
-    The gradient has more range and fewer digits, or with ``one_format`` the same format. ``wide`` is which product is
-    not rounded: "outputs", "gradients of states", "gradients of weights", or "" for none.
+    ``one_format`` and ``wide`` are those of :class:`.model.Constants`.
     """
     back = eight if one_format else _OF_GRADIENTS[eight]
     out: torch.Tensor = _EightBits.apply(states, weight, eight, back, wide)

@@ -1,7 +1,4 @@
-"""Verification of a run's saved files: the random states of its checkpoint, and its exported weights.
-
-Exported files are read as a user would read them: transformers loads the model, which must give the reference's logits.
-"""
+"""The random states of a run's checkpoint, and its exported weights, which transformers loads as a user would."""
 
 from __future__ import annotations
 

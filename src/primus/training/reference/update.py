@@ -14,9 +14,8 @@ from primus.training.reference.names import Tensors, kind_of
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of an update. ``decay_vectors``: weight decay also applies to norms and biases.
-
-    ``decoupled``: weight decay shortens the weights (AdamW) instead of adding to the gradients (Adam).
+    """``decay_vectors``: weight decay also applies to norms and biases. ``decoupled``: it shortens the weights (AdamW)
+    instead of adding to the gradients (Adam).
     """
 
     lr: float
@@ -127,10 +126,8 @@ class AdamW:
 
 
 def least_rounded(settings: Settings, used: Tensors, norm: float) -> float:
-    """Return the least share of a matrix's gradients that are bfloat16 numbers, multiplied by the factor of clipping.
-
-    A sum over ranks or micro-batches in float32 has more digits, even if they compute in bfloat16. ``norm`` is the
-    reported one before clipping.
+    """Return the least share of a matrix's gradients that are bfloat16 numbers × the factor of clipping. Sums in
+    float32 have more digits. ``norm`` is the reported one before clipping.
     """
     factor = min(1.0, settings.max_norm / (norm + 1e-6)) if settings.max_norm else 1.0
     shares = [1.0]
@@ -174,10 +171,8 @@ def scales_of(gradients: Tensors) -> dict[str, float]:
 def gaps_of(
     run: Mapping[str, torch.Tensor], expected: Tensors, scales: Mapping[str, float]
 ) -> dict[str, tuple[float, str]]:
-    """Return the largest relative error of a gradient, with its tensor's name, for each kind (a name without
-    numbers).
-
-    Tensors of a kind are similar in all layers and experts, so the noise of some predicts that of the others.
+    """Return the largest relative error of a gradient, with its tensor's name, for each kind of tensor. Those of all
+    layers and experts are similar, so the noise of some predicts that of the others.
     """
     worst: dict[str, tuple[float, str]] = {}
     for name, target in expected.items():

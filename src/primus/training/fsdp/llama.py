@@ -19,19 +19,7 @@ from primus.turbo import attention
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """The settings of plain FSDP training. The loss is computed for ``loss_chunk`` tokens at a time.
-
-    The options of ``train_fsdp.py`` correspond to keys of the loop:
-
-    * ``--batch_size``: ``training.micro_batch_size``
-    * ``--num_iteration``: ``training.steps`` × accumulation, because it counts micro-batches
-    * ``--grad_accumlate_pre_steps`` (its spelling): the accumulation, ``training.global_batch_size`` ÷ (micro-batch ×
-      ranks)
-    * ``--enable_fp8``: ``training.fp8``, with tensorwise instead of Transformer Engine's delayed scaling
-    * ``--enable_compile``: ``training.compile``
-    * ``--seed``: ``training.seed``
-    * ``--reduce_pre_steps``: no key, because every step is logged
-    """
+    """The settings of plain FSDP training. The loss is computed for ``loss_chunk`` tokens at a time."""
 
     loss_chunk: int = bounded(2048, "[1, inf)")
 
@@ -111,41 +99,27 @@ class _Attention(nn.Module):
         self._normed = model.qk_norm
 
     def forward(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
-        if self._attend != "torch":
-            return self._sparse(states, cosine[:, None], sine[:, None], mask)
-        query, key, value = (part.transpose(1, 2) for part in self._heads(states))
-        if mask is not None:
-            # No fused kernel supports both a mask and grouped heads.
-            key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-        mixed = functional.scaled_dot_product_attention(
-            _rotate(query, cosine, sine), _rotate(key, cosine, sine), value,
-            attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1],
-        )  # fmt: skip
-        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
-        return out
-
-    def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values [samples, length, heads, size]."""
+        length = states.shape[1]
         query, key, value = (
             project(states).unflatten(-1, (-1, self.size)) for project in (self.query, self.key, self.value)
         )
-        return (self.query_norm(query), self.key_norm(key), value) if self._normed else (query, key, value)
-
-    def _sparse(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
-        length = states.shape[1]
-        query, key, value = self._heads(states)
-        query, key = (_turned(part, cosine[:length], sine[:length]) for part in (query, key))
+        if self._normed:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = (_turned(part, cosine[:length, None], sine[:length, None]) for part in (query, key))
         if self._attend == "flash-attention-4":
             mixed = attention.flash_attention_4(query, key, value, window=self._window if self._window < length else 0)
-        else:
+        elif self._attend == "flex-attention":
             mixed = attention.windowed_attention(query, key, value, mask)
+        else:
+            query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+            if mask is not None:
+                # No fused kernel supports both a mask and grouped heads.
+                key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
+            ).transpose(1, 2)
         out: torch.Tensor = self.out(mixed.flatten(-2))
         return out
-
-
-def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    length = states.shape[-2]
-    return _turned(states, cosine[:length], sine[:length])
 
 
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -164,7 +138,6 @@ def _rotation(model: Architecture, seq_len: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Scale frequencies as in Llama 3.1: low ones by the full factor, high ones not, those between partly."""
     if scaling.kind == "none":
         return frequencies
     if scaling.kind != "llama3":

@@ -341,9 +341,9 @@ def _edit_pins(old: str, new: str, kit: Kit) -> None:
 
 def _inputs() -> Iterator[Fault]:
     """What can be wrong with versions.yaml and a target's file."""
+    for what, text in _YAML.items():
+        yield Fault(f"YAML: {what}", partial(_write, "versions.yaml", text), codes=_INPUT)
     for file in ("versions.yaml", "images/demo.yaml"):
-        for what, text in _YAML.items():
-            yield Fault(f"YAML: {file}, {what}", partial(_write, file, text), codes=_INPUT)
         for what, damage in _DAMAGES.items():
             make = partial(_damage, file, damage)
             # A flipped bit or a cut can leave a valid file that asks for another image.
@@ -527,6 +527,18 @@ def _locks() -> Iterator[Fault]:
 
 # -- wheels and layers: through the same actions as a build, in a store of their own --------------------------------
 
+_PATHS = {
+    "a path that leaves the root": "../../etc/cron.d/x",
+    "a path with dots inside": "demo/../../x",
+    "a whiteout": ".wh.torch",
+    "an opaque whiteout": "demo/.wh..wh..opq",
+    "a path with a line break": "demo/a\nb",
+    "a path with an escape": "demo/\x1b[2J",
+    "a path with an empty part": "demo//x",
+    "a path with a dot part": "demo/./x",
+    "a very long name": "demo/" + "n" * 300,
+    "a very long path": "d/" * 2500 + "x",
+}
 _INFO = "demo_pkg-1.0.dist-info"
 _WHEEL = {
     f"{_INFO}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
@@ -566,7 +578,6 @@ def _patched(old: bytes, new: bytes) -> bytes:
 def _lying(size: int) -> bytes:
     """A wheel whose directory says that a file has ``size`` bytes."""
     data = bytearray(_zip(_WHEEL))
-    at = data.rindex(b"demo/data.txt") - 46
     at = data.index(b"PK\1\2", data.index(b"PK\1\2"))
     while data[at + 46 : at + 59] != b"demo/data.txt":
         at = data.index(b"PK\1\2", at + 1)
@@ -584,19 +595,10 @@ def _wheels() -> Iterator[tuple[str, bytes]]:
     yield "no RECORD", _zip(_WHEEL, drop=f"{_INFO}/RECORD")
     yield "two WHEEL files", _with("other-1.0.dist-info/WHEEL")
     yield "RECORD is no text", _zip({**_WHEEL, f"{_INFO}/RECORD": b"\xff\xfe\0"})
-    yield "a path that leaves the root", _with("../../etc/cron.d/x")
-    yield "a path with dots inside", _with("demo/../../x")
+    for what, path in _PATHS.items():
+        yield what, _with(path)
     yield "an absolute path", _with("/etc/passwd")
-    yield "a whiteout", _with(".wh.torch")
-    yield "a whiteout below", _with("demo/.wh.__init__.py")
-    yield "an opaque whiteout", _with("demo/.wh..wh..opq")
-    yield "a path with a line break", _with("demo/a\nb")
-    yield "a path with an escape", _with("demo/\x1b[2J")
     yield "a path with a null", _with("demo/a\0b")
-    yield "a path with an empty part", _with("demo//x")
-    yield "a path with a dot part", _with("demo/./x")
-    yield "a very long name", _with("demo/" + "n" * 300)
-    yield "a very long path", _with("d/" * 2500 + "x")
     yield "a symbolic link", _with("demo/link", b"/etc/passwd", stat.S_IFLNK | 0o777)
     yield "a pipe", _with("demo/pipe", b"", stat.S_IFIFO | 0o644)
     yield "a device", _with("demo/device", b"", stat.S_IFCHR | 0o644)
@@ -659,16 +661,8 @@ def _layers() -> Iterator[tuple[str, bytes]]:
     yield "cut in the tar", gzip.compress(_tar(("etc/a", tarfile.REGTYPE, b"x" * 5000, ""))[:2000])
     yield "noise behind it", good + b"noise"
     yield "a damaged sum", good[:-8] + bytes([good[-8] ^ 1]) + good[-7:]
-    yield "a path that leaves the root", packed(("../x", tarfile.REGTYPE, b"x", ""))
-    yield "a path with dots inside", packed(("etc/../../x", tarfile.REGTYPE, b"x", ""))
-    yield "a whiteout", packed(("etc/.wh.passwd", tarfile.REGTYPE, b"", ""))
-    yield "an opaque whiteout", packed(("etc/.wh..wh..opq", tarfile.REGTYPE, b"", ""))
-    yield "a line break", packed(("etc/a\nb", tarfile.REGTYPE, b"x", ""))
-    yield "an escape", packed(("etc/\x1b[2J", tarfile.REGTYPE, b"x", ""))
-    yield "an empty part", packed(("etc//x", tarfile.REGTYPE, b"x", ""))
-    yield "a dot part", packed(("etc/./x", tarfile.REGTYPE, b"x", ""))
-    yield "a very long name", packed(("etc/" + "n" * 300, tarfile.REGTYPE, b"x", ""))
-    yield "a very long path", packed(("d/" * 2500 + "x", tarfile.REGTYPE, b"x", ""))
+    for what, path in _PATHS.items():
+        yield what, packed((path, tarfile.REGTYPE, b"x", ""))
     yield "a path that is not UTF-8", packed(("etc/\udcff", tarfile.REGTYPE, b"x", ""))
     yield "a pipe", packed(("etc/pipe", tarfile.FIFOTYPE, b"", ""))
     yield "a character device", packed(("dev/null", tarfile.CHRTYPE, b"", ""))

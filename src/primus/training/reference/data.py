@@ -67,20 +67,34 @@ class _Stream(_Tokens):
         return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
 
 
-class _Numbered(_Tokens):
-    """The order of our own loop: step s takes samples from (s − 1) · global batch on, of a corpus cut after every
-    length.
+class _Ordered:
+    """The order of our own loop: step s takes samples from (s − 1) · global batch on.
 
-    If only answers are trained, a sample is a document, or with packing several. The order of pass p is a permutation
-    by the seed · 2,000,003 + p.
+    The order of pass p over stored samples is a permutation by the seed · 2,000,003 + p.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = job["config"]
-        self._length = int(config.get("training.seq_len", 2048))
         self._per_rank = int(config.get("training.micro_batch_size", 1)) * job["accumulation"]
         self._batch = self._per_rank * job["data_parallel"]
         self._seed = int(config.get("training.seed", 42))
+
+    def _numbers(self, step: int, rank: int) -> range:
+        first = (step - 1) * self._batch + rank * self._per_rank
+        return range(first, first + self._per_rank)
+
+    def _place(self, number: int, count: int) -> int:
+        turn, place = divmod(number, count)
+        return int(torch.randperm(count, generator=_generator(self._seed, turn))[place])
+
+
+class _Numbered(_Tokens, _Ordered):
+    """A corpus cut after every length; if only answers are trained, documents, or with packing several."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        super().__init__(job)
+        config = job["config"]
+        self._length = int(config.get("training.seq_len", 2048))
         self._vocabulary = int(job["model"]["vocab_size"])
         self._stream: torch.Tensor | None = None
         self._packing = bool(config.get("packing"))
@@ -95,10 +109,9 @@ class _Numbered(_Tokens):
                 self._count = len(self._documents)
 
     def batch(self, step: int, rank: int) -> Batch:
-        first = (step - 1) * self._batch + rank * self._per_rank
-        numbers = range(first, first + self._per_rank)
+        numbers = self._numbers(step, rank)
         if self._documents:
-            rows = [self._row(self._documents[self._place(number)]) for number in numbers]
+            rows = [self._row(self._documents[self._place(number, self._count)]) for number in numbers]
             names = ("inputs", "labels", "positions")[: 3 if self._packing else 2]
             return {name: torch.tensor([row[place] for row in rows]) for place, name in enumerate(names)}
         whole = torch.stack([self._sample(number) for number in numbers])
@@ -112,14 +125,10 @@ class _Numbered(_Tokens):
             [place for tokens, _ in documents for place in range(len(tokens) - 1)] + [*range(padding)],
         ]
 
-    def _place(self, number: int) -> int:
-        turn, place = divmod(number, self._count)
-        return int(torch.randperm(self._count, generator=_generator(self._seed, turn))[place])
-
     def _sample(self, number: int) -> torch.Tensor:
         if self._stream is None:
             return self._walk(number)
-        start = self._place(number) * self._length
+        start = self._place(number, self._count) * self._length
         return self._stream[start : start + self._length + 1]
 
     def _walk(self, number: int) -> torch.Tensor:
@@ -158,17 +167,13 @@ def _packed(documents: list[_Labelled], length: int) -> list[list[_Labelled]]:
     return samples
 
 
-class _Images:
-    """The images in the order of our own loop. Image n has noise, and a time that is uniform or the logistic function
-    of a normal number, both by the seed (seed + 1) · 2,000,003 + n.
-    """
+class _Images(_Ordered):
+    """Images with noise and a time, uniform or the logistic function of a normal number, by another seed."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        config, dit = job["config"], job["model"]["dit"]
-        self._per_rank = int(config.get("training.micro_batch_size", 1)) * job["accumulation"]
-        self._batch = self._per_rank * job["data_parallel"]
-        self._seed = int(config.get("training.seed", 42))
-        self._uniform = config.get("times", "logit_normal") == "uniform"
+        super().__init__(job)
+        dit = job["model"]["dit"]
+        self._uniform = job["config"].get("times", "logit_normal") == "uniform"
         self._cached: list[Batch] = []
         if job["assets"]["corpus"] != MOCK:
             self._cached = list(_cached(Path(job["assets"]["corpus"])))
@@ -185,22 +190,18 @@ class _Images:
         return len(batch["latents"])
 
     def batch(self, step: int, rank: int) -> Batch:
-        start = (step - 1) * self._batch + rank * self._per_rank
-        rows = [self._row(number) for number in range(start, start + self._per_rank)]
+        rows = [self._row(number) for number in self._numbers(step, rank)]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _row(self, number: int) -> Batch:
         image, generator = self._image(number), _generator(self._seed + 1, number)
         noise = torch.randn(image["latents"].shape, generator=generator)
-        draw = torch.rand if self._uniform else torch.randn
-        time = draw((), generator=generator)
-        time = time if self._uniform else time.sigmoid()
+        time = torch.rand((), generator=generator) if self._uniform else torch.randn((), generator=generator).sigmoid()
         return image | {"noise": noise, "time": time}
 
     def _image(self, number: int) -> Batch:
         if self._cached:
-            turn, place = divmod(number, len(self._cached))
-            return self._cached[int(torch.randperm(len(self._cached), generator=_generator(self._seed, turn))[place])]
+            return self._cached[self._place(number, len(self._cached))]
         generator = _generator(self._seed, number)
         prompt = int(torch.randint(16, (), generator=generator))
         picture = self._pictures[prompt]

@@ -32,9 +32,8 @@ from primus.training.reference.data import _tokenized as reference
 
 MARKS = [
     "<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>",
-    "<|end_header_id|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>",
+    "<|end_header_id|>", "[INST]", "[/INST]", "<|user|>", "<|assistant|>",
     "<|system|>", "<|end|>", "<|endoftext|>", "<think>", "</think>", "<|Assistant|>", "<|User|>",
-    "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>",
 ]  # fmt: skip
 TEXTS = [
     "Hello world, says Ada.",
@@ -182,10 +181,6 @@ TEMPLATES = {
     "{% else %}«{{ ' ' + m.content + ' ' + eos_token }}»{% endif %}{% endfor %}",
     "mistral": "{{ bos_token }}" + EACH + "{% if m.role == 'assistant' %}«{{ m.content + eos_token }}»{% else %}"
     "{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}",
-    "gemma": "{{ bos_token }}" + EACH + "{% set role = 'model' if m.role == 'assistant' else m.role %}"
-    "{{ '<start_of_turn>' + role + '\n' }}{% if m.role == 'assistant' %}«{{ m.content | trim + '<end_of_turn>\n' }}»"
-    "{% else %}{{ m.content | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
     "zephyr": EACH + "{% if m.role == 'assistant' %}{{ '<|assistant|>\n' }}«{{ m.content + eos_token }}»{% else %}"
     "{{ '<|' + m.role + '|>\n' + m.content + eos_token }}{% endif %}\n"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
@@ -208,13 +203,6 @@ TEMPLATES = {
     "deepseek-r1": "{{ bos_token }}" + EACH + "{% if m.role == 'assistant' %}{{ '<|Assistant|>' }}"
     "«{{ m.content.split('</think>')[-1] + eos_token }}»{% elif m.role == 'user' %}{{ '<|User|>' + m.content }}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}",
-    "command-r": "{{ bos_token }}" + EACH + "{% set name = {'user': 'USER', 'assistant': 'CHATBOT', 'system': 'SYSTEM'} %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|' + name[m.role] + '_TOKEN|>' }}{% if m.role == 'assistant' %}"
-    "«{{ m.content | trim + '<|END_OF_TURN_TOKEN|>' }}»{% else %}{{ m.content | trim + '<|END_OF_TURN_TOKEN|>' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}",
-    "granite": EACH + "{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' }}{% if m.role == 'assistant' %}"
-    "«{{ m.content + '<|end_of_text|>\n' }}»{% else %}{{ m.content + '<|end_of_text|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}",
     "llama3.1 with a date": "{{ bos_token }}{{ 'Year: ' + strftime_now('%Y') + '\n' }}" + EACH
     + "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}{% if m.role == 'assistant' %}"
     "«{{ m.content + '<|eot_id|>' }}»{% else %}{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"

@@ -100,10 +100,9 @@ _POLICIES: dict[str, Callable[[], Any]] = {}
 
 
 def keep_graphs() -> None:
-    """Let torch.compile cache the graphs that it traces, so that a later run does not trace and partition them again.
+    """Let torch.compile keep the graphs that it traces for later runs. Call this in the thread that compiles.
 
-    PyTorch caches a graph only if it knows every function in it. Those that select attention backends, which
-    torchtitan's models call, are not among them. Call this before the first compilation, in the thread that compiles.
+    PyTorch keeps a graph only if it knows every function in it, and those that select attention backends are not known.
     """
     import torch._dynamo  # before torch._inductor, which has a circular import otherwise
     from torch._inductor import config
@@ -117,10 +116,9 @@ def keep_graphs() -> None:
 
 
 def name_policies() -> None:
-    """Make graphs with torchtitan's selective checkpointing cacheable, too.
+    """Let graphs with torchtitan's selective checkpointing be kept, too.
 
-    A function decides what is recomputed. PyTorch caches such a graph only if the function can be pickled and has a
-    ``cache_hash``, a text that identifies its decisions.
+    PyTorch asks of the function that decides what is recomputed that it can be pickled and has a ``cache_hash``.
     """
     from torchtitan.distributed import activation_checkpoint
 

@@ -160,8 +160,8 @@ def shard(
 ) -> None:
     """Set up recomputation, compilation and sharding of ``model``, built inside :func:`weights.empty`, and allocate it.
 
-    Each of ``blocks`` is recomputed, compiled and gathered separately; the other parameters are gathered together.
-    Linear layers for which ``wide`` returns true keep ``training.dtype`` when ``training.fp8`` replaces the others.
+    Each of ``blocks`` is recomputed, compiled and gathered separately. Linear layers for which ``wide`` is true keep
+    ``training.dtype`` in FP8.
     """
     config, sharding = job.training, job.section(ShardingConfig, "sharding")
     if "reduce-scatter-copy-in" in job.turbo:

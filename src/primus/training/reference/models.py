@@ -156,29 +156,30 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
     """Return ``model`` with one constant changed, by the name of the change."""
     if not isinstance(model, Model):
         return {name: Trial(model=_fresh(model, constants=constants)) for name, constants in _BOTH.items()}
-    sizes, plain = model.sizes, replace(model, eight=None)
-    variants = {name: Trial(model=_fresh(plain, constants=constants)) for name, constants in _BOTH.items()}
-    variants |= {
-        name: Trial(model=_fresh(plain, constants=constants), shows=("loss",)) for name, constants in _LANGUAGE.items()
-    }
-    changed = {"rotary base × 1.05": replace(sizes, rope_theta=sizes.rope_theta * 1.05)}
-    moe = sizes.moe
-    if moe.experts:
-        changed["weight of experts × 1.01"] = replace(sizes, moe=replace(moe, route_scale=moe.route_scale * 1.01))
-        if moe.top_k > 1:
-            swapped = _fresh(plain, constants=Constants(reversed_shares=True))
-            variants["weights of a token's experts in reverse"] = Trial(model=swapped)
-        if moe.auxiliary_loss and plain.dialect.balance != "none":
-            more = replace(sizes, moe=replace(moe, auxiliary_loss=moe.auxiliary_loss * 1.5))
-            other = replace(plain.dialect, balance="sequence" if plain.dialect.balance == "batch" else "batch")
-            for name, trial in (
-                ("balancing loss × 1.5", _fresh(model, sizes=more)),
-                ("balancing loss of other groups of tokens", _fresh(model, dialect=other)),
-            ):
-                variants[name] = Trial(model=trial, shows=("gradients",), rounds=True)
+    sizes, moe, plain = model.sizes, model.sizes.moe, replace(model, eight=None)
+
+    def of_plain(**changes: Any) -> Trial:
+        return Trial(model=_fresh(plain, **changes))
+
+    variants = {name: of_plain(constants=constants) for name, constants in _BOTH.items()}
+    for name, constants in _LANGUAGE.items():
+        variants[name] = Trial(model=_fresh(plain, constants=constants), shows=("loss",))
+    variants["rotary base × 1.05"] = of_plain(sizes=replace(sizes, rope_theta=sizes.rope_theta * 1.05))
     if sizes.window:
-        changed["window + 1"] = replace(sizes, window=sizes.window + 1)
-    variants |= {name: Trial(model=_fresh(plain, sizes=other)) for name, other in changed.items()}
+        variants["window + 1"] = of_plain(sizes=replace(sizes, window=sizes.window + 1))
+    if moe.experts:
+        heavier = replace(moe, route_scale=moe.route_scale * 1.01)
+        variants["weight of experts × 1.01"] = of_plain(sizes=replace(sizes, moe=heavier))
+    if moe.experts and moe.top_k > 1:
+        variants["weights of a token's experts in reverse"] = of_plain(constants=Constants(reversed_shares=True))
+    if moe.experts and moe.auxiliary_loss and plain.dialect.balance != "none":
+        more = replace(sizes, moe=replace(moe, auxiliary_loss=moe.auxiliary_loss * 1.5))
+        other = replace(plain.dialect, balance="sequence" if plain.dialect.balance == "batch" else "batch")
+        for name, trial in (
+            ("balancing loss × 1.5", _fresh(model, sizes=more)),
+            ("balancing loss of other groups of tokens", _fresh(model, dialect=other)),
+        ):
+            variants[name] = Trial(model=trial, shows=("gradients",), rounds=True)
     for name, constants in _OF_EIGHT.items() if model.eight is not None else ():
         shows = "outputs" if constants.wide == "outputs" else "gradients"
         variants[name] = Trial(model=_fresh(model, constants=constants), shows=(shows,), rounds=True)

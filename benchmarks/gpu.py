@@ -103,7 +103,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
             job.recipe.architecture, job.recipe.seq_len, adapters=left.facts.get("trainable_parameters", 0)
         )
         common["gflop_per_unit"] = {"causal": unit.causal / 1e9, "non_causal": unit.non_causal / 1e9}
-    facts = {key: value for key, value in left.facts.items() if key not in ("modules", "linears")}
+    facts = {key: value for key, value in left.facts.items() if key != "linears"}
     linears = dict(left.facts.get("linears", {}))
     linears.pop("plain", None)
     return common | {

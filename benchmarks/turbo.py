@@ -158,7 +158,7 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
         "joules_per_token": _joules(watts, times, options, tokens) if passed else None,
         "memory_gib": max((s.memory_gib or 0 for s in series.steps), default=None),
         "turbo": facts.get("turbo", []), "turbo_calls": facts.get("turbo_calls", {}),
-        "gpu_kernels": facts.get("gpu_kernels", []), "modules": facts.get("modules", {}),
+        "gpu_kernels": facts.get("gpu_kernels", []),
         "loss": [s.loss for s in series.steps], "grad_norm": [s.grad_norm for s in series.steps],
         "exact": (output / "exact.jsonl").read_text().splitlines() if (output / "exact.jsonl").exists() else [],
         "step_tokens_per_second": [s.tokens_per_second for s in series.steps],

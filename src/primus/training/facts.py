@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -28,21 +28,16 @@ PACKAGES = (
 
 
 def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, Any]:
-    """Return the facts of the whole run: versions, ranks, settings of torch, the model's parameters and modules.
+    """Return the facts of the whole run: versions, ranks, settings of torch, and the model's parameters.
 
     ``stages`` is the process group of a pipeline, in which each rank has different layers in ``parts``.
     """
     parameters = [parameter for part in parts for parameter in part.parameters()]
-    counted = {
-        "parameters": Counter(all=sum(p.numel() for p in parameters)),
-        "trainable": Counter(all=sum(p.numel() for p in parameters if p.requires_grad)),
-        "dtypes": Counter(str(p.dtype) for p in parameters),
-        "modules": Counter(type(module).__name__ for part in parts for module in part.modules()),
-    }
+    counts = [(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))]
     if stages is not None:
-        others: list[Any] = [None] * dist.get_world_size(stages)
-        dist.all_gather_object(others, counted, stages)
-        counted = {name: sum((counts[name] for counts in others), Counter()) for name in counted}
+        counts *= dist.get_world_size(stages)
+        dist.all_gather_object(counts, counts[0], stages)
+    count, trainable = map(sum, zip(*counts, strict=True))
     return {
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "device": device,
@@ -50,13 +45,10 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
         "world_size": dist.get_world_size(),
         "backend": dist.get_backend(),
         "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "parameters": counted["parameters"]["all"],
-        "trainable_parameters": counted["trainable"]["all"],
-        "parameter_dtypes": dict(sorted(counted["dtypes"].items())),
-        "modules": dict(sorted(counted["modules"].items())),
+        "parameters": count,
+        "trainable_parameters": trainable,
     }
 
 
@@ -122,18 +114,16 @@ def watching(
     if trace:
         profile.export_chrome_trace(str(trace))
     executed = _executed(profile)
-    called = Counter(event.name() for event in executed)
     # Transformer Engine's layers have one class for all precisions. After an FP8 run, an attribute shows it.
     plain = {name: module for name, module in plain.items() if getattr(module, "fp8", False) is not True}
     seen["linears"] = {
-        "types": _counts(type(module).__name__ for module in linears.values()),
-        "converted": _counts(type(module).__name__ for name, module in linears.items() if name not in plain),
+        "converted": dict(Counter(type(module).__name__ for name, module in linears.items() if name not in plain)),
         "plain": sorted(plain),
         "listened": not compiled,
         **{f"{side}_dtypes": dict(sorted(counter.items())) for side, counter in dtypes.items()},
     }
+    called = {event.name() for event in executed}
     seen["attention"] = sorted(name for name in called if "scaled_dot_product" in name or "flash" in name)
-    seen["matmuls"] = {name: called[name] for name in sorted(called) if name in _MATMULS}
     seen["matmul_dtypes"], seen["matmul_flops"] = _products(executed)
     seen["gpu_kernels"] = _gpu_kernels(executed)
 
@@ -238,7 +228,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _counts(names: Iterable[str]) -> dict[str, int]:
-    return dict(sorted(Counter(names).items()))

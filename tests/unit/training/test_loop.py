@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -76,31 +72,3 @@ def test_only_what_the_hub_holds_needs_the_hub(tmp_path: Path) -> None:
     assert ranks.environment(job(tmp_path, "finetune", "full"), {})["HF_HUB_OFFLINE"] == "1"
     weights = job(tmp_path, "finetune", "full", "finetune.weights=hf:meta-llama/Llama-3.1-8B")
     assert "HF_HUB_OFFLINE" not in ranks.environment(weights, {})
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_any_step_can_be_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The first step as well, which the facts are taken from."""
-    torch = pytest.importorskip("torch")
-    from primus.training.loop import train
-
-    layer = torch.nn.Linear(2, 2)
-    session = SimpleNamespace(
-        model_parts=[layer], linear_types=(torch.nn.Linear,), data_rank=0, facts=dict, total=lambda value: value,
-        forward_backward=lambda batches, terms: layer(batches[0]["input_ids"]).sum().detach(),
-        step=lambda rate: torch.tensor(1.0),
-    )  # fmt: skip
-    data = SimpleNamespace(batch=lambda first, count: {"input_ids": torch.ones(1, 2)}, terms=lambda batch: 2)
-    given = SimpleNamespace(
-        output=tmp_path, training=LoopConfig(steps=2, profile_step=step), mode="pretrain", turbo=(), model=MagicMock(),
-        resume_from=None, blocks=False, witness=False, first_step=1, last_step=2, global_batch=1, accumulation=1,
-    )  # fmt: skip
-    monkeypatch.setattr(train.facts, "static", lambda *_: {"trainable_parameters": 6})
-    monkeypatch.setattr(train.facts, "digest", lambda _: "")
-    written: dict[str, Any] = {}
-    monkeypatch.setattr(train.facts, "write", lambda _, known: written.update(known))
-    monkeypatch.setattr(train, "Report", MagicMock(return_value=MagicMock(flops_per_unit=1)))
-    train.run(given, SimpleNamespace(rank=0, device=torch.device("cpu")), session, data)
-    events = json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
-    assert "aten::addmm" in {event["name"] for event in events}
-    assert written["linears"]["types"] == {"Linear": 1}

@@ -30,7 +30,7 @@ def series(*losses: float, norms: tuple[float, ...] | None = None, first: int = 
 
 FALLING = tuple(7.0 - 0.2 * n for n in range(20))
 FP32 = {f"{side}_dtypes": {"torch.float32": 22} for side in ("weight", "input", "output")}
-PLAIN = {"types": {"Linear": 21, "FSDPLinear": 1}, "converted": {}, "plain": [], "listened": True}
+PLAIN = {"converted": {}, "plain": [], "listened": True}
 
 
 def facts(**changed: Any) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_precision_is_what_the_linear_layers_saw(linears: dict[str, Any], more: 
 def engine(converted: dict[str, int], plain: list[str]) -> dict[str, object]:
     """Facts of a run with Transformer Engine's layers, which are of one class in any precision."""
     dtypes = {f"{side}_dtypes": {"torch.bfloat16": 4} for side in ("weight", "input", "output")}
-    linears = PLAIN | {"types": {"TELinear": 4}, "converted": converted, "plain": plain} | dtypes
+    linears = PLAIN | {"converted": converted, "plain": plain} | dtypes
     return facts(linears=linears, device="cuda", gpu_kernels=["nvjet_qqtst_e4m3"] if converted else [])
 
 

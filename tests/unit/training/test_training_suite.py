@@ -21,7 +21,6 @@ from primus.training.torchtitan import render
 from proof_kit import FLOPS, evidence
 
 LINEARS: dict[str, Any] = {
-    "types": {"Linear": 21, "FSDPLinear": 1},
     "converted": {},
     "plain": [],
     "listened": True,

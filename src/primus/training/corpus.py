@@ -28,40 +28,19 @@ from primus.errors import HostError, InputError, nearest
 from primus.files import below, refuse_special
 from primus.recipes.recipe import Recipe
 from primus.recipes.weights import HUB, downloaded
+from primus.yamlfile import read_values
 
-TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
-    "*.tiktoken", "*.model",
-)  # fmt: skip
+_TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data  # type: ignore[assignment]
+TOKENIZER_FILES: Sequence[str] = _TABLE["tokenizer"]
+WEIGHTS: Sequence[str] = _TABLE["weights"]
 _HINT = (
     "readable: .txt (blank lines between documents), JSON (one object per line, or a list), Parquet, CSV and Arrow; "
     "data.column=NAME names the column of the text or of the chat messages"
 )
 _BLOCK = 1 << 20
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
-_PACKED = (".gz", ".bz2", ".xz", ".zst")
-_TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
-# Files that describe a folder of data.
-_BESIDES = re.compile(
-    r"(README|LICENSE).*|.*\.md|_SUCCESS|_(common_)?metadata|_(started|committed)_.*|dataset_(dict|infos?)\.json"
-    r"|state\.json",
-    re.IGNORECASE,
-)
-# The words by which `datasets` recognizes a split, and the names of files of one split in several parts.
-_SPLITS = {
-    "train": ("train", "training"), "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}  # fmt: skip
+_BESIDE = re.compile("|".join(_TABLE["beside"]), re.IGNORECASE)
 _PART = re.compile(r"([A-Za-z0-9_.]+)-\d{5}-of-\d{5}")
-# The columns of a row of each layout, first match first.
-_LAYOUTS = (("text",), ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-_SENDERS = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-    "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "assistant", "system": "system",
-    "tool": "tool", "observation": "tool", "function_response": "tool",
-}  # fmt: skip
-# Keys of a message that say, by 0 or false, that it is not trained.
-WEIGHTS = ("weight", "train", "training", "loss_mask")
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
@@ -129,7 +108,7 @@ def files_of(corpus: Corpus) -> Files:
         if not file.exists():
             raise InputError("the link leads nowhere", where=str(file), hint="remove it, or restore its file")
         refuse_special(file, str(file))
-    splits = _splits(root, [file for file in every if not _BESIDES.fullmatch(file.name)])
+    splits = _splits(root, [file for file in every if not _BESIDE.fullmatch(file.name)])
     chosen = corpus.split or (corpus.usual_split if len(splits) > 1 else next(iter(splits), None))
     names = ", ".join(sorted(split for split in splits if split))
     if len(splits) > 1 and None in splits and not corpus.split:
@@ -164,7 +143,7 @@ def _splits(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
 def _split_in(name: str) -> str | None:
     if part := _PART.match(name):
         return part[1]
-    for split, words in _SPLITS.items():
+    for split, words in _TABLE["splits"].items():
         if re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", name, re.IGNORECASE):
             return split
     return None
@@ -172,7 +151,7 @@ def _split_in(name: str) -> str | None:
 
 def _form(file: Path) -> str:
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in _PACKED:
+    if suffixes and suffixes[-1] in _TABLE["packed"]:
         suffixes.pop()
     form = suffixes[-1] if suffixes else ""
     return ".jsonl" if form in (".json", ".ndjson") else form
@@ -188,9 +167,9 @@ def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
     for file in files.paths:
         form = _form(file)
         head = _head(file)
-        if form in _TABLES or head.startswith(b"PAR1"):
+        if form in _TABLE["tables"] or head.startswith(b"PAR1"):
             options = {"sep": "\t"} if form == ".tsv" else {}
-            kind = _TABLES.get(form, "parquet")
+            kind = _TABLE["tables"].get(form, "parquet")
             yield from _table_rows(str(file), kind, data_files=escape(str(file)), split="train", **options)
         elif form == ".txt":
             yield from ((where, {"text": text}) for where, text in _paragraphs(_lines(file, head)))
@@ -330,19 +309,18 @@ class Layout:
         return self.chat or len(self.columns) > 1
 
 
-_BESIDE_CHATS = ("tools", "system", "chat_template_kwargs")
-
-
 def layout_of(row: Any, column: str | None, where: str) -> Layout:
     """Return the layout of a corpus whose first row is ``row``. Raises InputError if no column is known."""
     row = _mapping(row, where)
-    columns = (column,) if column else next((names for names in _LAYOUTS if all(map(row.__contains__, names))), None)
+    columns = (
+        (column,) if column else next((names for names in _TABLE["layouts"] if all(map(row.__contains__, names))), None)
+    )
     if columns is None or columns[0] not in row:
         raise _missing(row, columns or ("text",), where)
     # Messages that are stored as text would be trained as they are written.
     chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
     beside = ("input",) if columns[0] == "instruction" else ()
-    used = {*columns, *beside, *(_BESIDE_CHATS if chat or beside else ())}
+    used = {*columns, *beside, *(_TABLE["beside_chats"] if chat or beside else ())}
     return Layout(columns=columns, chat=chat, unused=[str(name) for name in row if name not in used])
 
 
@@ -404,9 +382,13 @@ def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     if wrong := [turn for turn in value if any(turn.get(key) not in (None, 0, 1) for key in WEIGHTS)]:
         shown = json.dumps(wrong[0], ensure_ascii=False, default=str)[:80]
         raise InputError(f"a message is trained or not (weight 1 or 0), found {shown}", where=where)
-    if all(_SENDERS.get(str(turn.get("from"))) and isinstance(turn.get("value"), str) for turn in value):
+    if all(_TABLE["senders"].get(str(turn.get("from"))) and isinstance(turn.get("value"), str) for turn in value):
         value = [
-            {"role": _SENDERS[turn["from"]], "content": turn["value"], **{k: turn[k] for k in WEIGHTS if k in turn}}
+            {
+                "role": _TABLE["senders"][turn["from"]],
+                "content": turn["value"],
+                **{k: turn[k] for k in WEIGHTS if k in turn},
+            }
             for turn in value
         ]
     for turn in value:

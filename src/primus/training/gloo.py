@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-SENTENCE = "this PyTorch's gloo has no {}: ranks exchange float32 instead, and sums are rounded once"
-
 # torch's operations over all ranks of a group. The first argument of each gets the result.
 _OPERATIONS = (
     "allreduce_", "allreduce_coalesced_", "reduce_", "reduce_scatter_", "_reduce_scatter_base_",
@@ -108,7 +106,9 @@ def _each(argument: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 @cache
 def _say(dtype: torch.dtype) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"primus: {SENTENCE.format(str(dtype).removeprefix('torch.'))}", file=sys.stderr, flush=True)
+        name = str(dtype).removeprefix("torch.")
+        sentence = f"this PyTorch's gloo has no {name}: ranks exchange float32 instead, and sums are rounded once"
+        print(f"primus: {sentence}", file=sys.stderr, flush=True)
 
 
 # A store ends when its object is deleted.

@@ -101,7 +101,7 @@ def node_rank(job: Job, variables: Mapping[str, str]) -> int:
 
 def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:
     """Return the folder for this node's own files, such as log and caches. Node 0 uses the job's folder."""
-    node = node_rank(job, variables) if str(variables.get("NODE_RANK")) != "$NODE_RANK" else 0
+    node = node_rank(job, variables)
     return job.output / f"node-{node}" if node else job.output
 
 
@@ -114,8 +114,7 @@ def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
             "--rdzv-backend", "c10d", "--rdzv-endpoint", str(job.output / "cache" / "rendezvous"),
             "--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1",
         ]  # fmt: skip
-    shown = variables.get("NODE_RANK") == "$NODE_RANK"
-    first = shown or node_rank(job, variables) == 0
+    first = node_rank(job, variables) == 0
     address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT") or "29500"
     if not address:
         raise InputError(
@@ -123,7 +122,7 @@ def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
             where=job.recipe.settings["nodes"].origin,
             hint="on each node: MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
         )
-    if not shown and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise InputError(f"must be a port from 1 to 65535, not {port!r}", where=f"MASTER_PORT={port}")
     local = variables.get("NODE_ADDR") or (address if first else fabric.own_address(address))
     return [

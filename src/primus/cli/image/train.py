@@ -205,8 +205,8 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
     print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
 
 
-# --dry-run shows a job of several nodes on any machine, also without the variables of a node.
-_ELSEWHERE = {"NODE_RANK": "$NODE_RANK", "MASTER_ADDR": "$MASTER_ADDR"}
+# --dry-run shows a job of several nodes on any machine: without the variables of a node, the command of the first.
+_ELSEWHERE = {"NODE_RANK": "0", "MASTER_ADDR": "$MASTER_ADDR"}
 
 
 class _Progress:

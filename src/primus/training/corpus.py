@@ -30,7 +30,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.weights import HUB, downloaded
 from primus.yamlfile import read_values
 
-_TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data  # type: ignore[assignment]
+_TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data
 TOKENIZER_FILES: Sequence[str] = _TABLE["tokenizer"]
 WEIGHTS: Sequence[str] = _TABLE["weights"]
 _HINT = (
@@ -145,7 +145,7 @@ def _split_in(name: str) -> str | None:
         return part[1]
     for split, words in _TABLE["splits"].items():
         if re.search(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", name, re.IGNORECASE):
-            return split
+            return str(split)
     return None
 
 

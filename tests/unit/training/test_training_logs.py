@@ -89,11 +89,6 @@ def test_the_summary_names_the_best_evaluation(tmp_path: Path) -> None:
     assert (summary.eval_step, summary.eval_loss, summary.eval_perplexity) == (2, 0.5, math.exp(0.5))
 
 
-def test_summary_of_nothing_and_of_less_than_the_warm_up() -> None:
-    assert metrics.summarize(logs.Series(), 2).tokens_per_second is None
-    assert metrics.summarize(logs.read_steps(line(1, "5.0", "0.5", "70")), 2).tokens_per_second == 70
-
-
 def test_rows_hold_no_nan() -> None:
     (row,) = metrics.rows(logs.read_steps(line(1, "nan", "inf")))
     assert (row["step"], row["loss"], row["grad_norm"], row["memory_gib"]) == (1, None, None, 0.59)

@@ -105,13 +105,11 @@ def jobs(tmp_path: Path) -> tuple[Job, ...]:
 
 def test_four_jobs_serve_all_comparisons(jobs: tuple[Job, ...]) -> None:
     base, repeat, resume, split = jobs
-    assert [job.name for job in jobs] == ["base", "repeat", "resume", "accumulation"]
     assert (base.first_step, base.last_step, resume.first_step, resume.last_step) == (1, 20, 11, 20)
     assert resume.resume_from == base.output / "checkpoint" / "step-10"
     assert "checkpoint" not in " ".join(repeat.arguments())
-    one, two = ranks.expected_facts(base), ranks.expected_facts(split)
-    assert (one["local_batch_size"], one["accumulation_steps"]) == (4, 1)
-    assert (two["local_batch_size"], two["accumulation_steps"]) == (2, 2)
+    facts = [ranks.expected_facts(job) for job in (base, split)]
+    assert [(of["local_batch_size"], of["accumulation_steps"]) for of in facts] == [(4, 1), (2, 2)]
 
 
 def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, ...], tmp_path: Path) -> None:
@@ -214,18 +212,22 @@ def test_each_comparison_fails_alone(jobs: tuple[Job, ...], job_name: str, fault
     assert judged(jobs, run)[1] == [failed]
 
 
-def test_exit_codes_of_launcher_and_command(jobs: tuple[Job, ...]) -> None:
-    job = jobs[1]
-    leave(job, exit_code=7)
-    assert outcome.read(job, JobResult(exit_code=1, output=job.output)).exit_code == 7
-    result = job.output / "result.json"
-    result.write_text(json.dumps({"exit_code": 0, "passed": False}))
-    assert outcome.read(job, JobResult(exit_code=1, output=job.output)).exit_code == 0
-    result.write_text(json.dumps({"exit_code": 0, "passed": True}))
-    assert outcome.read(job, JobResult(exit_code=1, output=job.output)).exit_code == 1
-    assert outcome.read(job, JobResult(exit_code=137, output=job.output)).exit_code == 137
-    result.write_text("{broken")
-    assert outcome.read(job, JobResult(exit_code=1, output=job.output)).exit_code == 1
+@pytest.mark.parametrize(
+    ("result", "code", "exit_code"),
+    [
+        ({"exit_code": 7}, 1, 7),
+        ({"exit_code": 0, "passed": False}, 1, 0),
+        ({"exit_code": 0, "passed": True}, 1, 1),
+        ({"exit_code": 0, "passed": True}, 137, 137),
+        (None, 1, 1),
+    ],
+)
+def test_exit_codes_of_launcher_and_command(
+    tmp_path: Path, result: dict[str, Any] | None, code: int, exit_code: int
+) -> None:
+    (tmp_path / "result.json").write_text(json.dumps(result) if result else "{broken")
+    job = Job(name="x", recipe=resolve("llama3-proxy"), output=tmp_path)
+    assert outcome.read(job, JobResult(exit_code=code, output=tmp_path)).exit_code == exit_code
 
 
 def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:

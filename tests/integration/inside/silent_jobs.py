@@ -52,8 +52,10 @@ def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
     return Job(name="base", recipe=resolve(name, settings, choices), output=folder, judged=True)
 
 
-def write(job: Job) -> None:
-    """Make the job's folder with the files that its ranks read."""
+def write(job: Job, fault: str) -> None:
+    """Make the job's folder with the files that its ranks read. Faults of tokens take effect here."""
+    if fault != "-" and SILENT[fault].module == "primus.training.tokens":
+        SILENT[fault].change(importlib.import_module(SILENT[fault].module))
     (job.output / "cache").mkdir(parents=True)
     backend_of(job.recipe).tokenize(job, lambda _: None)
     for file, text in ranks.files(job).items():
@@ -163,7 +165,7 @@ def record(
     log = folder / "reference.txt"
     try:
         job = make(folder / "job")
-        write(job)
+        os.waitpid(forked(partial(write, job, fault)), 0)
         with log.open("w") as file:
             child = forked(partial(train, job.output, fault, port), file.fileno())
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

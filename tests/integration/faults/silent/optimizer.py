@@ -105,7 +105,7 @@ def rate_of_a_tensor_lowered_where_its_gradient_has_grown(module: Any) -> None:
     wrap(module.AdamW, "step", step)
 
 
-@silent("schedule", "fsdp", "primus.training.loop.config", "learning rate")
+@silent("schedule", "fsdp training.warmup_steps=3", "primus.training.loop.train", "learning rate")
 def no_warm_up(module: Any) -> None:
     module.learning_rate = lambda config, step: config.lr
 

@@ -169,13 +169,13 @@ def fit() -> None:
     def added(*terms: tuple[float, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: sum(factor * each[name] for factor, each in terms) for name in terms[0][1]}  # type: ignore[misc]
 
-    found = models.Fit("fsdp")
+    parts = []
     own, one, other = drawn(), drawn(), drawn()
     for _ in range(4):
         run, noisy = added((1, own), (0.1, one), (1, drawn())), added((1, own), (1, drawn()))
-        changed = {"one": added((1, own), (0.1, one)), "other": added((1, own), (0.1, other)), "none": own}
-        found.add(models.products(run, own, noisy, changed))
-    rows = found.found()
+        changed = [added((1, own), (0.1, one)), added((1, own), (0.1, other)), own]
+        parts += models.products(run, own, noisy, changed)
+    rows = models.Fit(backend="fsdp", names=("one", "other", "none"), parts=parts).found()
     assert set(rows) == {"one", "other"}, rows
     assert abs(rows["one"]["share"] - 1) < 0.2 > abs(rows["other"]["share"]), rows
     assert all(abs(row["rounding"]) < 0.2 and 0.01 < row["deviation"] < 0.1 for row in rows.values()), rows

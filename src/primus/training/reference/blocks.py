@@ -16,7 +16,7 @@ import torch
 
 from primus.training.reference.data import Samples
 from primus.training.reference.model import Model, Transformer
-from primus.training.reference.models import Products, Trial, products_of_blocks
+from primus.training.reference.models import Part, Trial, products_of_blocks
 from primus.training.reference.names import Tensors
 
 # One call of a module: its inputs, outputs and their gradients, by the names of primus.training.witness.
@@ -93,7 +93,7 @@ class Pair:
 
 def compare(
     folder: Path, job: Mapping[str, Any], step: int, samples: Samples, pair: Pair
-) -> tuple[list[dict[str, Any]], Products]:
+) -> tuple[list[dict[str, Any]], list[Part]]:
     """Return for each module how its errors at ``step`` compare with the noise, see :func:`_figures`; and with the
     effects of changed constants. Raises Unlike if the run's modules were not called as they should be.
     """

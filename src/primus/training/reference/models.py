@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,20 +200,12 @@ def _fresh(model: Transformer, **changes: Any) -> Transformer:
     return replace(model, sent={}, choices={}, closest=math.inf, **changes)
 
 
+# Of a part of the evidence: the products of the directions of all changes with each other, with the run's errors, and
+# with the noise.
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Products:
-    """One step: names of the changes and, for each part of the evidence, the products of their directions with each
-    other, with the run's errors, and with the noise.
-    """
-
-    names: Sequence[str]
-    parts: Sequence[Part]
-
-
-def products_of_blocks(names: Sequence[str], results: Iterable[Result]) -> Products:
+def products_of_blocks(names: Sequence[str], results: Iterable[Result]) -> list[Part]:
     """Multiply the results of one step's blocks. A part of the evidence is one sample in one result."""
     parts: list[Part] = []
     for result in results:
@@ -231,11 +223,11 @@ def products_of_blocks(names: Sequence[str], results: Iterable[Result]) -> Produ
         for sample, directions in enumerate(moved.flatten(2).unbind(1)):
             if bool(result.certain[sample].any()):
                 parts.append((directions @ directions.T, *(directions @ errors[sample] for errors in seen)))
-    return Products(names=names, parts=parts)
+    return parts
 
 
-def products(run: Gradients, exact: Gradients, noisy: Gradients, changed: Mapping[str, Gradients]) -> Products:
-    """Multiply gradients of one step, each tensor a part of the evidence. ``changed``: with each constant changed."""
+def products(run: Gradients, exact: Gradients, noisy: Gradients, changed: Sequence[Gradients]) -> list[Part]:
+    """Multiply gradients of one step, each tensor a part of the evidence. ``changed`` are those of the trials."""
     names = [name for name in exact if name in run and bool(run[name].isfinite().all())]
     noise: dict[str, float] = {}
     for name in names:
@@ -245,24 +237,19 @@ def products(run: Gradients, exact: Gradients, noisy: Gradients, changed: Mappin
     for name in names:
         # Weight each kind of tensor by how exactly the precision determines its gradient.
         if (least := noise[kind_of(name)]) > 0:
-            moved = torch.stack([(other[name].double() - exact[name]).flatten() for other in changed.values()])
+            moved = torch.stack([(other[name].double() - exact[name]).flatten() for other in changed])
             errors, rounding = ((gradients[name].double() - exact[name]).flatten() for gradients in (run, noisy))
             parts.append((moved @ moved.T / least, moved @ errors / least, moved @ rounding / least))
-    return Products(names=list(changed), parts=parts)
+    return parts
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Least squares over the added steps: direction of each change → how far the run moved in it."""
+    """Least squares over all parts of the evidence: direction of each named change → how far the run moved in it."""
 
     backend: str
-    _names: Sequence[str] = ()
-    _parts: list[Part] = field(default_factory=list)
-
-    def add(self, step: Products) -> None:
-        """Add a step."""
-        self._names = step.names
-        self._parts += step.parts
+    names: Sequence[str]
+    parts: Sequence[Part]
 
     def found(self) -> dict[str, dict[str, Any]]:
         """Return name of a change → the ``share`` by which the run moved, how much of it is ``rounding``, and a
@@ -272,9 +259,9 @@ class Fit:
         share is a fault. ``biased``: other roundings look like a small change. ``eight``: the change concerns the
         rounding to FP8.
         """
-        if not self._parts:
+        if not self.parts:
             return {}
-        squares, errors, noise = (torch.stack(parts) for parts in zip(*self._parts, strict=True))
+        squares, errors, noise = (torch.stack(parts) for parts in zip(*self.parts, strict=True))
         # Directions differ in length by orders of magnitude.
         lengths = squares.sum(0).diagonal().sqrt()
         seen = [n for n, length in enumerate(lengths.tolist()) if length > 0]
@@ -287,14 +274,14 @@ class Fit:
         deviations = ((noise - squares @ rounding) @ inverse).square().sum(0).sqrt()
         rows = zip(seen, shares.tolist(), rounding.tolist(), deviations.tolist(), strict=True)
         return {
-            self._names[n]: {
+            self.names[n]: {
                 "share": share,
                 "rounding": alone,
                 "deviation": deviation,
-                "one_sided": self._names[n] in _ONE_SIDED,
-                "biased": self._names[n] == _EPSILON,
-                "eight": self._names[n] in _OF_EIGHT | _OF_WEIGHTS,
+                "one_sided": self.names[n] in _ONE_SIDED,
+                "biased": self.names[n] == _EPSILON,
+                "eight": self.names[n] in _OF_EIGHT | _OF_WEIGHTS,
             }
             for n, share, alone, deviation in rows
-            if self._names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
+            if self.names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
         }

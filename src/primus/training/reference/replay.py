@@ -19,7 +19,7 @@ from primus.recipes.architecture import Architecture, rebuilt
 from primus.recipes.choose import CPU
 from primus.training.reference import blocks, data, models, parameters, saved, update
 from primus.training.reference.model import Model, Transformer
-from primus.training.reference.models import Models, Products
+from primus.training.reference.models import Fit, Models, Part
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
 from primus.training.reference.rounding import bfloat
@@ -114,9 +114,9 @@ class _Step:
     figures: dict[str, Any]
     limited: Tensors | None
     sent: Mapping[str, torch.Tensor]
-    of_weights: Products | None
+    of_weights: list[Part]
     blocks: list[dict[str, Any]] | str = field(default_factory=list)
-    of_blocks: Products | None = None
+    of_blocks: list[Part] = field(default_factory=list)
 
 
 class _Replay:
@@ -138,11 +138,14 @@ class _Replay:
         self.moving: set[str] = set()
         self._examined = {*job["examined"]}
         self._samples = data.samples(job)
-        self._fits = models.Fit(job["backend"]), models.Fit(job["backend"])
+        self._of_blocks: list[Part] = []
+        self._of_weights: list[Part] = []
 
     def constants(self) -> dict[str, dict[str, Any]]:
-        of_blocks, of_weights = self._fits
-        return of_blocks.found() | of_weights.found()
+        model, backend = self._models.model(), self._job["backend"]
+        every = (models.trials(model, backend), self._of_blocks), (models.trials_of_weights(model), self._of_weights)
+        fits = [Fit(backend=backend, names=[*trials], parts=parts).found() for trials, parts in every]
+        return fits[0] | fits[1]
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
         computed = {row.step: row for row in pool.map(self._compute_planned, steps)}
@@ -172,9 +175,8 @@ class _Replay:
         if used is not None:
             norm = self._reported.get(step, {}).get("grad_norm", 0.0)
             row |= {"used_norm": update.norm_of(used), "rounded": update.least_rounded(self._settings, used, norm)}
-        for fit, products in zip(self._fits, (computed.of_blocks, computed.of_weights), strict=True):
-            if products is not None:
-                fit.add(products)
+        self._of_blocks += computed.of_blocks
+        self._of_weights += computed.of_weights
         row["biases"] = self._biases(before, after, computed.figures["closest"], computed.sent)
         gradients = used if used is not None else computed.limited
         expected = self._optimizer.update(_wide(without_bias(before)), _wide(gradients or {}), rate)
@@ -214,7 +216,7 @@ class _Replay:
             rows, products = blocks.compare(self._folder, self._job, computed.step, self._samples, pair)
         except blocks.Unlike as error:
             return replace(computed, blocks=str(error))
-        return replace(computed, blocks=rows, of_blocks=None if self._exact else products)
+        return replace(computed, blocks=rows, of_blocks=[] if self._exact else products)
 
     def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
         before = _weights(self._job, self._sizes, self._folder, step - 1)
@@ -227,7 +229,7 @@ class _Replay:
         weights = self._models.weights(before, dtype)
         exact = self._pass(step, weights, model)
         figures: dict[str, Any] = {"loss": exact.loss, "grad_norm": exact.norm, "closest": min(model.closest, 1e9)}
-        limited, products = exact.clipped, None
+        limited, products = exact.clipped, []
         scales = scales_of(limited)
         if used is not None:
             figures |= {"missing": sorted(limited.keys() - used.keys()), "gaps": gaps_of(used, limited, scales)}
@@ -269,12 +271,10 @@ class _Replay:
         pairs.append((self._gap(step, "grad_norm", figures), noise["grad_norm"] / _SUSPECT))
         return any(1e-5 + _SUSPECT * usual < gap <= 10 * _SUSPECT * usual for gap, usual in pairs)
 
-    def _trials(
-        self, step: int, weights: Tensors, used: Tensors, limited: Tensors, rounded: Tensors
-    ) -> Products | None:
+    def _trials(self, step: int, weights: Tensors, used: Tensors, limited: Tensors, rounded: Tensors) -> list[Part]:
         trials = models.trials_of_weights(self._models.model())
-        changed = {name: self._pass(step, weights, trial).clipped for name, trial in trials.items()}
-        return models.products(used, limited, rounded, changed) if changed else None
+        changed = [self._pass(step, weights, trial).clipped for trial in trials.values()]
+        return models.products(used, limited, rounded, changed) if changed else []
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
         wrong, dialect = [], self._models.dialect

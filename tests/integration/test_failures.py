@@ -26,15 +26,6 @@ def proxy(output: Path, *words: str, backend: str = "fsdp", steps: int = 4, resu
     return Job(name="job", recipe=recipe, output=output, resume_from=resume_from)
 
 
-@pytest.fixture
-def bad_corpus(tmp_path: Path) -> Path:
-    """One whose fault lies where no sample of it looks."""
-    path = tmp_path / "corpus.jsonl"
-    good, bad = '{"text": "some words"}\n' * 200, '{"text": 7}\n'
-    path.write_text(good + bad + '{"text": "some words"}\n' * 4000)
-    return path
-
-
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -61,15 +52,6 @@ def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: list[str],
     log = (job.output / "log.txt").read_text()
     assert re.search(r"^\[rank0\]: .*distributed_c10d.py", log, re.MULTILINE), log
     assert re.search(r"^\[rank1\]: .*sitecustomize.py", log, re.MULTILINE), log
-
-
-def test_a_document_that_cannot_be_read_is_named_before_the_start(
-    python: list[str], tmp_path: Path, bad_corpus: Path
-) -> None:
-    job = proxy(tmp_path / "job", f"assets.corpus={bad_corpus}")
-    ended = started(python, job)
-    assert ended.returncode == 2
-    assert f"{bad_corpus}:201: expected text or chat messages" in ended.stderr
 
 
 # All refuse checkpoints by the same code as our own loop. That torchtitan resumes, the suite of the cpu image shows.

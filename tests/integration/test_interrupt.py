@@ -66,6 +66,7 @@ def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
         process.send_signal(how)
         out, err = process.communicate(timeout=60)
         assert "Traceback" not in err
+        assert process.returncode != 130 or "finished work is kept" in err
         if process.returncode == 0:
             assert out.splitlines()[-1] == want
             # The first build may have had to share the processor with another test.
@@ -82,17 +83,6 @@ def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
     assert kit.build().digest == want
     assert_valid(kit.root / ".primus/store")
     assert list((kit.root / ".primus/store/tmp").iterdir()) == []
-
-
-def test_ctrl_c_says_what_is_kept(kit: Kit) -> None:
-    process = start(kit)
-    while not list((kit.root / ".primus/store/tmp").glob("blob-*")):
-        assert process.poll() is None, "it ended before it wrote"
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "finished work is kept" in err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's mmdebstrap makes its namespaces itself")

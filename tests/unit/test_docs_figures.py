@@ -50,16 +50,6 @@ def test_every_recipe_and_backend_has_a_golden_curve(capsys: pytest.CaptureFixtu
     assert set(recorded) == cells, "record it: primus validate cpu --suite quick --recipe RECIPE --record-golden"
 
 
-def test_the_search_in_the_guide_to_tuning_is_the_recorded_one() -> None:
-    found = json.loads((ROOT / "benchmarks/results/tune-cpu.json").read_text())
-    text = (ROOT / "docs/tuning.md").read_text()
-    for run in found["runs"]:
-        batch, checkpointing = re.findall(r"batch (\d+), checkpointing ([\w ]+), turbo off", run["title"])[0]
-        rate, memory = f"{run['tokens_per_second']:,.0f}", f"{run['memory_gib']:.1f}"
-        assert f"\n{batch:>11}  {checkpointing:<13}  off    {rate:>13}  {memory}" in text
-    assert f"is {found['gain']:.1%} faster; the spread is {found['spread']:.1%}\n```" in text
-
-
 def ratios() -> list[tuple[str, str]]:
     """Each speed-up of the guides and of the change log, with its paragraph, or its item."""
     found = []

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.gpus.table import load_table
 from primus.recipes.load import names
-from primus.yamlfile import read_values
 from project_kit import make_project
 
 ROOT = Path(__file__).parents[2]
@@ -107,17 +105,6 @@ def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
     assert primus("list", "--gpu", "mi455x").stdout.count("mi455x") >= len(names(copy / "recipes"))
     assert primus("docs").returncode == 0
     assert primus("docs", "--check").returncode == 0
-
-
-@pytest.mark.parametrize("gpu", [one.name for one in load_table().generations])
-def test_recipes_have_values_of_their_own_for_every_gpu(gpu: str) -> None:
-    """A new row in the table is not enough: without a case, a recipe takes the general batch size for it."""
-    named = 0
-    for name in names(ROOT / "recipes"):
-        for case in read_values(ROOT / f"recipes/{name}.yaml").data.get("cases", []):  # type: ignore[union-attr]
-            asked = case["when"].get("gpu", [])
-            named += gpu in (asked if isinstance(asked, list) else [asked])
-    assert named, f"add cases with `gpu: {gpu}` to the recipes that have a tuned value for it"
 
 
 def test_a_model(copy: Path, primus: Primus) -> None:

@@ -24,13 +24,6 @@ def test_the_replacement_gets_what_was_there() -> None:
     assert lib.LIMIT == 7
 
 
-def test_a_function_can_be_replaced_twice() -> None:
-    lib = library()
-    once = replace(lib, "total", lambda *words, **named: once(*words, **named) + 1, takes="values, start")
-    twice = replace(lib, "total", lambda *words, **named: twice(*words, **named) + 1, takes="values, start")
-    assert lib.total([1, 2]) == 5
-
-
 @pytest.mark.parametrize(
     ("name", "takes", "message"),
     [

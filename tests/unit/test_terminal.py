@@ -124,16 +124,14 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     return kit
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+@pytest.mark.parametrize("columns", [60, 120])
 @pytest.mark.parametrize(
     "words",
     [
         ["list"],
         ["show", "llama3.1-8b", "--gpu", "mi355x", "--precision", "fp8"],
-        ["releases"],
         ["releases", "v25.10"],
         ["diff", "v25.10", "v26.8"],
-        ["plan", "--all"],
         ["plan", "--all", "--full"],
         ["turbo", "list"],
     ],
@@ -143,13 +141,6 @@ def test_every_table_fits_the_terminal(words: list[str], columns: int) -> None:
     lines = on_a_terminal(words, columns, ROOT)
     wide = [line for line in lines if len(bare(line)) > columns]
     assert not wide, wide[0]
-
-
-@pytest.mark.parametrize("columns", [60, 120])
-@pytest.mark.parametrize("words", [["plan", "demo"], ["plan", "--all"], ["explain", "demo"]], ids=" ".join)
-def test_changes_fit_the_terminal(words: list[str], columns: int, kit: Kit) -> None:
-    lines = on_a_terminal(words, columns, kit.root)
-    assert max(len(bare(line)) for line in lines) <= columns
 
 
 def test_colour_on_a_terminal_only(kit: Kit) -> None:

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 import primus
-from primus.cli.image.common import complete_recipe
 from primus.cli.main import main
-from primus.recipes.choose import values_of
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden"
@@ -116,18 +114,6 @@ def test_filters_of_list(words: list[str], pairs: list[tuple[str, str]], capsys:
 def test_what_is_not_there_is_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_show_of_an_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "tinny", "--gpu", "h200"]) == 2
-    assert "did you mean 'tiny'" in capsys.readouterr().err
-
-
-def test_names_complete() -> None:
-    assert complete_recipe("ti") == ["tiny"]
-    assert complete_recipe("x") == []
-    assert values_of("mode") == ["pretrain", "full", "lora"]
-    assert "mi355x" in values_of("gpu")
 
 
 @pytest.mark.parametrize("words", ["list", "show tiny --gpu h200"])

@@ -8,11 +8,10 @@ import pytest
 
 from primus.cli.main import main
 from primus.compat.commands import documented
-from primus.compat.translate import Option, options, translate, typed
+from primus.compat.translate import Option, options, translate
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.yamlfile import spell
 
 MEGATRON = """\
 work_group: ${PRIMUS_TEAM:amd}
@@ -97,12 +96,6 @@ def test_an_experiment_of_megatron_becomes_a_recipe(here: Path, capsys: pytest.C
     # With nothing saved, or no profile, their steps mean nothing.
     assert recipe.find("megatron.training.checkpoint_interval", 0) == 0
     assert recipe.find("megatron.training.profile_step", 0) == 0
-    assert recipe.settings["megatron.training.steps"].origin == f"{here}/mine.yaml:{_line(here, 'steps: 7')}:30"
-
-
-def _line(here: Path, text: str) -> int:
-    lines = (here / "mine.yaml").read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
 
 
 def test_the_proxy_of_an_imported_recipe_keeps_its_own_sizes(here: Path) -> None:
@@ -188,26 +181,6 @@ def test_run_pretrain_takes_a_recipe_by_name_or_file(
     assert json.loads(capsys.readouterr().out)["recipe"]["name"] == "own"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("5", 5), ("1e-5", 1e-5), ("-3", -3), ("True", True), ("null", None), ("hybrid", "hybrid"), ("", ""),
-        ("[a, b]", ["a", "b"]), ("{a: 1}", "{a: 1}"), ("2026-01-01", "2026-01-01"), ("[1", "[1"),
-    ],
-)  # fmt: skip
-def test_a_value_means_what_was_typed(text: str, value: object) -> None:
-    assert typed(text) == value
-    assert type(typed(text)) is type(value)
-
-
-@pytest.mark.parametrize(
-    "value", [5, 1e-5, 1.5e300, -3, True, None, "hybrid", "", "a b", "true", "5", "1e-5", "a: b", ["a, b", 3], []]
-)
-def test_what_is_spelt_is_read_back(value: Any) -> None:
-    assert typed(spell(value)) == value
-    assert type(typed(spell(value))) is type(value)
-
-
 def test_options_are_understood_in_all_their_forms() -> None:
     parsed = options(["--a", "1", "--b=2", "--training.c", "--d", "-5"])
     assert [(one.key, one.value) for one in parsed] == [("a", 1), ("b", 2), ("training.c", True), ("d", -5)]
@@ -266,16 +239,3 @@ def test_a_recipe_is_written_for_the_nodes_that_its_degrees_need(
     with pytest.raises(SystemExit, match="2"):
         main(["import-exp", "exp.yaml", "--nodes", "0"])
     assert "must be a whole number of at least 1" in capsys.readouterr().err
-
-
-def test_primus_turbo_of_an_experiment_is_the_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    choices = MEGATRON.replace(
-        "use_turbo_attention: true", "enable_primus_turbo: true\n      use_turbo_attention: true"
-    )
-    (here / "exp.yaml").write_text(choices)
-    assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
-    assert "use_turbo_attention is left out: used by default" in capsys.readouterr().err
-    assert main(["show", "mine.yaml", "--gpu", "mi300x", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert "turbo" not in shown["settings"]
-    assert shown["optimizations"]["turbo-attention"]["on"]

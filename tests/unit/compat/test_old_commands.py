@@ -15,8 +15,6 @@ from primus.compat.commands import requested
 from primus.compat.translate import table
 from primus.errors import PrimusError
 from primus.gpus.detect import Found
-from primus.oci.layer import overlaps
-from primus.plan.skeleton import Prefix, environment, inline_entries, working_folders
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
@@ -107,19 +105,6 @@ def test_commands_that_train_nothing_are_refused_with_a_sentence(entry: dict[str
         requested(script, words, given)
 
 
-def test_every_command_is_resolved_refused_or_served() -> None:
-    assert len({entry["document"] for entry in COMMANDS}) == 5
-    for entry in COMMANDS:
-        assert len({"resolves", "tuned", "refused", "served"} & entry.keys()) == 1, entry
-
-
-def test_nothing_is_installed_by_a_requirements_file() -> None:
-    files = list(WORKSPACE.rglob("requirements.txt"))
-    assert len(files) == 4
-    for file in files:
-        assert all(line.startswith("#") for line in file.read_text().splitlines())
-
-
 def test_every_script_is_a_link_to_one_that_calls_primus(tmp_path: Path) -> None:
     """A shell runs it by each of its names, and primus is told that name and the words, unchanged."""
     told = tmp_path / "primus"
@@ -151,18 +136,6 @@ def test_the_table_of_scripts_is_what_is_in_the_image() -> None:
     with pytest.raises(PrimusError) as caught:
         requested("nothing.sh", [], {})
     assert caught.value.hint == f"commands: {', '.join(scripts)}"
-
-
-def test_the_working_folder_stays_open_to_every_user_id() -> None:
-    folders = working_folders("workspace", ["Primus/examples/run_pretrain.sh"])
-    assert set(folders) == {"workspace", "workspace/Primus", "workspace/Primus/examples"}
-    assert working_folders("opt/primus/recipes", ["a/b.yaml"]) == {}
-
-    def paths(entries: Any) -> dict[str, str]:
-        return {e.path: f"{e.kind} {e.mode:o} {e.uid}:{e.gid}" for e in inline_entries(entries)}
-
-    layers = [("environment", paths(environment(Prefix(python="3.11")))), ("old-commands", paths(folders))]
-    assert overlaps(layers) == []
 
 
 def test_an_fp8_claim_is_never_silently_bf16(capsys: pytest.CaptureFixture[str]) -> None:

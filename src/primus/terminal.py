@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
@@ -50,16 +51,8 @@ class Screen:
         A pipe has no width, so that each row stays on one line for grep; ``COLUMNS`` sets a width for pipes as
         well. Color needs a terminal other than ``TERM=dumb``, and no ``NO_COLOR``.
         """
-        stream = stream or sys.stdout
-        terminal = stream.isatty()
-        width: int | None = None
-        if re.fullmatch(r"[0-9]{1,9}", columns := os.environ.get("COLUMNS", "")):
-            width = int(columns)
-        elif terminal:
-            try:
-                width = os.get_terminal_size(stream.fileno()).columns
-            except (OSError, ValueError):
-                width = None
+        terminal = (stream or sys.stdout).isatty()
+        width = shutil.get_terminal_size((0, 0)).columns if terminal or "COLUMNS" in os.environ else 0
         colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
         return cls(width=max(width, 20) if width else None, colour=colour)
 

@@ -201,7 +201,6 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 
 def _utf8_only(words: Sequence[str]) -> None:
-    """Raise InputError for an argument that is not UTF-8, because the files of a run could not contain it."""
     for number, word in enumerate(words, 1):
         try:
             word.encode()

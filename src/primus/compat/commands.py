@@ -180,7 +180,6 @@ def _pretrain(
 
 
 def _report(words: Sequence[str]) -> Request:
-    """Translate ``pytorch_benchmark_report.sh -t MODE -m MODEL -p PRECISION -s SEQ``."""
     parser = argparse.ArgumentParser(prog="pytorch_benchmark_report.sh", allow_abbrev=False)
     for letter in ("-t", "-m"):
         parser.add_argument(letter, required=True)
@@ -207,7 +206,6 @@ def _report(words: Sequence[str]) -> Request:
 
 
 def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
-    """Translate ``train_fsdp.py CONFIG FAMILY …``, which torchrun starts on all ranks."""
     parser = argparse.ArgumentParser(prog="train_fsdp.py", allow_abbrev=False)
     parser.add_argument("config")
     parser.add_argument("family")
@@ -270,7 +268,6 @@ def _of_row(row: Mapping[str, str]) -> Request:
 
 
 def _listed(word: str, rows: Mapping[str, Any], where: str) -> str:
-    """Return ``word`` as the table spells it, ignoring case. Raises InputError if it is not in the table."""
     spelling = next((name for name in rows if name.lower() == word.lower()), None)
     if spelling is None:
         hint = f"there are: {', '.join(rows)}"

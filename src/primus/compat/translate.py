@@ -161,7 +161,6 @@ def _translate_listed(option: Option, entry: Entry, done: Translation) -> None:
 
 
 def _translate_native(backend: str, option: Option, done: Translation) -> None:
-    """Translate a key that keeps its name. An unknown key becomes ``unmapped``."""
     rules, owned = backend_rules(backend), backend_named(backend).owned
     flat = backend == "megatron" and "." not in option.key
     names = [f"{section}.{option.key}" for section in _SECTIONS] if flat else [option.key]

@@ -131,7 +131,6 @@ def clean(args: argparse.Namespace) -> int:
 
 
 def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False) -> None:
-    """Print what building ``plans`` into ``store`` would do; a single plan is always shown in full."""
     outlines = [(plan, outline(store, plan)) for plan in plans]
     document = [
         {"target": p.target, "ref": p.ref, "key": p.key, "layers": rows}

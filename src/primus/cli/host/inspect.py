@@ -143,7 +143,6 @@ def why_size(args: argparse.Namespace) -> int:
 
 
 def _difference(first: tuple[Store, Built], second: tuple[Store, Built]) -> str:
-    """Return one sentence that names the first layer and file that differ between two builds of one plan."""
     (store_a, a), (store_b, b) = first, second
     for layer, rebuilt in zip(a.layers, b.layers, strict=True):
         if layer.digest != rebuilt.digest:

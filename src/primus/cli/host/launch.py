@@ -136,13 +136,11 @@ def _kubernetes(args: argparse.Namespace) -> int:
 
 
 def _of_class(cls: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that are fields of the dataclass ``cls``."""
     options = {field.name: getattr(args, field.name) for field in fields(cls) if field.name in args}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 def _plan(args: argparse.Namespace, *, here: bool = True) -> Plan:
-    """Plan the job. With --train-for, its steps are those that the time holds."""
 
     def plan() -> Plan:
         return Plan(recipe=_recipe(args, here=here), stall_timeout=args.stall_timeout, rate=args.rate)

@@ -29,7 +29,7 @@ from primus.release.bump import Outlook, Outlooks, Place, edit, trial
 from primus.release.documents import checkout
 from primus.terminal import PLAIN, Screen, counted
 from primus.versions.components import Component
-from primus.versions.lock import Drift, Lock, Request, dumps, normalised
+from primus.versions.lock import Drift, Lock, dumps, normalised
 from primus.versions.traffic import LOG
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ def bump(args: argparse.Namespace) -> int:
 
 
 def _wanted(args: argparse.Namespace) -> list[Outlook]:
-    """Return the outlooks of the pins to move: those of the named components, or of all."""
     outlooks, places = _outlooks(args)
     if not args.component:
         with ThreadPoolExecutor(4) as pool:
@@ -192,7 +191,6 @@ def _message(components: Mapping[str, Component], moves: Mapping[Place, str], re
 
 
 def _save(root: Path, texts: Mapping[str, str], message: str) -> None:
-    """Write the files and, with a message, commit them. Raises InputError if the commit would hold other changes."""
     if message and (edited := set(texts) & set(checkout(root)[1])):
         raise InputError(
             f"{', '.join(sorted(edited))} was changed and not committed", hint="commit it first, or --write"
@@ -211,7 +209,9 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
     lines = []
     for resolved in targets:
         name = resolved.lock_name
-        drifts = _all_new(resolved.request) if resolved.lock is None else resolved.stale
+        pins = resolved.request.flat().items()
+        new = tuple(Drift(pin=pin, locked=None, wanted=text) for pin, text in pins)
+        drifts = new if resolved.lock is None else resolved.stale
         for drift in drifts:
             component, where = _where(resolved, drift.pin)
             stale.append({"lock": name, **asdict(drift), "component": component, "where": where})
@@ -293,13 +293,8 @@ def _where(resolved: ResolvedTarget, pin: str) -> tuple[str, str]:
     return "", "versions.yaml"
 
 
-def _all_new(request: Request) -> tuple[Drift, ...]:
-    return tuple(Drift(pin=pin, locked=None, wanted=text) for pin, text in request.flat().items())
-
-
 @contextmanager
 def _reported(path: Path | None) -> Iterator[None]:
-    """Write every run of a tool and every request to ``path``, and how the command ended."""
     if path is None:
         yield
         return
@@ -308,9 +303,7 @@ def _reported(path: Path | None) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"the report cannot be written to {path}: {error.strerror}") from None
     report.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    handlers = [report, *([logging.lastResort] if logging.lastResort else [])]
-    for handler in handlers:
-        LOG.addHandler(handler)
+    LOG.addHandler(report)
     LOG.setLevel(logging.INFO)
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("pip", "uv", "requests", "urllib3"))
     LOG.info("primus %s, %s", __version__, ", ".join([platform.platform(), platform.python_version(), *versions]))
@@ -321,7 +314,6 @@ def _reported(path: Path | None) -> Iterator[None]:
         LOG.info("failed: %s", error)
         raise
     finally:
-        for handler in handlers:
-            LOG.removeHandler(handler)
+        LOG.removeHandler(report)
         LOG.setLevel(logging.NOTSET)
         report.close()

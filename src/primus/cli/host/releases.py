@@ -113,10 +113,6 @@ def _pinned(project: Project, name: str) -> Release:
 
 
 def _choices(word: str, project: Project | None) -> tuple[Release, ...]:
-    """Return the releases that ``word`` names in the history or, if there are none, in the current pins.
-
-    Raises InputError if neither knows the name.
-    """
     names = pin_names(project.versions, project.target_names()) if project else ()
     try:
         return select(load_history(), word, also=names)

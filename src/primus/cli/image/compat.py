@@ -104,10 +104,8 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
         return request
     machine = detect()
     if not machine.names and chosen.dry_run:
-        gpu, why = request.gpu_of_path, "which the path names"
-        if gpu is None:
-            gpu, why = _GPU_OF_DOCUMENTS, "for which the documents give their commands; --gpu NAME names another"
-        says = f"this machine has no GPU: resolved for {gpu}, {why}"
+        gpu = request.gpu_of_path or _GPU_OF_DOCUMENTS
+        says = f"this machine has no GPU: resolved for {gpu}; --gpu NAME names another"
         return replace(request, choices=replace(request.choices, gpu=gpu), says=(*request.says, says))
     if request.gpu_of_path and machine.generation and machine.generation != request.gpu_of_path:
         says = f"the path names {request.gpu_of_path}; this machine's {machine.generation} decides the settings"
@@ -143,9 +141,8 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
         return
     for file in (Path("..") / f"perf_{model}.csv", output / f"perf_{model}.csv"):
         try:
-            new = not file.exists() or not file.stat().st_size
             with file.open("a", encoding="utf-8", newline="") as out:
-                out.write(sheets.benchmark_csv(rows, header=new))
+                out.write(sheets.benchmark_csv(rows, header=not out.tell()))
         except OSError as error:
             print(f"{command}: cannot write {file}: {error.strerror}", file=sys.stderr)
             continue

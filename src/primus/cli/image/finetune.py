@@ -84,7 +84,6 @@ def _from_weights(options: argparse.Namespace, weights: str, **usual: str) -> se
 
 
 def _fitting(options: argparse.Namespace) -> tuple[Recipe, int]:
-    """Return the first of the modes full and LoRA that fits, unless one is given, and its micro batch; 0: none fits."""
     if options.mode is None:
         options.mode = "full"
         with contextlib.suppress(InputError):  # some recipes have LoRA only

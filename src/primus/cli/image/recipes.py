@@ -104,7 +104,6 @@ def fit(options: argparse.Namespace) -> int:
 
 
 def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
-    """Return the part of ``entry`` that matches the options, or None."""
     if options.name not in entry.recipe or options.backend not in (None, entry.backend):
         return None
     if options.mode not in (None, entry.mode):
@@ -210,7 +209,6 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
 
 
 def _sections(recipe: Recipe) -> dict[str, list[str]]:
-    """Return heading → keys: the choices first, then model, assets, the backend, validation and the rest."""
     order = [_TOP, "model", "assets", recipe.backend, "validation"]
     sections: dict[str, list[str]] = {heading: [] for heading in order}
     for key in (*CHOICES, *(key for key in recipe.settings if key not in (*CHOICES, "name", "description"))):

@@ -141,7 +141,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _preflight(job: Job) -> None:
-    """Run the quick preflight checks before a job on GPUs. Raises HostError with the first problem and its remedy."""
     if job.recipe.gpu == CPU or not detect().names:
         return
     # Seam "preflight": there is nothing to check for a run on the CPU.
@@ -202,11 +201,9 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
     recipe = job.recipe
     rows = [(key, str(row.value), short_origin(row.origin, recipe)) for key, row in recipe.settings.items()]
     print("\n".join(Screen.of().table(rows, indent="  ")))
-    print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
-
-
-# --dry-run shows a job of several nodes on any machine: without the variables of a node, the command of the first.
-_ELSEWHERE = {"NODE_RANK": "0", "MASTER_ADDR": "$MASTER_ADDR"}
+    # A job of several nodes is shown on any machine: without the variables of a node, the command of the first.
+    elsewhere = {"NODE_RANK": "0", "MASTER_ADDR": "$MASTER_ADDR"}
+    print("\n" + " ".join(ranks.argv(job, "python3", elsewhere | dict(os.environ))))
 
 
 class _Progress:
@@ -251,13 +248,11 @@ class _Progress:
 
 
 def _last_kept(job: Job) -> Path | None:
-    """Return the newest complete checkpoint from before the last step, or None."""
     complete = [step for step in steps(job.output / "checkpoint") if identity.complete(step)]
     return complete[-1] if complete and step_of(complete[-1]) < job.last_step else None
 
 
 def _continue(job: Job) -> str:
-    """Return the advice for a run that ended early: how to continue it."""
     if checkpoint := _last_kept(job):
         return f"--resume-from {job.output} continues after step {step_of(checkpoint)}"
     return "the run saved no checkpoint; checkpoint=N saves one every N steps"

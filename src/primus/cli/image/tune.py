@@ -100,7 +100,6 @@ def _stages(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> None:
-    """Measure the recorded GEMMs of ``recipe`` on all GPUs, and write the result."""
     shapes, gpus, key = read_shapes(place.shapes), _gpus(), _key_here(recipe)
     work = place.work(key)
     with alone(work.parent):

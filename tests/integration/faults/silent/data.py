@@ -47,7 +47,7 @@ def z_loss_added(module: Any) -> None:
     )
 
 
-@silent("labels", "fsdp", "primus.training.loop.data", "data")
+@silent("labels", "fsdp steps=4", "primus.training.loop.data", "data")
 def labels_equal_inputs(module: Any) -> None:
     def batch(original: Any, self: Any, *args: Any) -> Any:
         output = original(self, *args)

@@ -79,7 +79,7 @@ def model_built_from_the_next_seed(module: Any) -> None:
     wrap(module, "build", build)
 
 
-@silent("model", "finetune --mode=lora", "primus.training.finetune.models", "loss", "gradients")
+@silent("model", "finetune --mode=lora steps=4", "primus.training.finetune.models", "loss", "gradients")
 def adapter_scaled_twice(module: Any) -> None:
     def adapted(original: Any, model: Any, lora: Any) -> Any:
         return original(model, replace(lora, alpha=2 * lora.alpha))

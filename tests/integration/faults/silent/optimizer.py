@@ -114,7 +114,7 @@ def _parameters(self: Any) -> list[Any]:
     return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
 
-@silent("optimizer", "fsdp", "torch.optim.adamw", "update")
+@silent("optimizer", "fsdp steps=4", "torch.optim.adamw", "update")
 def one_tensor_learns_a_little_faster(module: Any) -> None:
     def step(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         one = _parameters(self)[3]

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import stat
-import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from primus.recipes.rules import rules_of
 from primus.training.job import step_of, steps
 from primus.yamlfile import flat
 
-_LENGTH = struct.Struct("<Q")
 _LONGEST = 100 << 20
 _SAMPLE = 1 << 16
 
@@ -66,17 +64,17 @@ def header(file: Path) -> Header:
     """Return the header of ``file``. Raises InputError if it is not a safetensors file, or is truncated."""
     try:
         with open_regular(file) as stream:
-            length = _LENGTH.unpack(stream.read(_LENGTH.size))[0]
+            length = int.from_bytes(stream.read(8), "little")
             text = stream.read(length) if length <= _LONGEST else b""
         content: dict[str, Any] = json.loads(text)
         content.pop("__metadata__", None)
         shapes = {name: tuple(map(int, entry["shape"])) for name, entry in content.items()}
         dtypes = {name: str(entry["dtype"]) for name, entry in content.items()}
-        end = _LENGTH.size + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
+        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
         size = file.stat().st_size
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(file)) from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, struct.error):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise InputError("this is not a safetensors file, or it is damaged", where=str(file)) from None
     if size < end:
         raise InputError(f"the file is truncated: {size:,} of {end:,} bytes", where=str(file), hint="fetch it again")

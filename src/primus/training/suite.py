@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,37 +158,31 @@ def _resized(recipe: Recipe) -> bool:
     return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
 
 
-def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tuple[tuple[str, ...], Verdict]]:
+def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Iterator[tuple[tuple[str, ...], Verdict]]:
+    """Yield the names of the jobs that are compared, and the verdict."""
     recipe, planned = recipe_of(jobs), {job.name: job for job in jobs}
-    series = {name: _left(outcomes, name, jobs).series for name in planned}
+    of_job = {name: _left(outcomes, name, jobs) for name in planned}
+    series, limit = {name: ended.series for name, ended in of_job.items()}, partial(_limit, recipe)
     base = series["base"]
-    verdicts: list[tuple[tuple[str, ...], Verdict]] = []
     if "repeat" in planned:
-        tolerance = _limit(recipe, "repeat_tolerance")
-        advice = f"its kernels may add up in any order, {recipe.knows.keys['deterministic']}=true forbids it"
-        advice = "" if recipe.deterministic else advice
+        tolerance, advice = limit("repeat_tolerance"), ""
+        if not recipe.deterministic:
+            advice = f"its kernels may add up in any order, {recipe.knows.keys['deterministic']}=true forbids it"
         again = checks.same_steps("same result again", base, series["repeat"], tolerance, advice=advice)
-        weights = _same_weights(_left(outcomes, "base", jobs), _left(outcomes, "repeat", jobs), tolerance)
-        first, tolerance = planned["resume"].first_step, _limit(recipe, "resume_tolerance")
-        resumed = checks.same_steps("resume", base, series["resume"], tolerance, first=first)
-        tolerance = _limit(recipe, "accumulation_tolerance")
-        split = checks.same_step("accumulation", base, series["accumulation"], tolerance)
-        verdicts += [
-            (("base", "repeat"), again),
-            (("base", "repeat"), weights),
-            (("base", "resume"), resumed),
-            (("base", "accumulation"), split),
-        ]
+        yield ("base", "repeat"), again
+        yield ("base", "repeat"), _same_weights(of_job["base"], of_job["repeat"], tolerance)
+        resumed, first = series["resume"], planned["resume"].first_step
+        yield ("base", "resume"), checks.same_steps("resume", base, resumed, limit("resume_tolerance"), first=first)
+        split, tolerance = series["accumulation"], limit("accumulation_tolerance")
+        yield ("base", "accumulation"), checks.same_step("accumulation", base, split, tolerance)
     if "tensor-parallel" in planned:
         names = ("one-rank", "tensor-parallel")
-        at, tolerance = planned["tensor-parallel"].first_step, _limit(recipe, "layout_tolerance")
-        verdicts.append((names, checks.same_step("layout", series[names[0]], series[names[1]], tolerance, at=at)))
+        at, tolerance = planned[names[1]].first_step, limit("layout_tolerance")
+        yield names, checks.same_step("layout", series[names[0]], series[names[1]], tolerance, at=at)
     for name in sorted(planned):
         if name.startswith(_PRECISION_JOB):
             words = (recipe.precision, name.removeprefix(_PRECISION_JOB))
-            verdict = checks.same_loss(words, base, series[name], _limit(recipe, "precision_tolerance"))
-            verdicts.append((("base", name), verdict))
-    return verdicts
+            yield ("base", name), checks.same_loss(words, base, series[name], limit("precision_tolerance"))
 
 
 def _left(outcomes: Mapping[str, Outcome], name: str, jobs: Sequence[Job]) -> Outcome:

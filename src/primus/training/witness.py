@@ -187,13 +187,11 @@ class Taken:
 
 
 class Trained(Protocol):
-    """Returns all of this job's parameters and its last update, whole on rank 0. Every rank calls both methods."""
+    """This job's parameters by name, and the input of its last update, whole on rank 0. All ranks call both."""
 
-    def whole(self) -> Mapping[str, torch.Tensor]:
-        """Return name → parameter."""
+    def whole(self) -> Mapping[str, torch.Tensor]: ...  # noqa: D102
 
-    def taken(self) -> Taken | None:
-        """Return the input of the last update."""
+    def taken(self) -> Taken | None: ...  # noqa: D102
 
 
 class Witness:

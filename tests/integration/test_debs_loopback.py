@@ -14,7 +14,7 @@ from loopback import Server, index_debs, make_deb, serve
 from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.versions.debs import resolve_debs
-from primus.versions.fetch import GoneError, fetch
+from primus.versions.fetch import fetch
 from primus.versions.filecache import FileCache
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.relock import resolve
@@ -252,7 +252,7 @@ def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path
     make_deb(pool, "libthing", "1.0-2")
     index_debs(archive.root, "bookworm")
     cache = FileCache(tmp_path / "c")
-    with pytest.raises(GoneError, match=r"libthing 1\.0-1"):
+    with pytest.raises(HostError, match=r"no source offers any more: libthing 1\.0-1"):
         _fetch(lock.files, cache)
     gone = [f for f in lock.files if f.name == "libthing"]
     assert resolve(request, previous=lock, progress=Progress()) == lock, "without being told, a lock stays"

@@ -6,31 +6,41 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
 from primus.files import path_fault
 from primus.schema import WrongValue, described
 from primus.versions.lock import name_of, suites_of
 
-# A PEP 440 public version with an optional local part, or a Debian version for a base package's own pin.
+# A PEP 440 public version with an optional local part.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
 _DEB = r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?"
+_DEBS: Any = {"pattern": _DEB, "shape": "a package name, or name/suite"}
 # A name on a Python index, in which {arch} may stand for the GPU architecture.
-_PYTHON = r"[A-Za-z0-9{]([A-Za-z0-9._{}-]*[A-Za-z0-9}])?"
+_PACKAGE: Any = {"pattern": r"[A-Za-z0-9{]([A-Za-z0-9._{}-]*[A-Za-z0-9}])?", "shape": "a package name"}
+_DATE: Any = {"pattern": r"[0-9]{4}-[0-9]{2}-[0-9]{2}", "shape": "a date like 2026-11-20"}
 _NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
+# Key of a pin → the kinds of pins that have it.
+_KINDS_WITH = {
+    "version": ("wheel", "sdist", "git", "deb", "inside"),
+    "build": ("sdist", "git"),
+    "commit": ("git",),
+    "package": ("git",),
+    "to": ("path",),
+    "include": ("path",),
+    "pure": ("wheel",),
+    "without": ("wheel",),
+    "requires": ("sdist", "git"),
+}
+_OPTIONAL = ("include", "pure", "without", "requires")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """How a source is built to a wheel: what its root file system contains in addition to the target's base."""
 
-    debs: tuple[str, ...] = described(
-        "Packages besides the base's own, such as a compiler.",
-        pattern=_DEB,
-        shape="a package name, or name/suite",
-        default=(),
-    )
+    debs: tuple[str, ...] = described("Packages besides the base's own, such as a compiler.", **_DEBS, default=())
     wheels: tuple[str, ...] = described(
         "Wheels to install there with their dependencies: NAME for the image's version, NAME==VERSION for another.",
         pattern=rf"[A-Za-z0-9._{{}}-]+(=={_VERSION})?",
@@ -49,14 +59,9 @@ class Pin:
     ``{arch}`` in a package name or in a build stands for the target's GPU architecture.
     """
 
-    wheel: str | None = described(
-        "Package on a Python index, taken as a wheel.", pattern=_PYTHON, shape="a package name", default=None
-    )
+    wheel: str | None = described("Package on a Python index, taken as a wheel.", **_PACKAGE, default=None)
     sdist: str | None = described(
-        "Package on a Python index, built from source in the sandbox.",
-        pattern=_PYTHON,
-        shape="a package name",
-        default=None,
+        "Package on a Python index, built from source in the sandbox.", **_PACKAGE, default=None
     )
     git: str | None = described(
         "Repository, built into a wheel in the sandbox.",
@@ -70,9 +75,7 @@ class Pin:
         shape="a full commit of 40 digits (a branch, a tag or a short commit can mean other bytes tomorrow)",
         default=None,
     )
-    package: str | None = described(
-        "Python package that the repository builds.", pattern=_PYTHON, shape="a package name", default=None
-    )
+    package: str | None = described("Python package that the repository builds.", **_PACKAGE, default=None)
     deb: str | None = described(
         "Package of the base, with this upstream version. pip treats `python3-NAME` as NAME.",
         pattern=r"[a-z0-9][a-z0-9.+-]+",
@@ -128,28 +131,21 @@ class Pin:
                 f"a pin needs exactly one of wheel, sdist, git, deb, path, inside; this one has {len(kinds)}"
             )
         self._check_paths()
-        if kinds[0] == "path":
-            if self.version is not None or self.to is None or self.channel != "local":
-                raise ValueError("a path pin has `to` and `channel: local`, and no version: its content is its version")
-        elif self.to is not None or self.include:
-            raise ValueError("`to` and `include` go with `path` only")
-        elif self.version is None or self.channel == "local":
-            raise ValueError(f"a {kinds[0]} pin needs an exact version and a channel other than local")
-        if kinds[0] != "inside" and (kinds[0] == "deb") != (self.channel == "debian"):
+        kind = kinds[0]
+        for key, owners in _KINDS_WITH.items():
+            present = getattr(self, key) not in (None, (), False)
+            if present and kind not in owners:
+                raise ValueError(f"`{key}` goes with {' or '.join(f'`{owner}`' for owner in owners)} only")
+            if not present and kind in owners and key not in _OPTIONAL:
+                raise ValueError(f"a {kind} pin needs `{key}`")
+        if (kind == "path") != (self.channel == "local"):
+            raise ValueError("channel local is for path pins, and path pins are for it alone")
+        if kind != "inside" and (kind == "deb") != (self.channel == "debian"):
             raise ValueError(
                 "channel debian is for deb pins and for what is inside packages, and deb pins are for it alone"
             )
-        if (self.pure or self.without) and kinds[0] != "wheel":
-            raise ValueError("`pure` and `without` go with `wheel` only")
-        if (kinds[0] in ("sdist", "git")) != (self.build is not None):
-            raise ValueError("`build` is required for sdist and git pins, and allowed only there")
-        if self.requires and kinds[0] not in ("sdist", "git"):
-            raise ValueError("`requires` goes with `sdist` or `git` only: a wheel states its own dependencies")
-        if (kinds[0] == "git") != (self.commit is not None and self.package is not None):
-            raise ValueError("`commit` and `package` are required for git pins, and allowed only there")
 
     def _check_paths(self) -> None:
-        """Raise ValueError for a path outside its folder, or one that no image may contain."""
         if self.path is not None and (fault := path_fault(self.path)):
             raise ValueError(f"path {self.path!r} cannot be used: {fault}")
         if self.to is not None and not self.to.strip("/"):
@@ -226,9 +222,7 @@ class Base:
     suite: str = described("Codename of the suite (a codename stays; `stable` moves).", pattern=r"[a-z]+")
     python: str = described("Python version in the suite.", pattern=r"3\.[0-9]+\.[0-9]+", shape="like 3.11.2")
     packages: tuple[str, ...] = described(
-        "Packages, installed with their dependencies. `name/suite` takes one from another suite.",
-        pattern=_DEB,
-        shape="a package name, or name/suite",
+        "Packages, installed with their dependencies. `name/suite` takes one from another suite.", **_DEBS
     )
     image: str | None = described(
         "Image below the packages, by digest.",
@@ -253,10 +247,7 @@ class Base:
             if suite in _MOVING_SUITES:
                 raise ValueError(f"suite {suite!r} will move to another release; write the codename")
         if self.suite == "experimental":
-            raise ValueError(
-                "experimental holds only packages that differ from sid: write `suite: sid`, and name/experimental to "
-                "take one from there"
-            )
+            raise ValueError("experimental holds only packages that differ from sid: write `suite: sid`")
         names = [name_of(p) for p in self.packages]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"{twice[0]} is named twice under `packages`")
@@ -265,9 +256,7 @@ class Base:
         for extra, packages in self.extras.items():
             # "NAME build" is the root file system of a build.
             if not re.fullmatch(_NAME, extra) or extra == "build":
-                raise ValueError(
-                    f"extras: {extra!r} is not a name: use lower-case letters, digits and hyphens, and not `build`"
-                )
+                raise ValueError(f"extras: {extra!r} is not a name of lower-case letters, digits and hyphens")
             if wrong := next((p for p in packages if not re.fullmatch(_DEB, p)), None):
                 raise ValueError(f"extras: {wrong!r} is not a package name, or name/suite")
         for package, patterns in self.kernels.items():
@@ -297,17 +286,8 @@ class Versions:
     """The pins of the release."""
 
     release: str = described("Name of the release.", pattern=r"v[0-9]{2}\.[0-9]+", shape="like v26.11")
-    created: str = described(
-        "Date written into the images; the clock is never used.",
-        pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
-        shape="a date like 2026-11-20",
-    )
-    supported_until: str | None = described(
-        "Last day on which the release gets fixes.",
-        pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
-        shape="a date like 2027-05-20",
-        default=None,
-    )
+    created: str = described("Date written into the images; the clock is never used.", **_DATE)
+    supported_until: str | None = described("Last day on which the release gets fixes.", **_DATE, default=None)
     bases: Mapping[str, Base] = described("Root file systems.")
     components: Mapping[str, Component] = described("Everything that is pinned.")
     indexes: Mapping[str, Index] = described("Python indexes of the channels' own.", default_factory=dict)

@@ -11,11 +11,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from primus.errors import HostError, InputError, LacksPackages
 from primus.progress import Progress
@@ -25,13 +25,15 @@ from primus.versions.traffic import bare_url, run_tool
 
 # Suites without pockets that are never released. A frozen archive keeps them beyond the date until which its index is
 # valid.
-ROLLING = ("sid", "experimental")
-UBUNTU = ("noble",)
+_ROLLING = ("sid", "experimental")
+_UBUNTU = ("noble",)
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 # Ubuntu's apt has no Debian mirror configured, but its package debootstrap contains one.
 _DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
+# What apt-get prints with --print-uris.
+_URI = re.compile(r"^'([^']*)' ([^_ ]+)_(\S+)_[^_ ]+\.deb ([0-9]+)(?: SHA256:([0-9a-f]{64}))?", re.M)
 
 Stanza = Mapping[str, str]
 
@@ -72,6 +74,7 @@ class Archive:
             "Acquire::Retries": "1",
             "Acquire::http::Timeout": "6",
             "Acquire::https::Timeout": "6",
+            "Acquire::ForceHash": "SHA256",
             # apt would treat itself as essential, but the image does not need it.
             "pkgCacheGen::ForceEssential": ",",
         }
@@ -92,7 +95,7 @@ class Archive:
         failed = [uri for uri in self.mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)]
         variable = f"PRIMUS_{self.maker.upper()}_MIRROR"
         raise HostError(
-            f"the {self.maker.title()} archive at {(failed or self.mirrors)[0]} does not answer: {reason(text)}",
+            f"the {self.maker.title()} archive at {(failed or self.mirrors)[0]} does not answer: {_reason(text)}",
             hint=f"check apt-get update on this host, or set {variable} to a mirror it reaches",
         )
 
@@ -107,9 +110,8 @@ def open_archive(
     if the archive is not available.
     """
     if shutil.which("apt-get") is None:
-        raise HostError(
-            "apt-get is missing; it is needed to resolve Debian packages", hint="run it on Debian or Ubuntu"
-        )
+        message = "apt-get is missing; it is needed to resolve Debian packages"
+        raise HostError(message, hint="run it on Debian or Ubuntu")
     with tempfile.TemporaryDirectory(prefix="primus-apt-") as name:
         folder = Path(name)
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
@@ -145,37 +147,36 @@ def debian_stanzas(
 def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str) -> tuple[Stanza, ...]:
     # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
     # index does no harm.
-    stale = {"Check-Valid-Until": "no"} if suite in ROLLING else {}
+    stale = {"Check-Valid-Until": "no"} if suite in _ROLLING else {}
+    common = {"Types": "deb", "Components": "main", **stale}
     maker = _maker(suite)
-    mirrors = environment.get(f"PRIMUS_{maker.upper()}_MIRROR", "").split()
-    if mirrors:
-        keyring = environment.get(f"PRIMUS_{maker.upper()}_KEYRING") or _KEYRING.format(maker)
-        common = {"Types": "deb", "Components": "main", "Signed-By": keyring}
-        if maker == "ubuntu":
-            every = " ".join(suite + pocket for pocket in _POCKETS[:3])
-            return tuple({**common, "URIs": uri, "Suites": every} for uri in mirrors)
-        security = [uri.rstrip("/").endswith("-security") for uri in mirrors]
-        return tuple(
-            {**common, **stale, "URIs": uri, "Suites": f"{suite}-security" if secure else suite}
-            for uri, secure in zip(mirrors, security, strict=True)
-            if not (secure and suite in ROLLING)
-        )
+    variable = f"PRIMUS_{maker.upper()}"
+    pockets = [pocket for pocket in _POCKETS[:3] if not pocket or suite not in _ROLLING]
+    mirrors = environment.get(f"{variable}_MIRROR", "").split()
     stanzas: dict[tuple[str, str], Stanza] = {}
-    for stanza in (entry for entry in host if _is_of(maker, entry)):
-        pockets = {suite_of(word)[1] for word in stanza["Suites"].split()}
-        suites = " ".join(suite + p for p in _POCKETS[:3] if p in pockets and not (p and suite in ROLLING))
+    for stanza in (entry for entry in host if not mirrors and _is_of(maker, entry)):
+        present = {suite_of(word)[1] for word in stanza["Suites"].split()}
+        suites = " ".join(suite + pocket for pocket in pockets if pocket in present)
         # If a pocket is listed for another mirror as well, keep it once per URI.
         if suites:
-            common = {"Types": "deb", "Components": "main", "Suites": suites, "Enabled": "yes"}
-            stanzas[stanza["URIs"], suites] = {**stanza, **stale, **common}
+            stanzas[stanza["URIs"], suites] = {**stanza, **common, "Suites": suites, "Enabled": "yes"}
     if any(suite in stanza["Suites"].split() for stanza in stanzas.values()):
         return tuple(stanzas.values())
-    if maker == "debian" and default:
-        return _stanzas((), suite, {**environment, "PRIMUS_DEBIAN_MIRROR": default}, "")
+    if maker == "debian":
+        mirrors = mirrors or default.split()
+    keyring = environment.get(f"{variable}_KEYRING") or _KEYRING.format(maker)
+    result = []
+    for uri in mirrors:
+        # Debian's security archive has only that pocket, and its other mirrors do not have it. Ubuntu's have all.
+        secure = uri.rstrip("/").endswith("-security")
+        own = pockets if maker == "ubuntu" else [p for p in pockets if p == ("-security" if secure else "")]
+        if own:
+            suites = " ".join(suite + pocket for pocket in own)
+            result.append({**common, "Signed-By": keyring, "URIs": uri, "Suites": suites})
+    if mirrors:
+        return tuple(result)
     message = f"apt on this host names no source of {maker.title()} {suite}"
-    hint = (
-        f"set PRIMUS_{maker.upper()}_MIRROR to the URIs of a mirror (and PRIMUS_{maker.upper()}_KEYRING to its keyring)"
-    )
+    hint = f"set {variable}_MIRROR to the URIs of a mirror (and {variable}_KEYRING to its keyring)"
     if maker == "debian":
         raise LacksPackages(message, ("debootstrap", "debian-archive-keyring"), hint)
     raise HostError(message, hint=hint)
@@ -189,12 +190,10 @@ def _default_mirror(script: Path) -> str:
 
 
 def _maker(suite: str) -> str:
-    """Return the publisher of a suite."""
-    return "ubuntu" if suite in UBUNTU else "debian"
+    return "ubuntu" if suite in _UBUNTU else "debian"
 
 
-def titled(suite: str) -> str:
-    """Return the suite with its publisher: ``Debian bookworm``."""
+def _titled(suite: str) -> str:
     return f"{_maker(suite).title()} {suite}"
 
 
@@ -217,12 +216,9 @@ def parse_sources(text: str, deb822: bool) -> tuple[Stanza, ...]:
     for options, uri, suite, components in re.findall(pattern, text, re.M):
         entry = {"Types": "deb", "URIs": uri, "Suites": suite, "Components": components.strip()}
         for name, _, value in (option.partition("=") for option in options.split()):
-            entry[_OPTION_NAMES.get(name.lower(), name.title())] = value.replace(",", " ")
+            entry[{"arch": "Architectures"}.get(name.lower(), name.title())] = value.replace(",", " ")
         entries.append(entry)
     return tuple(entries)
-
-
-_OPTION_NAMES = {"arch": "Architectures", "lang": "Languages", "target": "Targets"}
 
 
 def _fields(block: str) -> dict[str, str]:
@@ -246,9 +242,8 @@ def _host_stanzas() -> tuple[Stanza, ...]:
     script = ["apt-config", "shell", "LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     places = dict(re.findall(r"(LIST|PARTS)='([^']*)'", done.stdout))
-    files = [Path(places["LIST"])] if "LIST" in places else []
-    if "PARTS" in places and Path(places["PARTS"]).is_dir():
-        files += sorted(p for p in Path(places["PARTS"]).iterdir() if p.suffix in (".list", ".sources"))
+    parts = Path(places.get("PARTS", "/nowhere")).glob("*")
+    files = [Path(places.get("LIST", "/nowhere")), *sorted(p for p in parts if p.suffix in (".list", ".sources"))]
     return tuple(
         stanza
         for file in files
@@ -257,12 +252,10 @@ def _host_stanzas() -> tuple[Stanza, ...]:
     )
 
 
-def reason(text: str) -> str:
+def _reason(text: str) -> str:
     """Return the first error in apt's output, without its URL, which may contain credentials."""
-    errors = [
-        re.sub(r"(Failed to fetch )?\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line[:3] == "E: "
-    ]
-    return errors[0].strip() if errors else "no reason given"
+    error = re.search(r"^E: (.*)", text, re.M)
+    return re.sub(r"(Failed to fetch )?\S+://\S+\s*", "", error[1]).strip() if error else "no reason given"
 
 
 def resolve_debs(
@@ -281,22 +274,20 @@ def resolve_debs(
         # usrmerge converts a running system and depends on all of perl. A root file system that is merged from the
         # start fulfills the same dependency with a marker package, which mmdebstrap's hook for it installs.
         essential = ["?essential", *(() if "usrmerge" in names else ("usr-is-merged",))]
-        chosen = _closure(archive, base, names if base.image else [*essential, *names])
-        _check_suites(archive, base, chosen)
-        records = _records(archive, chosen)
-    check_python(base_name, base, chosen)
+        text = _closure(archive, base, names if base.image else [*essential, *names])
     files = tuple(
         LockedFile(
             kind="deb",
             name=name,
-            version=version,
-            file=records[name, version]["Filename"].rpartition("/")[2],
-            size=int(records[name, version]["Size"]),
-            sha256=records[name, version]["SHA256"],
+            version=unquote(version),
+            file=unquote(urlsplit(uri).path.rpartition("/")[2]),
+            size=int(size),
+            sha256=sha256,
             base=base_name,
         )
-        for name, version in sorted(chosen.items())
+        for uri, name, version, size, sha256 in sorted(_URI.findall(text), key=lambda row: row[1])
     )
+    check_python(base_name, base, {file.name: file.version for file in files})
     progress.finish(key, counted(len(files), "package"))
     return files
 
@@ -311,7 +302,8 @@ def download_debs(
     locked = {(f.name, f.version): f for f in files}
     with open_archive(suites, architecture) as archive:
         words = [f"{name}={version}" for name, version in locked]
-        present = locked.keys() & parse_records(archive.run("apt-cache", "show", *words).stdout).keys()
+        records = archive.run("apt-cache", "show", *words).stdout
+        present = locked.keys() & set(re.findall(r"^Package: (\S+)$.*?^Version: (\S+)$", records, re.M | re.S))
         if present:
             _download(archive, "apt-get", "-q", "download", *(f"{n}={v}" for n, v in sorted(present)), folder=folder)
         # A pool keeps files for a while after the index drops them, next to their successors.
@@ -336,7 +328,7 @@ def _download(archive: Archive, *command: str, folder: Path) -> None:
     faults = [line for line in lines if not re.search(r" 40[34] |not found", line)]
     if done.returncode != 0 and faults:
         raise HostError(
-            f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {reason(faults[0])}",
+            f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {_reason(faults[0])}",
             hint="check the network, and run it again",
         )
 
@@ -346,16 +338,14 @@ def preferences(suite: str, packages: Sequence[str]) -> str:
 
     apt's own ``name/suite`` on the command line would also allow the package's dependencies to come from there.
     """
-    others = suites_of(suite, packages)[1:]
-    # Priority 1: apt uses such a package only if no other version of it exists.
-    rules = [("*", other, 1) for other in others]
-    rules += [(name, other, 990) for name, _, other in (p.partition("/") for p in packages) if other]
-    return "".join(f"Package: {name}\nPin: release {_release(s)}\nPin-Priority: {n}\n\n" for name, s, n in rules)
-
-
-def _release(suite: str) -> str:
+    suites = suites_of(suite, packages)
+    # Priority 1: apt uses such a package only if no other version of it exists; -1: never.
+    rules = [("*", other, 1) for other in suites[1:]]
+    for name, _, own in (package.partition("/") for package in packages):
+        rules += [(name, other, 990 if other == own else -1) for other in suites if own]
     # experimental has another codename. Pockets have theirs after the suite's.
-    return f"a={suite}" if suite == "experimental" else f"n={suite}*"
+    releases = {suite: f"a={suite}" if suite == "experimental" else f"n={suite}*" for suite in suites}
+    return "".join(f"Package: {n}\nPin: release {releases[s]}\nPin-Priority: {p}\n\n" for n, s, p in rules)
 
 
 def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -> None:
@@ -363,60 +353,30 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
     provided = [upstream(v) for name, v in chosen.items() if re.fullmatch(r"python3\.[0-9]+-minimal", name)]
     if provided and base.python not in provided:
         raise InputError(
-            f"base {base_name} states Python {base.python}, but {titled(base.suite)} has {' and '.join(provided)}",
+            f"base {base_name} states Python {base.python}, but {_titled(base.suite)} has {' and '.join(provided)}",
             hint=f"write python: {provided[0]} in versions.yaml",
         )
 
 
 def parse_uris(text: str) -> dict[tuple[str, str], str]:
     """Return ``(package, version)`` → URI from what apt-get prints with ``--print-uris``."""
-    rows = re.findall(r"^'([^']*)' ([^_ ]+)_(\S+)_[^_ ]+\.deb [0-9]+", text, re.M)
-    return {(name, unquote(version)): uri for uri, name, version in rows}
+    return {(name, unquote(version)): uri for uri, name, version, _, _ in _URI.findall(text)}
 
 
-def parse_records(text: str) -> dict[tuple[str, str], dict[str, str]]:
-    """Return ``(package, version)`` → its fields from the output of ``apt-cache show``; the first record counts."""
-    records: dict[tuple[str, str], dict[str, str]] = {}
-    for block in text.split("\n\n"):
-        fields = dict(re.findall(r"^(Package|Version|Filename|Size|SHA256): (\S+)$", block, re.M))
-        if len(fields) == 5:
-            records.setdefault((fields["Package"], fields["Version"]), fields)
-    return records
-
-
-def _closure(archive: Archive, base: BaseRequest, packages: Iterable[str]) -> dict[str, str]:
+def _closure(archive: Archive, base: BaseRequest, packages: Sequence[str]) -> str:
+    """Return what apt prints about the packages and their dependencies."""
     done = archive.run("apt-get", "-q", "-y", "install", "--print-uris", *packages)
     if done.returncode == 0:
-        return dict(list(parse_uris(done.stdout)))
+        return done.stdout
     unknown = re.search(
         r"E: (?:Unable to locate package|Package '?([^' ]+)'? has no installation candidate) ?(\S*)", done.stderr
     )
     if unknown:
         name = unknown[1] or unknown[2]
-        raise InputError(f"{titled(base.suite)} has no package {name}", hint="correct it under `packages`")
+        suite = dict(package.split("/") for package in base.packages if "/" in package).get(name, base.suite)
+        raise InputError(f"{_titled(suite)} has no package {name}", hint="correct it under `packages`")
     unmet = re.search(r"The following packages have unmet dependencies:\n(.*?)\n(?:E:|$)", done.stdout + "\n", re.S)
     reason = "; ".join(line.strip() for line in unmet[1].splitlines()) if unmet else done.stderr.strip()[:300]
     later = suites_of(base.suite, base.packages)[1:]
     hint = f"list what must come from {' or '.join(later)} too, as package/{later[0]}" if later else None
-    raise InputError(f"the packages of {titled(base.suite)} are not compatible: {reason}", hint=hint)
-
-
-def _check_suites(archive: Archive, base: BaseRequest, chosen: Mapping[str, str]) -> None:
-    """Raise InputError if a package comes from another suite than requested, which apt only prefers."""
-    named = {name: suite for name, _, suite in (p.partition("/") for p in base.packages) if suite}
-    offers = archive.run("apt-cache", "madison", *named).stdout if named else ""
-    for name, suite in named.items():
-        version = re.escape(chosen.get(name, ""))
-        if not re.search(rf"^ *{re.escape(name)} \| +{version} \| .* {suite}[-/]", offers, re.M):
-            raise InputError(
-                f"Debian {suite} has no package {name}", hint=f"write {name} alone to take it from {base.suite}"
-            )
-
-
-def _records(archive: Archive, chosen: Mapping[str, str]) -> dict[tuple[str, str], dict[str, str]]:
-    done = archive.run("apt-cache", "show", *(f"{name}={version}" for name, version in sorted(chosen.items())))
-    records = parse_records(done.stdout)
-    lacking = [name for name, version in chosen.items() if (name, version) not in records]
-    if lacking:
-        raise HostError(f"the archive's index gives no SHA256 for {', '.join(lacking[:5])}", hint="use another mirror")
-    return records
+    raise InputError(f"the packages of {_titled(base.suite)} are not compatible: {reason}", hint=hint)

@@ -42,28 +42,6 @@ _FIRST_WAIT_S = 0.4
 _ABSENT = (403, 404, 410)
 
 
-class GoneError(HostError):
-    """Locked files that no source offers any more."""
-
-    def __init__(self, files: Sequence[LockedFile]) -> None:
-        names = list(dict.fromkeys(file.name for file in files))[:5]
-        super().__init__(
-            f"no source offers any more: {_names(files)}",
-            hint=f"lock their successors (primus lock {' '.join(f'--refresh-package {name}' for name in names)}), "
-            "or point pip or apt at an archive that keeps them",
-        )
-
-
-class WrongBytes(HostError):
-    """A source offers other bytes under the file's name."""
-
-    def __init__(self, file: LockedFile, offer: str, source: str) -> None:
-        super().__init__(
-            f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} ({file.size} bytes) is locked",
-            hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
-        )
-
-
 class _Stopped(Exception):
     """The whole fetch is being stopped; the downloaded part is kept and can be resumed."""
 
@@ -77,13 +55,15 @@ class Sources:
     repositories: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, file: LockedFile) -> str:
-        """Return the address of the file's source. InputError if versions.yaml does not name it."""
+        """Return the address of the file's source; empty for pip's. InputError if versions.yaml does not name it."""
         if file.kind == "layer":
-            name, addresses = file.base or "", self.images
+            name, addresses = file.base, self.images
         elif file.kind == "git":
             name, addresses = Path(file.file).stem.rpartition("-")[2], self.repositories
         else:
-            name, addresses = file.index or "", self.indexes
+            name, addresses = file.index, self.indexes
+        if name is None:
+            return ""
         if name not in addresses:
             raise InputError(f"the lock names {name}, but versions.yaml does not", hint="run `primus lock` again")
         return addresses[name]
@@ -104,22 +84,30 @@ def fetch(
     ``suites`` maps base names to their Debian suites, ``pythons`` are the versions of Python that wheels are for, and
     ``sources`` are those besides pip's and apt's.
 
-    Raises GoneError if sources no longer have files; HostError if a source is unreachable, offers other bytes
-    (WrongBytes), or the disk is full. Files that were fetched before are kept.
+    Raises HostError if a source is unreachable, no longer has a file or offers other bytes under its name, or if the
+    disk is full. Files that were fetched before are kept.
     """
     missing = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
     if not missing:
         return
     if offline:
+        amount = f"{len(missing)} file{'s are' if len(missing) > 1 else ' is'}"
         raise HostError(
-            f"--offline allows no download, and {len(missing)} file{'s are' if len(missing) > 1 else ' is'} not here: "
-            f"{_names(missing)}",
+            f"--offline allows no download, and {amount} not here: {_names(missing)}",
             hint="run it once without --offline",
         )
     began, size = time.monotonic(), sum(f.size for f in missing)
     progress.start("fetch", "fetch", size)
     work = _Fetch(cache, progress, sources or Sources())
     work.run(work.jobs(missing, suites, pythons))
+    if work.gone:
+        gone = sorted(work.gone, key=lambda file: file.name)
+        names = list(dict.fromkeys(file.name for file in gone))[:5]
+        raise HostError(
+            f"no source offers any more: {_names(gone)}",
+            hint=f"lock their successors (primus lock {' '.join(f'--refresh-package {name}' for name in names)}), "
+            "or point pip or apt at an archive that keeps them",
+        )
     rate = size / 1e6 / max(time.monotonic() - began, 1e-3)
     progress.finish("fetch", f"{counted(len(missing), 'file')}, {size / 1e6:,.1f} MB, {rate:,.1f} MB/s")
 
@@ -131,11 +119,11 @@ class _Fetch:
         self._cache, self._progress, self._sources = cache, progress, sources
         self._positions: dict[str, int] = {}
         self._stop = threading.Event()
-        self._gone: list[LockedFile] = []
+        self.gone: list[LockedFile] = []
         self._failures: list[BaseException] = []
 
     def run(self, jobs: Iterable[Callable[[], None]]) -> None:
-        """Run all jobs. Raises the first failure, or GoneError."""
+        """Run all jobs. Raises the first failure."""
         waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         for job in jobs:
             waiting.put(job)
@@ -154,8 +142,6 @@ class _Fetch:
                 time.sleep(0.02)
         if self._failures:
             raise self._failures[0]
-        if self._gone:
-            raise GoneError(sorted(self._gone, key=lambda f: f.name))
 
     def _work(self, waiting: queue.SimpleQueue[Callable[[], None]]) -> None:
         while not self._stop.is_set():
@@ -173,10 +159,7 @@ class _Fetch:
         """Yield a job per archive, image and commit, and one per file of a Python index."""
         groups: dict[tuple[str, str], list[LockedFile]] = {}
         for file in files:
-            if file.kind == "deb":
-                source = file.base or ""
-            else:
-                source = self._sources.of(file) if file.index or file.kind in ("layer", "git") else ""
+            source = file.base or "" if file.kind == "deb" else self._sources.of(file)
             groups.setdefault(("wheel" if file.kind == "sdist" else file.kind, source), []).append(file)
         for (kind, source), group in groups.items():
             if kind == "deb":
@@ -186,12 +169,11 @@ class _Fetch:
             elif kind == "git":
                 yield from (partial(self._commit, file, source) for file in group)
             else:
-                indexes = Indexes.of_host()
-                if source:
-                    indexes = indexes.only(source)
+                host = Indexes.of_host()
+                indexes = host.only(source) if source else host
                 offers: dict[str, list[tuple[str, str | None]]] = {file.file: [] for file in group}
-                for candidate in locate(group, indexes, pythons, self._sources.indexes):
-                    offers[candidate.file].append((candidate.url, candidate.sha256))
+                for offer in locate(group, indexes, pythons, self._sources.indexes):
+                    offers[offer.file].append((offer.url, offer.sha256))
                 # Largest first: the last one alone would prolong the fetch.
                 for file in sorted(group, key=lambda f: -f.size):
                     yield partial(self._download, file, offers[file.file], indexes)
@@ -214,16 +196,14 @@ class _Fetch:
                         sha256 = self._cache.commit(part, file.sha256)
                     if sha256 == file.sha256:
                         return None
-            refusal = WrongBytes(file, f"sha256 {sha256}", url)
+            refusal = _refusal(file, f"sha256 {sha256}", url)
         if refusal:
             raise refusal
-        self._gone.append(file)
+        self.gone.append(file)
         return None
 
     def _append(self, part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
-        """Download the rest of the part. Interruptions are retried as long as bytes keep arriving. Returns False if the
-        source has no file.
-        """
+        """Download the rest of the part, as long as bytes keep arriving. Returns False if the source has no file."""
         faults, size = 0, part.seek(0, os.SEEK_END)
         while size < file.size or not file.size:
             before = size
@@ -274,7 +254,7 @@ class _Fetch:
                 if file in paths:
                     self._put(file, paths[file], f"the archive of {' and '.join(suites)}")
                 else:
-                    self._gone.append(file)
+                    self.gone.append(file)
 
     def _layers(self, files: Sequence[LockedFile], image: str) -> None:
         with self._growing(files) as folder:
@@ -291,7 +271,7 @@ class _Fetch:
     def _put(self, file: LockedFile, path: Path, source: str) -> None:
         with _disk_errors(self._cache.root, file):
             if not path.exists() or not self._cache.put(path, file.sha256):
-                raise WrongBytes(file, "other bytes", source)
+                raise _refusal(file, "other bytes", source)
 
     @contextmanager
     def _growing(self, files: Sequence[LockedFile]) -> Iterator[Path]:
@@ -303,9 +283,8 @@ class _Fetch:
             while not ended.wait(0.5):
                 # The tool renames its temporary files meanwhile.
                 with suppress(FileNotFoundError):
-                    size = min(total, sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
-                    self._progress.advance("fetch", size - done)
-                    done = size
+                    before, done = done, min(total, sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
+                    self._progress.advance("fetch", done - before)
 
         root = self._cache.root
         with _disk_errors(root, files[0]):
@@ -336,6 +315,13 @@ def _disk_errors(root: Path, file: LockedFile) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EROFS):
             raise HostError(f"{root} cannot be written: {error.strerror}") from None
         raise
+
+
+def _refusal(file: LockedFile, offer: str, source: str) -> HostError:
+    return HostError(
+        f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} ({file.size} bytes) is locked",
+        hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
+    )
 
 
 def _names(files: Sequence[LockedFile]) -> str:

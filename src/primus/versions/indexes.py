@@ -41,8 +41,6 @@ _RETRIES = Retry(
     respect_retry_after_header=False,
     raise_on_status=False,
 )
-_FILE = re.compile(rb"\.(whl|zip|tgz|tar\.\w+)\b")
-_FORM = re.compile(rb"<(form|input|script)\b", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +62,14 @@ class Indexes:
     @classmethod
     def of_host(cls) -> Indexes:
         """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError without pip."""
-        settings = parse_config(_pip_config(frozenset(os.environ.items())))
-        return cls.from_settings(settings, "" if "index-url" in settings else _default_index())
+        return cls.from_settings(parse_config(_pip_config(frozenset(os.environ.items()))))
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, str], default_index: str) -> Indexes:
-        """Return the indexes that pip's settings name, or ``default_index`` if they name none."""
+    def from_settings(cls, settings: Mapping[str, str]) -> Indexes:
+        """Return the indexes that pip's settings name, or the default of pip and uv if they name none."""
         urls: list[str] = []
         if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
-            urls = [settings.get("index-url", default_index), *settings.get("extra-index-url", "").split()]
+            urls = [settings.get("index-url") or _default_index(), *settings.get("extra-index-url", "").split()]
         return cls(
             urls=tuple(urls),
             find_links=tuple(settings.get("find-links", "").split()),
@@ -92,9 +89,8 @@ class Indexes:
     def places(self) -> tuple[Indexes, ...]:
         """Return each index and each find-links folder alone, local ones first."""
         folders = [replace(self, urls=(), find_links=(place,)) for place in self.find_links]
-        return tuple(
-            sorted((*folders, *map(self.only, self.urls)), key=lambda place: local_path(place.shown[0]) is None)
-        )
+        places = (*folders, *map(self.only, self.urls))
+        return tuple(sorted(places, key=lambda place: local_path(place.shown[0]) is None))
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -134,7 +130,6 @@ class Indexes:
     def get(self, url: str, *, method: str = "GET", start: int = 0) -> requests.Response:
         """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
         if self.trusted_hosts:
-            # trusted-host was set on purpose, and pip does not warn either.
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         parts, began, outcome = urlsplit(url), time.monotonic(), "no answer"
         session = requests.Session()
@@ -145,7 +140,7 @@ class Indexes:
                 method,
                 url,
                 stream=True,
-                allow_redirects=True,
+                allow_redirects=True,  # requests itself follows none for HEAD
                 headers={"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})},
                 auth=self._login(parts.netloc),
                 # Not set on the session, where the environment's proxies would precede pip's own setting.
@@ -188,25 +183,19 @@ class Indexes:
                     needs = re.search(r'data-requires-python="([^"]*)"', about)
                     yield name, unescape(needs[1]) if needs else ""
 
-    def require_files(self, package: str) -> None:
-        """Raise HostError if an index wants a login for the package, or sends a web page such as a form for one."""
-        hint = "give pip the credentials (netrc, or in the index URL)"
+    def require_login(self, package: str) -> None:
+        """Raise HostError if an index wants credentials for the package, which uv takes for an index without it."""
         for url in (url for url in self.urls if local_path(url) is None):
-            with contextlib.suppress(requests.RequestException, urllib3.exceptions.HTTPError):
-                with self.get(f"{url.rstrip('/')}/{package}/") as page:
-                    text = page.raw.read(1 << 16) if page.ok and _is_page(page) else b""
-                place = f"the Python index at {bare_url(url)}"
+            with contextlib.suppress(requests.RequestException), self.get(f"{url.rstrip('/')}/{package}/") as page:
                 if page.status_code in (401, 407):
-                    message = f"{place} wants valid authentication credentials ({page.status_code})"
-                    raise HostError(message, hint=hint, about=package)
-                if _FORM.search(text) and not _FILE.search(text):
-                    title = re.search(rb"<title>([^<]*)", text, re.I)
-                    name = " ".join(title[1].decode("utf-8", "replace").split())[:80] if title else "no title"
-                    message = f"{place} sends a web page ({name}) instead of a list of the files of {package}"
-                    raise HostError(message, hint=f"correct its address, or {hint}", about=package)
+                    raise HostError(
+                        f"the Python index at {bare_url(url)} wants valid authentication credentials "
+                        f"({page.status_code})",
+                        hint="give pip the credentials (netrc, or in the index URL)",
+                        about=package,
+                    )
 
     def _login(self, host: str) -> tuple[str, str] | None:
-        """Return the credentials of the index on ``host``: from its address, or from the keyring command."""
         for url in (*self.urls, *self.find_links):
             login, at, netloc = urlsplit(url).netloc.rpartition("@")
             if at and netloc == host:
@@ -218,8 +207,7 @@ class Indexes:
         return None
 
     def _ca(self) -> str | bool:
-        environment = os.environ
-        configured = self.cert or environment.get("REQUESTS_CA_BUNDLE") or environment.get("CURL_CA_BUNDLE")
+        configured = self.cert or os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
         # pip trusts the system's certificate store. requests alone would not find a company's own CA in it.
         return configured or ssl.get_default_verify_paths().cafile or True
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from primus.files import path_fault, read_bytes
 from primus.schema import build, described, parse_json
 
 FORMAT = 1
+_GENERATED = "by `primus lock`; do not edit"
 # Every supported suite → minor version of its glibc 2. A wheel that was built for a newer glibc does not work there.
 GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
 # Debian's architectures, and their names in the kernel and in wheels.
@@ -57,8 +59,7 @@ class LockedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRequest:
-    """What a base needs from an archive and a registry. ``packages`` may contain ``name/suite``, as in
-    versions.yaml.
+    """What a base needs from an archive and a registry. ``packages`` may contain ``name/suite``.
 
     ``over`` names the base of an extra. The lock then contains only the packages that this base does not have.
     """
@@ -81,8 +82,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The input of a lock: what one target needs from the sources. ``python`` is the major.minor version of its
-    base.
+    """The input of a lock: what one target needs from the sources. ``python`` is the minor version of its base.
 
     ``wheels`` and ``sdists`` map normalized package names to exact versions, and ``debs`` maps names of the base's
     packages to upstream versions. ``pure`` names wheels for any platform; ``requires`` names wheels of any version
@@ -216,45 +216,31 @@ def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
 def dumps(lock: Lock) -> str:
     """Return the text of the lock: JSON with one pin and one file per line."""
 
-    def line(value: object) -> str:
-        return json.dumps(value, ensure_ascii=False)
-
-    def row(f: LockedFile) -> str:
-        return line({k: v for k, v in asdict(f).items() if v is not None})
-
+    line = partial(json.dumps, ensure_ascii=False)
     order = sorted(lock.files, key=lambda f: (f.kind, f.base or "", f.name))
     pins = ",\n".join(f"    {line(k)}: {line(v)}" for k, v in sorted(lock.pins.items()))
-    files = ",\n".join(f"    {row(f)}" for f in order)
-    head = {
-        "generated": "by `primus lock`; do not edit",
-        "format": FORMAT,
-        "target": lock.target,
-        "channel": lock.channel,
-    }
+    files = ",\n".join("    " + line({k: v for k, v in asdict(f).items() if v is not None}) for f in order)
+    head = {"generated": _GENERATED, "format": FORMAT, "target": lock.target, "channel": lock.channel}
     top = ",\n".join(f"  {line(k)}: {line(v)}" for k, v in head.items())
     return f'{{\n{top},\n  "pins": {{\n{pins}\n  }},\n  "files": [\n{files}\n  ]\n}}\n'
 
 
 def loads(text: str | bytes, name: str) -> Lock:
     """Parse a lock; ``name`` is the file's name in messages. Raises InputError if the text is not a lock."""
-    # `primus lock` reads the lock that it replaces, so it also refuses a damaged one.
-    hint = "restore it from version control, or delete it and run `primus lock`"
     try:
         document = parse_json(text, name)
-    except InputError as error:
-        raise InputError(error.message, where=error.where, hint=hint) from None
-    if isinstance(document.data, dict) and (number := document.data.get("format", FORMAT)) != FORMAT:
-        raise InputError(f"lock format {number} is not {FORMAT}", where=document.where(("format",)), hint=hint)
-    try:
+        if isinstance(document.data, dict) and (number := document.data.get("format", FORMAT)) != FORMAT:
+            raise InputError(f"its format {number} is not {FORMAT}", where=document.where(("format",)))
         lock = build(_File, document)
+        seen: set[tuple[str, str | None, str]] = set()
+        for index, file in enumerate(lock.files):
+            if (entry := (file.kind, file.base, file.name)) in seen:
+                raise InputError(f"the {file.kind} {file.name} is listed twice", where=document.where(("files", index)))
+            seen.add(entry)
     except InputError as error:
+        # `primus lock` reads the lock that it replaces, so it also refuses a damaged one.
+        hint = "restore it from version control, or delete it and run `primus lock`"
         raise InputError(f"not a lock: {error.message}", where=error.where, hint=hint) from None
-    seen: set[tuple[str, str | None, str]] = set()
-    for index, file in enumerate(lock.files):
-        if (entry := (file.kind, file.base, file.name)) in seen:
-            place = document.where(("files", index))
-            raise InputError(f"not a lock: the {file.kind} {file.name} is listed twice", where=place, hint=hint)
-        seen.add(entry)
     return Lock(target=lock.target, channel=lock.channel, pins=lock.pins, files=lock.files)
 
 

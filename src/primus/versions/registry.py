@@ -26,8 +26,7 @@ _STATUS = "var/lib/dpkg/status"
 
 
 def resolve_image(base: str, image: str, architecture: str) -> tuple[tuple[LockedFile, ...], str]:
-    """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it, which lists its
-    packages; an empty one if it has no dpkg.
+    """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it (empty without dpkg).
 
     Raises InputError for an image of another platform or with unsupported layers, HostError if the registry does
     not answer or sends other bytes.
@@ -49,7 +48,7 @@ def resolve_image(base: str, image: str, architecture: str) -> tuple[tuple[Locke
 
 
 def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedFile, ...]:
-    name, _, digest = image.partition("@")
+    name = image.partition("@")[0]
     types = [str(layer.get("mediaType")) for layer in manifest.get("layers", ())]
     if not types:
         hint = f"name the digest of an OCI or Docker schema 2 image for base {base}"
@@ -62,7 +61,7 @@ def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedF
         LockedFile(
             kind="layer",
             name=f"{short}-{number:02}",
-            version=digest,
+            version=image.partition("@")[2],
             file=f"{sha256}.tar.gz",
             size=int(layer["size"]),
             sha256=sha256,
@@ -88,11 +87,8 @@ def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
                         status = file.read().decode("utf-8", "replace")
         # tarfile passes on what gzip, the numbers of a sparse file and thousands of extended headers raise.
         except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, RecursionError) as error:
-            raise InputError(
-                f"layer sha256:{layer.sha256} of {image} is not a gzip-compressed tar archive: {error}",
-                hint="choose another image",
-                about=image.partition("@")[0],
-            ) from None
+            message = f"layer sha256:{layer.sha256} of {image} is not a gzip-compressed tar archive: {error}"
+            raise InputError(message, hint="choose another image", about=image.partition("@")[0]) from None
     return status
 
 

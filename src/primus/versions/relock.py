@@ -14,9 +14,6 @@ from primus.versions.registry import resolve_image
 from primus.versions.repository import resolve_commit
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
-Stale = frozenset[str]
-
-
 # Files of bases and commits, so that targets that are locked together resolve each of them once.
 Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
 
@@ -29,10 +26,10 @@ _FOR_SCRIPTS = (
 _PARTS = {"wheel": "wheels", "deb": "wheels", "sdist": "sdists", "git": "gits"}
 
 
-def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()) -> Stale:
-    """Return the parts to resolve again: ``"wheels"``, ``"sdists"``, ``"gits"``, ``"base NAME"`` and ``"build
-    NAME"``.
-    """
+def stale(
+    request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()
+) -> frozenset[str]:
+    """Return the parts to resolve again: ``wheels``, ``sdists``, ``gits``, ``base NAME`` and ``build NAME``."""
     builds = {f"build {name}" for name in request.builds}
     parts = {f"base {name}" for name in request.bases} | {*_PARTS.values()} | builds
     if previous is None or refresh:
@@ -91,12 +88,11 @@ def resolve(
         "gits": lambda: _commits(request.gits, shared),
         "bases": lambda: _bases(request, parts, shared, progress),
     }
-    work = [way for part, way in ways.items() if part in (*parts, "bases")]
     files = previous.files if previous is not None else ()
     here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
     unchanged = [f for f in files if _part(f) in here - parts]
-    with ThreadPoolExecutor(max(1, len(work))) as pool:
-        futures = [pool.submit(way) for way in work]
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(way) for part, way in ways.items() if part in (*parts, "bases")]
         resolved = [file for future in futures for file in future.result()]
     for name, base in request.bases.items():
         if base.over and f"base {name}" in parts:
@@ -115,7 +111,6 @@ def resolve(
 
 
 def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedFile]:
-    """Return ``files`` without those of ``extra`` that ``base`` also has. InputError if their versions differ."""
     below = {f.name: f for f in files if f.base == base and f.kind in ("deb", "layer")}
     result = []
     for file in files:
@@ -137,18 +132,16 @@ def _commits(commits: Mapping[str, Commit], shared: Shared) -> list[LockedFile]:
     return [file for commit in commits.values() for file in shared[commit]]
 
 
-def _bases(request: Request, parts: Stale, shared: Shared, progress: Progress) -> list[LockedFile]:
-    """Return the files of every base in ``parts``. Equal bases are resolved once."""
+def _bases(request: Request, parts: Collection[str], shared: Shared, progress: Progress) -> list[LockedFile]:
     bases = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
     lacking = {base: name for name, base in reversed(bases.items()) if base not in shared}
-    with ThreadPoolExecutor(max(1, len(lacking))) as pool:
-        files = pool.map(lambda item: _base(item[1], item[0], request.architecture, progress), lacking.items())
+    with ThreadPoolExecutor() as pool:
+        files = pool.map(lambda base: _base(lacking[base], base, request.architecture, progress), lacking)
         shared.update(zip(lacking, files, strict=True))
     return [replace(file, base=name) for name, base in bases.items() for file in shared[base]]
 
 
 def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:
-    """Return the packages of a base, after the layers of its image."""
     assumed = _FOR_SCRIPTS if base.over else ""
     if base.image is None:
         return resolve_debs(name, base, architecture, progress=progress, status=assumed)

@@ -27,8 +27,7 @@ _UNKNOWN = ("not our ref", "unadvertised object", "remote ref")
 _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding\n"
 
 
-def short_name(url: str) -> str:
-    """Return the repository's short name for messages: ``aiter`` for ``https://HOST/ROCm/aiter.git``."""
+def _short_name(url: str) -> str:
     return url.rstrip("/").rpartition("/")[2].removesuffix(".git")
 
 
@@ -75,7 +74,6 @@ def _add(archive: tarfile.TarFile, source: Path, path: Path) -> None:
 
 
 def _check_out(source: Path, url: str, commit: str) -> None:
-    """Check out the commit with its submodules in ``source``."""
     template = source.parent / "template"
     (template / "info").mkdir(parents=True, exist_ok=True)
     (template / "info/attributes").write_text(_ATTRIBUTES, encoding="ascii")
@@ -100,13 +98,12 @@ def _check_out(source: Path, url: str, commit: str) -> None:
         hint = (
             "correct `commit` in versions.yaml; the server must send single commits, as those of git 2.26 or newer do"
         )
-        raise InputError(f"{bare_url(url)} sends no commit {commit}", hint=hint, about=short_name(url)) from None
+        raise InputError(f"{bare_url(url)} sends no commit {commit}", hint=hint, about=_short_name(url)) from None
     git("checkout", "--quiet", "--detach", commit)
     git("submodule", "--quiet", "update", "--init", "--recursive", "--depth=1")
 
 
 def _git(words: list[str], url: str, template: Path, method: str, timeout: float | None) -> None:
-    """Run git. Raises HostError with its own words."""
     if shutil.which("git") is None:
         raise HostError("git is missing; it is needed to fetch repositories", hint="apt-get install git")
     variables = {"GIT_TERMINAL_PROMPT": "0", "GIT_TEMPLATE_DIR": str(template), "LC_ALL": "C.UTF-8"}
@@ -121,5 +118,5 @@ def _git(words: list[str], url: str, template: Path, method: str, timeout: float
     raise HostError(
         f"the repository {bare_url(url)} does not answer: {reason.replace(url, bare_url(url))}",
         hint="check the address and the network, or give git a login for it",
-        about=short_name(url),
+        about=_short_name(url),
     )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -33,7 +33,7 @@ from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.indexes import Indexes
-from primus.versions.lock import GLIBC, MACHINES, BaseRequest, LockedFile, Request
+from primus.versions.lock import GLIBC, MACHINES, BaseRequest, Kind, LockedFile, Request
 from primus.versions.traffic import bare_url, run_tool
 
 # The newest glibc 2 that uv knows.
@@ -41,28 +41,20 @@ _NEWEST_GLIBC = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One file of an index. ``sha256`` and ``size`` are None if the index does not state them.
+class Offer:
+    """One file of an index. ``sha256`` and ``size`` are None if the index does not state them."""
 
-    ``index`` is set for an index of versions.yaml.
-    """
-
-    name: str
-    version: str
     file: str
     url: str
-    sha256: str | None = None
-    size: int | None = None
-    index: str | None = None
+    sha256: str | None
+    size: int | None
 
 
 class NoSolutionError(Exception):
     """No set of versions fits. The message is uv's explanation."""
 
 
-def resolve_wheels(
-    request: Request, *, progress: Progress, keep: Mapping[str, str] | None = None
-) -> tuple[LockedFile, ...]:
+def resolve_wheels(request: Request, *, progress: Progress, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
     """Return the pinned wheels and all dependencies. ``keep`` maps names to preferred versions.
 
     Raises InputError if no set of versions fits, HostError if an index does not answer.
@@ -72,7 +64,7 @@ def resolve_wheels(
     progress.start("wheels", "resolve wheels", unit="files")
     pins = [f"{name}=={version}" for name, version in request.wheels.items()]
     pins += [name for name in request.requires if name not in request.wheels]
-    files = _locked(request, pins, keep=keep or {})
+    files = _locked(request, pins, keep=keep)
     for file in files:
         if file.version != (pinned := request.wheels.get(file.name, file.version)):
             raise InputError(
@@ -98,15 +90,15 @@ def resolve_build(
     not have, and if the build's own packages do not fit the image's versions.
     """
     progress.start(root, f"resolve wheels of {root}", unit="files")
-    pins: list[str] = []
+    pins: dict[str, str] = {}
     for wheel in wheels:
-        name = canonicalize_name(wheel)
-        if "==" not in wheel and name not in image:
+        name, _, version = wheel.partition("==")
+        name = canonicalize_name(name)
+        if not version and name not in image:
             raise InputError(f"{root}: the image has no {wheel}", hint=f"name a version: {wheel}==VERSION")
-        pins.append(wheel if "==" in wheel else f"{name}=={image[name]}")
-    pinned = {canonicalize_name(pin.partition("==")[0]) for pin in pins}
-    constraints = [f"{name}=={version}" for name, version in image.items() if name not in pinned]
-    files = _locked(request, pins, constraints=constraints, keep=keep)
+        pins[name] = f"{name}=={version or image[name]}"
+    constraints = [f"{name}=={version}" for name, version in image.items() if name not in pins]
+    files = _locked(request, list(pins.values()), constraints=constraints, keep=keep)
     progress.finish(root, counted(len(files), "wheel"))
     return tuple(replace(file, base=root) for file in files)
 
@@ -116,9 +108,7 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
     if not request.sdists:
         return ()
     progress.start("sdists", "find source archives", unit="files")
-    indexes = Indexes.of_host()
-    candidates = [_sdist(name, version, request, indexes) for name, version in request.sdists.items()]
-    files = _measured("sdist", candidates, indexes)
+    files = tuple(_sdist(name, version, request) for name, version in request.sdists.items())
     progress.finish("sdists", counted(len(files), "source archive"))
     return files
 
@@ -128,15 +118,13 @@ def offered(name: str, request: Request, kind: str) -> set[Version]:
 
     Raises HostError if an index does not answer.
     """
-    tags, versions, host = _tags(request), set(), Indexes.of_host()
-    for place in _own(request, host).values() if name in request.indexed else [host]:
+    tags, versions = _tags(request), set()
+    for place in _own(request).values() if name in request.indexed else [Indexes.of_host()]:
         for file, needs in place.files(name):
             with contextlib.suppress(InvalidVersion, InvalidWheelFilename, InvalidSdistFilename, InvalidSpecifier):
                 if kind == "wheel":
                     package, version, _, own = parse_wheel_filename(file)
-                    fits = not tags.keys().isdisjoint(own) and (
-                        name not in request.pure or file.endswith("-none-any.whl")
-                    )
+                    fits = not tags.keys().isdisjoint(own)
                 else:
                     (package, version), fits = parse_sdist_filename(file), True
                 if package == name and fits and SpecifierSet(needs).contains(_base(request).python):
@@ -149,49 +137,17 @@ def fits_together(request: Request, loose: Collection[str]) -> dict[str, str] | 
 
     Those named in ``loose`` may be newer. Raises HostError if an index does not answer.
     """
-    host = Indexes.of_host()
-    indexes = replace(host, urls=(*host.urls, *request.indexes.values()))
     pins = [f"{name}{'>=' if name in loose else '=='}{version}" for name, version in request.wheels.items()]
     try:
-        packages = _Uv(indexes, _platform(request), request.provided, request.indexes).resolve(
-            [*pins, *request.requires]
-        )
+        packages = _Uv.of(request).resolve([*pins, *request.requires])
     except NoSolutionError:
         return None
     return {package["name"]: package["version"] for package in packages}
 
 
-def _sdist(name: str, version: str, request: Request, indexes: Indexes) -> Candidate:
-    places: dict[str | None, Indexes] = {None: indexes}
-    if name in request.indexed:
-        places = _own(request, indexes)
-    found = _first(places, name, version, request, "--no-binary")
-    if found is None:
-        absent = NoSolutionError(f"there is no source archive of {name}=={version}")
-        raise unsolvable(absent, [url for place in places.values() for url in place.shown])
-    package, index = found
-    (sdist,) = _candidates({**package, "wheels": []})
-    return replace(sdist, version=version, index=index)
-
-
-def _own(request: Request, indexes: Indexes) -> dict[str | None, Indexes]:
-    return {name: indexes.only(url) for name, url in request.indexes.items()}
-
-
-def _first(
-    places: Mapping[str | None, Indexes], name: str, version: str, request: Request, without: str
-) -> tuple[dict[str, Any], str | None] | None:
-    """Return the package from the first of ``places`` that has it, and the name of that place."""
-    for index, place in places.items():
-        with contextlib.suppress(NoSolutionError):
-            (package,) = _Uv(place, _platform(request), names=request.indexes).find([(name, version)], without, ":all:")
-            return package, index
-    return None
-
-
 def locate(
     files: Sequence[LockedFile], indexes: Indexes, pythons: Collection[str], names: Mapping[str, str]
-) -> Iterator[Candidate]:
+) -> Iterator[Offer]:
     """Yield the places that offer the locked files, by name; some may be missing, or have other bytes.
 
     ``pythons`` are the versions of Python that the files are for, ``names`` the indexes of versions.yaml. Raises
@@ -213,10 +169,10 @@ def locate(
             except HostError as error:
                 failures.append(error)
                 break
-            for candidate in (file for package in packages for file in _candidates(package) if file.file in missing):
-                if candidate.sha256 == missing[candidate.file].sha256:
-                    del missing[candidate.file]
-                yield candidate
+            for offer in (file for package in packages for file in _offers(package) if file.file in missing):
+                if offer.sha256 == missing[offer.file].sha256:
+                    del missing[offer.file]
+                yield offer
     if missing and failures:
         raise failures[0]
 
@@ -229,6 +185,13 @@ class _Uv:
     platform: Sequence[str]
     provided: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: Request) -> _Uv:
+        """Return uv on the indexes of this host and of the request's channel."""
+        host = Indexes.of_host()
+        indexes = replace(host, urls=(*host.urls, *request.indexes.values()))
+        return cls(indexes, _platform(request), request.provided, request.indexes)
 
     def resolve(
         self, requirements: Sequence[str], constraints: Sequence[str] = (), keep: Mapping[str, str] | None = None
@@ -248,11 +211,13 @@ class _Uv:
             for place in self.indexes.constraints:
                 words += ["--constraints", str(Path(place).absolute())]
             self._run(folder, [*requirements, *self._provide(folder / "provided")], words)
-            return _packages((folder / "pylock.toml").read_text(encoding="utf-8"))
+            packages: list[dict[str, Any]] = tomllib.loads((folder / "pylock.toml").read_text()).get("packages", [])
+            return packages
 
     def find(self, pins: Sequence[tuple[str, str]], *words: str) -> list[dict[str, Any]]:
-        """Return the packages with exactly these names and versions. No metadata is read and nothing is built."""
-        return _packages(self._find(pins, *words))
+        """Return the packages with exactly these names and versions, without reading metadata."""
+        packages: list[dict[str, Any]] = tomllib.loads(self._find(pins, *words)).get("packages", [])
+        return packages
 
     def index_of(self, pins: Sequence[tuple[str, str]]) -> dict[str, str]:
         """Return package → address of the index from which it comes."""
@@ -265,7 +230,7 @@ class _Uv:
             return self._run(Path(name), ["==".join(pin) for pin in pins], ["--no-deps", *words], "".join(metadata))
 
     def _run(self, folder: Path, requirements: Sequence[str], words: Sequence[str], settings: str = "") -> str:
-        """Run uv in ``folder``, whose files only this user can read, since the settings may contain credentials."""
+        # The settings may contain credentials, so only this user can read them.
         indexes = self.indexes
         if self.provided:
             indexes = replace(indexes, find_links=(*indexes.find_links, str(folder / "provided")))
@@ -283,15 +248,11 @@ class _Uv:
             return str(done.stdout)
         error = failure(done.stderr, self.names)
         if isinstance(error, NoSolutionError):
-            # uv takes an index that wants a login, or sends a form for one, for an index without the package.
-            indexes.require_files(package)
+            indexes.require_login(package)
         raise error
 
     def _provide(self, folder: Path) -> list[str]:
-        """Write an empty wheel of each package that the base has or that is built here. Returns their pins.
-
-        Otherwise, a dependency on torch would add the index's build of it to the lock, beside the base's own.
-        """
+        # Without these empty wheels, a dependency on torch would add the index's build of it, beside the base's own.
         folder.mkdir()
         for name, version in self.provided.items():
             stem = f"{name.replace('-', '_')}-{version}"
@@ -336,72 +297,98 @@ def unsolvable(error: NoSolutionError, urls: Sequence[str]) -> InputError:
     )
 
 
+def _own(request: Request) -> dict[str | None, Indexes]:
+    return {name: Indexes.of_host().only(url) for name, url in request.indexes.items()}
+
+
+def _places_with(
+    places: Mapping[str | None, Indexes], name: str, version: str, request: Request, without: str
+) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield the name of each of ``places`` that has the package, and the package."""
+    for index, place in places.items():
+        with contextlib.suppress(NoSolutionError):
+            uv = _Uv(place, _platform(request), names=request.indexes)
+            yield index, uv.find([(name, version)], without, ":all:")[0]
+
+
+def _sdist(name: str, version: str, request: Request) -> LockedFile:
+    host = Indexes.of_host()
+    places: Mapping[str | None, Indexes] = _own(request) if name in request.indexed else {None: host}
+    for index, package in _places_with(places, name, version, request, "--no-binary"):
+        (offer,) = _offers({**package, "wheels": []})
+        return _measured("sdist", name, version, offer, index, host)
+    absent = NoSolutionError(f"there is no source archive of {name}=={version}")
+    raise unsolvable(absent, [url for place in places.values() for url in place.shown])
+
+
 def _locked(
     request: Request, pins: Sequence[str], *, constraints: Sequence[str] = (), keep: Mapping[str, str]
 ) -> tuple[LockedFile, ...]:
-    host = Indexes.of_host()
-    indexes = replace(host, urls=(*host.urls, *request.indexes.values()))
-    uv = _Uv(indexes, _platform(request), request.provided, request.indexes)
+    uv, tags = _Uv.of(request), _tags(request)
     try:
         packages = uv.resolve(pins, constraints, keep)
     except NoSolutionError as error:
-        raise unsolvable(error, indexes.shown) from None
-    tags = _tags(request)
-    candidates = [_best(package, tags, request) for package in packages if package["name"] not in request.provided]
+        raise unsolvable(error, uv.indexes.shown) from None
+    packages = [package for package in packages if package["name"] not in request.provided]
+    origins: dict[str, str] = {}
     if request.indexes:
-        origins = _Uv(indexes, uv.platform).index_of([(candidate.name, candidate.version) for candidate in candidates])
-        candidates = [_placed(candidate, origins.get(candidate.name, ""), request, indexes) for candidate in candidates]
-    return _measured("wheel", candidates, indexes)
+        exact = [(package["name"], package["version"]) for package in packages]
+        origins = replace(uv, provided={}, names={}).index_of(exact)
+    names = {bare_url(url).rstrip("/"): name for name, url in reversed([*request.indexes.items()])}
+
+    def locked(package: dict[str, Any]) -> LockedFile:
+        name, version = package["name"], package["version"]
+        index = names.get(bare_url(origins.get(name, "")).rstrip("/"))
+        if index is None and name in request.indexed:
+            # uv found it elsewhere, but it must come from an index of the channel.
+            places = _places_with(_own(request), name, version, request, "--only-binary")
+            index, package = next(places, (None, package))
+            if index is None:
+                own = ", ".join(f"{name} ({bare_url(url)})" for name, url in request.indexes.items())
+                raise InputError(
+                    f"{name} {version} is pinned to channel {request.channel}, but none of its indexes has "
+                    f"{_best(package, tags, request.pure).file}",
+                    hint=f"its indexes: {own}",
+                    about=name,
+                )
+        return _measured("wheel", name, version, _best(package, tags, request.pure), index, uv.indexes)
+
+    with ThreadPoolExecutor(8) as pool:
+        return tuple(pool.map(locked, packages))
 
 
-def _best(package: Mapping[str, Any], tags: Mapping[Tag, int], request: Request) -> Candidate:
+def _best(package: Mapping[str, Any], tags: Mapping[Tag, int], pure: Collection[str]) -> Offer:
     """Return the package's wheel that pip would install, or the one for every platform if the pin is ``pure``."""
-    wheels = [wheel for wheel in _candidates(package) if wheel.file.endswith(".whl")]
-    if package["name"] in request.pure:
+    wheels = [wheel for wheel in _offers(package) if wheel.file.endswith(".whl")]
+    if package["name"] in pure:
         wheels = [wheel for wheel in wheels if wheel.file.endswith("-none-any.whl")]
         if not wheels:
             raise InputError(
                 f"{package['name']} {package['version']} has no wheel for every platform",
                 hint="leave out `pure`, or pin a version with one",
             )
-
-    def rank(wheel: Candidate) -> int:
-        return min(tags.get(tag, len(tags)) for tag in parse_wheel_filename(wheel.file)[3])
-
-    return min(wheels, key=rank)
+    return min(wheels, key=lambda wheel: min(tags.get(tag, len(tags)) for tag in parse_wheel_filename(wheel.file)[3]))
 
 
-def _candidates(package: Mapping[str, Any]) -> list[Candidate]:
+def _offers(package: Mapping[str, Any]) -> list[Offer]:
     files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else ())]
+    urls = [file.get("url") or file["path"] for file in files]
     return [
-        Candidate(
-            name=package["name"],
-            version=package["version"],
-            file=unquote(urlsplit(file.get("url") or file["path"]).path.rpartition("/")[2]),
-            url=file.get("url") or file["path"],
+        Offer(
+            file=unquote(urlsplit(url).path.rpartition("/")[2]),
+            url=url,
             sha256=file.get("hashes", {}).get("sha256"),
             size=file.get("size"),
         )
-        for file in files
+        for url, file in zip(urls, files, strict=True)
     ]
 
 
-def _placed(candidate: Candidate, origin: str, request: Request, indexes: Indexes) -> Candidate:
-    """Return the file with the channel's index that it comes from, if any.
-
-    A package that is pinned to the channel must come from one of its indexes. InputError if none offers it.
-    """
-    names = {bare_url(url).rstrip("/"): name for name, url in reversed([*request.indexes.items()])}
-    if (index := names.get(bare_url(origin).rstrip("/"))) or candidate.name not in request.indexed:
-        return replace(candidate, index=index)
-    if found := _first(_own(request, indexes), candidate.name, candidate.version, request, "--only-binary"):
-        return replace(_best(found[0], _tags(request), request), index=found[1])
-    raise InputError(
-        f"{candidate.name} {candidate.version} is pinned to channel {request.channel}, but none of its indexes has "
-        f"{candidate.file}",
-        hint="its indexes: " + ", ".join(f"{name} ({bare_url(url)})" for name, url in request.indexes.items()),
-        about=candidate.name,
-    )
+def _measured(kind: Kind, name: str, version: str, offer: Offer, index: str | None, indexes: Indexes) -> LockedFile:
+    size, sha256 = offer.size, offer.sha256
+    if size is None or sha256 is None:
+        size, sha256 = indexes.measure(offer.url, f"{name} {version}", sha256)
+    return LockedFile(kind=kind, name=name, version=version, file=offer.file, size=size, sha256=sha256, index=index)
 
 
 def _base(request: Request) -> BaseRequest:
@@ -425,7 +412,7 @@ def _platform(request: Request) -> tuple[str, ...]:
 
 
 def _tags(request: Request) -> dict[Tag, int]:
-    """Return the tags of wheels that work on the target's base, with their rank in pip's order."""
+    """Return the tags of wheels that work on the target's base, with pip's rank."""
     base, machine = _base(request), MACHINES[request.architecture]
     major, minor = map(int, request.python.split("."))
     platforms = [f"manylinux_2_{glibc}_{machine}" for glibc in range(GLIBC[base.suite], 4, -1)]
@@ -439,31 +426,5 @@ def _tags(request: Request) -> dict[Tag, int]:
     return {tag: rank for rank, tag in reversed(list(enumerate(tags)))}
 
 
-def _packages(text: str) -> list[dict[str, Any]]:
-    packages: list[dict[str, Any]] = tomllib.loads(text).get("packages", [])
-    return packages
-
-
 def _row(name: str, version: str) -> str:
     return f"name = {json.dumps(name)}\nversion = {json.dumps(version)}\n"
-
-
-def _measured(
-    kind: Literal["wheel", "sdist"], candidates: Sequence[Candidate], indexes: Indexes
-) -> tuple[LockedFile, ...]:
-    def measured(candidate: Candidate) -> LockedFile:
-        size, sha256 = candidate.size, candidate.sha256
-        if size is None or sha256 is None:
-            size, sha256 = indexes.measure(candidate.url, f"{candidate.name} {candidate.version}", sha256)
-        return LockedFile(
-            kind=kind,
-            name=candidate.name,
-            version=candidate.version,
-            file=candidate.file,
-            size=size,
-            sha256=sha256,
-            index=candidate.index,
-        )
-
-    with ThreadPoolExecutor(8) as pool:
-        return tuple(sorted(pool.map(measured, candidates), key=lambda f: f.name))

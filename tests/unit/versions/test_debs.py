@@ -11,7 +11,6 @@ from primus.versions.debs import (
     _default_mirror,
     check_python,
     debian_stanzas,
-    parse_records,
     parse_sources,
     parse_uris,
     preferences,
@@ -88,7 +87,11 @@ def test_preferences_hold_a_package_to_its_suite() -> None:
     assert [tuple(r.values()) for r in rules] == [
         ("*", "release a=experimental", "1"),
         ("*", "release n=trixie*", "1"),
+        ("librccl1", "release n=sid*", "-1"),
         ("librccl1", "release a=experimental", "990"),
+        ("librccl1", "release n=trixie*", "-1"),
+        ("c", "release n=sid*", "-1"),
+        ("c", "release a=experimental", "-1"),
         ("c", "release n=trixie*", "990"),
     ]
     assert suites_of("sid", ("a", "librccl1/experimental", "c/trixie", "d/sid")) == ("sid", "experimental", "trixie")
@@ -172,18 +175,6 @@ def test_print_uris_gives_names_and_versions_with_epochs() -> None:
         "'http://h/pool/media_10_all.deb' media-types_10.0.0_all.deb 26204 SHA256:00\n"
     )
     assert list(parse_uris(text)) == [("libcap2", "1:2.66-4+deb12u3"), ("media-types", "10.0.0")]
-
-
-def test_records_need_every_field_and_the_first_wins() -> None:
-    def block(sha: str) -> str:
-        return (
-            f"Package: a\nVersion: 1\nInstalled-Size: 9\nFilename: pool/a_1.deb\nSize: 5\nSHA256: {sha}\nDescription: x"
-        )
-
-    records = parse_records("\n\n".join([block("aa"), block("bb"), "Package: b\nVersion: 1"]))
-    assert list(records) == [("a", "1")]
-    assert records["a", "1"]["SHA256"] == "aa"
-    assert records["a", "1"]["Size"] == "5"
 
 
 @pytest.mark.parametrize(

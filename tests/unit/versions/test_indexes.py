@@ -26,13 +26,13 @@ def test_config_variables_win_over_install_over_global() -> None:
     settings = parse_config(LISTING)
     assert settings["index-url"] == "http://install/simple"
     assert parse_config(LISTING + ":env:.index-url='http://env/simple'\n")["index-url"] == "http://env/simple"
-    indexes = Indexes.from_settings(settings, "http://default/")
+    indexes = Indexes.from_settings(settings)
     assert indexes.urls == ("http://install/simple", "http://a/simple", "http://b/simple")
     assert indexes.find_links == ("/one", "/two")
 
 
 def test_uv_searches_in_pips_order_and_takes_403_for_an_absent_package() -> None:
-    settings = tomllib.loads(Indexes.from_settings(parse_config(LISTING), "").uv_settings())
+    settings = tomllib.loads(Indexes.from_settings(parse_config(LISTING)).uv_settings())
     assert [index["url"] for index in settings["index"]] == [
         "http://install/simple",
         "http://a/simple",
@@ -44,20 +44,20 @@ def test_uv_searches_in_pips_order_and_takes_403_for_an_absent_package() -> None
 
 
 def test_no_index_leaves_find_links_only() -> None:
-    indexes = Indexes.from_settings({"no-index": "true", "find-links": "/wheels"}, "http://default/")
+    indexes = Indexes.from_settings({"no-index": "true", "find-links": "/wheels"})
     assert indexes.shown == ("/wheels",)
     assert tomllib.loads(indexes.uv_settings())["no-index"]
 
 
 def test_local_places_are_asked_before_remote_ones() -> None:
     settings = {"index-url": "http://a/simple", "extra-index-url": "file:///b/simple", "find-links": "/c"}
-    assert [place.shown[0][0] for place in Indexes.from_settings(settings, "").places] == ["/", "f", "h"]
+    assert [place.shown[0][0] for place in Indexes.from_settings(settings).places] == ["/", "f", "h"]
 
 
 def test_other_settings_of_pip_are_uvs_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("UV_INDEX", "http://elsewhere/simple")
     settings = {"cert": "/ca.pem", "client-cert": "/me.pem", "proxy": "http://p:8080", "trusted-host": "a b:80"}
-    indexes = Indexes.from_settings(settings | {"keyring-provider": "subprocess"}, "http://default/")
+    indexes = Indexes.from_settings(settings | {"keyring-provider": "subprocess"})
     environment = indexes.uv_environment()
     assert "UV_INDEX" not in environment, "uv's own configuration on this host does not count"
     assert environment.items() >= {"SSL_CERT_FILE": "/ca.pem", "SSL_CLIENT_CERT": "/me.pem"}.items()
@@ -73,16 +73,14 @@ def test_a_login_without_a_password_is_looked_up_in_the_keyring(
     program.write_text('#!/bin/sh\necho "SECRET-of-$3"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    indexes = Indexes.from_settings({"index-url": "https://me@host/simple", "keyring-provider": "subprocess"}, "")
+    indexes = Indexes.from_settings({"index-url": "https://me@host/simple", "keyring-provider": "subprocess"})
     assert indexes._login("host") == ("me", "SECRET-of-me")
     assert indexes._login("other") is None
-    assert Indexes.from_settings({"index-url": "https://me:p%40ss@host/simple"}, "")._login("host") == ("me", "p@ss")
+    assert Indexes.from_settings({"index-url": "https://me:p%40ss@host/simple"})._login("host") == ("me", "p@ss")
 
 
 def test_credentials_are_in_no_text() -> None:
-    indexes = Indexes.from_settings(
-        {"index-url": "https://me:p%40ss@host:8443/simple", "proxy": "http://u:p%40ss@p"}, ""
-    )
+    indexes = Indexes.from_settings({"index-url": "https://me:p%40ss@host:8443/simple", "proxy": "http://u:p%40ss@p"})
     assert indexes.shown == ("https://host:8443/simple",)
     assert "p%40ss" not in repr(indexes)
 
@@ -113,9 +111,8 @@ def test_tags_stop_at_the_glibc_of_the_suite() -> None:
 def test_the_best_wheel_is_the_most_specific_one() -> None:
     names = ["a-1-py3-none-any.whl", "a-1-cp37-abi3-manylinux_2_28_x86_64.whl", "a-1-cp311-cp311-linux_x86_64.whl"]
     package = {"name": "a", "version": "1", "wheels": [{"url": f"http://h/{name}"} for name in names]}
-    assert _best(package, _tags(_request()), _request()).file == names[2]
-    pure = _request(pure=("a",))
-    assert _best(package, _tags(pure), pure).file == names[0]
+    assert _best(package, _tags(_request()), ()).file == names[2]
+    assert _best(package, _tags(_request()), ("a",)).file == names[0]
 
 
 CONNECT = """\

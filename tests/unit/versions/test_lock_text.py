@@ -102,13 +102,13 @@ TWICE = [WHEEL, {**WHEEL, "version": "2"}]
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "lock.json:1:2: not JSON"),
+        ("{", "lock.json:1:2: not a lock: not JSON"),
         ("[]", "not a lock"),
         ("{}", "not a lock"),
-        (json.dumps({**good(), "format": 2}), "lock format 2 is not 1"),
+        (json.dumps({**good(), "format": 2}), "its format 2 is not 1"),
         (json.dumps({**good(), "files": [{"kind": "wheel"}]}), "not a lock"),
         (json.dumps({**good(), "files": [3]}), "not a lock"),
-        ('{\n<<<<<<< HEAD\n"a": 1\n', "lock.json:2:1: a merge conflict is not resolved"),
+        ('{\n<<<<<<< HEAD\n"a": 1\n', "lock.json:2:1: not a lock: a merge conflict is not resolved"),
         (json.dumps({**good(), "files": TWICE}), "the wheel torch is listed twice"),
     ],
 )

@@ -53,18 +53,6 @@ class Request:
         return replace(self, choices=replace(self.choices, proxy=True), words=words, says=(*self.says, *says))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Documented:
-    """The run that a documented path of an experiment file stands for."""
-
-    recipe: str
-    backend: str
-    precision: str
-    gpu: str | None
-    says: str | None
-    settings: Mapping[str, Any]
-
-
 def requested(
     name: str, words: Sequence[str], environment: Mapping[str, str], *,
     allow_unmapped: bool = False, precision: str | None = None,
@@ -92,8 +80,11 @@ def requested(
     return replace(request, choices=replace(request.choices, precision=precision)) if precision else request
 
 
-def documented(name: str) -> Documented:
-    """Return what the path ``name`` stands for. Raises InputError, with a similar name, if no document has it."""
+def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
+    """Return the run that the documented path ``name`` stands for, with its settings.
+
+    Raises InputError, with a similar name, if no document has it.
+    """
     paths, parts = table("paths"), PurePosixPath(name).parts
     start = next((i for i, part in enumerate(parts) if part in paths["frameworks"]), None)
     match = re.fullmatch(r"(.+?)(?:-(BF16|FP8|MXFP8))?(?:-pretrain)?\.(?:ya?ml|toml)", parts[-1] if parts else "")
@@ -111,11 +102,13 @@ def documented(name: str) -> Documented:
             raise InputError(message, where=name, hint=f"there are: {', '.join(listed)}")
     row = paths["stems"][backend][match[1]]
     recipe, settings = (row, {}) if isinstance(row, str) else (row["recipe"], row["settings"])
-    return Documented(
-        recipe=recipe, backend=backend, settings=settings,
-        precision=paths["precisions"].get(match[2], "bf16"), gpu=paths["gpus"][folders[0]] if folders else None,
-        says=paths["says"].get("/".join(parts[max(start - 1, 0) :])),
-    )  # fmt: skip
+    request = Request(
+        recipe=recipe,
+        choices=Choices(backend=backend, mode="pretrain", precision=paths["precisions"].get(match[2], "bf16")),
+        gpu_of_path=paths["gpus"][folders[0]] if folders else None,
+        says=tuple(filter(None, [paths["says"].get("/".join(parts[max(start - 1, 0) :]))])),
+    )
+    return request, settings
 
 
 def _pretrain(
@@ -146,14 +139,12 @@ def _pretrain(
         done = translate(recipe.backend, arguments)
         request = Request(recipe=name, choices=Choices(backend=recipe.backend))
     else:
-        run = documented(name)
-        done = translate(run.backend, arguments)
-        done.settings = {**run.settings, **done.settings}
-        done.precision = done.precision or run.precision
-        choices = Choices(backend=run.backend, mode="pretrain")
-        request = Request(recipe=run.recipe, choices=choices, gpu_of_path=run.gpu)
-        if run.says and (precision or done.precision) == run.precision:
-            says.append(run.says)
+        request, settings = documented(name)
+        done = translate(str(request.choices.backend), arguments)
+        done.settings = {**settings, **done.settings}
+        done.precision = done.precision or request.choices.precision
+        if (precision or done.precision) == request.choices.precision:
+            says += request.says
     if backend and frameworks[backend] != request.choices.backend:
         raise InputError(f"BACKEND is {backend}, but {name} is for {request.choices.backend}", where=f"EXP={name}")
     if not allow_unmapped:
@@ -164,15 +155,15 @@ def _pretrain(
     says += [f"{key} is left out: {why}" for key, why in table("keys")["environment"].items() if environment.get(key)]
     says += [*done.left_out, *(f"{option.key} is left out: {why}" for option, why in done.unmapped)]
     nodes, ranks = _count(environment, "NNODES"), _count(environment, "GPUS_PER_NODE")
-    settings = [f"ranks={ranks}"] if ranks else []
+    words = [f"ranks={ranks}"] if ranks else []
     if environment.get("PRIMUS_DETERMINISTIC", "0") not in ("", "0"):
-        settings.append(f"{backend_named(str(request.choices.backend)).key('deterministic')}=true")
+        words.append(f"{backend_named(str(request.choices.backend)).key('deterministic')}=true")
     # The script's default is one node, whereas the recipe's default may be more; its rendezvous port was 1234.
     port = {"MASTER_PORT": environment.get("MASTER_PORT", "1234")} if nodes and nodes > 1 else {}
     return replace(
         request,
         choices=replace(request.choices, precision=done.precision, nodes=nodes or 1),
-        words=(*settings, *done.words()),
+        words=(*words, *done.words()),
         says=tuple(says),
         environment=port,
         stage=STAGES[stage],

@@ -192,10 +192,11 @@ def test_a_later_option_wins_and_keeps_one_word() -> None:
 
 
 def test_a_documented_path_is_understood_wherever_it_stands() -> None:
-    there = documented("/workspace/Primus/examples/torchtatin/config/llama3_8b.toml")
-    assert (there.recipe, there.backend, there.precision, there.gpu) == ("llama3-8b", "torchtitan", "bf16", None)
-    mx = documented("examples/megatron/configs/MI355X/qwen2.5_7B-MXFP8-pretrain.yaml")
-    assert (mx.recipe, mx.precision, mx.gpu) == ("qwen2.5-7b", "mxfp8", "mi355x")
+    there, _ = documented("/workspace/Primus/examples/torchtatin/config/llama3_8b.toml")
+    assert (there.recipe, there.choices.backend, there.choices.precision) == ("llama3-8b", "torchtitan", "bf16")
+    assert there.gpu_of_path is None
+    mx, _ = documented("examples/megatron/configs/MI355X/qwen2.5_7B-MXFP8-pretrain.yaml")
+    assert (mx.recipe, mx.choices.precision, mx.gpu_of_path) == ("qwen2.5-7b", "mxfp8", "mi355x")
     with pytest.raises(InputError, match="no document has a model 'llama9'"):
         documented("examples/megatron/configs/llama9-pretrain.yaml")
 

@@ -223,12 +223,8 @@ def _signer(args: argparse.Namespace) -> Signer | None:
 
 
 def _row(ready: Ready) -> dict[str, object]:
-    return {
-        "tag": ready.tag,
-        "digest": ready.image.digest,
-        "documents": [document.name for document in ready.documents],
-        "objections": list(ready.objections),
-    }
+    names = [document.name for document in ready.documents]
+    return {"tag": ready.tag, "digest": ready.image.digest, "documents": names, "objections": list(ready.objections)}
 
 
 def _judgement(every: Sequence[Ready], repository: str) -> list[str]:

@@ -88,9 +88,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.command and not args.command[0]:
         raise InputError("the command is empty", hint="leave it out to run the image's own command")
-    for name in ("user", "workdir"):
-        if getattr(args, name) == "":
-            raise InputError(f"--{name} is empty")
+    if "" in (args.user, args.workdir):
+        raise InputError(f"--{'user' if args.user == '' else 'workdir'} is empty")
     command = Command(
         argv=tuple(args.command),
         env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ or not item),

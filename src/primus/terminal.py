@@ -94,12 +94,7 @@ class Screen:
         return "\n".join(lines)
 
     def table(
-        self,
-        rows: Sequence[Sequence[str]],
-        *,
-        head: Sequence[str] = (),
-        right: Collection[int] = (),
-        indent: str = "",
+        self, rows: Sequence[Sequence[str]], *, head: Sequence[str] = (), right: Collection[int] = (), indent: str = ""
     ) -> list[str]:
         """Return aligned columns as lines that fit the screen; ``right`` are the numbers of right-aligned
         columns.

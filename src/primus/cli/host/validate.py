@@ -127,9 +127,7 @@ def _cells(
     target = resolved.target
     if not target.recipes and not recipe:
         raise InputError(
-            f"target {resolved.name} names no recipe",
-            where=resolved.place(),
-            hint="primus validate --recipe NAME",
+            f"target {resolved.name} names no recipe", where=resolved.place(), hint="primus validate --recipe NAME"
         )
     names = (recipe,) if recipe else target.recipes
     device = CPU if gpu == NO_GPU else gpu

@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from primus.gpus.table import environment, load_table
+from primus.gpus.table import environment
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
-from primus.plan.target import Target, Variable, environment_of
 from project_kit import Kit, make_project
 
 BAKED = {v.name: v.value for v in environment("mi355x")}
@@ -38,10 +35,6 @@ def baked(kit: Kit, digest: str) -> dict[str, str]:
 
 def test_the_image_carries_the_generations_environment(kit: Kit) -> None:
     assert baked(kit, kit.build().digest) == {**BAKED, "COLOR": "red"}
-
-
-def test_a_target_without_a_gpu_has_its_own_alone(kit: Kit) -> None:
-    assert baked(kit, kit.build("other").digest) == {"COLOR": "red"}
 
 
 def test_the_target_file_wins(kit: Kit) -> None:
@@ -82,19 +75,3 @@ def test_the_generation_tells_the_architecture(kit: Kit, gpu: str, arch: str) ->
     kit.edit("images/demo.yaml", "gpu: mi355x", f"gpu: {gpu}")
     project = Project(kit.root)
     assert (resolve(project, "demo").arch, resolve(project, "other").arch) == (arch, None)
-
-
-names = st.sampled_from([*BAKED, "COLOR", "HF_HOME"])
-
-
-@given(st.dictionaries(names, st.sampled_from(["0", "1", "2", "8", "x"])), st.sampled_from([None, "mi300x", "mi355x"]))
-def test_merging(own: dict[str, str], gpu: str | None) -> None:
-    target = Target(
-        description="d",
-        channels=("local",),
-        components=(),
-        gpu=gpu,
-        environment=tuple(Variable(name=n, value=v, why="w") for n, v in own.items()),
-    )
-    table = {v.name: v.value for v in environment(gpu)} if gpu else {}
-    assert environment_of(target, load_table(), lambda *key: "here") == {**table, **own}

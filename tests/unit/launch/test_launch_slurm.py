@@ -101,18 +101,6 @@ def test_a_recipe_file_of_the_user_is_mounted_and_named_by_its_whole_path(
         assert f"-v {tmp_path}:{tmp_path}" in text
 
 
-def test_an_srun_that_does_not_answer_is_no_pyxis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "srun").write_text("#!/bin/sh\n")
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    def late(*_: object, **named: object) -> None:
-        raise subprocess.TimeoutExpired("srun", 20)
-
-    monkeypatch.setattr(subprocess, "run", late)
-    assert slurm.container_here() == "none"
-
-
 def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "slurm", "deepseek-16b", "--gpu", "mi300x", "--nodes", "2", "--dry-run", "--json"]
     assert main(words) == 0

@@ -103,14 +103,6 @@ def test_files_in_linked_folders_are_part_of_the_corpus(tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
-def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
-    shutil.copytree(recipes() / "assets", tmp_path / "assets")
-    folder = kept(tmp_path / "step-5", proxy())
-    words = [f"assets.{name}={tmp_path}/assets/{file}" for name, file in
-             (("corpus", "corpus.jsonl"), ("tokenizer", "tokenizer"))]  # fmt: skip
-    identity.check(folder, proxy(*words))
-
-
 @pytest.mark.parametrize("accepted", [[], ["all"]])
 def test_another_backend_never_fits(tmp_path: Path, accepted: list[str]) -> None:
     folder = kept(tmp_path / "step-5", proxy())
@@ -168,15 +160,6 @@ def test_a_backend_may_delete_old_checkpoints_while_new_ones_are_sealed_and_list
             stale.put(None)
         purging.result()
     assert [path.name for path in steps(tmp_path) if identity.complete(path)] == ["step-1000"]
-
-
-def test_of_checkpoints_whose_records_are_all_damaged_each_is_a_sentence(tmp_path: Path) -> None:
-    folders = [kept(tmp_path / f"step-{step}", proxy()) for step in (1, 2, 3)]
-    for folder in folders:
-        (folder / identity.FILE).write_text("{}")
-        assert not identity.complete(folder)
-    with pytest.raises(InputError, match="was not written by primus"):
-        identity.check(folders[2], proxy())
 
 
 def test_the_hint_names_no_checkpoint_that_is_damaged_too(tmp_path: Path) -> None:

@@ -122,8 +122,3 @@ def test_json_has_bytes_by_term_and_the_largest_batch(capsys):
 def test_what_does_not_fit_is_exit_1(capsys):
     assert main(["fit", "llama3.1-70b", "--gpu", "h200", "--backend", "torchtitan", "--nodes", "1"]) == 1
     assert "does not fit" in capsys.readouterr().out
-
-
-def test_cpu_is_refused(capsys):
-    assert main(["fit", "llama3.1-8b", "--proxy", "--gpu", "cpu"]) == 2
-    assert "GPUs only" in capsys.readouterr().err

@@ -41,9 +41,7 @@ _NEARLY_ALL = 0.99
 def check(args: argparse.Namespace) -> int:
     """Run every gate on a built image, using the contents of its layers.
 
-    The gates check ROCm versions, GPU code for the target's architecture, kernel files of other GPUs, versions against
-    the lock, duplicate library names, secrets and unwanted files, and the size budget. Exit code 1 if a gate fails.
-    Layers are read once; findings are cached until the layer or a rule changes.
+    Exit code 1 if a gate fails. Layers are read once; findings are cached until the layer or a rule changes.
     """
     targets, workspace = resolved_targets(args)
     outcomes = []
@@ -84,9 +82,8 @@ def verify(args: argparse.Namespace) -> int:
     """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
 
     If the digests differ, the first differing layer and file are named, the second store is kept, and the exit code is
-    1. The gates are those of `primus check`. With --image, nothing is built: every tampering with the published image,
-    its documents or their signatures is named, and so are statements that are void because suite, driver or firmware
-    differ.
+    1. With --image, nothing is built: every tampering with the published image, its documents or their signatures is
+    named, and so are void statements.
     """
     if args.image:
         return verify_published(args)

@@ -95,12 +95,9 @@ def _number(name: str, meaning: str, default: int, metavar: str | None = None) -
 def launch(args: argparse.Namespace) -> int:
     """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes.
 
-    `slurm` renders a batch script and submits it. One task per node runs `primus train`; the first node hosts the
-    rendezvous. A job that is preempted or loses a node returns to the queue and continues from its newest checkpoint.
-    `k8s` renders a Job and its Service, and creates them with kubectl. With --claim, it continues in the same way.
-    `k8s status|logs|delete NAME` and `k8s nodes` show or change the cluster with kubectl.
-    The plan is shown before anything is submitted: nodes, mesh, tokens per step. With --wait, the exit code is that of
-    the job.
+    A job that is preempted or loses a node continues from its newest checkpoint; on Kubernetes, with --claim.
+    `k8s status|logs|delete NAME` and `k8s nodes` show or change the cluster with kubectl. The plan is shown before
+    anything is submitted: nodes, mesh, tokens per step.
     """
     refuse_others(args, launch.parser("launch"), args.system, ("slurm", "k8s"))
     return _kubernetes(args) if args.system == "k8s" else _slurm(args)
@@ -161,11 +158,7 @@ def _plan(args: argparse.Namespace, *, here: bool = True) -> Plan:
 
 
 def _recipe(args: argparse.Namespace, *, here: bool = True) -> Recipe:
-    """Resolve the recipe for the nodes' GPU: --gpu, or the GPU that the image's name contains.
-
-    This machine does not need that GPU. If neither names one, the first GPU of the table is used, with a message.
-    ``here``: the nodes see the files of this machine.
-    """
+    """Resolve the recipe for --gpu, or the GPU that the image's name contains, or else the first GPU of the table."""
     if args.gpu is None:
         words = re.split(r"[-_.:/]", args.image)
         args.gpu = next((gpu.name for gpu in load_table().generations if gpu.name in words), None)

@@ -62,11 +62,8 @@ class Change:
 def lock(args: argparse.Namespace) -> int:
     """Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
 
-    Without TARGET, all targets are locked. No other command writes a lock. Unchanged pins and their dependencies keep
-    their locked versions. --refresh takes the newest versions that match. --check compares the locks with
-    versions.yaml, and --dry-run resolves them and shows the files that would change. Both write nothing, and exit with
-    code 1 if a lock is stale. --report FILE records every request and its answer, without logins, also when the lock
-    fails.
+    Without TARGET, all targets are locked. Unchanged pins and their dependencies keep their locked versions. --check
+    and --dry-run write nothing, and exit with code 1 if a lock is stale.
     """
     targets = [resolved for resolved in _resolved(args) if resolved.request.asks]
     if args.check:

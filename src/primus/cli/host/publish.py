@@ -69,9 +69,8 @@ PUBLISHED = group(
 def publish(args: argparse.Namespace) -> int:
     """Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
 
-    An image is refused, with all reasons, if it fails a gate, if exactly this image was not validated, or if its commit
-    is not clean. The tag of a release is never moved. Exit code 1 if refused. The last line is the image name with its
-    digest.
+    An image is refused, with all reasons and exit code 1, if it fails a gate, was not validated, or its commit is not
+    clean. The tag of a release is never moved. The last line is the image name with its digest.
     """
     _check_repository(args.to, f"nox -s publish-{(args.target or ['TARGET'])[0]} -- --to docker.io/rocm/primus")
     targets, workspace = resolved_targets(args)

@@ -55,15 +55,11 @@ def _recipes() -> list[str]:
 def validate(args: argparse.Namespace) -> int:
     """Build the image, train in it and check the results. Each job of the suite runs in its own container.
 
-    If this machine has the GPU that the target is for, all such GPUs are used, otherwise the CPU; the record says
-    which. Writes record.json and report.html to out/validation/<target>/<recipe>/. A validation that passed for the
-    same image content, recipe, suite and GPU is not run again. Exit code 0: every check passed; 1: a job or a check
-    failed.
+    All GPUs of the target's kind are used, otherwise the CPU. Writes record.json and report.html. What passed for the
+    same image content, recipe, suite and GPU is not run again. Exit code 1: a job or a check failed.
     """
     if args.record_golden and not args.suite:
-        raise InputError(
-            "--record-golden needs --suite: it records every backend and mode of a recipe", hint="add --suite quick"
-        )
+        raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
     resolved, workspace = resolved_target(args)
     gpus = choose(args.gpus, resolved.gpu)
     if not args.json and (gpus.names or gpus.why):

@@ -107,9 +107,6 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
         gpu = request.gpu_of_path or _GPU_OF_DOCUMENTS
         says = f"this machine has no GPU: resolved for {gpu}; --gpu NAME names another"
         return replace(request, choices=replace(request.choices, gpu=gpu), says=(*request.says, says))
-    if request.gpu_of_path and machine.generation and machine.generation != request.gpu_of_path:
-        says = f"the path names {request.gpu_of_path}; this machine's {machine.generation} decides the settings"
-        return replace(request, says=(*request.says, says))
     return request
 
 

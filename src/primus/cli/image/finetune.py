@@ -41,10 +41,9 @@ _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 def finetune(options: argparse.Namespace) -> int:
     """Fine-tune a model on your data: the weights' folder decides the model, the tokenizer and the template.
 
-    WEIGHTS is a folder of Hugging Face weights or hf:OWNER/NAME. DATA is a file or a folder of text or chats, or
-    hf:OWNER/NAME. The settings are those of the recipe of the same family whose size is nearest; key=value arguments
-    override them. All weights are trained if that fits the GPU's memory, otherwise LoRA adapters. The run exports what
-    it trained to the folder `weights`. Exit codes are those of `primus train`.
+    The settings are those of the recipe of the same family whose size is nearest; key=value arguments override them.
+    All weights are trained if that fits the GPU's memory, otherwise LoRA adapters. The run exports what it trained to
+    the folder `weights`. Exit codes are those of `primus train`.
     """
     given = _from_weights(options, options.weights, save_weights="true")
     options.overrides = [*options.overrides, f"corpus={options.data}"]
@@ -114,9 +113,8 @@ def _batch(recipe: Recipe) -> int:
 def data(options: argparse.Namespace) -> int:
     """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents with their mask.
 
-    The tokenizer is that of the recipe, or of the weights. key=value arguments are those of train: corpus=FILE,
-    tokenizer=FOLDER, data.column=NAME, seq_len=N. The words that are trained are green, or between ⟦ and ⟧ where the
-    output has no color. Nothing is trained and no GPU is needed.
+    key=value arguments are those of train: corpus=FILE, tokenizer=FOLDER, data.column=NAME, seq_len=N. The words that
+    are trained are green, or between ⟦ and ⟧ where the output has no color.
     """
     if options.recipe.startswith(HUB) or Path(options.recipe).is_dir():
         _from_weights(options, options.recipe)

@@ -50,8 +50,7 @@ _WHAT = {
 def list_recipes(options: argparse.Namespace) -> int:
     """List the recipes with their backends, modes, precisions and the GPUs that support them.
 
-    Every recipe also has a proxy: a small model that uses the same code. --proxy trains it, also on a CPU. The table
-    has one line per recipe, and with NAME or an option, one per backend and mode.
+    Every recipe also has a proxy: a small model that uses the same code. --proxy trains it, also on a CPU.
     """
     for name in _CHOICES:
         if (word := getattr(options, name)) is not None:
@@ -76,7 +75,6 @@ def list_recipes(options: argparse.Namespace) -> int:
 def show(options: argparse.Namespace) -> int:
     """Show a recipe as it would run: every setting with its source, and which optimizations are on, and why.
 
-    RECIPE is the name of a recipe or the path of its file. key=value arguments override settings, as for train.
     Nothing is started and no GPU is needed: --gpu names the GPU to resolve the recipe for.
     """
     recipe = resolved(options)
@@ -88,8 +86,7 @@ def show(options: argparse.Namespace) -> int:
 def fit(options: argparse.Namespace) -> int:
     """Predict the memory that a recipe needs on one GPU, and the largest micro batch that fits.
 
-    RECIPE is the name of a recipe or the path of its file; key=value arguments override settings, as for train. Nothing
-    is started and no GPU is needed: --gpu names the GPU to predict for.
+    Nothing is started and no GPU is needed: --gpu names the GPU to predict for.
     Exit code 0: it fits, or is tight; 1: it does not fit; 2: invalid input.
     """
     recipe = resolved(options)

@@ -25,8 +25,7 @@ from primus.terminal import Screen, Styled
 def report(options: argparse.Namespace) -> int:
     """Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html with curves.
 
-    RUN is the folder of a `primus train` run, or the record.json of a `primus validate`. The first run is the baseline.
-    Exit code 0: the report was written, whether the runs passed or not; 2: invalid input.
+    The first run is the baseline. The exit code is 0 whether the runs passed or not.
     """
     if len(options.runs) > html.MOST_RUNS:
         raise InputError(f"{len(options.runs)} runs are too many", hint=f"compare at most {html.MOST_RUNS}")

@@ -54,10 +54,8 @@ RUN = (
 def train(options: argparse.Namespace) -> int:
     """Run a recipe on this machine: start its ranks, show the loss, and check the results.
 
-    RECIPE is the name of a recipe or the path of its file. key=value arguments override settings. The name of the
-    backend can be omitted from its keys, and settings that all backends share have short names, as in steps=5 or tp=2.
-    Exit code 0: trained, and every check passed; 1: the job or a check failed; 2: invalid input; 3: the machine lacks
-    something that the job needs.
+    key=value arguments override settings; the backend's name can be omitted, as in steps=5 or tp=2. Exit code 1: the
+    job or a check failed; 3: the machine lacks something that the job needs.
     """
     # An existing folder that the caller names also gets the reason of a refusal.
     named: Path | None = options.output

@@ -67,13 +67,11 @@ def tune(options: argparse.Namespace) -> int:
     """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`).
 
     `throughput` tries optimizations, activation checkpointing and micro batches that fit into memory, each in a short
-    training run (15 steps by default). --output names the recipe file to write. After an interruption, run the same
-    command again: finished runs are not repeated.
+    training run. After an interruption, run the same command again: finished runs are not repeated.
 
-    `gemm` has three stages; --stage runs one of them. `dump` trains a few steps and records the GEMMs, `tune` measures
-    each GEMM on all GPUs with PyTorch's TunableOp, `use` trains with the result. `tune` can be interrupted: results are
-    kept. A result is valid for one version of PyTorch, one GPU architecture and one recipe, and is refused for another.
-    Exit code 0: done; 1: the recipe failed, or GEMMs could not be measured; 3: PyTorch or the GPUs are missing.
+    `gemm` has three stages: `dump` trains a few steps and records the GEMMs, `tune` measures each on all GPUs with
+    PyTorch's TunableOp, `use` trains with the result, which is valid for one version of PyTorch, GPU and recipe.
+    Exit code 1: the recipe failed, or GEMMs could not be measured; 3: PyTorch or the GPUs are missing.
     """
     refuse_others(options, tune.parser("tune"), options.what, ("gemm", "throughput"))
     recipe = resolved(options)

@@ -142,6 +142,13 @@ def test_a_document_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert nodes.read(Path(written(tmp_path, one)[0])) == one
 
 
+def test_sound_nodes_are_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight", "--nodes", *written(tmp_path, node("n1"), node("n2"))]) == 0
+    out = capsys.readouterr().out
+    assert "n1" in out
+    assert "2 nodes: ready" in out
+
+
 @pytest.mark.parametrize(
     ("odd", "said"),
     [

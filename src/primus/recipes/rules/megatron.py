@@ -93,9 +93,9 @@ class Megatron(Rules):
         reduced = FLOAT32 if recipe.find("megatron.ddp.grad_reduce_in_fp32", True) else width
         tensor, stages = recipe.degree("tp"), recipe.degree("pp")
         parts = tensor * stages * recipe.degree("ep")
-        states = 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
-        if any(value for key, value in recipe.section("megatron.optimizer").items() if "offload" in key):
-            states = 0
+        states: float = 2 * FLOAT32 + (FLOAT32 if width == BFLOAT16 else 0)
+        if recipe.find("megatron.optimizer.optimizer_cpu_offload", False):
+            states *= 1 - recipe.find("megatron.optimizer.optimizer_offload_fraction", 0.0)
         sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
         fully = recipe.find("megatron.torch_fsdp2", False)
         layers = model.layers / stages

@@ -134,7 +134,6 @@ def test_verbs_and_targets_complete(tmp_path: Path) -> None:
         ("primus train llama3.1-8b --turbo ", "auto"),
         ("primus train llama3.1-8b --accept-change ", "assets.corpus"),
         ("primus turbo list --gpu ", "mi300x"),
-        ("primus validate cpu --recipe llama3-", "llama3-proxy"),
     ],
 )
 def test_values_from_a_list_complete_and_no_file_is_offered(line: str, word: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from primus.oci.store import Store
 from primus.plan.action import ImagePlan
 from primus.plan.explain import changes, explain_text, outline, outline_text
 from primus.plan.layers import plan_images
-from primus.plan.project import Choice, Project
+from primus.plan.project import Choice
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
 
@@ -89,13 +89,8 @@ def build(args: argparse.Namespace) -> int:
     return 0
 
 
-def _images_of_store(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    store = Project.find(parsed_args.project, store=parsed_args.store).workspace.store
-    return [name for name in store.images() if name.startswith(prefix)]
-
-
 @verb(
-    several("--image", "also remove this image, for example v26.10-cpu", "NAME", complete=_images_of_store),
+    several("--image", "also remove this image, for example v26.10-cpu", "NAME"),
     flag("--caches", "also remove all downloaded files, unpacked layers and caches"),
     flag("--dry-run", "show what would be removed"),
     *SOURCE,

@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from primus.cli.host.common import ENGINE, OFFLINE, SINGLE, resolved_target
-from primus.cli.verb import answer, flag, folder, matching, option, verb
+from primus.cli.verb import answer, flag, folder, option, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
 from primus.gates.check import Gatekeeper
 from primus.gates.examined import rules_hash
 from primus.plan.layers import plan_image
-from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import golden
@@ -29,14 +28,10 @@ from primus.training import suite
 from primus.training.suite import LEVELS
 
 
-def _recipes() -> list[str]:
-    return sorted(path.stem for path in (Project.find(None).root / "recipes").glob("*.yaml"))
-
-
 @verb(
     *SINGLE,
     OFFLINE,
-    option("--recipe", metavar="NAME", help="recipe to train (default: the target's)", complete=matching(_recipes)),
+    option("--recipe", metavar="NAME", help="recipe to train (default: the target's)"),
     option(
         "--suite",
         choices=LEVELS,

@@ -96,14 +96,11 @@ def _primus_options(command: str) -> argparse.ArgumentParser:
 
 
 def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
-    if chosen.gpu is not None:
+    if chosen.gpu:
         request = replace(request, choices=replace(request.choices, gpu=chosen.gpu))
     if chosen.proxy:
         return request.for_proxy()
-    if chosen.gpu:
-        return request
-    machine = detect()
-    if not machine.names and chosen.dry_run:
+    if chosen.dry_run and not chosen.gpu and not detect().names:
         gpu = request.gpu_of_path or _GPU_OF_DOCUMENTS
         says = f"this machine has no GPU: resolved for {gpu}; --gpu NAME names another"
         return replace(request, choices=replace(request.choices, gpu=gpu), says=(*request.says, says))

@@ -144,7 +144,7 @@ def test_a_lock_that_is_no_lock_is_named(world: tuple[Kit, Server]) -> None:
     kit.write(LOCK, "{")
     broken = kit.primus("lock", "--check")
     assert broken.code == 2
-    assert f"{LOCK}:1:2: not JSON" in broken.err
+    assert f"{LOCK}:1:2: not a lock: not JSON" in broken.err
     # The advice must work: `primus lock` alone refuses the damaged file.
     assert kit.primus("lock").code == 2
     assert "delete it and run `primus lock`" in broken.err

@@ -222,7 +222,7 @@ def test_a_device_of_a_cdi_specification(engine, tiny, tmp_path, node):
     try:
         devices = listed(["primus.test/gpu=0"])
         if engine.name == "docker" and not CURRENT:
-            with pytest.raises(HostError, match="reads no CDI specifications"):
+            with pytest.raises(HostError, match="docker cannot run"):
                 sh(engine, tiny, "true", tmp_path, devices=devices)
             return
         assert sh(engine, tiny, f"echo x > {node} && echo $KIND", tmp_path, devices=devices)[:2] == (0, "test\n")
@@ -235,13 +235,6 @@ def test_what_the_engine_refuses_is_an_error(engine, tiny, tmp_path):
         sh(engine, tiny, "true", tmp_path, user="nobody-here")
     with pytest.raises(HostError, match=f"{engine.name} cannot run tiny: .*no-such-device"):
         sh(engine, tiny, "true", tmp_path, devices=Devices(names=("/dev/no-such-device",)))
-
-
-def test_a_file_name_that_is_not_text(engine, tiny, tmp_path):
-    word = os.fsdecode(b"a \xff\n")
-    with (tmp_path / "out").open("wb") as out, Path(os.devnull).open("rb") as nothing:
-        assert engine.run(tiny, Command(argv=("echo", "-n", word)), stdin=nothing, stdout=out) == 0
-    assert (tmp_path / "out").read_bytes() == b"a \xff\n"
 
 
 def test_values_of_variables_are_in_no_command_line(engine, tmp_path, monkeypatch):

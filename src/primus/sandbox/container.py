@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +18,9 @@ Stream = IO[Any] | None
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRef:
-    """One OCI layer blob.
+    """One OCI layer blob of ``size`` bytes. ``digest`` is its ``sha256:…``, ``diff_id`` that of the uncompressed tar.
 
-    ``digest`` is the blob's ``sha256:…``, ``diff_id`` that of the uncompressed tar, and ``size`` the number of
-    bytes of the blob. ``media_type`` ends in ``tar``, ``tar+gzip`` or ``tar+zstd`` (or Docker's ``tar.gzip``).
+    ``media_type`` ends in ``tar``, ``tar+gzip`` or ``tar+zstd`` (or Docker's ``tar.gzip``).
     """
 
     digest: str
@@ -58,10 +58,7 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Devices of the host: paths of device nodes and names of CDI devices.
-
-    ``mounts`` are files that they need. ``groups`` are the ids of the host's groups that may open them.
-    """
+    """Paths of device nodes and names of CDI devices, the files that they need, and the groups that may open them."""
 
     names: tuple[str, ...] = ()
     mounts: tuple[Mount, ...] = ()
@@ -102,12 +99,14 @@ class Command:
 
 
 def final_argv(root: RootFs, command: Command) -> list[str]:
-    """Return the argument list to run, from the image's Entrypoint and Cmd. Raises InputError if it is empty."""
+    """Return the argument list to run, from the image's Entrypoint and Cmd. InputError if it is empty or not UTF-8."""
     settings = root.config.get("config") or {}
     entry = list(settings.get("Entrypoint") or []) if command.entrypoint else []
     argv = [*entry, *(command.argv or settings.get("Cmd") or [])]
     if not argv:
         raise InputError(f"image {root.name} has no default command", hint="give a command after --")
+    if re.search("[\ud800-\udfff]", "".join(argv)):
+        raise InputError("an argument of the command is not UTF-8 text")
     return argv
 
 
@@ -120,5 +119,3 @@ def check_mounts(command: Command) -> None:
         if not mount.source.exists():
             message = f"{mount.source} does not exist, so it cannot be mounted at {mount.target}"
             raise InputError(message, hint="create it first")
-        if ":" in f"{mount.source.absolute()}{mount.target}":
-            raise InputError(f"{mount.source} has a colon in its path, so it cannot be mounted", hint="rename it")

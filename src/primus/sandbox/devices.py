@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import stat
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -100,7 +99,6 @@ def cdi_names(folders: Sequence[Path] = CDI_FOLDERS) -> list[str]:
 
 
 def _first(names: Sequence[str], count: int | None) -> Sequence[str]:
-    """Return the first ``count`` of the numbered devices among the ``names`` of one kind; None means all."""
     kind = names[0].partition("=")[0]
     numbers = sorted(int(number) for number in (name.partition("=")[2] for name in names) if number.isdigit())
     if count is None:
@@ -115,7 +113,6 @@ def _check_count(count: int | None, available: int) -> None:
 
 
 def _amd(root: Path, count: int | None) -> Devices:
-    """Return /dev/kfd, which all GPUs share, and each GPU's nodes in /dev/dri."""
     cards = []
     for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6)):
         properties = dict(
@@ -130,27 +127,20 @@ def _amd(root: Path, count: int | None) -> Devices:
 
 
 def _nvidia(root: Path, count: int | None) -> Devices:
-    """Return the driver's nodes, each GPU's own, and the driver's libraries."""
     numbers = sorted(int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
     nodes = [root / "dev" / name for name in (*_NVIDIA_SHARED, *(f"nvidia{n}" for n in numbers[:count]))]
-    return _driver(nodes, root) + Devices(mounts=_driver_libraries(_linker_cache()))
+    linker = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False)
+    return _driver(nodes, root) + Devices(mounts=_driver_libraries(linker.stdout))
 
 
 def _driver_libraries(cache: str) -> tuple[Mount, ...]:
-    """Return the driver's libraries in ``ldconfig -p``, where Debian's and Ubuntu's linkers look for them."""
+    # Debian's and Ubuntu's linkers look there.
     place = f"/usr/lib/{platform.machine()}-linux-gnu"
     return tuple(
         Mount(source=Path(path).resolve(), target=f"{place}/{name}")
         for name, path in _NVIDIA_LIBRARIES.findall(cache)
         if Path(path).exists()
     )
-
-
-def _linker_cache() -> str:
-    try:
-        return subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
-    except OSError:
-        return ""
 
 
 def _driver(nodes: Sequence[Path], root: Path) -> Devices:
@@ -176,8 +166,4 @@ def _nodes_below(folder: Path) -> list[Path]:
 
 
 def _is_device(path: Path) -> bool:
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+    return path.is_char_device() or path.is_block_device()

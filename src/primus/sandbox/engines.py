@@ -93,7 +93,8 @@ class Engine:
         check_mounts(command)
         hostname = re.sub(r"[^A-Za-z0-9-]+", "-", root.name).strip("-")[:63] or "primus"
         command = replace(command, hostname=command.hostname or hostname)
-        arguments = _shell_arguments(final_argv(root, command))
+        # The shell says which program is missing, with the exit code for it, whereas an init ends with 1.
+        arguments = ["-c", 'exec "$@"', "primus", *final_argv(root, command)]
         own_options = self._own_options(command)
         client, env, image = self._image(root)
         inherited = stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
@@ -124,7 +125,7 @@ class Engine:
     def _raise_refusal(
         self, root: RootFs, command: Command, client: list[str], env: dict[str, str], name: str, words: list[str]
     ) -> None:
-        """Raise an error if the container never started. If it did, the exit code is the command's own."""
+        # If the container started, the exit code is the command's own.
         state = _captured([*client, "container", "inspect", "--format={{.State.StartedAt}}", name], env)
         if state.returncode == 0 and not state.stdout.startswith("0001-01-01"):
             return
@@ -171,7 +172,6 @@ class Podman(Engine):
         return [*_podman(folder), *settings["options"]], _client_environment(folder), name
 
     def _probe(self, folder: Path) -> dict[str, Any]:
-        """Find the settings with which podman can run a container here, and save them."""
         self.prepare_host()
         remove_tree(folder / "images")
         init = str(programs.find("catatonit"))
@@ -202,11 +202,8 @@ class Podman(Engine):
         self._say(f"unpacking {counted(len(root.layers), 'layer')} ({size:.0f} MB compressed) of {root.name}, once")
         with images.layout(root) as layout:
             argv = [*client, "pull", "--quiet", f"oci:{layout.name}"]
-            streams: dict[str, Any] = {
-                "stdin": subprocess.DEVNULL,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.PIPE,
-            }
+            pipe = subprocess.PIPE
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
             env = {**env, "TMPDIR": str(layout.parent)}
             process = subprocess.Popen(argv, cwd=layout.parent, env=env, start_new_session=True, **streams)
             with tracked(process):
@@ -243,11 +240,6 @@ class Docker(Engine):
         return [str(programs.find("docker"))], _client_environment(None), tag
 
     def _own_options(self, command: Command) -> list[str]:
-        if [name for name in command.devices.names if "=" in name]:
-            folders = images.docker("info", "--format={{json .CDISpecDirs}}").stdout.strip()
-            if not folders.startswith("["):
-                hint = "use --engine podman, or Docker 28.2 or newer, or set features.cdi in /etc/docker/daemon.json"
-                raise HostError("this Docker engine reads no CDI specifications", hint=hint)
         hosts = [] if command.network else [f"--add-host={command.hostname}:127.0.0.1"]
         return [*hosts, *(f"--group-add={group}" for group in command.devices.groups)]
 
@@ -278,7 +270,6 @@ def remove_tree(path: Path) -> None:
 
 
 def _lacking() -> dict[str, str]:
-    """Return the missing programs and their Debian packages."""
     packages = {"podman": "podman", "catatonit": "catatonit", **({} if _runtimes() else {"runc": "runc"})}
     return {program: package for program, package in packages.items() if programs.find(program) is None}
 
@@ -290,7 +281,6 @@ def _runtimes() -> list[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return what :meth:`Podman._probe` saved; nothing if it is missing or no longer fits."""
     try:
         settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -303,7 +293,6 @@ def _podman(folder: Path) -> list[str]:
 
 
 def _storage_options() -> Iterator[list[str]]:
-    """Yield the storage drivers, from the fastest to the one that needs nothing."""
     overlay = ["--storage-driver=overlay", "--storage-opt=overlay.skip_mount_home=true"]
     yield overlay
     if (program := programs.find("fuse-overlayfs")) and Path("/dev/fuse").exists():
@@ -321,7 +310,6 @@ def _run_folder(folder: Path) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other threads and processes from preparing the storage in ``folder``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
@@ -340,7 +328,6 @@ def _client_environment(folder: Path | None) -> dict[str, str]:
 
 
 def _options(command: Command, terminal: bool) -> list[str]:
-    """Return the options for ``command`` that all engines understand."""
     mounts = (*command.mounts, *command.devices.mounts)
     memory = command.memory_bytes
     return [
@@ -356,25 +343,9 @@ def _options(command: Command, terminal: bool) -> list[str]:
 
 
 def _variables(command: Command, terminal: bool) -> tuple[list[str], dict[str, str]]:
-    """Return options that set the command's variables, and the variables whose values the client takes from its own."""
     variables = {"TERM": os.environ.get("TERM", "xterm"), **command.env} if terminal else dict(command.env)
     values = {name: value for name, value in variables.items() if not _READ_BY_CLIENTS.fullmatch(name)}
     return [f"--env={name}" if name in values else f"--env={name}={value}" for name, value in variables.items()], values
-
-
-def _shell_arguments(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with which the image's shell becomes ``argv``.
-
-    The shell says which program is missing, with the exit code for it, whereas an init ends with 1.
-    """
-    try:
-        for word in argv:
-            word.encode()
-        return ["-c", 'exec "$@"', "primus", *argv]
-    except UnicodeEncodeError:
-        # The engines pass arguments on as JSON, which cannot hold bytes that are not UTF-8.
-        words = ["".join(f"\\{byte:03o}" for byte in os.fsencode(word)) for word in argv]
-        return ["-c", "".join(f'w=$(printf \'{word}.\'); set -- "$@" "${{w%.}}"; ' for word in words) + 'exec "$@"']
 
 
 def _error(refused: subprocess.CompletedProcess[str]) -> str:

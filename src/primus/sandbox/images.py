@@ -122,7 +122,6 @@ def load(root: RootFs, tag: str) -> tuple[str, int]:
 
 
 def _loaded(root: RootFs, name: str) -> str | None:
-    """Return the ID of the engine's image ``name`` if it consists of the layers of ``root`` and has its settings."""
     inspected = docker("image", "inspect", name)
     if inspected.returncode != 0:
         return None

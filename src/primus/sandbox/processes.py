@@ -42,10 +42,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def forwarded_signals() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """Forward the signals that this process gets to the process with which the result is called.
-
-    Signals that come earlier are kept for it. Outside the main thread, which alone gets signals, nothing is forwarded.
-    """
+    """Forward the signals that this process gets, also earlier ones, to the process with which the result is called."""
     receivers: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def test_plain_nodes_of_nvidia(tmp_path, monkeypatch):
         f"\tlibcuda.so.1 (libc6,x86-64) => {library}\n\tlibcuda.so.1 (libc6) => /lib32/libcuda.so.1\n"
         f"\tlibcudart.so.12 (libc6,x86-64) => {library}\n\tlibnvidia-ml.so.1 (libc6,x86-64) => /gone\n"
     )
-    monkeypatch.setattr(devices, "_linker_cache", lambda: cache)
+    linker = subprocess.CompletedProcess([], 0, stdout=cache)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: linker)
     part = devices.gpus("2", root=tmp_path, folders=[])
     assert part.names == ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia1")
     assert [(mount.source, mount.target) for mount in part.mounts] == [

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from primus.cli.host import run as run_verb
 from primus.engine.workshop import log_tail
 from primus.errors import HostError, InputError
 from primus.sandbox import engines, images
-from primus.sandbox.container import Command, Devices, LayerRef, Mount, RootFs, check_mounts, final_argv
+from primus.sandbox.container import Command, LayerRef, Mount, RootFs, check_mounts, final_argv
 from primus.sandbox.engines import Docker, Podman, choose
 
 
@@ -38,6 +37,8 @@ def test_entrypoint_and_cmd(tmp_path):
     assert final_argv(root, Command(argv=("a",), entrypoint=False)) == ["a"]
     with pytest.raises(InputError, match="has no default command"):
         final_argv(root_with(tmp_path), Command())
+    with pytest.raises(InputError, match="not UTF-8"):
+        final_argv(root, Command(argv=(os.fsdecode(b"\xff"),)))
 
 
 @pytest.mark.parametrize("target", ["relative", "/", "/proc", "/dev/"])
@@ -49,9 +50,6 @@ def test_a_mount_needs_a_place(tmp_path, target):
 def test_a_mount_needs_a_source(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         check_mounts(Command(mounts=(Mount(source=tmp_path / "no", target="/x"),)))
-    (tmp_path / "a:b").mkdir()
-    with pytest.raises(InputError, match="colon"):
-        check_mounts(Command(devices=Devices(mounts=(Mount(source=tmp_path / "a:b", target="/x"),))))
 
 
 def test_no_value_of_a_variable_is_an_argument():
@@ -66,17 +64,6 @@ def test_clients_do_not_get_our_environment(monkeypatch):
     env = engines._client_environment(None)
     assert "HF_TOKEN" not in env
     assert env["DOCKER_HOST"] == "tcp://x"
-
-
-@pytest.mark.parametrize(
-    "word", ["a b", "", "$x`'\"", "100%\n\n", os.fsdecode(b"\xff\xfe x"), os.fsdecode(b"%s\\n\xe9\n")]
-)
-def test_every_argument_arrives(word):
-    code = "import os, sys; print([os.fsencode(word) for word in sys.argv[1:]])"
-    shell = ["/bin/sh", *engines._shell_arguments([sys.executable, "-c", code, word, "next"])]
-    shown = subprocess.run(shell, capture_output=True, check=True).stdout.decode()
-    assert shown == f"{[os.fsencode(word), b'next']}\n"
-    assert all(part.isascii() for part in shell[2:]) or word.isprintable()
 
 
 def test_limits_are_options():

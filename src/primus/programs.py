@@ -136,7 +136,6 @@ def _has_old_lists() -> bool:
 
 
 def _apt(command: list[str]) -> str:
-    """Run apt. Returns its first error, or an empty text."""
     done = subprocess.run(
         command,
         capture_output=True,

@@ -214,7 +214,6 @@ def _lines(plain: _Tee) -> Iterator[str]:
 
 
 def _entry(member: tarfile.TarInfo, path: str) -> Entry:
-    """Return the member as an entry, under the path rule. Raises InputError if an image may not contain it."""
     kind = KINDS.get(member.type)
     # A sparse file can claim more bytes than the layer has.
     if kind is None or member.issparse():

@@ -71,12 +71,7 @@ class _Pipe:
         self._emit(self._compressor.flush())
 
 
-def write_layer(
-    store: Store,
-    entries: Iterable[Entry],
-    *,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Layer:
+def write_layer(store: Store, entries: Iterable[Entry], *, advance: Callable[[int], None] = lambda _: None) -> Layer:
     """Write the entries as a layer blob into the store.
 
     Raises InputError for paths that an image may not contain, CheckFailed if a source changes while it is read,
@@ -104,7 +99,6 @@ def write_layer(
 
 
 def _save_paths(store: Store, entries: list[Entry]) -> str:
-    """Store the layer's paths as a text blob for the overlap rule: ``kind mode uid:gid path`` per line."""
     lines = sorted(f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in entries)
     return store.put("\n".join(lines).encode(), "text/plain").digest
 
@@ -135,10 +129,8 @@ def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None
     conflicts = overlaps([("the base image", base), *components])
     if conflicts:
         more = f" (and {len(conflicts) - 5} more)" if len(conflicts) > 5 else ""
-        raise CheckFailed(
-            "two layers own one path: " + "; ".join(conflicts[:5]) + more,
-            hint="let one component own it, or leave the file out of the other",
-        )
+        hint = "let one component own it, or leave the file out of the other"
+        raise CheckFailed(f"two layers own one path: {'; '.join(conflicts[:5])}{more}", hint=hint)
 
 
 def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:

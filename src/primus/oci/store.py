@@ -339,7 +339,6 @@ class Store:
 
     @staticmethod
     def _is_abandoned(path: Path) -> bool:
-        """Whether no process has the path locked; its owner locked it when creating it."""
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:

@@ -183,7 +183,6 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str],
 
 
 def _default_mirror(script: Path) -> str:
-    """Return Debian's mirror and its security archive from debootstrap's ``script``; empty if it is missing."""
     text = script.read_text(encoding="utf-8") if script.is_file() else ""
     mirror = re.search(r'^DEF_MIRROR="([^"\s]+)"$', text, re.M)
     return f"{mirror[1]} {mirror[1]}-security" if mirror else ""
@@ -253,7 +252,7 @@ def _host_stanzas() -> tuple[Stanza, ...]:
 
 
 def _reason(text: str) -> str:
-    """Return the first error in apt's output, without its URL, which may contain credentials."""
+    # Without the URL, which may contain credentials.
     error = re.search(r"^E: (.*)", text, re.M)
     return re.sub(r"(Failed to fetch )?\S+://\S+\s*", "", error[1]).strip() if error else "no reason given"
 
@@ -364,7 +363,6 @@ def parse_uris(text: str) -> dict[tuple[str, str], str]:
 
 
 def _closure(archive: Archive, base: BaseRequest, packages: Sequence[str]) -> str:
-    """Return what apt prints about the packages and their dependencies."""
     done = archive.run("apt-get", "-q", "-y", "install", "--print-uris", *packages)
     if done.returncode == 0:
         return done.stdout

@@ -304,7 +304,6 @@ def _own(request: Request) -> dict[str | None, Indexes]:
 def _places_with(
     places: Mapping[str | None, Indexes], name: str, version: str, request: Request, without: str
 ) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield the name of each of ``places`` that has the package, and the package."""
     for index, place in places.items():
         with contextlib.suppress(NoSolutionError):
             uv = _Uv(place, _platform(request), names=request.indexes)
@@ -358,7 +357,6 @@ def _locked(
 
 
 def _best(package: Mapping[str, Any], tags: Mapping[Tag, int], pure: Collection[str]) -> Offer:
-    """Return the package's wheel that pip would install, or the one for every platform if the pin is ``pure``."""
     wheels = [wheel for wheel in _offers(package) if wheel.file.endswith(".whl")]
     if package["name"] in pure:
         wheels = [wheel for wheel in wheels if wheel.file.endswith("-none-any.whl")]
@@ -412,7 +410,6 @@ def _platform(request: Request) -> tuple[str, ...]:
 
 
 def _tags(request: Request) -> dict[Tag, int]:
-    """Return the tags of wheels that work on the target's base, with pip's rank."""
     base, machine = _base(request), MACHINES[request.architecture]
     major, minor = map(int, request.python.split("."))
     platforms = [f"manylinux_2_{glibc}_{machine}" for glibc in range(GLIBC[base.suite], 4, -1)]

@@ -93,11 +93,6 @@ def test_closure_is_essential_and_asked_without_usrmerge(archive: Server) -> Non
     assert (core.size, core.sha256) == (len(data), hashlib.sha256(data).hexdigest())
 
 
-def test_what_this_host_has_installed_does_not_matter(archive: Server) -> None:
-    """dpkg, bash and libc6 are installed here; an archive without them still resolves to its own packages alone."""
-    assert not {"dpkg", "bash", "libc6"} & set(_resolve(_base()))
-
-
 def test_wrong_python_and_unknown_package_are_named(archive: Server) -> None:
     with pytest.raises(InputError, match=r"states Python 3\.11\.9, but Debian bookworm has 3\.11\.2"):
         _resolve(_base(python="3.11.9"))
@@ -229,19 +224,6 @@ def test_a_file_archive_needs_no_server(archive: Server, tmp_path: Path, monkeyp
     _fetch(files.values(), cache)
     assert all(cache.verify(f.sha256) for f in files.values())
     assert archive.log == []
-
-
-def test_a_transport_only_apt_speaks_is_left_to_apt(
-    archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirrors = tmp_path / "mirrors.txt"
-    mirrors.write_text(archive.url + "/\n")
-    _use(tmp_path, monkeypatch, f"deb [trusted=yes] mirror+file:{mirrors} bookworm main\n")
-    files = _resolve(_base())
-    cache = FileCache(tmp_path / "c")
-    _fetch(files.values(), cache)
-    assert all(cache.verify(f.sha256) for f in files.values())
-    assert [p.name for p in cache.root.iterdir()] == ["sha256"], "nothing is left beside the cache"
 
 
 def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path) -> None:

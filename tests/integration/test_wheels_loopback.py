@@ -180,17 +180,6 @@ def test_nobody_waits_as_long_as_a_server_asks(index: Server) -> None:
     assert time.monotonic() - began < 60
 
 
-def test_fetch_json_and_html_pages_alike(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = list(_resolve(_request(big="1.0+cpu")).values())
-    with serve(index.root, as_json=True) as other:
-        for url in (index.url, other.url):
-            monkeypatch.setenv("PIP_INDEX_URL", url + "/simple")
-            cache = FileCache(tmp_path / url[-5:].strip("/"))
-            _fetch(files, cache)
-            assert all(cache.verify(f.sha256) for f in files)
-            _fetch(files, cache, offline=True)
-
-
 def test_a_file_in_find_links_needs_no_download(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = list(_resolve(_request(small="1.1")).values())
     monkeypatch.setenv("PIP_FIND_LINKS", str(index.root / "files"))

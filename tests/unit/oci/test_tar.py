@@ -91,16 +91,6 @@ def test_order_of_entries_does_not_matter(entries: list[Entry], random: object) 
     assert written(shuffled) == written(entries)
 
 
-@given(tree())
-@settings(max_examples=60, deadline=None)
-def test_every_parent_comes_before_its_children(entries: list[Entry]) -> None:
-    seen = set()
-    for one in in_order(entries):
-        parent = one.path.rpartition("/")[0]
-        assert not parent or parent in seen
-        seen.add(one.path)
-
-
 @pytest.mark.parametrize("path", ["", "/etc", "a//b", "a/../b", "./a", "a/", "a\0b"])
 def test_unclean_path_is_refused(path: str) -> None:
     with pytest.raises(InputError, match="cannot be in an image"):

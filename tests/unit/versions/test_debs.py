@@ -3,8 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError, LacksPackages
 from primus.versions.debs import (
@@ -14,7 +12,6 @@ from primus.versions.debs import (
     parse_sources,
     parse_uris,
     preferences,
-    suite_of,
 )
 from primus.versions.lock import BaseRequest, suites_of, upstream
 
@@ -152,22 +149,6 @@ def test_the_mirror_variable_wins_and_knows_security() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("word", "parts"),
-    [
-        ("bookworm", ("bookworm", "")),
-        ("bookworm-updates", ("bookworm", "-updates")),
-        ("bookworm-pgdg", ("", "?")),
-        ("cloud-sdk-bookworm", ("", "?")),
-        ("noble", ("noble", "")),
-        ("focal", ("", "?")),
-        ("stable-security", ("stable", "-security")),
-    ],
-)
-def test_suite_of(word: str, parts: tuple[str, str]) -> None:
-    assert suite_of(word) == parts
-
-
 def test_print_uris_gives_names_and_versions_with_epochs() -> None:
     text = (
         "Reading package lists...\nThe following NEW packages will be installed:\n  libcap2\n"
@@ -183,15 +164,6 @@ def test_print_uris_gives_names_and_versions_with_epochs() -> None:
 )
 def test_upstream(version: str, bare: str) -> None:
     assert upstream(version) == bare
-
-
-@given(
-    st.integers(0, 99),
-    st.from_regex(r"[0-9]{1,3}(\.[0-9]{1,3}){1,3}", fullmatch=True),
-    st.from_regex(r"[0-9]{1,2}", fullmatch=True),
-)
-def test_upstream_drops_epoch_and_revision(epoch: int, version: str, revision: str) -> None:
-    assert upstream(f"{epoch}:{version}-{revision}+deb12u1") == version
 
 
 def test_another_python_in_the_suite_is_named() -> None:

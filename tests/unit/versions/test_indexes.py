@@ -49,11 +49,6 @@ def test_no_index_leaves_find_links_only() -> None:
     assert tomllib.loads(indexes.uv_settings())["no-index"]
 
 
-def test_local_places_are_asked_before_remote_ones() -> None:
-    settings = {"index-url": "http://a/simple", "extra-index-url": "file:///b/simple", "find-links": "/c"}
-    assert [place.shown[0][0] for place in Indexes.from_settings(settings).places] == ["/", "f", "h"]
-
-
 def test_other_settings_of_pip_are_uvs_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("UV_INDEX", "http://elsewhere/simple")
     settings = {"cert": "/ca.pem", "client-cert": "/me.pem", "proxy": "http://p:8080", "trusted-host": "a b:80"}

@@ -20,7 +20,6 @@ from primus.training.launch import processes
 
 _FOLDER = "failures"
 _LONGEST = 600
-_TRACEBACK = "Traceback (most recent call last)"
 # Of ranks after another one has ended.
 _DERIVED = re.compile(
     r"DistBackendError|DistNetworkError|DistStoreError|ChildFailedError|SignalException|RendezvousConnectionError"
@@ -133,7 +132,9 @@ def text_of(error: BaseException) -> str:
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if any(_TRACEBACK in line for line in lines[1:]) or any(line.startswith("Original Traceback") for line in lines):
+    if any("Traceback (most recent call last)" in line for line in lines[1:]) or any(
+        line.startswith("Original Traceback") for line in lines
+    ):
         exceptions = [line for line in lines if _EXCEPTION.match(line)]
         return (exceptions[-1] if exceptions else lines[-1])[:_LONGEST]
     # The first line of some messages only announces the rest.

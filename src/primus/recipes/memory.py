@@ -70,6 +70,11 @@ def chunked_loss(recipe: Recipe) -> bool:
     return "linear-cross-entropy" in chosen(recipe)
 
 
+def whole_weights(recipe: Recipe) -> bool:
+    """Whether every rank has all weights, in the computing precision, by the optimization frozen-weights."""
+    return "frozen-weights" in chosen(recipe)
+
+
 def fused_loss(model: Architecture, tokens: float) -> float:
     """Return the bytes of one chunk's logits. Their gradient overwrites them."""
     return min(tokens, _FUSED_CHUNK) * model.vocab_size * BFLOAT16

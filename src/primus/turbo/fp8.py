@@ -8,6 +8,7 @@ torchao's tensorwise recipe, from the largest value of the tensor itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -204,3 +205,62 @@ def feed_forward(
     """Return ``(silu(x @ gate.T) · (x @ up.T)) @ down.T``, computed in FP8 as in :func:`linear`."""
     out: torch.Tensor = _FeedForward.apply(_computed(x), gate, up, down, config)
     return out
+
+
+@torch._dynamo.allow_in_graph
+class _Frozen(torch.autograd.Function):
+    """A linear layer whose weight needs no gradient, so that each input and each gradient is needed in one layout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, data: torch.Tensor, flipped: torch.Tensor, scale: torch.Tensor, config: Any
+    ) -> torch.Tensor:
+        formats = _Formats(config)
+        ctx.save_for_backward(flipped, scale)
+        ctx.formats = formats
+        return _by_cast(x, formats.input, data, scale, formats.fast_output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        flipped, scale = ctx.saved_tensors
+        return _by_cast(grads[0], ctx.formats.grad, flipped, scale, ctx.formats.fast_input), None, None, None, None
+
+
+def _by_cast(
+    x: torch.Tensor, dtype: torch.dtype, data: torch.Tensor, data_scale: torch.Tensor, fast: bool
+) -> torch.Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    scale = _scale(flat.abs().max(), dtype)
+    out = _product(fp8_kernels.eight(flat, scale, dtype), scale, data, data_scale, x.dtype, fast)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def frozen(weight: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``weight`` in FP8, its transpose, and their scale, for :func:`frozen_linear`."""
+    data, scale = _weight(weight.detach(), _Formats(config).weight)
+    return data, data.t().contiguous(), scale
+
+
+def frozen_linear(x: torch.Tensor, weight: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
+    """Return ``x @ weight.T`` in FP8, for a ``weight`` from :func:`frozen`, which gets no gradient."""
+    out: torch.Tensor = _Frozen.apply(_computed(x), *weight, config)
+    return out
+
+
+def freeze(model: torch.nn.Module) -> None:
+    """Cast the weights of torchao's linear layers in ``model`` that are not trained, once for all steps."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    for layer in model.modules():
+        if isinstance(layer, Float8Linear) and not layer.weight.requires_grad:
+            for name, tensor in zip(_PARTS, frozen(layer.weight, layer.config), strict=True):
+                layer.register_buffer(name, tensor, persistent=False)
+            layer.forward = MethodType(_frozen_forward, layer)
+
+
+_PARTS = ("eight", "eight_flipped", "eight_scale")
+
+
+def _frozen_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    out = frozen_linear(x, (layer.eight, layer.eight_flipped, layer.eight_scale), layer.config)
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)

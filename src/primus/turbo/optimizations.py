@@ -49,6 +49,7 @@ class Optimization:
     backends: tuple[str, ...]
     precisions: tuple[str, ...]
     families: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
     vendors: tuple[str, ...] = ()
     archs: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
@@ -63,6 +64,7 @@ class Optimization:
         for requirement, value, accepted in (
             ("backend", recipe.backend, self.backends),
             ("precision", recipe.precision, self.precisions),
+            ("mode", recipe.mode, self.modes),
             ("model family", recipe.architecture.family, self.families),
         ):
             if accepted and value not in accepted:

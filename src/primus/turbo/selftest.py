@@ -116,6 +116,18 @@ def fp8_linear(shapes: Shapes, make: Maker) -> Rows:
     )  # fmt: skip
 
 
+def frozen_weights(shapes: Shapes, make: Maker) -> Rows:
+    """A frozen layer after attention in FP8. In BF16, the products are PyTorch's own."""
+    config = _formats()
+    weight = make.normal(shapes.hidden, shapes.hidden, scale=0.02)
+    eights = fp8.frozen(weight, config)
+    yield from three_ways(
+        ("output", "gradient of the input"),
+        lambda x: fp8.frozen_linear(x, eights, config), lambda x: _plain_linear(x, weight, config),
+        lambda x: x @ weight.to(x.dtype).t(), make.normal(shapes.tokens, shapes.hidden), make=make, factor=SCALE_FP8,
+    )  # fmt: skip
+
+
 def fp8_projections(shapes: Shapes, make: Maker) -> Rows:
     """Queries, keys and values, with weights of different size."""
     config, narrow = _formats(), shapes.kv_heads * shapes.head_dim
@@ -371,7 +383,7 @@ TESTS: dict[str, Callable[[Shapes, Maker], Rows]] = {
     test.__name__.replace("_", "-"): test
     for test in (
         linear_cross_entropy, fp8_weight_cast, fp8_linear, fp8_projections, fp8_feed_forward, reduce_scatter_copy_in,
-        fused_adamw, real_rope, expert_routing, flash_attention_4, flex_attention, turbo_attention, turbo_fp8_linear,
+        fused_adamw, frozen_weights, real_rope, expert_routing, flash_attention_4, flex_attention, turbo_attention, turbo_fp8_linear,
         turbo_grouped_gemm,
     )
 }  # fmt: skip

@@ -77,7 +77,11 @@ class Rules:
         gathered = terms.unsharded(recipe, compute, alone=not trained, ends=ends, cast=width != compute)
         activations = saved * tokens * compute + copies
         reused = 0.0
-        if stay and recipe.world_size == 1 and not trained:
+        if terms.whole_weights(recipe):
+            # In FP8, two more copies of one byte, which are also those for the backward pass.
+            width, shard, gathered, copies = compute, total, 0.0, 0.0
+            activations = saved * tokens * compute + (2 * terms.copies_in_eight(model) if recipe.precision == "fp8" else 0.0)
+        elif stay and recipe.world_size == 1 and not trained:
             # All weights but the embedding, including the output layer and the blocks, stay in the computing precision.
             gathered = compute * (total - model.vocab_size * model.hidden_size)
         elif stay:

@@ -36,6 +36,10 @@ def main(job: RankJob, here: Process) -> None:
     # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
     shard(model, list(model.causal.model.layers), job, here, wide=lambda name: "lm_head" in name or "lora_" in name)
     models.init(model, job.training.seed, weights.Files(source) if source else None)
+    if "frozen-weights" in job.turbo and job.training.fp8 == "tensorwise":
+        from primus.turbo import fp8
+
+        fp8.freeze(model)
     sharded = Sharded(model, session.loss, job, here, _facts(job, config, model))
     packing = config.packing
     evaluation = Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None

@@ -19,6 +19,7 @@ from primus.training.loop import weights
 from primus.training.loop.config import RankJob, ShardingConfig
 from primus.training.loop.process import Process, keep_graphs
 from primus.training.witness import Taken, whole_parameters
+from primus.turbo.optimizations import CALLS
 
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids`` and ``labels``, both
 # int64 [samples, seq_len]. Labels are already shifted; −100 is ignored. Packed samples have ``positions``, too, which
@@ -162,14 +163,20 @@ def shard(
 
     Each of ``blocks`` is recomputed, compiled and gathered separately. Linear layers for which ``wide`` is true keep
     ``training.dtype`` in FP8.
+    With the optimization frozen-weights, every rank has all weights that are not trained, in ``training.dtype``.
     """
     config, sharding = job.training, job.section(ShardingConfig, "sharding")
+    whole = set()
+    if "frozen-weights" in job.turbo:
+        whole = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+        CALLS["frozen_weights"] += 1
     if "reduce-scatter-copy-in" in job.turbo:
         from primus.turbo.sharded import lay_out_gradients
 
         lay_out_gradients()
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
+        kind = config.dtype if parameter in whole else config.master_dtype
+        parameter.data = parameter.data.to(getattr(torch, kind))
     if config.fp8 == "tensorwise":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -187,8 +194,11 @@ def shard(
             block.forward = _recomputed(block.forward)
         if config.compile:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(
+            block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward,
+            ignored_params=whole,
+        )  # fmt: skip
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Sum instead of mean, because the loss is already divided by the terms of all ranks.

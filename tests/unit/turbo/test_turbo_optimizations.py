@@ -21,6 +21,7 @@ COUNTING = (
     "turbo/experts.py",
     "turbo/primus_turbo.py",
     "training/torchtitan/turbo.py",
+    "training/loop/session.py",
 )
 
 

@@ -383,8 +383,8 @@ TESTS: dict[str, Callable[[Shapes, Maker], Rows]] = {
     test.__name__.replace("_", "-"): test
     for test in (
         linear_cross_entropy, fp8_weight_cast, fp8_linear, fp8_projections, fp8_feed_forward, reduce_scatter_copy_in,
-        fused_adamw, frozen_weights, real_rope, expert_routing, flash_attention_4, flex_attention, turbo_attention, turbo_fp8_linear,
-        turbo_grouped_gemm,
+        fused_adamw, frozen_weights, real_rope, expert_routing, flash_attention_4, flex_attention, turbo_attention,
+        turbo_fp8_linear, turbo_grouped_gemm,
     )
 }  # fmt: skip
 """Name of an optimization → its test."""

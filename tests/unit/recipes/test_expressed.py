@@ -80,8 +80,9 @@ def test_a_field_that_a_backend_is_said_to_express_is_read_there(backend: str, f
         and len(known.backends[backend].values.get(key, known.values.get(key, ()))) != 1
         and key.partition(".")[0] not in ("moe", "mla", "dit", "rope_scaling")
     }
-    # diffusers derives its width from the heads; a recipe whose width is another one is refused.
-    derived = {"hidden_size"} if backend == "flux" else set()
+    # FLUX reads its sizes by the family's table. diffusers derives its width from the heads; a recipe whose width is
+    # another one is refused.
+    derived = {"hidden_size", *family("flux").config} if backend == "flux" else set()
     assert fields - read - derived <= set(NO_ARGUMENT)
 
 

@@ -79,8 +79,9 @@ class Rules:
         reused = 0.0
         if terms.whole_weights(recipe):
             # In FP8, two more copies of one byte, which are also those for the backward pass.
-            width, shard, gathered, copies = compute, total, 0.0, 0.0
-            activations = saved * tokens * compute + (2 * terms.copies_in_eight(model) if recipe.precision == "fp8" else 0.0)
+            width, shard, gathered = compute, total, 0.0
+            copies = 2 * terms.copies_in_eight(model) if recipe.precision == "fp8" else 0.0
+            activations = saved * tokens * compute + copies
         elif stay and recipe.world_size == 1 and not trained:
             # All weights but the embedding, including the output layer and the blocks, stay in the computing precision.
             gathered = compute * (total - model.vocab_size * model.hidden_size)

@@ -66,7 +66,8 @@ class Rules:
             layers, layer = model.dit.double_layers + model.dit.single_layers, float(_FLUX_LAYER * model.hidden_size)
         else:
             layers = model.layers
-            eight = recipe.precision == "fp8"
+            # Adapters need the inputs of layers in the computing precision.
+            eight = recipe.precision == "fp8" and trained > 0
             layer = terms.layer_elements(model, eight=eight) * (1 if compiled else terms.EAGER)
         saved = layers * model.hidden_size + layer * terms.RECOMPUTED if recomputed else layers * layer
         copies = terms.copies_in_eight(model) if recipe.precision == "fp8" and not recomputed else 0.0

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from mmap import mmap
+from mmap import MADV_DONTNEED, mmap
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -52,6 +52,9 @@ def _matches(pattern: re.Pattern[bytes], data: bytes | mmap) -> Iterator[re.Matc
         for match in pattern.finditer(data, begin, begin + _PART + _AHEAD):
             if match.start() < begin + _PART:
                 yield match
+        if isinstance(data, mmap):
+            # Without it, all of a file of gigabytes that was searched would stay in the memory of this process.
+            data.madvise(MADV_DONTNEED, begin, min(_PART, len(data) - begin))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,11 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
             raise _twice(key, f"{key}={str(before).lower() if key == 'proxy' else before}", word)
         value: object = text
         if key in ("nodes", "proxy"):
-            typed = Setting(value=typed_value(text, f"command line: {key}"), origin=f"command line: {key}")
+            # YAML also reads signs, other bases and underscores as whole numbers.
+            plain = text.isdecimal() or key == "proxy"
+            typed = Setting(
+                value=typed_value(text, f"command line: {key}") if plain else text, origin=f"command line: {key}"
+            )
             check_choice(key, typed)
             value = typed.value
         choices = replace(choices, **{key: value})  # type: ignore[arg-type]

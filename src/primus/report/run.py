@@ -144,7 +144,10 @@ def of_record(record: Mapping[str, Any]) -> Run:
 
 def _record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a run from the record of a validation."""
-    recipe, base = record["recipe"], record["jobs"][0]
+    recipe = _object(record["recipe"], "recipe")
+    if not record["jobs"]:
+        raise ValueError("jobs is empty")
+    base = _object(record["jobs"][0], "jobs.0")
     return {
         "label": f"{record['target']} {recipe['name']}",
         "recipe": recipe["name"],
@@ -157,6 +160,12 @@ def _record(record: Mapping[str, Any]) -> dict[str, Any]:
         "image": {key: value for key, value in record["image"].items() if isinstance(value, str)},
         **_common(recipe, recipe["settings"], record["facts"], base.get("series") or ()),
     }
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object, not {value!r:.40}")
+    return value
 
 
 def _common(
@@ -186,4 +195,6 @@ def _readable(data: Any) -> Any:
 
 def _json(path: Path) -> Any:
     document = read_json(path)
+    if not isinstance(document.data, dict):
+        raise InputError("not a JSON object", where=str(path))
     return replace(document, data=_readable(document.data))

@@ -240,11 +240,20 @@ class _Builder:
             place = (text.count("\n", 0, bad.start()) + 1, bad.start() - text.rfind("\n", 0, bad.start()))
             raise self._error(f"this is not YAML: the character U+{ord(bad[0]):04X} is not allowed", place)
         try:
+            self._check_depth(text)
             node = yaml.compose(text, Loader=_Loader)
         except (yaml.YAMLError, RecursionError) as error:
             raise conflict(text, self._name) or self._refusal(error, text) from None
         data = None if node is None else self._data(node, (), 0)
         return Document(name=self._name, data=data, places=self._places, origins=self._origins, typed=self._typed)
+
+    def _check_depth(self, text: str) -> None:
+        """Raise InputError where ``text`` is nested too deeply: the composer in C would recurse until the process ends."""
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST + 1:
+                raise self._error(_TOO_DEEP, (event.start_mark.line + 1, event.start_mark.column + 1))
 
     def _refusal(self, error: Exception, text: str) -> InputError:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)

@@ -248,12 +248,12 @@ class _Builder:
         return Document(name=self._name, data=data, places=self._places, origins=self._origins, typed=self._typed)
 
     def _check_depth(self, text: str) -> None:
-        """Raise InputError where ``text`` is nested too deeply: the composer in C would recurse until the process ends."""
+        """Raise InputError for text nested too deeply, for which the composer in C would recurse and end the process."""
         depth = 0
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST + 1:
-                raise self._error(_TOO_DEEP, (event.start_mark.line + 1, event.start_mark.column + 1))
+                raise self._error(_TOO_DEEP, _place(event))
 
     def _refusal(self, error: Exception, text: str) -> InputError:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -318,5 +318,5 @@ class _Builder:
         return str(node.value)
 
 
-def _place(node: yaml.Node) -> tuple[int, int]:
+def _place(node: Any) -> tuple[int, int]:
     return node.start_mark.line + 1, node.start_mark.column + 1

@@ -10,7 +10,11 @@ import os
 from dataclasses import replace
 from typing import Any
 
+# The image for CPUs has no compiler for what Megatron compiles, as in a run of it.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
 import torch
+import torch._dynamo.config
 from megatron.core import parallel_state
 
 from primus.recipes.architecture import Architecture, LatentAttention, MixtureOfExperts, RopeScaling
@@ -21,6 +25,8 @@ from primus.training.megatron.render import MegatronConfig
 from primus.training.reference.model import Model
 from primus.training.reference.names import BIAS, to_canonical
 
+# torch was imported before, where all scripts run.
+torch._dynamo.config.disable = True
 LENGTH = 48
 SIZES: dict[str, Any] = {
     "layers": 3, "hidden_size": 64, "heads": 4, "kv_heads": 4, "ffn_size": 96, "vocab_size": 128, "norm_eps": 1e-5,

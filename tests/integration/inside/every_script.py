@@ -8,9 +8,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# torch reads it when it is imported. The image for CPUs has no compiler for what Megatron compiles.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
 import torch
 import torchao
 import transformers

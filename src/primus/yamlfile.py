@@ -248,7 +248,7 @@ class _Builder:
         return Document(name=self._name, data=data, places=self._places, origins=self._origins, typed=self._typed)
 
     def _check_depth(self, text: str) -> None:
-        """Raise InputError for text nested too deeply, for which the composer in C would recurse and end the process."""
+        """Raise InputError for text nested so deeply that the composer in C would recurse and end the process."""
         depth = 0
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

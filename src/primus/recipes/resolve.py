@@ -122,10 +122,8 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
         value: object = text
         if key in ("nodes", "proxy"):
             # YAML also reads signs, other bases and underscores as whole numbers.
-            plain = text.isdecimal() or key == "proxy"
-            typed = Setting(
-                value=typed_value(text, f"command line: {key}") if plain else text, origin=f"command line: {key}"
-            )
+            read, where = key == "proxy" or text.isdecimal(), f"command line: {key}"
+            typed = Setting(value=typed_value(text, where) if read else text, origin=where)
             check_choice(key, typed)
             value = typed.value
         choices = replace(choices, **{key: value})  # type: ignore[arg-type]

@@ -110,6 +110,8 @@ def read(path: Path) -> Run:
         run = build(Run, Document(name=str(path), data=data, places={}, typed=True))
     except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, TypeError | IndexError | AttributeError):
+            reason = "a field has another type than primus writes"
         raise InputError(f"not a file that primus wrote: {reason}", where=str(path), hint=_NOT_OURS) from None
     if not run.series:
         raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
@@ -164,7 +166,7 @@ def _record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{name} must be an object, not {value!r:.40}")
+        raise InputError(f"{name} must be an object, not {value!r:.40}")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -110,6 +111,10 @@ def resolve(
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 
+# YAML also reads signs, other bases and other spellings of true.
+_SPELLINGS = {"nodes": "[0-9]{1,9}", "proxy": "true|false"}
+
+
 def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, list[str]]:
     words = []
     for word in overrides:
@@ -120,10 +125,9 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
         if (before := getattr(choices, key)) is not None:
             raise _twice(key, f"{key}={str(before).lower() if key == 'proxy' else before}", word)
         value: object = text
-        if key in ("nodes", "proxy"):
-            # YAML also reads signs, other bases and underscores as whole numbers.
-            read, where = key == "proxy" or text.isdecimal(), f"command line: {key}"
-            typed = Setting(value=typed_value(text, where) if read else text, origin=where)
+        if spelling := _SPELLINGS.get(key):
+            where = f"command line: {key}"
+            typed = Setting(value=typed_value(text, where) if re.fullmatch(spelling, text) else text, origin=where)
             check_choice(key, typed)
             value = typed.value
         choices = replace(choices, **{key: value})  # type: ignore[arg-type]

@@ -106,7 +106,6 @@ def target_of(word: str) -> str:
 
 
 def _of_pins(project: Project, target: str, origin: str) -> Side:
-    """Return the pins of a project: those of all targets, or of one."""
     targets = {t.name: t for t in resolve_all(project, [target] if target else project.target_names())}
     gates: dict[str, str] = {}
     for record in load_gate_records(project.root).values():

@@ -185,7 +185,6 @@ def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _mark(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return a verdict's CSS class, sign and word."""
     if verdict["passed"]:
         return "pass-mark", "✓", "pass"
     return ("sub", "–", "skipped") if verdict.get("skipped") else ("fail-mark", "✗", "fail")

@@ -119,7 +119,6 @@ def read(path: Path) -> Run:
 
 
 def _job(folder: Path) -> dict[str, Any]:
-    """Return the fields of a run from the folder of its job."""
     job, result = _json(folder / "job.json").data, _json(folder / RESULT_FILE)
     if (ended := build(RunResult, result)).passed is None or ended.summary is None:
         raise KeyError("passed")
@@ -145,7 +144,6 @@ def of_record(record: Mapping[str, Any]) -> Run:
 
 
 def _record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run from the record of a validation."""
     recipe = _object(record["recipe"], "recipe")
     if not record["jobs"]:
         raise ValueError("jobs is empty")

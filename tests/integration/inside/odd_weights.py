@@ -6,16 +6,15 @@ import contextlib
 import io
 import json
 import re
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from cases import try_all
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -308,24 +307,9 @@ def check_a_process_of_its_own(_case: str, where: Path) -> None:
     refused(written(where, "llama", add(BIAS, 64)), BIAS)
 
 
-def cases() -> Iterator[tuple[Callable[[str, Path], None], str]]:
-    for check, names in (
-        (check_same, SAME), (check_refused, REFUSED), (check_files, FILES), (check_damaged, DAMAGED),
-        (check_a_process_of_its_own, ["a bias"]),
-    ):  # fmt: skip
-        yield from ((check, name) for name in names)
-
-
 run = backend.subprocess
 backend.subprocess = SimpleNamespace(run=here)
-failed = 0
-every = list(cases())
-for check, name in every:
-    with TemporaryDirectory() as folder:
-        try:
-            check(name, Path(folder))
-        except Exception:  # noqa: BLE001, every case is tried
-            failed += 1
-            print(f"{check.__name__}: {name}\n{traceback.format_exc(limit=-3)[-1500:]}", file=sys.stderr)
-print(f"{len(every)} cases, {failed} failed")
-assert not failed, f"{failed} of {len(every)} cases failed"
+try_all((
+    (check_same, SAME), (check_refused, REFUSED), (check_files, FILES), (check_damaged, DAMAGED),
+    (check_a_process_of_its_own, ["a bias"]),
+))  # fmt: skip

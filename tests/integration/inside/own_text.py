@@ -13,14 +13,12 @@ import io
 import json
 import lzma
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
+from cases import try_all
 from pyarrow.parquet import write_table
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
@@ -547,24 +545,9 @@ def check_nulls_of_a_table(_case: str, where: Path) -> None:
     assert ours(where / "rows.parquet", folder, completions=False) == wanted
 
 
-def cases() -> Iterator[tuple[Callable[[str, Path], None], str]]:
-    for check, names in (
-        (check_tokenizer, TOKENIZERS), (check_template, TEMPLATES), (check_corpus, CORPORA), (check_folder, FOLDERS),
-        (check_links, ["links"]), (check_columns, COLUMNS), (check_answers, ["texts", "Alpaca"]),
-        (check_refused, REFUSED),
-        (check_a_turn_that_is_not_trained, ["weight 0", "train false"]), (check_nulls_of_a_table, ["null"]), (check_a_prompt_is_not_trained, ["prompt"]),
-    ):  # fmt: skip
-        yield from ((check, name) for name in names)
-
-
-failed = 0
-every = list(cases())
-for check, name in every:
-    with TemporaryDirectory() as folder:
-        try:
-            check(name, Path(folder))
-        except Exception:  # noqa: BLE001, every case is tried
-            failed += 1
-            print(f"{check.__name__}: {name}\n{traceback.format_exc(limit=-3)[-1500:]}", file=sys.stderr)
-print(f"{len(every)} cases, {failed} failed")
-assert not failed, f"{failed} of {len(every)} cases failed"
+try_all((
+    (check_tokenizer, TOKENIZERS), (check_template, TEMPLATES), (check_corpus, CORPORA), (check_folder, FOLDERS),
+    (check_links, ["links"]), (check_columns, COLUMNS), (check_answers, ["texts", "Alpaca"]),
+    (check_refused, REFUSED),
+    (check_a_turn_that_is_not_trained, ["weight 0", "train false"]), (check_nulls_of_a_table, ["null"]), (check_a_prompt_is_not_trained, ["prompt"]),
+))  # fmt: skip

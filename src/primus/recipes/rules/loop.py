@@ -70,7 +70,10 @@ class Rules:
             eight = recipe.precision == "fp8" and trained > 0
             layer = terms.layer_elements(model, eight=eight) * (1 if compiled else terms.EAGER)
         saved = layers * model.hidden_size + layer * terms.RECOMPUTED if recomputed else layers * layer
-        copies = terms.copies_in_eight(model) if recipe.precision == "fp8" and not recomputed else 0.0
+        whole = terms.whole_weights(recipe)
+        # Weights that never change stay in FP8 in both layouts, others in that of the backward pass.
+        layouts = 2 if whole else int(not recomputed)
+        copies = layouts * terms.copies_in_eight(model) if recipe.precision == "fp8" else 0.0
         chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048))
         # One rank gathers nothing, and reads the rows of a frozen embedding in place.
         ends = 2 if trained or recipe.world_size > 1 else 1
@@ -78,11 +81,8 @@ class Rules:
         gathered = terms.unsharded(recipe, compute, alone=not trained, ends=ends, cast=width != compute)
         activations = saved * tokens * compute + copies
         reused = 0.0
-        if terms.whole_weights(recipe):
-            # In FP8, two more copies of one byte, which are also those for the backward pass.
+        if whole:
             width, shard, gathered = compute, total, 0.0
-            copies = 2 * terms.copies_in_eight(model) if recipe.precision == "fp8" else 0.0
-            activations = saved * tokens * compute + copies
         elif stay and recipe.world_size == 1 and not trained:
             # All weights but the embedding, including the output layer and the blocks, stay in the computing precision.
             gathered = compute * (total - model.vocab_size * model.hidden_size)

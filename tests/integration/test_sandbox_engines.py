@@ -186,6 +186,7 @@ def test_memory_limit(engine, tiny, tmp_path):
     with (tmp_path / "e").open("wb") as e, Path(os.devnull).open("rb") as nothing:
         assert engine.run(tiny, command, stdin=nothing, stdout=e, stderr=e) == 137
     assert "memory limit of 64 MiB" in (tmp_path / "e").read_text()
+    assert not Path("oom").exists()
 
 
 def test_nobody_makes_a_device(engine, tiny, tmp_path):
@@ -343,6 +344,22 @@ def test_sigterm_ends_a_command_without_handler(engine, tmp_path):
         assert process.stdout.readline() == b"ready\n"
         process.terminate()
         assert process.wait(10) == 143
+
+
+@pytest.mark.parametrize("delay", [0, 0.03, 0.06, 0.09, 0.12])
+def test_signals_while_it_starts_end_it(engine, tmp_path, delay):
+    # The kernel drops one for an init that handles none yet, so they are repeated, as an impatient user does.
+    with runner(engine, tmp_path, "exec sleep 300", stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        while not alive("\0run\0--pull=never"):
+            time.sleep(0.01)
+        time.sleep(delay)
+        for _ in range(100):
+            process.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+                break
+        # The last of them may meet this process after the command.
+        assert process.returncode in (128 + signal.SIGUSR1, -signal.SIGUSR1)
 
 
 def test_killed_runner_leaves_nothing(engine, tmp_path):

@@ -13,12 +13,16 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from primus import programs
@@ -26,7 +30,7 @@ from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.sandbox import images
 from primus.sandbox.container import Command, RootFs, Stream, check_mounts, final_argv
-from primus.sandbox.processes import finally_run, forwarded_signals, tracked
+from primus.sandbox.processes import finally_run, received_signals, tracked
 from primus.terminal import counted
 
 ENGINES = ("auto", "podman", "docker")
@@ -106,13 +110,13 @@ class Engine:
             if stream:
                 stream.flush()
         with finally_run([*client, *self._remove, name], env):
-            with forwarded_signals() as receive:
-                # The client ends with this process, so that it cannot create the container after its removal. The
-                # terminal's Ctrl-C reaches only this process, which forwards it once.
-                argv = ["setpriv", "--pdeathsig=KILL", *client, "run", "--pull=never", *words]
+            with received_signals() as signals:
+                # The client ends with this process, so that it cannot create the container after its removal. Signals
+                # go around it: podman 4.3's client drops one that arrives in the first moments of a container.
+                argv = ["setpriv", "--pdeathsig=KILL", *client, "run", "--pull=never", "--sig-proxy=false", *words]
                 streams: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
                 process = subprocess.Popen(argv, env={**env, **values}, start_new_session=True, **streams)
-                receive(process)
+                threading.Thread(target=_forward, args=(signals, process, [*client, "kill", name], env)).start()
                 with tracked(process):
                     code = process.wait()
             if code in (125, 126, 127):
@@ -133,8 +137,7 @@ class Engine:
         again = _captured([*client, "start", name] if state.returncode == 0 else [*client, "create", *words], env)
         message = _error(again)
         if command.user and re.search(r"no matching entries|unable to find (user|group)", message):
-            hint = "name one of its users, or a numeric uid[:gid]"
-            raise InputError(f"the image has no user {command.user!r}", hint=hint)
+            raise InputError(f"the image has no user {command.user!r}", hint="name one of its users, or a uid[:gid]")
         raise HostError(f"{self.name} cannot run {root.name}: {message}")
 
 
@@ -167,9 +170,11 @@ class Podman(Engine):
             with _locked(folder):
                 settings = _settings(folder) or self._probe(folder)
                 if not unpacked.exists():
-                    self._unpack(root, [*_podman(folder), *settings["options"]], _client_environment(folder))
+                    self._unpack(root, folder, settings["options"])
                     write_file(unpacked, json.dumps([layer.diff_id for layer in root.layers]))
-        return [*_podman(folder), *settings["options"]], _client_environment(folder), name
+        # Conmon notes a command over its memory limit in a file of the current folder.
+        client = ["env", f"--chdir={folder}", *_podman(folder), *settings["options"]]
+        return client, _client_environment(folder), name
 
     def _probe(self, folder: Path) -> dict[str, Any]:
         self.prepare_host()
@@ -197,15 +202,14 @@ class Podman(Engine):
         hint = "in a container: start it with --privileged; else use --engine docker"
         raise HostError(f"podman cannot run a container here: {reasons[0]}", hint=hint)
 
-    def _unpack(self, root: RootFs, client: list[str], env: dict[str, str]) -> None:
+    def _unpack(self, root: RootFs, folder: Path, options: list[str]) -> None:
         size = sum(layer.size for layer in root.layers) / 1e6
         self._say(f"unpacking {counted(len(root.layers), 'layer')} ({size:.0f} MB compressed) of {root.name}, once")
         with images.layout(root) as layout:
-            argv = [*client, "pull", "--quiet", f"oci:{layout.name}"]
-            pipe = subprocess.PIPE
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
-            env = {**env, "TMPDIR": str(layout.parent)}
-            process = subprocess.Popen(argv, cwd=layout.parent, env=env, start_new_session=True, **streams)
+            argv = [*_podman(folder), *options, "pull", "--quiet", f"oci:{layout.name}"]
+            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            env = {**_client_environment(folder), "TMPDIR": str(layout.parent)}
+            process = subprocess.Popen(argv, cwd=layout.parent, env=env, start_new_session=True, **pipes)
             with tracked(process):
                 _, message = process.communicate()
         if process.returncode != 0:
@@ -346,6 +350,16 @@ def _variables(command: Command, terminal: bool) -> tuple[list[str], dict[str, s
     variables = {"TERM": os.environ.get("TERM", "xterm"), **command.env} if terminal else dict(command.env)
     values = {name: value for name, value in variables.items() if not _READ_BY_CLIENTS.fullmatch(name)}
     return [f"--env={name}" if name in values else f"--env={name}={value}" for name, value in variables.items()], values
+
+
+def _forward(numbers: SimpleQueue[int], process: subprocess.Popen[bytes], kill: list[str], env: dict[str, str]) -> None:
+    for number in iter(numbers.get, 0):
+        if number == signal.SIGWINCH:
+            process.send_signal(number)
+        # A container that does not run yet gets it as soon as it does.
+        elif process.returncode is None and _captured([*kill, f"--signal={number}"], env).returncode != 0:
+            time.sleep(0.05)
+            numbers.put(number)
 
 
 def _error(refused: subprocess.CompletedProcess[str]) -> str:

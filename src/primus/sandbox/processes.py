@@ -6,11 +6,11 @@ import contextlib
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import killpg
+from queue import SimpleQueue
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
-FORWARDED = tuple(signal.Signals[name] for name in _NAMES)
+_FORWARDED = [signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "WINCH")]
 _running: set[subprocess.Popen[bytes]] = set()
 
 
@@ -41,27 +41,15 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def forwarded_signals() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """Forward the signals that this process gets, also earlier ones, to the process with which the result is called."""
-    receivers: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []
-
-    def forward(number: int, _frame: object) -> None:
-        for process in receivers:
-            process.send_signal(number)
-        if not receivers:
-            early.append(number)
-
-    def receive(process: subprocess.Popen[bytes]) -> None:
-        receivers.append(process)
-        for number in early:
-            process.send_signal(number)
-
+def received_signals() -> Iterator[SimpleQueue[int]]:
+    """Yield a queue of the signals that this process gets in the block, which then do nothing else. 0 ends it."""
+    signals: SimpleQueue[int] = SimpleQueue()
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, forward) for number in FORWARDED} if main else {}
+    before = {n: signal.signal(n, lambda number, _: signals.put(number)) for n in _FORWARDED} if main else {}
     try:
-        yield receive
+        yield signals
     finally:
+        signals.put(0)
         for number, handler in before.items():
             signal.signal(number, handler)
 

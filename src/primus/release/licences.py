@@ -29,6 +29,7 @@ _NAMES = {
 }  # fmt: skip
 _GNU = r"(A?GPL|LGPL|GFDL)[- ]?v?([0-9](?:\.[0-9])?)(?:\.0)?(\+|-or-later)?"
 _SHORT = 60
+_spdx = cache(get_spdx_licensing)
 
 
 @dataclass
@@ -119,14 +120,14 @@ def _reference(name: str, text: str, texts: dict[str, str]) -> str:
 def _expression(text: str) -> str:
     """Return the text if it is an expression of SPDX licences, else nothing."""
     try:
-        return str(get_spdx_licensing().parse(text, validate=True, strict=True))
+        return str(_spdx().parse(text, validate=True, strict=True))
     except ExpressionError:
         return ""
 
 
 @cache
 def _ids() -> dict[str, str]:
-    return {key.lower(): key for key in get_spdx_licensing().known_symbols if not key.startswith("LicenseRef")}
+    return {key.lower(): key for key in _spdx().known_symbols if not key.startswith("LicenseRef")}
 
 
 def _all(expressions: Iterable[str]) -> str:

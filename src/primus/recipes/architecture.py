@@ -215,11 +215,10 @@ class Size:
 @cache
 def size(model: Architecture) -> Size:
     """Count the parameters of ``model``. Balancing biases of routers are included, as in published totals."""
-    if model.of_images:
-        count = _diffusion(model)
-        return Size(total=count, active=count, embedding=0)
-    sparse, moe = model.sparse_layers, model.moe
+    sparse, moe, dit = model.sparse_layers, model.moe, model.dit
     copies = {"outer": 1, "layer": model.layers, "dense": model.layers - sparse, "sparse": sparse}
+    if model.of_images:
+        copies = {"outer": 1, "double": dit.double_layers, "single": dit.single_layers}
     total = active = 0
     for part, count in copies.items():
         for weight in weights_of(model, part) if count else ():
@@ -235,22 +234,6 @@ def readable(count: int) -> str:
     unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
     value = count / scale
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-
-
-def _diffusion(model: Architecture) -> int:
-    """FLUX's transformer, layer by layer as in the published model."""
-    width, dit, norms = model.hidden_size, model.dit, 2 * model.head_size
-    hidden = 4 * width
-
-    def linears(*sizes: tuple[int, int]) -> int:
-        return sum(into * out + out for into, out in sizes)
-
-    square, vectors = (width, width), 2 if dit.guidance else 1
-    inputs = linears((dit.in_channels, width), (dit.text_dim, width), (dit.pooled_dim, width), square)
-    ends = inputs + vectors * linears((256, width), square) + linears((width, 2 * width), (width, dit.in_channels))
-    stream = norms + linears((width, 6 * width), (width, 3 * width), square, (width, hidden), (hidden, width))
-    single = norms + linears((width, 3 * width), (width, 3 * width + hidden), (width + hidden, width))
-    return ends + dit.double_layers * 2 * stream + dit.single_layers * single
 
 
 @cache

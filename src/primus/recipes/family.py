@@ -39,10 +39,10 @@ class Support:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One weight of a decoder. ``names``: backend → its names of the weight."""
+    """One weight of a model. ``names``: backend → its names of the weight."""
 
     name: str
-    shape: Sequence[str]
+    shape: Sequence[str | int]
     when: Sequence[str]
     names: Mapping[str, Sequence[str]]
 
@@ -53,9 +53,13 @@ class Weight:
     def sizes(self, model: Any) -> tuple[int, ...]:
         """Return the shape of the weight in ``model``."""
         return tuple(
-            sum(math.prod(attrgetter(key)(model) for key in product.split("*")) for product in size.split("+"))
+            sum(math.prod(_factor(model, key) for key in product.split("*")) for product in str(size).split("+"))
             for size in self.shape
         )
+
+
+def _factor(model: Any, key: str) -> int:
+    return int(key) if key.isdecimal() else int(attrgetter(key)(model))
 
 
 def _holds(model: Any, condition: str) -> bool:
@@ -110,7 +114,7 @@ def family(name: str) -> Family:
     """Return one family. Raises InputError if there is none of this name."""
     if name not in families():
         raise InputError(f"there is no family {name!r}" + nearest(name, families()), hint=", ".join(families()))
-    content = _read(name)
+    content = {key: value for key, value in _read(name).items() if key != "weights"}
     backends = {key: Support(**row) for key, row in content.pop("backends", {}).items() if row is not None}
     return Family(name=name, backends=backends, **content)
 
@@ -137,9 +141,9 @@ def _decoder() -> Mapping[str, Any]:
 
 
 @cache
-def _weights(part: str) -> tuple[Weight, ...]:
+def _weights(part: str, images: str = "") -> tuple[Weight, ...]:
     rows = []
-    for name, row in _decoder()[part].items():
+    for name, row in (_read(images)["weights"] if images else _decoder())[part].items():
         names = {key: [value] if isinstance(value, str) else value for key, value in row.items()}
         shape, when = names.pop("shape"), names.pop("when", ())
         rows.append(Weight(name=name, shape=shape, when=when, names=names))
@@ -147,8 +151,9 @@ def _weights(part: str) -> tuple[Weight, ...]:
 
 
 def weights_of(model: Any, *parts: str) -> Iterator[Weight]:
-    """Yield the weights that a decoder ``model`` (an Architecture) has: outer, layer, dense or sparse ones."""
-    yield from (weight for part in parts for weight in _weights(part) if weight.belongs(model))
+    """Yield the weights that ``model`` (an Architecture) has: outer, layer, dense, sparse, double or single ones."""
+    images = model.family if model.of_images else ""
+    yield from (weight for part in parts for weight in _weights(part, images) if weight.belongs(model))
 
 
 @cache

@@ -139,7 +139,7 @@ def flux() -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
     weights = dict(model.named_parameters())
-    assert {key: tuple(value.shape) for key, value in weights.items()} == diffusion.shapes(sizes)
+    assert {key: tuple(value.shape) for key, value in weights.items()} == shapes(sizes)
     image, text = torch.randn(2, 16, dit.in_channels), torch.randn(2, dit.text_tokens, dit.text_dim)
     pooled, time = torch.randn(2, dit.pooled_dim).double(), torch.rand(2).double()
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))

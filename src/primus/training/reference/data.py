@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,37 +17,31 @@ from primus.training.mock import texts
 
 _MOCK_TEXTS = 2000
 
-
 Batch = dict[str, torch.Tensor]
 
 
-class Samples(Protocol):
-    """The micro-batches of a step."""
+class Samples:
+    """What the ranks train on: ``inputs`` and ``labels`` [samples, length], or what an image is trained with
+    [images, …].
+    """
 
     def batch(self, step: int, rank: int) -> Batch:
-        """Return all micro-batches of a data-parallel rank in ``step`` (from 1).
-
-        A batch contains ``inputs`` and ``labels`` [samples, length], or what an image is trained with [images,
-        …].
-        """
+        """Return all micro-batches of a data-parallel rank in ``step`` (from 1)."""
+        raise NotImplementedError
 
     def terms(self, batch: Batch) -> int:
         """Return the number of losses of ``batch``. Their sum is divided by the number on all ranks."""
+        return int((batch["labels"] >= 0).sum()) if "labels" in batch else len(batch["latents"])
 
 
 def samples(job: dict[str, Any]) -> Samples:
     """Return the samples of ``job``, in the order of its backend."""
     if job["backend"] == "torchtitan":
         return _Stream(job)
-    return _Images(job) if job["backend"] == "flux" else _Numbered(job)
+    return _Images(job) if job["backend"] == "flux" else _Text(job)
 
 
-class _Tokens:
-    def terms(self, batch: Batch) -> int:
-        return int((batch["labels"] >= 0).sum())
-
-
-class _Stream(_Tokens):
+class _Stream(Samples):
     """torchtitan's order: a rank's share of the documents is one endless stream, cut after every length + 1 tokens."""
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -67,10 +61,11 @@ class _Stream(_Tokens):
         return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
 
 
-class _Ordered:
+class _Ordered(Samples):
     """The order of our own loop: step s takes samples from (s − 1) · global batch on.
 
-    The order of pass p over stored samples is a permutation by the seed · 2,000,003 + p.
+    The order of pass p over ``stored`` samples is a permutation by the seed · 2,000,003 + p; without stored ones,
+    samples are drawn.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -78,17 +73,25 @@ class _Ordered:
         self._per_rank = int(config.get("training.micro_batch_size", 1)) * job["accumulation"]
         self._batch = self._per_rank * job["data_parallel"]
         self._seed = int(config.get("training.seed", 42))
+        self._stored: list[Batch] = []
 
-    def _numbers(self, step: int, rank: int) -> range:
+    def batch(self, step: int, rank: int) -> Batch:
         first = (step - 1) * self._batch + rank * self._per_rank
-        return range(first, first + self._per_rank)
+        rows = [self._sample(number) for number in range(first, first + self._per_rank)]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _place(self, number: int, count: int) -> int:
-        turn, place = divmod(number, count)
-        return int(torch.randperm(count, generator=_generator(self._seed, turn))[place])
+    def _sample(self, number: int) -> Batch:
+        if not self._stored:
+            return self._drawn(_generator(self._seed, number))
+        turn, place = divmod(number, len(self._stored))
+        order = torch.randperm(len(self._stored), generator=_generator(self._seed, turn))
+        return self._stored[int(order[place])]
+
+    def _drawn(self, generator: torch.Generator) -> Batch:
+        raise NotImplementedError
 
 
-class _Numbered(_Tokens, _Ordered):
+class _Text(_Ordered):
     """A corpus cut after every length; if only answers are trained, documents, or with packing several."""
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -96,47 +99,37 @@ class _Numbered(_Tokens, _Ordered):
         config = job["config"]
         self._length = int(config.get("training.seq_len", 2048))
         self._vocabulary = int(job["model"]["vocab_size"])
-        self._stream: torch.Tensor | None = None
-        self._packing = bool(config.get("packing"))
-        self._documents: list[list[_Labelled]] = []
-        if job["assets"]["corpus"] != MOCK:
-            pieces = _tokenized(job, self._seed)
-            self._stream = torch.tensor([token for tokens, _ in pieces for token in tokens])
-            self._count = (len(self._stream) - 1) // self._length
-            if pieces[0][1] is not None or self._packing:
-                labelled = [piece for tokens, mask in pieces for piece in _labelled(tokens, mask, self._length)]
-                self._documents = _packed(labelled, self._length) if self._packing else [[piece] for piece in labelled]
-                self._count = len(self._documents)
+        if job["assets"]["corpus"] == MOCK:
+            return
+        pieces, packing = _tokenized(job, self._seed), bool(config.get("packing"))
+        if pieces[0][1] is not None or packing:
+            labelled = [piece for tokens, mask in pieces for piece in _labelled(tokens, mask, self._length)]
+            packed = _packed(labelled, self._length) if packing else [[piece] for piece in labelled]
+            self._stored = [self._joined(documents, packing) for documents in packed]
+        else:
+            stream = torch.tensor([token for tokens, _ in pieces for token in tokens])
+            self._stored = [_shifted(cut) for cut in stream.unfold(0, self._length + 1, self._length)]
 
-    def batch(self, step: int, rank: int) -> Batch:
-        numbers = self._numbers(step, rank)
-        if self._documents:
-            rows = [self._row(self._documents[self._place(number, self._count)]) for number in numbers]
-            names = ("inputs", "labels", "positions")[: 3 if self._packing else 2]
-            return {name: torch.tensor([row[place] for row in rows]) for place, name in enumerate(names)}
-        whole = torch.stack([self._sample(number) for number in numbers])
-        return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
-
-    def _row(self, documents: list[_Labelled]) -> list[list[int]]:
+    def _joined(self, documents: list[_Labelled], packing: bool) -> Batch:
         padding = self._length - sum(len(tokens) - 1 for tokens, _ in documents)
-        return [
-            [token for tokens, _ in documents for token in tokens[:-1]] + [0] * padding,
-            [label for _, labels in documents for label in labels[1:]] + [-100] * padding,
-            [place for tokens, _ in documents for place in range(len(tokens) - 1)] + [*range(padding)],
-        ]
+        rows = {
+            "inputs": [token for tokens, _ in documents for token in tokens[:-1]] + [0] * padding,
+            "labels": [label for _, labels in documents for label in labels[1:]] + [-100] * padding,
+        }
+        if packing:
+            rows["positions"] = [place for tokens, _ in documents for place in range(len(tokens) - 1)]
+            rows["positions"] += range(padding)
+        return {name: torch.tensor(row) for name, row in rows.items()}
 
-    def _sample(self, number: int) -> torch.Tensor:
-        if self._stream is None:
-            return self._walk(number)
-        start = self._place(number, self._count) * self._length
-        return self._stream[start : start + self._length + 1]
-
-    def _walk(self, number: int) -> torch.Tensor:
+    def _drawn(self, generator: torch.Generator) -> Batch:
         symbols = min(256, self._vocabulary)
-        generator = _generator(self._seed, number)
         steps = torch.tensor([1, 3, 7, 19])[torch.randint(4, (self._length,), generator=generator)]
         place = torch.randint(symbols, (1,), generator=generator)
-        return torch.cat([place, place + steps.cumsum(0)]) % symbols * (self._vocabulary // symbols)
+        return _shifted(torch.cat([place, place + steps.cumsum(0)]) % symbols * (self._vocabulary // symbols))
+
+
+def _shifted(tokens: torch.Tensor) -> Batch:
+    return {"inputs": tokens[:-1], "labels": tokens[1:]}
 
 
 # Tokens, and the same as labels, -100 where they are not trained.
@@ -174,9 +167,8 @@ class _Images(_Ordered):
         super().__init__(job)
         dit = job["model"]["dit"]
         self._uniform = job["config"].get("times", "logit_normal") == "uniform"
-        self._cached: list[Batch] = []
         if job["assets"]["corpus"] != MOCK:
-            self._cached = list(_cached(Path(job["assets"]["corpus"])))
+            self._stored = list(_cached(Path(job["assets"]["corpus"])))
             return
         # Mock images: 16 prompts, each with a picture around a common color.
         generator = _generator(self._seed, -1)
@@ -186,23 +178,13 @@ class _Images(_Ordered):
         self._text = torch.randn(16, dit["text_tokens"], dit["text_dim"], generator=generator)
         self._pooled = torch.randn(16, dit["pooled_dim"], generator=generator)
 
-    def terms(self, batch: Batch) -> int:
-        return len(batch["latents"])
-
-    def batch(self, step: int, rank: int) -> Batch:
-        rows = [self._row(number) for number in self._numbers(step, rank)]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def _row(self, number: int) -> Batch:
-        image, generator = self._image(number), _generator(self._seed + 1, number)
+    def _sample(self, number: int) -> Batch:
+        image, generator = super()._sample(number), _generator(self._seed + 1, number)
         noise = torch.randn(image["latents"].shape, generator=generator)
         time = torch.rand((), generator=generator) if self._uniform else torch.randn((), generator=generator).sigmoid()
         return image | {"noise": noise, "time": time}
 
-    def _image(self, number: int) -> Batch:
-        if self._cached:
-            return self._cached[self._place(number, len(self._cached))]
-        generator = _generator(self._seed, number)
+    def _drawn(self, generator: torch.Generator) -> Batch:
         prompt = int(torch.randint(16, (), generator=generator))
         picture = self._pictures[prompt]
         varied = picture + 0.1 * torch.randn(picture.shape, generator=generator)
@@ -333,7 +315,7 @@ class _Words:
     def __init__(self, folder: Path) -> None:
         self._tokenizer = _tokenizer(folder)
         self._marks = marks(folder)
-        if _settings(folder, "tokenizer_config.json").get("add_bos_token") is False:
+        if settings(folder, "tokenizer_config.json").get("add_bos_token") is False:
             self._marks.pop("bos_token_id", None)
 
     @property
@@ -406,7 +388,8 @@ def _tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _settings(folder: Path, name: str) -> dict[str, Any]:
+def settings(folder: Path, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file in ``folder``; nothing if there is none."""
     file = folder / name
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return content
@@ -419,7 +402,7 @@ def marks(folder: Path) -> dict[str, int]:
     tokenizer = _tokenizer(folder)
     numbers = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id")}
     for name in ("generation_config.json", "config.json"):
-        end = _settings(folder, name).get("eos_token_id")
+        end = settings(folder, name).get("eos_token_id")
         if tokenizer.eos_token is None and end is not None:
             numbers["eos_token_id"] = end[0] if isinstance(end, list) else end
     return {key: number for key, number in numbers.items() if number is not None}

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from primus.recipes.architecture import Architecture
 from primus.training.reference.model import Transformer, Weights
 from primus.training.reference.rounding import Rounding, attended, exact
 
@@ -221,48 +220,3 @@ def _gelu(states: torch.Tensor) -> torch.Tensor:
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     first, second = states[..., 0::2], states[..., 1::2]
     return torch.stack((first * cosine - second * sine, second * cosine + first * sine), -1).flatten(-2)
-
-
-def operations(model: Architecture) -> float:
-    """Return the floating-point operations per image: 12 h² weights in each block and token, and attention."""
-    tokens = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
-    width, blocks = model.hidden_size, model.dit.double_layers + model.dit.single_layers
-    return blocks * tokens * (6 * 12 * width**2 + 12 * width * tokens)
-
-
-def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the model, by diffusers' name."""
-    width, dit, size = model.hidden_size, model.dit, model.head_size
-    expected: dict[str, tuple[int, ...]] = {}
-
-    def linear(name: str, inputs: int, outputs: int) -> None:
-        expected[name + ".weight"], expected[name + ".bias"] = (outputs, inputs), (outputs,)
-
-    linear("x_embedder", dit.in_channels, width)
-    linear("context_embedder", dit.text_dim, width)
-    for name, inputs in (("timestep", _WAVES), ("guidance", _WAVES), ("text", dit.pooled_dim)):
-        if name != "guidance" or dit.guidance:
-            linear(f"time_text_embed.{name}_embedder.linear_1", inputs, width)
-            linear(f"time_text_embed.{name}_embedder.linear_2", width, width)
-    for number in range(dit.double_layers):
-        block = f"transformer_blocks.{number}."
-        for which, to, norm, suffix in (("", "to_", "norm_", ""), ("_context", "add_", "norm_added_", "_proj")):
-            linear(f"{block}norm1{which}.linear", width, 6 * width)
-            linear(f"{block}ff{which}.net.0.proj", width, 4 * width)
-            linear(f"{block}ff{which}.net.2", 4 * width, width)
-            for kind in "qkv":
-                linear(f"{block}attn.{to}{kind}{suffix}", width, width)
-            expected |= {f"{block}attn.{norm}{kind}.weight": (size,) for kind in "qk"}
-        linear(f"{block}attn.to_out.0", width, width)
-        linear(f"{block}attn.to_add_out", width, width)
-    for number in range(dit.single_layers):
-        block = f"single_transformer_blocks.{number}."
-        linear(f"{block}norm.linear", width, 3 * width)
-        linear(f"{block}proj_mlp", width, 4 * width)
-        linear(f"{block}proj_out", 5 * width, width)
-        for kind in "qkv":
-            linear(f"{block}attn.to_{kind}", width, width)
-        expected |= {f"{block}attn.norm_{kind}.weight": (size,) for kind in "qk"}
-    linear("norm_out.linear", width, 2 * width)
-    linear("proj_out", width, dit.in_channels)
-    return expected

@@ -13,36 +13,21 @@ import torch
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import weights_of
-from primus.training.reference import diffusion
 from primus.training.reference.names import BIAS, Tensors, to_canonical
 
 
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the model, by Hugging Face's name."""
+    dit, dense = model.dit, model.layers - model.sparse_layers
+    blocks: dict[str, tuple[str, ...]] = {f"transformer_blocks.{n}": ("double",) for n in range(dit.double_layers)}
+    blocks |= {f"single_transformer_blocks.{n}": ("single",) for n in range(dit.single_layers)}
+    blocks |= {f"model.layers.{n}": ("layer", "dense" if n < dense else "sparse") for n in range(model.layers)}
     expected = {weight.name: weight.sizes(model) for weight in weights_of(model, "outer")}
-    for number in range(model.layers):
-        part = "sparse" if number >= model.layers - model.sparse_layers else "dense"
-        for weight in weights_of(model, "layer", part):
+    for block, parts in blocks.items():
+        for weight in weights_of(model, *parts):
             for expert in range(model.moe.experts if "{}" in weight.name else 1):
-                expected[f"model.layers.{number}.{weight.name.format(expert)}"] = weight.sizes(model)
+                expected[f"{block}.{weight.name.format(expert)}"] = weight.sizes(model)
     return {name: shape for name, shape in expected.items() if not name.endswith(BIAS)}
-
-
-def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
-    """Return the floating-point operations per token of a sequence of ``length``, with attention counted in full.
-
-    Each weight that a token meets takes 2 operations forward and 4 backward; frozen ones beside ``adapters`` (the
-    number of weights that LoRA trains) take 2 less.
-    """
-    count = 0.0
-    for name, shape in shapes(model).items():
-        share = model.moe.top_k / model.moe.experts if ".experts." in name else 1.0
-        count += 0.0 if name == "model.embed_tokens.weight" and not model.tied_embeddings else share * math.prod(shape)
-    # Queries with keys, and the shares with values.
-    sizes = model.query_size, model.value_size
-    seen = min(model.window or length, length)
-    weights = 6 * count if adapters is None else 4 * count + 6 * adapters
-    return weights + 6 * model.layers * model.heads * sum(sizes) * seen
 
 
 def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -215,7 +200,7 @@ def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: t
 
 def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:
     """Return which parameters are missing, unexpected or of another shape; and findings about first values."""
-    expected = diffusion.shapes(sizes) if sizes.of_images else shapes(sizes)
+    expected = shapes(sizes)
     if job["mode"] == "lora":
         config = job["config"]
         expected |= adapter_shapes(sizes, int(config.get("lora.rank", 16)), config.get("lora.targets") or ())
@@ -236,17 +221,13 @@ def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> d
             same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]
             strange += [f"{name} equals {other}" for other in same[:1]]
             matrices.setdefault(tuple(tensor.shape), []).append((name, tensor))
-    trained = sum(tensor.numel() for name, tensor in weights.items() if is_trained(job, name))
-    length = int(job["config"].get("training.seq_len", 2048))
-    adapters = trained if job["mode"] == "lora" else None
     return {
-        "flops": diffusion.operations(sizes) if sizes.of_images else operations(sizes, length, adapters),
         "missing": sorted(set(expected) - set(present)),
         "besides": sorted(set(present) - set(expected)),
         "shapes": [f"{n}: {list(present[n])}, not {list(s)}" for n, s in expected.items() if present.get(n, s) != s],
         "first_values": strange,
         "count": sum(math.prod(shape) for shape in expected.values()),
-        "trained": trained,
+        "trained": sum(tensor.numel() for name, tensor in weights.items() if is_trained(job, name)),
     }
 
 

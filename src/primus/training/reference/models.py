@@ -243,45 +243,32 @@ def products(run: Gradients, exact: Gradients, noisy: Gradients, changed: Sequen
     return parts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """Least squares over all parts of the evidence: direction of each named change → how far the run moved in it."""
+def fit(backend: str, names: Sequence[str], parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
+    """Fit all ``parts`` of the evidence by least squares. ``names`` are those of the changes.
 
-    backend: str
-    names: Sequence[str]
-    parts: Sequence[Part]
-
-    def found(self) -> dict[str, dict[str, Any]]:
-        """Return name of a change → the ``share`` by which the run moved, how much of it is ``rounding``, and a
-        ``deviation``.
-
-        The deviation is how much the parts of the evidence disagree in this reference. ``one_sided``: only a positive
-        share is a fault. ``biased``: other roundings look like a small change. ``eight``: the change concerns the
-        rounding to FP8.
-        """
-        if not self.parts:
-            return {}
-        squares, errors, noise = (torch.stack(parts) for parts in zip(*self.parts, strict=True))
-        # Directions differ in length by orders of magnitude.
-        lengths = squares.sum(0).diagonal().sqrt()
-        seen = [n for n, length in enumerate(lengths.tolist()) if length > 0]
-        squares, errors, noise = squares[:, seen][:, :, seen], errors[:, seen], noise[:, seen]
-        scale = torch.outer(lengths[seen], lengths[seen])
-        inverse = torch.linalg.pinv(squares.sum(0) / scale) / scale
-
-        shares, rounding = inverse @ errors.sum(0), inverse @ noise.sum(0)
-        # A run in which one rank or some steps are wrong disagrees with itself, and that must not widen its limit.
-        deviations = ((noise - squares @ rounding) @ inverse).square().sum(0).sqrt()
-        rows = zip(seen, shares.tolist(), rounding.tolist(), deviations.tolist(), strict=True)
-        return {
-            self.names[n]: {
-                "share": share,
-                "rounding": alone,
-                "deviation": deviation,
-                "one_sided": self.names[n] in _ONE_SIDED,
-                "biased": self.names[n] == _EPSILON,
-                "eight": self.names[n] in _OF_EIGHT | _OF_WEIGHTS,
-            }
-            for n, share, alone, deviation in rows
-            if self.names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
+    Returns name of a change → the ``share`` by which the run moved, how much of it is ``rounding``, and a
+    ``deviation``: how much the parts of the evidence disagree in this reference. ``one_sided``: only a positive share
+    is a fault. ``biased``: other roundings look like a small change. ``eight``: the change concerns the rounding to
+    FP8.
+    """
+    if not parts:
+        return {}
+    squares, errors, noise = (torch.stack(part) for part in zip(*parts, strict=True))
+    # Directions differ in length by orders of magnitude.
+    lengths = squares.sum(0).diagonal().sqrt()
+    seen = [n for n, length in enumerate(lengths.tolist()) if length > 0]
+    squares, errors, noise = squares[:, seen][:, :, seen], errors[:, seen], noise[:, seen]
+    scale = torch.outer(lengths[seen], lengths[seen])
+    inverse = torch.linalg.pinv(squares.sum(0) / scale) / scale
+    shares, rounding = inverse @ errors.sum(0), inverse @ noise.sum(0)
+    # A run in which one rank or some steps are wrong disagrees with itself, and that must not widen its limit.
+    deviations = ((noise - squares @ rounding) @ inverse).square().sum(0).sqrt()
+    rows = zip([names[n] for n in seen], shares.tolist(), rounding.tolist(), deviations.tolist(), strict=True)
+    return {
+        name: {
+            "share": share, "rounding": alone, "deviation": deviation, "one_sided": name in _ONE_SIDED,
+            "biased": name == _EPSILON, "eight": name in _OF_EIGHT | _OF_WEIGHTS,
         }
+        for name, share, alone, deviation in rows
+        if name != _ROUNDED or backend in _EXACT_ANGLES
+    }  # fmt: skip

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from primus.recipes.architecture import Architecture, rebuilt
 from primus.recipes.choose import CPU
 from primus.training.reference import blocks, data, models, parameters, saved, update
 from primus.training.reference.model import Model, Transformer
-from primus.training.reference.models import Fit, Models, Part
+from primus.training.reference.models import Models, Part
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
 from primus.training.reference.rounding import bfloat
@@ -29,8 +29,9 @@ from primus.training.reference.update import gaps_of, scales_of, typical
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 # At steps that are not examined, the reference computes how far the precision moves its results if a gap exceeds the
 # sum of this many times the noise of the examined ones and the difference below. A smaller gap passes whatever the
-# noise is: both must stay below the limits in primus.training.proof.
-_SUSPECT = 3.0
+# noise is: both must stay below the limits in primus.training.proof. The noise of the norm is that of its whole vector,
+# so a norm of the same rounding is much closer.
+_SUSPECT = {"loss": 3.0, "grad_norm": 1.0, "gradient": 3.0}
 _SMALL = {"loss": 1.5e-6, "grad_norm": 3e-5, "gradient": 3e-5}
 # How much the scores of two experts may differ, relative to the larger one, while rounding still decides between them.
 # In each of two runs, one token that went to the other expert caused the whole gap of 0.6 of an expert with few tokens.
@@ -59,8 +60,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
         if findings["parameters"]["missing"] or findings["parameters"]["shapes"]:
             # The run trained another model, so there is nothing to repeat.
             return findings
-        replayed = _Replay(job, sizes, folder)
-        config = job["config"]
+        replayed, config = _Replay(job, sizes, folder), job["config"]
         findings |= {
             "max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"],
             # Whether the recipe asks for sums over ranks in bfloat16.
@@ -70,8 +70,8 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
         before = start
         with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
             for computed in replayed.compute(steps, pool):
-                after = _weights(job, sizes, folder, computed.step)
-                findings["steps"].append(replayed.compare(computed, before, after))
+                after = _weights(job, sizes, folder, computed.row["step"])
+                findings["steps"].append(computed.row | replayed.updated(computed, before, after))
                 before = after
         findings["constants"] = replayed.constants()
         findings["moved"] = parameters.moved(job, start, before, replayed.moving)
@@ -103,24 +103,19 @@ class _Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """``used`` are the gradients that the run's optimizer used, and ``seen`` what else it left of the update; both are
-    None if it did not run. ``limited`` are the reference's clipped gradients if there are no others.
+    """``row`` is what the step adds to ``proof.json``. ``gradients`` are those that the run's optimizer used; the
+    reference's clipped ones if it did not run. ``sent``: layer → the number of tokens of each expert.
     """
 
-    step: int
-    seen: dict[str, Any] | None
-    used: Tensors | None
-    narrow: bool
-    figures: dict[str, Any]
-    limited: Tensors | None
+    row: dict[str, Any]
+    gradients: Tensors
     sent: Mapping[str, torch.Tensor]
     of_weights: list[Part]
-    blocks: list[dict[str, Any]] | str = field(default_factory=list)
-    of_blocks: list[Part] = field(default_factory=list)
+    of_blocks: list[Part]
 
 
 class _Replay:
-    """The steps of one run: :meth:`compute` first, in any order, then :meth:`compare`, in order."""
+    """The steps of one run: :meth:`compute` first, in any order, then :meth:`updated`, in order."""
 
     def __init__(self, job: dict[str, Any], sizes: Architecture, folder: Path) -> None:
         self._job = job
@@ -129,8 +124,6 @@ class _Replay:
         self._sizes = self._models.sizes
         self._settings = update.settings(job)
         self._optimizer = update.AdamW(self._settings)
-        self._usual: dict[str, float] = {}
-        self._usual_figures = {"loss": 0.0, "grad_norm": 0.0}
         self._reported = _reported(folder.parent / "exact.jsonl")
         self._exact = self._models.exact
         self._rounding = _ROUNDING[kept_dtype(job)]
@@ -143,100 +136,93 @@ class _Replay:
 
     def constants(self) -> dict[str, dict[str, Any]]:
         model, backend = self._models.model(), self._job["backend"]
-        every = (models.trials(model, backend), self._of_blocks), (models.trials_of_weights(model), self._of_weights)
-        fits = [Fit(backend=backend, names=[*trials], parts=parts).found() for trials, parts in every]
-        return fits[0] | fits[1]
+        of_blocks = models.fit(backend, [*models.trials(model, backend)], self._of_blocks)
+        return of_blocks | models.fit(backend, [*models.trials_of_weights(model)], self._of_weights)
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
-        computed = {row.step: row for row in pool.map(self._compute_planned, steps)}
-        for step in sorted(self._examined):
-            noise = computed[step].figures["noise"]
-            for kind, (gap, _) in noise["gaps"].items():
-                self._usual[kind] = max(self._usual.get(kind, 0.0), gap)
-            for key, usual in self._usual_figures.items():
-                self._usual_figures[key] = max(usual, noise[key])
+        computed = dict(zip(steps, pool.map(self._examine, steps), strict=True))
+        usual: dict[str, float] = {}
+        for step in self._examined:
+            for key, noise in _noises(computed[step].row["noise"]).items():
+                usual[key] = max(usual.get(key, 0.0), noise)
         suspicious = [
-            step for step in steps if step not in self._examined and self._amplified(step, computed[step].figures)
-        ]
-        computed |= {row.step: row for row in pool.map(lambda step: self._compute(step, noisy=True), suspicious)}
+            step for step in steps if step not in self._examined
+            and any(gap > _of_key(_SMALL, key) + _of_key(_SUSPECT, key) * usual[key]
+                    for key, gap in self._gaps(computed[step].row).items())
+        ]  # fmt: skip
+        computed |= zip(suspicious, pool.map(lambda step: self._compute(step, noisy=True), suspicious), strict=True)
         return [computed[step] for step in steps]
 
-    def compare(self, computed: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
-        step, seen, used = computed.step, computed.seen, computed.used
-        rate = update.rate(self._settings, step)
-        self.narrow |= computed.narrow
-        row = {
-            "step": step, "data": self._batches(step), "rate": rate, **computed.figures, "blocks": computed.blocks,
-            "regular": step in self._examined, "own_gradient": seen is not None,
-            "stale": seen["stale"] if seen else [], "apart": seen["apart"] if seen else [],
-        }  # fmt: skip
-        if seen is not None:
-            row["rates"] = sorted(set(seen["rates"].values()))
-        if used is not None:
-            norm = self._reported.get(step, {}).get("grad_norm", 0.0)
-            row |= {"used_norm": update.norm_of(used), "rounded": update.least_rounded(self._settings, used, norm)}
+    def updated(self, computed: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
+        """Return how the run's weights after the step differ from those of the reference's optimizer."""
+        row = computed.row
         self._of_blocks += computed.of_blocks
         self._of_weights += computed.of_weights
-        row["biases"] = self._biases(before, after, computed.figures["closest"], computed.sent)
-        gradients = used if used is not None else computed.limited
-        expected = self._optimizer.update(_wide(without_bias(before)), _wide(gradients or {}), rate)
-        row["update"] = update.gap(before, expected, after, self._rounding)
+        expected = self._optimizer.update(_wide(without_bias(before)), _wide(computed.gradients), row["rate"])
         self.moving |= update.moving(before, expected, self._rounding)
-        return row
-
-    def _amplified(self, step: int, figures: Mapping[str, Any]) -> bool:
-        gaps: Mapping[str, tuple[float, str]] = figures.get("gaps", {})
-        limits = {
-            "loss": _SMALL["loss"] + _SUSPECT * self._usual_figures["loss"],
-            "grad_norm": _SMALL["grad_norm"] + self._usual_figures["grad_norm"],
+        return {
+            "biases": self._biases(before, after, row["closest"], computed.sent),
+            "update": update.gap(before, expected, after, self._rounding),
         }
-        return any(self._gap(step, key, figures) > limit for key, limit in limits.items()) or any(
-            gap > _SMALL["gradient"] + _SUSPECT * self._usual[kind] for kind, (gap, _) in gaps.items()
-        )
 
-    def _gap(self, step: int, key: str, figures: Mapping[str, Any]) -> float:
-        expected = figures[key]
-        return abs(self._reported.get(step, {}).get(key, expected) - expected) / expected if expected else 0.0
+    def _gaps(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the relative gap of loss and gradient norm, and of each kind of tensor's gradient."""
+        gaps = {kind: gap for kind, (gap, _) in row.get("gaps", {}).items()}
+        for key in ("loss", "grad_norm"):
+            expected = row[key]
+            reported = self._reported.get(row["step"], {}).get(key, expected)
+            gaps[key] = abs(reported - expected) / expected if expected else 0.0
+        return gaps
 
-    def _compute_planned(self, step: int) -> _Step:
-        examined = step in self._examined
-        computed = self._compute(step, noisy=examined, trials=examined)
-        return self._with_blocks(computed) if examined and self._job["blocks"] else computed
+    def _examine(self, step: int) -> _Step:
+        if step not in self._examined:
+            return self._compute(step, noisy=False)
+        computed = self._compute(step, noisy=True, trials=True)
+        return self._with_blocks(computed) if self._job["blocks"] else computed
 
     def _with_blocks(self, computed: _Step) -> _Step:
-        before = _weights(self._job, self._sizes, self._folder, computed.step - 1)
+        step, model = computed.row["step"], self._models.model()
+        before = _weights(self._job, self._sizes, self._folder, step - 1)
         wide, narrow = (self._models.weights(before, dtype) for dtype in (torch.float64, torch.float32))
-        model = self._models.model()
         pair = blocks.Pair(
             exact=model, rounded=self._models.rounding(), weights=wide if self._exact else narrow, narrow=narrow,
             plain=replace(model, eight=None, choices={}) if isinstance(model, Model) and model.eight else model,
             trials={} if self._exact else models.trials(model, self._job["backend"]),
         )  # fmt: skip
         try:
-            rows, products = blocks.compare(self._folder, self._job, computed.step, self._samples, pair)
+            rows, products = blocks.compare(self._folder, self._job, step, self._samples, pair)
         except blocks.Unlike as error:
-            return replace(computed, blocks=str(error))
-        return replace(computed, blocks=rows, of_blocks=[] if self._exact else products)
+            return replace(computed, row=computed.row | {"blocks": str(error)})
+        return replace(computed, row=computed.row | {"blocks": rows}, of_blocks=[] if self._exact else products)
 
     def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
         before = _weights(self._job, self._sizes, self._folder, step - 1)
         file = self._folder / f"update-{step}.pt"
         seen: dict[str, Any] | None = torch.load(file, weights_only=True) if file.exists() else None
-        raw = seen.pop("gradients") if seen else {}
+        raw = seen["gradients"] if seen else {}
         used = without_bias(to_canonical(self._job["backend"], self._sizes, raw)) if seen else None
         # In float32, the reference's own rounding is judged where it also computes in float64.
         model, dtype = self._models.model(), torch.float64 if noisy and self._exact else torch.float32
         weights = self._models.weights(before, dtype)
         exact = self._pass(step, weights, model)
-        figures: dict[str, Any] = {"loss": exact.loss, "grad_norm": exact.norm, "closest": min(model.closest, 1e9)}
+        row: dict[str, Any] = {
+            "step": step, "data": self._batches(step), "rate": update.rate(self._settings, step), "blocks": [],
+            "loss": exact.loss, "grad_norm": exact.norm, "closest": min(model.closest, 1e9),
+            "regular": step in self._examined, "own_gradient": seen is not None, "stale": [], "apart": [],
+        }  # fmt: skip
         limited, products = exact.clipped, []
         scales = scales_of(limited)
-        if used is not None:
-            figures |= {"missing": sorted(limited.keys() - used.keys()), "gaps": gaps_of(used, limited, scales)}
+        if seen is not None and used is not None:
+            self.narrow |= any(gradient.dtype == torch.bfloat16 for gradient in raw.values())
+            norm = self._reported.get(step, {}).get("grad_norm", 0.0)
+            row |= {
+                "stale": seen["stale"], "apart": seen["apart"], "rates": sorted(set(seen["rates"].values())),
+                "missing": sorted(limited.keys() - used.keys()), "gaps": gaps_of(used, limited, scales),
+                "used_norm": update.norm_of(used), "rounded": update.least_rounded(self._settings, used, norm),
+            }  # fmt: skip
         if noisy:
-            noise, rounded = self._noise(step, before, exact, scales)
-            figures["noise"] = noise
-            if not self._exact and self._doubtful(step, figures):
+            row["noise"], rounded = noise, _ = self._noise(step, before, exact, scales)
+            if not self._exact and self._doubtful(row):
                 # A few tokens may determine the error of a tensor or of the loss, and one rounding may spare them by
                 # chance.
                 others = [self._noise(step, before, exact, scales, grid)[0] for grid in _GRIDS]
@@ -247,12 +233,13 @@ class _Replay:
                 for key in ("loss", "grad_norm"):
                     noise[key] = max(noise[key], math.sqrt(sum(other[key] ** 2 for other in others) / len(others)))
                 noise["doubt"] = self._in_doubt(step, weights, limited, scales)
-            if used is not None and trials:
-                products = self._trials(step, weights, used, limited, rounded)
+            changes = models.trials_of_weights(self._models.model()) if used is not None and trials else {}
+            changed = [self._pass(step, weights, trial).clipped for trial in changes.values()]
+            if used is not None and changed:
+                products = models.products(used, limited, rounded, changed)
         return _Step(
-            step=step, seen=seen, used=used, figures=figures, limited=limited if used is None else None,
-            narrow=any(gradient.dtype == torch.bfloat16 for gradient in raw.values()),
-            sent=model.sent if isinstance(model, Model) else {}, of_weights=products,
+            row=row, gradients=limited if used is None else used, of_weights=products, of_blocks=[],
+            sent=model.sent if isinstance(model, Model) else {},
         )  # fmt: skip
 
     def _in_doubt(self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
@@ -263,18 +250,9 @@ class _Replay:
         other = self._pass(step, weights, replace(model, doubt=_DOUBT))
         return {kind: gap for kind, (gap, _) in gaps_of(other.clipped, limited, scales).items()}
 
-    def _doubtful(self, step: int, figures: Mapping[str, Any]) -> bool:
-        gaps, noise = figures.get("gaps", {}), figures["noise"]
-        pairs = [(gap, noise["gaps"][kind][0]) for kind, (gap, _) in gaps.items()]
-        pairs.append((self._gap(step, "loss", figures), noise["loss"]))
-        # The noise of a norm is that of its whole vector, so a norm of the same rounding is much closer.
-        pairs.append((self._gap(step, "grad_norm", figures), noise["grad_norm"] / _SUSPECT))
-        return any(1e-5 + _SUSPECT * usual < gap <= 10 * _SUSPECT * usual for gap, usual in pairs)
-
-    def _trials(self, step: int, weights: Tensors, used: Tensors, limited: Tensors, rounded: Tensors) -> list[Part]:
-        trials = models.trials_of_weights(self._models.model())
-        changed = [self._pass(step, weights, trial).clipped for trial in trials.values()]
-        return models.products(used, limited, rounded, changed) if changed else []
+    def _doubtful(self, row: Mapping[str, Any]) -> bool:
+        noises = {key: _of_key(_SUSPECT, key) * noise for key, noise in _noises(row["noise"]).items()}
+        return any(1e-5 + noises[key] < gap <= 10 * noises[key] for key, gap in self._gaps(row).items())
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
         wrong, dialect = [], self._models.dialect
@@ -357,6 +335,15 @@ class _Replay:
             "grad_norm": error / exact.norm,
             "gaps": gaps_of(clipped, exact.clipped, scales),
         }, clipped
+
+
+def _noises(noise: Mapping[str, Any]) -> dict[str, float]:
+    gaps = {kind: gap for kind, (gap, _) in noise["gaps"].items()}
+    return gaps | {key: noise[key] for key in ("loss", "grad_norm")}
+
+
+def _of_key(values: Mapping[str, float], key: str) -> float:
+    return values.get(key, values["gradient"])
 
 
 def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: int) -> Tensors:

@@ -23,6 +23,8 @@ from primus.training.reference.names import Tensors
 Call = Mapping[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
+# Name of a module's input or output → its shape [samples, length, size].
+Shapes = Mapping[str, Shape]
 
 # How many times the noise of its scores a token's chosen expert must be ahead of the next one. Closer tokens may go to
 # either expert, and are not compared.
@@ -90,6 +92,13 @@ class Pair:
         """Return the results of both."""
         return compute(self.exact, self.weights), compute(self.rounded, self.narrow)
 
+    def moved(self, where: str, exact: torch.Tensor, compute: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return how far each change that shows in ``where`` moves what ``compute`` makes with a model."""
+        shown = {name: trial for name, trial in self.trials.items() if where in trial.shows}
+        with torch.no_grad():
+            plain = compute(self.plain) if shown and self.plain is not self.exact else exact
+            return {name: compute(trial.model) - (exact if trial.rounds else plain) for name, trial in shown.items()}
+
 
 def compare(
     folder: Path, job: Mapping[str, Any], step: int, samples: Samples, pair: Pair
@@ -108,8 +117,11 @@ def compare(
     by_name: dict[str, list[Result]] = {}
     for rank, whole in enumerate(batches):
         for number, parts in enumerate(zip(*(tensor.chunk(count) for tensor in whole.values()), strict=True)):
-            run, batch = _Run(seen[rank], number, count), dict(zip(whole, parts, strict=True))
-            for result in _of_batch(run, pair, batch, scale / terms, scale / ranks / count):
+            micro_batch = _MicroBatch(
+                calls=seen[rank], number=number, count=count, pair=pair, batch=dict(zip(whole, parts, strict=True)),
+                per_term=scale / terms, per_call=scale / ranks / count,
+            )  # fmt: skip
+            for result in micro_batch.results():
                 by_name.setdefault(result.name, []).append(result)
     rows = [{"name": name, **_figures(results)} for name, results in by_name.items()]
     return rows, products_of_blocks(list(pair.trials), (result for results in by_name.values() for result in results))
@@ -117,8 +129,7 @@ def compare(
 
 def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
     calls: dict[int, dict[str, list[list[Call]]]] = {}
-    files = sorted(folder.glob(f"blocks-{step}-*.pt"), key=lambda file: int(file.stem.rpartition("-")[2]))
-    for file in files:
+    for file in sorted(folder.glob(f"blocks-{step}-*.pt"), key=lambda file: int(file.stem.rpartition("-")[2])):
         seen = torch.load(file, weights_only=True)
         of_rank = calls.setdefault(int(seen["data_rank"]), {})
         for name, each in seen["calls"].items():
@@ -126,31 +137,67 @@ def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
     return calls
 
 
-@dataclass(frozen=True)
-class _Run:
+@dataclass(kw_only=True)
+class _MicroBatch:
+    """The ``number``-th of ``count`` micro-batches of a rank, which left ``calls``. Gradients are those of the losses ×
+    ``per_term`` + the balancing losses × ``per_call``.
+    """
+
     calls: Mapping[str, Sequence[Sequence[Call]]]
     number: int
     count: int
+    pair: Pair
+    batch: Batch
+    per_term: float
+    per_call: float
 
-    def needed(self, name: str, keys: Mapping[str, Sequence[int]]) -> torch.Tensor:
-        if (tensor := self.read(name, keys)) is None:
+    def results(self) -> Iterator[Result]:
+        model, batch = self.pair.exact, self.batch
+        names, (inside, outside, predicted) = model.blocks(), _shapes(model, batch)
+        states = self._needed(names[0], inside)
+        (exact, context), (rounded, near) = self.pair.both(lambda model, weights: model.entered(weights, batch))
+        yield Result(name="embeddings", run=states, exact=exact, rounded=rounded, certain=_every(states))
+        time = self._time(names[0]) if model.sizes.of_images else None
+        if time is not None:
+            seen, exact, rounded = time[:, None], context[:, None], near[:, None]
+            yield Result(
+                name="time", run=seen, exact=exact, rounded=rounded, certain=_every(seen), floor=_FLOOR_OF_TIME
+            )
+            context = time
+        for name in names:
+            if not torch.equal(self._needed(name, inside), states):
+                raise Unlike(f"{name} did not get what the block before it returned")
+            if time is not None and not torch.equal(self._time(name), time):
+                raise Unlike(f"{name} did not get the time that the first block got")
+            returned, back = self._needed(name, outside), self._read(name, inside, "grad.")
+            back_out = None if back is None else self._read(name, outside, "grad.")
+            yield from self._of_block(name, states, returned, back, back_out, context)
+            states = returned
+        # A fused loss has no logits.
+        called = time is not None or any(self.calls.get("output", ()))
+        logits = self._needed("output", {"out.0": predicted}) if called else None
+        back = self._read(names[-1], outside, "grad.")
+        yield from self._of_output("logits" if time is None else "velocity", states, logits, back, context)
+
+    def _needed(self, name: str, keys: Shapes) -> torch.Tensor:
+        if (tensor := self._read(name, keys)) is None:
             raise Unlike(f"{name} left no tensors {' and '.join(keys)}")
         return tensor
 
-    def time(self, name: str) -> torch.Tensor:
+    def _time(self, name: str) -> torch.Tensor:
         """Return the vector of FLUX's time [images, hidden] that the block ``name`` got."""
         if (time := self.calls[name][0][self.number].get("in.temb")) is None:
             raise Unlike(f"{name} left no time")
         return time
 
-    def read(self, name: str, keys: Mapping[str, Sequence[int]], before: str = "") -> torch.Tensor | None:
-        """Return the tensors ``keys`` of the module ``name``, each of the given shape [samples, length, size], joined
-        along their length; or with ``before`` "grad.", their gradients, if the run has any.
+    def _read(self, name: str, keys: Shapes, before: str = "") -> torch.Tensor | None:
+        """Return the tensors ``keys`` of the module ``name`` joined along their length; or with ``before`` "grad.",
+        their gradients, if the run has any.
         """
         parts = self.calls.get(name, [])
         if not parts or any(len(each) % self.count or not each for each in parts):
             raise Unlike(f"{name} ran {len(parts[0]) if parts else 0} times for {self.count} micro-batches")
-        joined = []
+        joined = {}
         for key, shape in keys.items():
             pieces = []
             for each in parts:
@@ -159,15 +206,88 @@ class _Run:
                 held = [tensor for tensor in share if tensor is not None]
                 if len(held) == len(share):
                     pieces.append(torch.cat([tensor.flatten(0, -2) for tensor in held]) if len(held) > 1 else held[0])
-            joined.append(_arranged(pieces, shape, name) if len(pieces) == len(parts) else None)
-        if all(tensor is None for tensor in joined):
-            return None
+            if len(pieces) == len(parts):
+                joined[key] = _arranged(pieces, shape, name)
         # What no later block uses has no gradient.
-        shapes = keys.values()
-        return torch.cat([torch.zeros(*s) if t is None else t for t, s in zip(joined, shapes, strict=True)], 1)
+        every = [joined[key] if key in joined else torch.zeros(*shape) for key, shape in keys.items()]
+        return torch.cat(every, 1) if joined else None
+
+    def _of_block(
+        self, name: str, entered: torch.Tensor, returned: torch.Tensor, back: torch.Tensor | None,
+        back_out: torch.Tensor | None, context: torch.Tensor | None,
+    ) -> Iterator[Result]:  # fmt: skip
+        pair, sure, balanced = self.pair, _every(entered), False
+
+        def one(model: Transformer, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+            states = entered.detach().to(_dtype(weights)).requires_grad_()
+            out, balance = model.block(weights, name, states, context)
+            if back_out is None:
+                return out.detach(), None
+            outs, gradients = [out], [back_out.to(out.dtype)]
+            if balance.requires_grad:
+                outs.append(balance)
+                gradients.append(torch.full_like(balance, self.per_call))
+            return out.detach(), model.between(torch.autograd.grad(outs, states, gradients)[0])
+
+        (exact, gradient), (rounded, near) = pair.both(one)
+        if isinstance(pair.exact, Model) and pair.exact.choices:
+            balanced = pair.exact.dialect.balance != "none" and pair.exact.sizes.moe.auxiliary_loss > 0
+            sure = _sure(pair.exact, pair.rounded).view_as(sure)
+            pair.both(lambda model, _: model.choices.clear())
+        states = entered.to(exact.dtype)
+        moved = pair.moved("outputs", exact, lambda model: model.block(pair.weights, name, states, context)[0])
+        result = Result(
+            name=name, entered=entered, run=returned, exact=exact, rounded=rounded, certain=sure, moved=moved
+        )
+        yield result
+        if gradient is not None and near is not None and back is not None:
+            if not sure.all():
+                # Attention spreads the gradient of a token that went to another expert over its sample.
+                usual = _FLIPPED * _mean_square(result.noises[sure])
+                sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
+            trials = [(key, trial.model) for key, trial in pair.trials.items() if "gradients" in trial.shows]
+            yield Result(
+                name=f"gradients of {name}", entered=back_out, run=back, exact=gradient, rounded=near, certain=sure,
+                balanced=balanced, moved={key: one(model, pair.weights)[1] - gradient for key, model in trials},
+            )  # fmt: skip
+
+    def _of_output(
+        self, name: str, entered: torch.Tensor, returned: torch.Tensor | None, back: torch.Tensor | None,
+        context: torch.Tensor | None,
+    ) -> Iterator[Result]:  # fmt: skip
+        pair, batch = self.pair, self.batch
+        moved: dict[str, torch.Tensor] = {}
+
+        def one(model: Transformer, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+            states = entered.detach().to(_dtype(weights)).requires_grad_()
+            out = model.head(weights, states, context)
+            value = model.errors(out, batch).sum() * self.per_term
+            gradient = torch.autograd.grad(value, states, retain_graph=True)[0]
+            for key, trial in pair.trials.items() if model is pair.exact else ():
+                if "loss" in trial.shows:
+                    change = trial.model.errors(out, batch).sum() * self.per_term - value
+                    moved[key] = torch.autograd.grad(change, states, retain_graph=True)[0]
+            return out.detach(), model.between(gradient)
+
+        (exact, gradient), (rounded, near) = pair.both(one)
+        if returned is not None:
+            states = entered.to(exact.dtype)
+            yield Result(
+                name=name, run=returned, exact=exact, rounded=rounded, certain=_every(exact),
+                moved=pair.moved("head", exact, lambda model: model.head(pair.weights, states, context)),
+            )  # fmt: skip
+        if back is not None:
+            yield Result(
+                name=f"gradients of {name}", run=back, exact=gradient, rounded=near, certain=_every(gradient),
+                moved=moved,
+            )  # fmt: skip
 
 
-def _arranged(parts: Sequence[torch.Tensor], shape: Sequence[int], name: str) -> torch.Tensor:
+def _every(states: torch.Tensor) -> torch.Tensor:
+    return torch.ones(states.shape[:2], dtype=torch.bool)
+
+
+def _arranged(parts: Sequence[torch.Tensor], shape: Shape, name: str) -> torch.Tensor:
     """Join tensors of ranks that share a layer, each the whole or a piece; Megatron's begin with the length."""
     samples, length, size = shape
     for whole in (parts[0], *(torch.cat(list(parts), axis) for axis in range(parts[0].ndim))):
@@ -180,38 +300,7 @@ def _arranged(parts: Sequence[torch.Tensor], shape: Sequence[int], name: str) ->
     raise Unlike(f"{name} computed {len(parts)} × {list(parts[0].shape)}, not {list(shape)}")
 
 
-def _of_batch(run: _Run, pair: Pair, batch: Batch, per_term: float, per_call: float) -> Iterator[Result]:
-    model = pair.exact
-    names, (inside, outside, predicted) = model.blocks(), _shapes(model, batch)
-    states = run.needed(names[0], inside)
-    (exact, context), (rounded, near) = pair.both(lambda model, weights: model.entered(weights, batch))
-    every = torch.ones(states.shape[:2], dtype=torch.bool)
-    yield Result(name="embeddings", run=states, exact=exact, rounded=rounded, certain=every)
-    time = run.time(names[0]) if model.sizes.of_images else None
-    if time is not None:
-        yield Result(
-            name="time", run=time[:, None], exact=context[:, None], rounded=near[:, None],
-            certain=every[:, :1], floor=_FLOOR_OF_TIME,
-        )  # fmt: skip
-        context = time
-    for name in names:
-        if not torch.equal(run.needed(name, inside), states):
-            raise Unlike(f"{name} did not get what the block before it returned")
-        if time is not None and not torch.equal(run.time(name), time):
-            raise Unlike(f"{name} did not get the time that the first block got")
-        returned = run.needed(name, outside)
-        yield from _of_block(run, name, inside, outside, pair, states, returned, per_call, context)
-        states = returned
-    # A fused loss has no logits.
-    called = time is not None or any(run.calls.get("output", ()))
-    yield from _of_output(
-        "logits" if time is None else "velocity", run.needed("output", {"out.0": predicted}) if called else None,
-        pair, states, run.read(names[-1], outside, "grad."), every[:, every.shape[1] - predicted[1] :],
-        context, batch, per_term,
-    )  # fmt: skip
-
-
-def _shapes(model: Transformer, batch: Batch) -> tuple[Mapping[str, Shape], Mapping[str, Shape], Shape]:
+def _shapes(model: Transformer, batch: Batch) -> tuple[Shapes, Shapes, Shape]:
     width = model.sizes.hidden_size
     if model.sizes.of_images:
         images, tokens, _ = batch["latents"].shape
@@ -220,96 +309,6 @@ def _shapes(model: Transformer, batch: Batch) -> tuple[Mapping[str, Shape], Mapp
         return inside, {"out.0": text, "out.1": image}, tuple(batch["latents"].shape)
     shape = (*batch["inputs"].shape, width)
     return {"in.hidden_states": shape}, {"out.0": shape}, (*batch["inputs"].shape, model.sizes.vocab_size)
-
-
-def _of_block(
-    run: _Run, name: str, inside: Mapping[str, Sequence[int]], outside: Mapping[str, Sequence[int]], pair: Pair,
-    entered: torch.Tensor, returned: torch.Tensor, per_call: float, context: torch.Tensor | None,
-) -> Iterator[Result]:  # fmt: skip
-    back = run.read(name, inside, "grad.")
-    back_out = run.read(name, outside, "grad.") if back is not None else None
-
-    def one(model: Transformer, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
-        states = entered.detach().to(_dtype(weights))
-        if back_out is None:
-            with torch.no_grad():
-                return model.block(weights, name, states, context)[0], None
-        states.requires_grad_()
-        out, balance = model.block(weights, name, states, context)
-        outs, gradients = [out], [back_out.to(out.dtype)]
-        if balance.requires_grad:
-            outs.append(balance)
-            gradients.append(torch.full_like(balance, per_call))
-        return out.detach(), model.between(torch.autograd.grad(outs, states, gradients)[0])
-
-    (exact, exact_gradient), (rounded, near) = pair.both(one)
-    sure, balanced = torch.ones(entered.shape[:2], dtype=torch.bool), False
-    if isinstance(pair.exact, Model) and pair.exact.choices:
-        balanced = pair.exact.dialect.balance != "none" and pair.exact.sizes.moe.auxiliary_loss > 0
-        sure = _sure(pair.exact, pair.rounded).view_as(sure)
-        pair.both(lambda model, _: model.choices.clear())
-    shown = {name: trial for name, trial in pair.trials.items() if "outputs" in trial.shows}
-    result = Result(
-        name=name, entered=entered, run=returned, exact=exact, rounded=rounded, certain=sure,
-        moved=_moved(
-            shown, pair, exact, lambda model: model.block(pair.weights, name, entered.to(exact.dtype), context)[0]
-        ),
-    )  # fmt: skip
-    yield result
-    if exact_gradient is not None and near is not None and back is not None:
-        if not sure.all():
-            # Attention spreads the gradient of a token that went to another expert over its sample.
-            usual = _FLIPPED * _mean_square(result.noises[sure])
-            sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
-        yield Result(
-            name=f"gradients of {name}", entered=back_out, run=back, exact=exact_gradient, rounded=near, certain=sure,
-            balanced=balanced,
-            moved={
-                key: one(trial.model, pair.weights)[1] - exact_gradient
-                for key, trial in pair.trials.items() if "gradients" in trial.shows
-            },
-        )  # fmt: skip
-
-
-def _of_output(
-    name: str, returned: torch.Tensor | None, pair: Pair, entered: torch.Tensor, back: torch.Tensor | None,
-    certain: torch.Tensor, context: torch.Tensor | None, batch: Batch, per_term: float,
-) -> Iterator[Result]:  # fmt: skip
-    moved: dict[str, torch.Tensor] = {}
-
-    def one(model: Transformer, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        states = entered.detach().to(_dtype(weights)).requires_grad_()
-        out = model.head(weights, states, context)
-        value = model.errors(out, batch).sum() * per_term
-        gradient = torch.autograd.grad(value, states, retain_graph=True)[0]
-        for key, trial in pair.trials.items() if model is pair.exact else ():
-            if "loss" in trial.shows:
-                change = trial.model.errors(out, batch).sum() * per_term - value
-                moved[key] = torch.autograd.grad(change, states, retain_graph=True)[0]
-        return out.detach(), model.between(gradient)
-
-    (exact, gradient), (rounded, near) = pair.both(one)
-    shown = {name: trial for name, trial in pair.trials.items() if trial.model.constants.norm_eps}
-    if returned is not None:
-        yield Result(
-            name=name, run=returned, exact=exact, rounded=rounded, certain=certain,
-            moved=_moved(
-                shown, pair, exact, lambda model: model.head(pair.weights, entered.to(exact.dtype), context)
-            ),
-        )  # fmt: skip
-    if back is not None:
-        yield Result(
-            name=f"gradients of {name}", run=back, exact=gradient, rounded=near, moved=moved,
-            certain=torch.ones(gradient.shape[:2], dtype=torch.bool),
-        )  # fmt: skip
-
-
-def _moved(
-    trials: Mapping[str, Trial], pair: Pair, exact: torch.Tensor, compute: Callable[[Any], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    with torch.no_grad():
-        plain = compute(pair.plain) if trials and pair.plain is not pair.exact else exact
-        return {name: compute(trial.model) - (exact if trial.rounds else plain) for name, trial in trials.items()}
 
 
 def _sure(exact: Model, rounded: Transformer) -> torch.Tensor:

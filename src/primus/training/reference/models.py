@@ -129,13 +129,13 @@ _BOTH = {
     "shares of attention rounded to FP8": Constants(shares=_fp8),
     _ROUNDED: Constants(angles=bfloat),
 }
-# These changes concern the rounding to FP8, not the values that are rounded.
+# These changes concern the rounding to FP8, not the values that are rounded: the change, and where it shows.
 _OF_EIGHT = {
-    "outputs not rounded to FP8": Constants(wide="outputs"),
-    "gradients of states not rounded to FP8": Constants(wide="gradients of states"),
-    "gradients of products rounded to E4M3": Constants(one_format=True),
+    "outputs not rounded to FP8": (Constants(wide="outputs"), "outputs"),
+    "gradients of states not rounded to FP8": (Constants(wide="gradients of states"), "gradients"),
+    "gradients of products rounded to E4M3": (Constants(one_format=True), "gradients"),
+    "gradients of weights not rounded to FP8": (Constants(wide="gradients of weights"), "weights"),
 }
-_OF_WEIGHTS = {"gradients of weights not rounded to FP8": Constants(wide="gradients of weights")}
 _LANGUAGE = {"z-loss of 0.0003": Constants(z_loss=3e-4), "labels smoothed by 0.01": Constants(smoothing=0.01)}
 # The opposite of these changes is no fault: a negative z-loss, or less rounding than the reference's.
 _ONE_SIDED = {*_LANGUAGE, _ROUNDED, "rotary angles rounded to FP8", "shares of attention rounded to FP8"}
@@ -143,61 +143,51 @@ _ONE_SIDED = {*_LANGUAGE, _ROUNDED, "rotary angles rounded to FP8", "shares of a
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A model with one constant changed. ``shows`` is where the change is looked for: in the "outputs" of blocks, in
-    their "gradients", or in those of the "loss". ``rounds``: the model rounds to FP8 as the run does.
+    """A model with one constant changed. ``shows`` is where the change is looked for: in the "outputs" of blocks or of
+    the "head", in the "gradients" of blocks or of "weights", or in those of the "loss". ``rounds``: the model rounds to
+    FP8 as the run does.
     """
 
     model: Transformer
-    shows: tuple[str, ...] = ("outputs",)
-    rounds: bool = False
+    shows: tuple[str, ...]
+    rounds: bool
 
 
 def trials(model: Transformer, backend: str) -> dict[str, Trial]:
     """Return ``model`` with one constant changed, by the name of the change."""
+    sizes, moe = model.sizes, model.sizes.moe
+    plain = replace(model, eight=None) if isinstance(model, Model) else model
+    variants: dict[str, Trial] = {}
+
+    def change(name: str, *shows: str, rounds: bool = False, **changes: Any) -> None:
+        changed = replace(model if rounds else plain, sent={}, choices={}, closest=math.inf, **changes)
+        variants[name] = Trial(model=changed, shows=shows, rounds=rounds)
+
+    for name, constants in _BOTH.items():
+        change(name, "outputs", *(["head"] if name == _EPSILON else []), constants=constants)
     if not isinstance(model, Model):
-        return {name: Trial(model=_fresh(model, constants=constants)) for name, constants in _BOTH.items()}
-    sizes, moe, plain = model.sizes, model.sizes.moe, replace(model, eight=None)
-
-    def of_plain(**changes: Any) -> Trial:
-        return Trial(model=_fresh(plain, **changes))
-
-    variants = {name: of_plain(constants=constants) for name, constants in _BOTH.items()}
+        return variants
     for name, constants in _LANGUAGE.items():
-        variants[name] = Trial(model=_fresh(plain, constants=constants), shows=("loss",))
-    variants["rotary base × 1.05"] = of_plain(sizes=replace(sizes, rope_theta=sizes.rope_theta * 1.05))
+        change(name, "loss", constants=constants)
+    change("rotary base × 1.05", "outputs", sizes=replace(sizes, rope_theta=sizes.rope_theta * 1.05))
     if sizes.window:
-        variants["window + 1"] = of_plain(sizes=replace(sizes, window=sizes.window + 1))
+        change("window + 1", "outputs", sizes=replace(sizes, window=sizes.window + 1))
     if moe.experts:
         heavier = replace(moe, route_scale=moe.route_scale * 1.01)
-        variants["weight of experts × 1.01"] = of_plain(sizes=replace(sizes, moe=heavier))
+        change("weight of experts × 1.01", "outputs", sizes=replace(sizes, moe=heavier))
     if moe.experts and moe.top_k > 1:
-        variants["weights of a token's experts in reverse"] = of_plain(constants=Constants(reversed_shares=True))
-    if moe.experts and moe.auxiliary_loss and plain.dialect.balance != "none":
+        change("weights of a token's experts in reverse", "outputs", constants=Constants(reversed_shares=True))
+    if moe.experts and moe.auxiliary_loss and model.dialect.balance != "none":
         more = replace(sizes, moe=replace(moe, auxiliary_loss=moe.auxiliary_loss * 1.5))
-        other = replace(plain.dialect, balance="sequence" if plain.dialect.balance == "batch" else "batch")
-        for name, trial in (
-            ("balancing loss × 1.5", _fresh(model, sizes=more)),
-            ("balancing loss of other groups of tokens", _fresh(model, dialect=other)),
-        ):
-            variants[name] = Trial(model=trial, shows=("gradients",), rounds=True)
-    for name, constants in _OF_EIGHT.items() if model.eight is not None else ():
-        shows = "outputs" if constants.wide == "outputs" else "gradients"
-        variants[name] = Trial(model=_fresh(model, constants=constants), shows=(shows,), rounds=True)
+        other = replace(model.dialect, balance="sequence" if model.dialect.balance == "batch" else "batch")
+        change("balancing loss × 1.5", "gradients", rounds=True, sizes=more)
+        change("balancing loss of other groups of tokens", "gradients", rounds=True, dialect=other)
+    for name, (constants, shows) in _OF_EIGHT.items() if model.eight is not None else ():
+        change(name, shows, rounds=True, constants=constants)
     if backend in _EXACT_ANGLES and model.eight is None:
         # The smallest of these changes needs all evidence. FP8 hides it in any case.
         variants[_ROUNDED] = replace(variants[_ROUNDED], shows=("outputs", "gradients"))
     return variants
-
-
-def trials_of_weights(model: Transformer) -> dict[str, Transformer]:
-    """Return the changes of FP8's rounding that show only in the gradients of weights."""
-    if not isinstance(model, Model) or model.eight is None:
-        return {}
-    return {name: _fresh(model, constants=constants) for name, constants in _OF_WEIGHTS.items()}
-
-
-def _fresh(model: Transformer, **changes: Any) -> Transformer:
-    return replace(model, sent={}, choices={}, closest=math.inf, **changes)
 
 
 # Of a part of the evidence: the products of the directions of all changes with each other, with the run's errors, and
@@ -267,7 +257,7 @@ def fit(backend: str, names: Sequence[str], parts: Sequence[Part]) -> dict[str, 
     return {
         name: {
             "share": share, "rounding": alone, "deviation": deviation, "one_sided": name in _ONE_SIDED,
-            "biased": name == _EPSILON, "eight": name in _OF_EIGHT | _OF_WEIGHTS,
+            "biased": name == _EPSILON, "eight": name in _OF_EIGHT,
         }
         for name, share, alone, deviation in rows
         if name != _ROUNDED or backend in _EXACT_ANGLES

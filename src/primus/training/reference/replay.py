@@ -135,9 +135,13 @@ class _Replay:
         self._of_weights: list[Part] = []
 
     def constants(self) -> dict[str, dict[str, Any]]:
-        model, backend = self._models.model(), self._job["backend"]
-        of_blocks = models.fit(backend, [*models.trials(model, backend)], self._of_blocks)
-        return of_blocks | models.fit(backend, [*models.trials_of_weights(model)], self._of_weights)
+        backend = self._job["backend"]
+        of_blocks = models.fit(backend, [*models.trials(self._models.model(), backend)], self._of_blocks)
+        return of_blocks | models.fit(backend, [*self._of_weights_alone()], self._of_weights)
+
+    def _of_weights_alone(self) -> dict[str, models.Trial]:
+        trials = models.trials(self._models.model(), self._job["backend"])
+        return {name: trial for name, trial in trials.items() if "weights" in trial.shows}
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
         computed = dict(zip(steps, pool.map(self._examine, steps), strict=True))
@@ -233,8 +237,8 @@ class _Replay:
                 for key in ("loss", "grad_norm"):
                     noise[key] = max(noise[key], math.sqrt(sum(other[key] ** 2 for other in others) / len(others)))
                 noise["doubt"] = self._in_doubt(step, weights, limited, scales)
-            changes = models.trials_of_weights(self._models.model()) if used is not None and trials else {}
-            changed = [self._pass(step, weights, trial).clipped for trial in changes.values()]
+            changes = self._of_weights_alone() if used is not None and trials else {}
+            changed = [self._pass(step, weights, trial.model).clipped for trial in changes.values()]
             if used is not None and changed:
                 products = models.products(used, limited, rounded, changed)
         return _Step(

@@ -15,7 +15,7 @@ from primus.recipes.weights import FILES, HUB, downloaded
 from primus.training.corpus import tokenizer_folder
 from primus.training.finetune import backend, models
 from primus.training.finetune.backend import FinetuneConfig
-from primus.training.loop import data, process, session, train, weights
+from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.evaluation import Evaluation
 from primus.training.loop.process import Process
@@ -40,7 +40,7 @@ def main(job: RankJob, here: Process) -> None:
         from primus.turbo import fp8
 
         fp8.freeze(model)
-    sharded = Sharded(model, session.loss, job, here, _facts(job, config, model))
+    sharded = Sharded(model, job, here, _facts(job, config, model))
     packing = config.packing
     evaluation = Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None
     train.run(job, here, sharded, data.text(job, packing=packing), evaluation)

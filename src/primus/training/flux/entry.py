@@ -43,7 +43,7 @@ def main(job: RankJob, here: Process) -> None:
         return flow_matching(model, batch, side, config.guidance if job.model.dit.guidance else None)
 
     facts = {"weights": config.weights, "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled()}
-    train.run(job, here, Sharded(model, loss, job, here, facts), data)
+    train.run(job, here, Sharded(model, job, here, facts, loss), data)
 
 
 def transformer(model: Architecture) -> Any:

@@ -6,7 +6,7 @@ import sys
 
 from primus.recipes.family import family
 from primus.training.fsdp.llama import FsdpConfig, Llama
-from primus.training.loop import data, process, session, train, weights
+from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.session import Sharded, shard
@@ -23,7 +23,7 @@ def main(job: RankJob, here: Process) -> None:
     model.choose_loss(job)
     shard(model, list(model.layers), job, here, wide=lambda name: name == "output")
     weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
-    train.run(job, here, Sharded(model, session.loss, job, here), data.text(job))
+    train.run(job, here, Sharded(model, job, here, {}), data.text(job))
 
 
 if __name__ == "__main__":

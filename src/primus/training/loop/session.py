@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -142,15 +142,6 @@ def _summed(head: nn.Linear, states: torch.Tensor, labels: torch.Tensor) -> torc
     return functional.cross_entropy(head(states).float(), labels, ignore_index=-100, reduction="sum")
 
 
-def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss of a language model, for :class:`Sharded`."""
-    return cast(torch.Tensor, model(**batch))
-
-
-# A function of the sharded model and a micro-batch on its device, which returns the sum of the losses.
-Loss = Callable[[nn.Module, Batch], torch.Tensor]
-
-
 def shard(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -224,18 +215,23 @@ def _mesh(process: Process, sharding: ShardingConfig) -> DeviceMesh:
 
 
 class Sharded(Session):
-    """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different data."""
+    """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different data.
+
+    ``loss`` of the model and a micro-batch on its device is the sum of the losses.
+    """
+
+    linear_types = (nn.Linear,)
 
     def __init__(
-        self, model: nn.Module, loss: Loss, job: RankJob, process: Process, facts: Mapping[str, Any] | None = None
-    ) -> None:
+        self, model: nn.Module, job: RankJob, process: Process, facts: Mapping[str, Any],
+        loss: Callable[[nn.Module, Batch], torch.Tensor] = lambda model, batch: model(**batch),
+    ) -> None:  # fmt: skip
         self._model = model.train()
         self.model_parts = [self._model]
-        self.linear_types = (nn.Linear,)
-        self._loss = loss
+        self._summed = loss
         self._config = job.training
         self._process = process
-        self._facts = dict(facts or {})
+        self._facts = facts
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         implementation = {"foreach": True} if process.on_cpu else {"fused": True}
         self._optimizer = torch.optim.AdamW(
@@ -259,18 +255,20 @@ class Sharded(Session):
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
         total = torch.zeros((), device=self._process.device)
         for batch in batches:
-            placed = {name: tensor.to(self._process.device, non_blocking=True) for name, tensor in batch.items()}
-            loss = self._loss(self._model, placed)
+            loss = self._loss(self._model, batch)
             (loss / terms).backward()
             total += loss.detach()
         return total
+
+    def _loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        placed = {name: tensor.to(self._process.device, non_blocking=True) for name, tensor in batch.items()}
+        return self._summed(model, placed)
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of a micro-batch on the CPU, without training on it. All ranks."""
         self._model.eval()
-        placed = {name: tensor.to(self._process.device) for name, tensor in batch.items()}
-        loss = self._loss(self._model, placed)
+        loss = self._loss(self._model, batch)
         self._model.train()
         return loss
 
@@ -302,9 +300,8 @@ class Sharded(Session):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        ours = [
-            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
-        ]
+        groups = self._optimizer.param_groups
+        ours = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         set_state_dict(
             self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
             options=_OPTIONS,

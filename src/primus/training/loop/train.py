@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -65,16 +65,15 @@ def load_checkpoint(folder: Path, session: Session) -> None:
     session.load_state_dict(state)
 
 
-def prove_checkpoint(
-    output: Path, step: int, session: Session, fields: Mapping[str, Any], erase: Callable[[], None]
-) -> None:
-    """Save a checkpoint, ``erase`` everything that was trained, and load it. Later steps show what is lost."""
-    folder = save_checkpoint(output, step, session, fields)
-    erase()
+def _prove_checkpoint(job: RankJob, step: int, session: Session, witness: Witness) -> None:
+    """Save a checkpoint, erase everything that was trained, and load it. Later steps show what is lost."""
+    folder = save_checkpoint(job.output / "cache", step, session, job.identity)
+    witness.erase()
     load_checkpoint(folder, session)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
+    witness.loaded()
 
 
 def _random_states() -> dict[str, Any]:
@@ -139,7 +138,7 @@ class Report:
         self._images = samples * data.images_per_sample
         self._exact = job.output / "exact.jsonl"
         self.trackers = _Trackers(job, process)
-        self._since = time.perf_counter()
+        self.start()
         # FLOPs of one token or image.
         self.per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=adapters)
 
@@ -210,26 +209,22 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
         if witness:
             for batch in batches:
                 witness.batch(**{"inputs" if name == "input_ids" else name: part for name, part in batch.items()})
+        watched: Any = _profiled(trace) if trace else nullcontext()
         if step == job.first_step:
             report.start()
-            with facts.watching(
-                session.model_parts, session.linear_types, compiled=config.compile, trace=trace
-            ) as seen:
-                loss, norm = _step(process, session, data, batches, rate)
+            watched = facts.watching(session.model_parts, session.linear_types, compiled=config.compile, trace=trace)
+        with watched as seen:
+            loss, norm = _step(process, session, data, batches, rate)
+        report.step(step, loss, norm, rate)
+        if step == job.first_step:
             observed |= seen | _fed(batches) | active(job.turbo)
-            report.step(step, loss, norm, rate)
             facts.write(job.output / "facts.json", observed)
             report.start()
-        else:
-            with _profiled(trace) if trace else nullcontext():
-                loss, norm = _step(process, session, data, batches, rate)
-            report.step(step, loss, norm, rate)
         if witness:
             witness.step(step)
             if step == (job.first_step + job.last_step) // 2:
                 with witness.busy(step):
-                    prove_checkpoint(job.output / "cache", step, session, job.identity, witness.erase)
-                    witness.loaded()
+                    _prove_checkpoint(job, step, session, witness)
             report.start()
         if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == job.last_step):
             _save(job, session, report, step)

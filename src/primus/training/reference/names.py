@@ -29,6 +29,8 @@ def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, torch.
     converted: Tensors = {}
     for name, tensor in tensors.items():
         converted.update(_CONVERT[backend](model, name, tensor))
+    if model.tied_embeddings:
+        converted.pop("lm_head.weight", None)
     return converted
 
 
@@ -44,7 +46,7 @@ def _torchtitan(model: Architecture, name: str, tensor: torch.Tensor) -> Iterabl
         tensor = tensor.unflatten(0, (-1, model.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
     if "{}" in ours:
         return [(layer + ours.format(number), each) for number, each in enumerate(tensor)]
-    return [] if ours == "lm_head.weight" and model.tied_embeddings else [(layer + ours, tensor)]
+    return [(layer + ours, tensor)]
 
 
 def _placed(name: str, layers: str) -> tuple[str, str]:
@@ -61,16 +63,12 @@ def _renamed(model: Architecture, backend: str, inner: str, name: str) -> str:
 
 def _fsdp(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
     layer, inner = _placed(name, "layers")
-    ours = _renamed(model, "fsdp", inner, name)
-    return [] if ours == "lm_head.weight" and model.tied_embeddings else [(layer + ours, tensor)]
+    return [(layer + _renamed(model, "fsdp", inner, name), tensor)]
 
 
-def _finetune(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def _finetune(_model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
     name = name.removeprefix("model.").removeprefix("base_model.model.")
-    name = name.replace(".base_layer.", ".").replace(".lora_A.default.", ".lora_A.").replace(
-        ".lora_B.default.", ".lora_B.")  # fmt: skip
-    if name == "lm_head.weight" and model.tied_embeddings:
-        return []
+    name = re.sub(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)", "", name)
     if match := re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)", name):
         if match[2] == "down_proj":
             return [(f"{match[1]}.{number}.down_proj.weight", each) for number, each in enumerate(tensor)]

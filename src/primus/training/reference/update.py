@@ -36,36 +36,37 @@ class Settings:
 
 def settings(job: Mapping[str, Any]) -> Settings:
     """Return the settings that the recipe of ``job`` requests, with the backend's documented defaults."""
-    config, backend = job["config"], job["backend"]
-    if backend == "torchtitan":
-        steps, warmup = int(config["training.steps"]), int(config.get("lr_scheduler.warmup_steps", 200))
-        total = int(config.get("lr_scheduler.total_steps") or steps)
+    config, titan = job["config"], job["backend"] == "torchtitan"
+
+    def key(name: str, default: float, part: str = "optimizer" if titan else "training") -> float:
+        return float(config.get(f"{part}.{name}", default))
+
+    schedule: dict[str, Any]
+    if titan:
+        warmup, total = int(key("warmup_steps", 200, "lr_scheduler")), int(config["training.steps"])
+        total = int(config.get("lr_scheduler.total_steps") or total)
         ratio = config.get("lr_scheduler.decay_ratio")
         warmup = min(warmup, total)
         decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
-        peak = float(config.get("optimizer.lr", 8e-4))
-        return Settings(
-            lr=peak, min_lr=peak * float(config.get("lr_scheduler.min_lr_factor", 0.0)),
-            schedule=str(config.get("lr_scheduler.decay_type", "linear")), warmup=warmup, warmup_divisor=warmup,
+        schedule = {
+            "lr": key("lr", 8e-4), "min_lr": key("lr", 8e-4) * key("min_lr_factor", 0.0, "lr_scheduler"),
+            "schedule": str(config.get("lr_scheduler.decay_type", "linear")),
+            "warmup": warmup, "warmup_divisor": warmup,
             # The first decaying step is one after the last stable one; the last step's rate is not 0.
-            decay_from=total + 1 - decay, steps=total + 1,
-            beta1=float(config.get("optimizer.beta1", 0.9)), beta2=float(config.get("optimizer.beta2", 0.95)),
-            eps=float(config.get("optimizer.eps", 1e-8)),
-            weight_decay=float(config.get("optimizer.weight_decay", 0.1)),
-            max_norm=float(config.get("training.max_norm", 1.0)),
-            decoupled=config.get("optimizer.name", "AdamW") == "AdamW",
-        )  # fmt: skip
-
-    def key(name: str, default: float) -> float:
-        return float(config.get(f"training.{name}", default))
-
-    warmup = int(config.get("training.warmup_steps", 0))
-    steps = int(config.get("training.decay_steps", 0)) or int(config.get("training.steps", 50))
+            "decay_from": total + 1 - decay, "steps": total + 1,
+        }  # fmt: skip
+    else:
+        warmup = int(key("warmup_steps", 0))
+        schedule = {
+            "lr": key("lr", 3e-4), "min_lr": key("min_lr", 0.0),
+            "schedule": str(config.get("training.lr_schedule", "constant")),
+            "warmup": warmup, "warmup_divisor": warmup + 1, "decay_from": warmup,
+            "steps": int(key("decay_steps", 0)) or int(key("steps", 50)),
+        }  # fmt: skip
     return Settings(
-        lr=key("lr", 3e-4), min_lr=key("min_lr", 0.0), schedule=str(config.get("training.lr_schedule", "constant")),
-        warmup=warmup, warmup_divisor=warmup + 1, decay_from=warmup, steps=steps, beta1=key("beta1", 0.9),
-        beta2=key("beta2", 0.95), eps=key("eps", 1e-8), weight_decay=key("weight_decay", 0.1),
-        max_norm=key("max_norm", 1.0), decay_vectors=backend != "megatron",
+        **schedule, beta1=key("beta1", 0.9), beta2=key("beta2", 0.95), eps=key("eps", 1e-8),
+        weight_decay=key("weight_decay", 0.1), max_norm=key("max_norm", 1.0, "training"),
+        decay_vectors=job["backend"] != "megatron", decoupled=config.get("optimizer.name", "AdamW") == "AdamW",
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,9 +17,12 @@ from typing import IO
 from benchmarks.measure import Finished, run
 from primus.errors import HostError
 
-# An absolute path, because PATH may first lead to a Docker client that is not the distribution's.
-_CLIENT = "/usr/bin/docker"
-_DAEMON = "/usr/sbin/dockerd" if Path("/usr/sbin/dockerd").exists() else "/usr/bin/dockerd"  # Debian, Ubuntu
+# Docker of another release, unpacked from its Debian packages into this folder. The distribution's is found by an
+# absolute path, because PATH may first lead to another client.
+_ROOT = os.environ.get("PRIMUS_BENCH_DOCKER", "")
+_CLIENT = f"{_ROOT}/usr/bin/docker"
+_FOLDER = "sbin" if Path(f"{_ROOT}/usr/sbin/dockerd").exists() else "bin"  # Debian, Ubuntu
+_DAEMON = f"{_ROOT}/usr/{_FOLDER}/dockerd"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +75,23 @@ class BuildKit:
         return [_CLIENT, "build", "-q", *options, "--target", target, "-t", f"bench-{target}", str(context)]
 
     def _env(self) -> dict[str, str]:
-        return {"DOCKER_HOST": f"unix://{self.socket}", "DOCKER_BUILDKIT": "1", "DOCKER_CONTEXT": ""}
+        env = {"DOCKER_HOST": f"unix://{self.socket}", "DOCKER_BUILDKIT": "1", "DOCKER_CONTEXT": ""}
+        return {**env, "DOCKER_CONFIG": str(self.socket.parent / "config")}
 
 
 @contextmanager
 def private_daemon(folder: Path) -> Iterator[BuildKit]:
     """Start a daemon that keeps all its files below ``folder``, without bridge and firewall rules. Ends it on exit."""
     _install()
-    folder.mkdir(parents=True)
+    (folder / "config").mkdir(parents=True)
+    plugins = {"cliPluginsExtraDirs": [f"{_ROOT}/usr/libexec/docker/cli-plugins"]}
+    (folder / "config/config.json").write_text(json.dumps(plugins))
     socket = folder / "docker.sock"
     command = [_DAEMON, "--bridge=none", "--iptables=false", "--ip6tables=false", "--data-root", str(folder / "data")]
     command += ["--exec-root", str(folder / "exec"), "--pidfile", str(folder / "pid"), "-H", f"unix://{socket}"]
+    env = {**os.environ, "PATH": os.pathsep.join([f"{_ROOT}/usr/sbin", f"{_ROOT}/usr/bin", os.environ["PATH"]])}
     with (folder / "log").open("wb") as log:
-        daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        daemon = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     builder = BuildKit(socket=socket, daemon=daemon.pid)
     try:
         _wait(daemon, builder, folder / "log")

@@ -23,7 +23,7 @@ from primus.recipes.architecture import (
 )
 from primus.recipes.family import described, families_of, family
 from primus.training.finetune import models
-from primus.training.finetune.backend import FinetuneConfig, LoraConfig
+from primus.training.finetune.backend import LoraConfig
 from primus.training.flux.entry import draw, flow_matching, transformer
 from primus.training.fsdp.llama import Llama
 from primus.training.loop import weights
@@ -96,17 +96,17 @@ def check_balance_is_trained_on_and_not_reported() -> None:
 
 
 def check_adapters_alone_are_trained() -> None:
-    adapted = models.adapted(models.causal_model(SMALL, FinetuneConfig()), LoraConfig(rank=2, targets=["q_proj"]))
+    adapted = models.adapted(models.causal_model(SMALL, "sdpa"), LoraConfig(rank=2, targets=["q_proj"]))
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * SMALL.layers, trained
     assert all(".lora_" in name for name in trained), trained
-    everywhere = models.adapted(models.causal_model(MIXED, FinetuneConfig()), LoraConfig())
+    everywhere = models.adapted(models.causal_model(MIXED, "sdpa"), LoraConfig())
     beside = {
         name.split(".lora_A")[0].rpartition(".")[2] for name, _ in everywhere.named_parameters() if "lora_A" in name
     }
     assert beside == {"q_proj", "k_proj", "v_proj", "o_proj"}, beside
     try:
-        models.adapted(models.causal_model(SMALL, FinetuneConfig()), LoraConfig(targets=["c_attn"]))
+        models.adapted(models.causal_model(SMALL, "sdpa"), LoraConfig(targets=["c_attn"]))
     except SystemExit as told:
         assert "c_attn" in str(told), told
     else:

@@ -84,7 +84,7 @@ def ours(folder: Path) -> Any:
     name = str(own) if kind in ("mistral", "qwen2") else nearest_recipe(folder).recipe
     recipe = resolve(name, words, Choices(backend="finetune", mode="full", gpu="cpu"))
     backend.check_weights(recipe)
-    causal = models.causal_model(recipe.architecture, backend.FinetuneConfig(), folder)
+    causal = models.causal_model(recipe.architecture, "sdpa", folder)
     weights.materialize(causal, torch.device("cpu"))
     causal.tie_weights()
     models.init(models.FineTuned(causal, 64), 1, weights.Files(folder))

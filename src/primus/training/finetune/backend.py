@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,6 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
 from primus.recipes.weights import FILES, HUB, config_of, downloaded
 from primus.training import identity
-from primus.training.corpus import TOKENIZER_FILES
 from primus.training.launch import clean
 from primus.turbo.optimizations import importable
 
@@ -89,14 +87,6 @@ def check(folder: Path, model: Architecture) -> None:
         raise InputError(f"transformers cannot load these weights: {last[:300]}", where=str(folder)) from None
     if objection:
         raise InputError(objection["why"], where=objection.get("where", str(file)), hint=objection.get("hint"))
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer unchanged to the folder of exported weights."""
-    for pattern in TOKENIZER_FILES:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
 
 
 def check_weights(recipe: Recipe) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from primus.recipes.recipe import MOCK
 from primus.recipes.weights import FILES, HUB, downloaded
-from primus.training.corpus import tokenizer_folder
-from primus.training.finetune import backend, models
+from primus.training.corpus import TOKENIZER_FILES, tokenizer_folder
+from primus.training.finetune import models
 from primus.training.finetune.backend import FinetuneConfig
 from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
@@ -27,10 +27,8 @@ def main(job: RankJob, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""
     config = job.section(FinetuneConfig)
     source = _source(config.weights)
-    attention: str = config.attention
-    if "flash-attention-4" in job.turbo:
-        attention = attend_in_transformers()
-    causal = models.causal_model(job.model, config, source, attention)
+    attention = attend_in_transformers() if "flash-attention-4" in job.turbo else config.attention
+    causal = models.causal_model(job.model, attention, source)
     model = models.FineTuned(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)
     model.choose_loss(job)
     # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
@@ -40,7 +38,9 @@ def main(job: RankJob, here: Process) -> None:
         from primus.turbo import fp8
 
         fp8.freeze(model)
-    sharded = Sharded(model, job, here, _facts(job, config, model))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    seen = {"mode": job.mode, "trained_outside_adapters": sum(".lora_" not in name for name in trained)}
+    sharded = Sharded(model, job, here, seen)
     packing = config.packing
     evaluation = Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None
     train.run(job, here, sharded, data.text(job, packing=packing), evaluation)
@@ -54,16 +54,6 @@ def _source(name: str) -> Path | None:
     if name == "random":
         return None
     return downloaded(name, *FILES, offline=True) if name.startswith(HUB) else Path(name)
-
-
-def _facts(job: RankJob, config: FinetuneConfig, model: models.FineTuned) -> dict[str, Any]:
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {
-        "mode": job.mode,
-        "weights": config.weights,
-        "adapters": sum(".lora_A." in name for name in trained),
-        "trained_outside_adapters": sum(".lora_" not in name for name in trained),
-    }
 
 
 def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
@@ -88,10 +78,10 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
             base = f"{cached[1]}/{cached[2]}" if cached else str(source.absolute())
             model.model.peft_config["default"].base_model_name_or_path = base
         model.model.save_pretrained(folder, state_dict={name.removeprefix("model."): v for name, v in state.items()})
-        if source is not None and (source / "generation_config.json").is_file():
-            shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
-        if tokenizer is not None:
-            backend.copy_tokenizer(tokenizer, folder)
+        copied = [source.glob("generation_config.json")] if source else []
+        copied += [tokenizer.glob(pattern) for pattern in TOKENIZER_FILES] if tokenizer else []
+        for file in filter(Path.is_file, chain(*copied)):
+            shutil.copyfile(file, folder / file.name)
     dist.barrier()
 
 

@@ -52,14 +52,8 @@ def config_of(model: Architecture, attention: str) -> Any:
     return AutoConfig.for_model(known.transformers, **settings, **marks, use_cache=False, attn_implementation=attention)
 
 
-def causal_model(
-    model: Architecture, config: FinetuneConfig, source: Path | None = None, attention: str | None = None
-) -> Any:
-    """Return the model, with parameters without memory. If there is ``source``, its config.json describes the model.
-
-    ``attention`` replaces the attention implementation of ``config``.
-    """
-    attention = attention or config.attention
+def causal_model(model: Architecture, attention: str, source: Path | None = None) -> Any:
+    """Return the model, with parameters without memory. If there is ``source``, its config.json describes the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if source is None:
@@ -78,15 +72,13 @@ def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
 
     Special tokens from the original weights are kept.
     """
-    config = model.causal.config
-    config.use_cache = True
     encoder = Encoder(str(tokenizer)) if tokenizer else None
     marks = {"bos_token_id": encoder.tokenizer.bos_token_id, "eos_token_id": encoder.end} if encoder else {}
-    for holder in (config, model.causal.generation_config):
+    for holder in (model.causal.config, model.causal.generation_config):
+        holder.use_cache = True
         for key, number in marks.items():
             if getattr(holder, key, None) is None and number is not None:
                 setattr(holder, key, number)
-    model.causal.generation_config.use_cache = True
 
 
 def adapted(model: Any, lora: LoraConfig) -> Any:
@@ -113,7 +105,7 @@ def merged(
     model: Architecture, config: FinetuneConfig, source: Path | None, state: Mapping[str, torch.Tensor]
 ) -> FineTuned:
     """Return the whole model of a run with adapters, whose ``state`` is gathered, with the adapters in its weights."""
-    whole = FineTuned(adapted(causal_model(model, config, source), config.lora), config.loss_chunk)
+    whole = FineTuned(adapted(causal_model(model, config.attention, source), config.lora), config.loss_chunk)
     whole.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
     whole.model = whole.model.merge_and_unload()
     whole.causal.tie_weights()
@@ -187,12 +179,8 @@ def stored(files: weights.Files, name: str) -> weights.Rows:
         head, places = f"{experts[1]}.block_sparse_moe.experts", _MIXTRALS[experts[2]]
 
     def rows(first: int, last: int) -> torch.Tensor:
-        return torch.stack(
-            [
-                torch.cat([files.whole(f"{head}.{number}.{part}.weight") for part in places])
-                for number in range(first, last)
-            ]
-        )
+        experts = range(first, last)
+        return torch.stack([torch.cat([files.whole(f"{head}.{n}.{part}.weight") for part in places]) for n in experts])
 
     return rows
 
@@ -202,11 +190,10 @@ _FREE = {
     "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache",
     "initializer_range", "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "transformers_version",
     "max_window_layers", "use_sliding_window", "head_dim",
+    "hidden_act",  # transformers honours it in training, the reference does not: such a run is not judged
 }  # fmt: skip
 # What transformers takes for YaRN if a config does not say it.
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
-# Fields that transformers honours in training, and the reference does not: such a run is not judged.
-_HONOURED = {"hidden_act"}
 
 Objection = dict[str, str]
 
@@ -221,7 +208,7 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
     theirs["rope_parameters"] = _YARN | {k: v for k, v in (theirs["rope_parameters"] or {}).items() if k != "type"}
     mine["rope_parameters"] = _YARN | mine["rope_parameters"]
     for key in sorted(mine.keys() | type(config)().to_dict().keys()):
-        if key not in _FREE | _HONOURED and not key.startswith("_") and not _same(mine.get(key), theirs.get(key)):
+        if key not in _FREE and not key.startswith("_") and not _same(mine.get(key), theirs.get(key)):
             yield {
                 "why": f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the recipe's model",
                 "where": f"{folder / 'config.json'}: {key}",
@@ -237,14 +224,14 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         except SafetensorError as error:
             yield {"why": f"the file is damaged: {error}", "where": str(file), "hint": "fetch it again"}
             return
-    _, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+    model_of_config, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
         None, config=config, state_dict=shapes, device_map={"": "meta"}, dtype=torch.float32,
         ignore_mismatched_sizes=True, output_loading_info=True,
     )  # fmt: skip
     hint = "config.json describes another model than the tensors: take both from the same source"
-    for name, stored, wanted in sorted(report["mismatched_keys"], key=str):
+    for name, in_file, expected in sorted(report["mismatched_keys"], key=str):
         yield {
-            "why": f"{name} is {list(stored)} in the file, and {list(wanted)} in the model of config.json",
+            "why": f"{name} is {list(in_file)} in the file, and {list(expected)} in the model of config.json",
             "where": str(places.get(name, folder)), "hint": hint,
         }  # fmt: skip
     for kind, what in (
@@ -254,14 +241,7 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         if names := sorted(report[kind]):
             more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
             yield {"why": f"{what} {names[0]}{more}", "where": str(places.get(names[0], folder)), "hint": hint}
-    yield from _unlike(folder, config, places)
-
-
-def _unlike(folder: Path, config: Any, places: Mapping[str, Path]) -> Iterator[Objection]:
-    from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
-
-    embedding, output = OUTER[1], OUTER[0]
+    output, embedding = OUTER
     if config.tie_word_embeddings and output in places and embedding in places:
         with safe_open(places[embedding], "pt") as first, safe_open(places[output], "pt") as second:
             if not torch.equal(first.get_tensor(embedding), second.get_tensor(output)):
@@ -270,9 +250,7 @@ def _unlike(folder: Path, config: Any, places: Mapping[str, Path]) -> Iterator[O
                     "where": str(places[output]), "hint": "set tie_word_embeddings to false in config.json",
                 }  # fmt: skip
     files = weights.Files(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    for name, _ in model.named_parameters():
+    for name, _ in model_of_config.named_parameters():
         try:
             stored(files, name)
         except SystemExit as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from primus.training.loop.session import Batch
 from primus.training.megatron import cpu, render, weights
 from primus.training.megatron.model import build, layers_of
 from primus.training.megatron.render import MegatronConfig
-from primus.training.megatron.weights import Updates
 from primus.training.witness import Taken
 
 
@@ -43,28 +42,37 @@ class MegatronSession:
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         self._device = process.device
         self._training = job.training
-        self._choices = choices
-        self._layers = layers_of(choices)
         self._tied = job.model.tied_embeddings
         self.model_parts: Sequence[torch.nn.Module] = build(
             job.model, job.training, config, choices, job.turbo, on_cpu=process.on_cpu
         )
         self._ddp = self.model_parts[0].ddp_config
-        settings = _optimizer_config(job, self._ddp)
+        settings = OptimizerConfig(
+            **{
+                **render.optimizer(job.training, self._ddp.use_distributed_optimizer),
+                "params_dtype": getattr(torch, job.training.dtype),
+                "overlap_param_gather": self._ddp.overlap_param_gather,
+                **render.section(config, "optimizer"),
+            }
+        )
         self._optimizer = get_megatron_optimizer(
             settings, self.model_parts, get_standard_config_overrides(settings), use_gloo_process_groups=False
         )
         for group in self._optimizer.param_groups:
             # Norms and biases do not decay. Megatron leaves that factor to its scheduler, which is not used here.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
-        _fuse(self._inner(), process)
+        for inner in self._inner() if not process.on_cpu else ():
+            # The default implementation of torch's AdamW needs memory for another copy of all states.
+            for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
+                group |= {"fused": True, "foreach": False}
         transformer = get_model_config(self.model_parts[0])
         transformer.finalize_model_grads_func = finalize_model_grads
         if self._ddp.overlap_grad_reduce:
-            several = len(self.model_parts) > 1
-            transformer.no_sync_func = [p.no_sync for p in self.model_parts] if several else self.model_parts[0].no_sync
+            functions = [part.no_sync for part in self.model_parts]
+            transformer.no_sync_func = functions if len(functions) > 1 else functions[0]
         self._separate_weights = transformer.bf16
         self.linear_types: tuple[type[torch.nn.Module], ...] = (ColumnParallelLinear, RowParallelLinear)
+        self._layers = layers_of(choices)
         if self._layers != "local":
             from megatron.core.extensions import transformer_engine as te
 
@@ -97,11 +105,10 @@ class MegatronSession:
 
             return output, loss
 
-        several = len(self.model_parts) > 1
         sums = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(batches) for _ in self.model_parts] if several else iter(batches),
-            model=self.model_parts if several else self.model_parts[0],
+            data_iterator=[iter(batches) for _ in self.model_parts],
+            model=self.model_parts,
             num_microbatches=len(batches),
             seq_length=self._training.seq_len,
             micro_batch_size=self._training.micro_batch_size,
@@ -152,25 +159,25 @@ class MegatronSession:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """See :meth:`primus.training.loop.session.Session.whole`. In bfloat16, the optimizer's float32 weights."""
-        return weights.gather(self.model_parts, [self._updates().weights()], tied=self._tied)[0].tensors
+        return weights.gather(self.model_parts, self._held(), tied=self._tied)[0]
 
     def taken(self) -> Taken:
         """See :meth:`primus.training.loop.session.Session.taken`."""
         self._gather_weights()
-        updates = self._updates()
-        masters = updates.weights()
-        updated, gradients = weights.gather(self.model_parts, [masters, updates.gradients()], tied=self._tied)
+        masters, used = self._held(), self._held(weights.gradient)
+        updated, apart = weights.gather(self.model_parts, masters, tied=self._tied)
+        gradients, more_apart = weights.gather(self.model_parts, used, tied=self._tied)
         stale = weights.gathered(weights.different(self.model_parts, masters, tied=self._tied))
         return Taken(
-            gradients=gradients.tensors,
+            gradients=gradients,
             rates={
                 f"{number}.{place}": float(group["lr"])
                 for number, inner in enumerate(self._inner())
                 for place, group in enumerate(inner.param_groups)
             },
             stale=sorted(set().union(*stale)),
-            apart=sorted(updated.apart | gradients.apart),
-            weights=updated.tensors,
+            apart=sorted(apart | more_apart),
+            weights=updated,
         )
 
     def _gather_weights(self) -> None:
@@ -179,24 +186,13 @@ class MegatronSession:
                 # The next forward would gather the weights that the other ranks updated.
                 part.start_param_sync(force_sync=True)
 
-    def _updates(self) -> Updates:
-        return Updates(self._optimizers, [parameter for part in self.model_parts for parameter in part.parameters()])
+    def _held(self, *of: Callable[[torch.Tensor], torch.Tensor]) -> weights.Values:
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        return weights.held(self._optimizers, parameters, *of)
 
     def facts(self) -> dict[str, Any]:
-        """Return which library's layers ran, and the layout."""
-        return {
-            "layers": self._layers,
-            "core_attention": self._choices.attention if self._layers == "local" else "transformer_engine",
-            "distributed_optimizer": self._ddp.use_distributed_optimizer,
-            "torch_fsdp2": self._choices.torch_fsdp2,
-            "degrees": {
-                "tp": parallel_state.get_tensor_model_parallel_world_size(),
-                "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-                "cp": parallel_state.get_context_parallel_world_size(),
-                "ep": parallel_state.get_expert_model_parallel_world_size(),
-                "dp": parallel_state.get_data_parallel_world_size(),
-            },
-        }
+        """Return which library's layers ran."""
+        return {"layers": self._layers}
 
     def _places(self) -> tuple[str, str, str]:
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -216,25 +212,6 @@ _DEGREES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
-
-
-def _optimizer_config(job: RankJob, ddp: Any) -> OptimizerConfig:
-    return OptimizerConfig(
-        **{
-            **render.optimizer(job.training, ddp.use_distributed_optimizer),
-            "params_dtype": getattr(torch, job.training.dtype),
-            "overlap_param_gather": ddp.overlap_param_gather,
-            **render.section(job.config, "optimizer"),
-        }
-    )
-
-
-def _fuse(optimizers: list[torch.optim.Optimizer], process: Process) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.AdamW) and not process.on_cpu:
-            # The default implementation needs memory for another copy of all states.
-            for group in optimizer.param_groups:
-                group |= {"fused": True, "foreach": False}
 
 
 def _states(optimizer: torch.optim.Optimizer, *, weights: bool) -> Iterator[tuple[str, torch.Tensor]]:

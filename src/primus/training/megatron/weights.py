@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,23 +22,18 @@ Method = Callable[..., Any]
 Values = Mapping[torch.nn.Parameter, torch.Tensor]
 
 
-def _nothing(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+_METHODS = ("embedding_init_method", "output_layer_init_method", "init_method")
 
 
 def defer(config: Any) -> dict[str, Method]:
-    """Remove the initialization methods from a ``TransformerConfig``, for :func:`initialize` after the model is
-    built.
+    """Remove the initialization methods from a ``TransformerConfig``, for :func:`initialize` of the built model.
 
     Megatron draws from one generator per rank, in the order of its modules. The initial weights then depend on TP,
     PP and EP, and a sharded model cannot be compared with the whole one.
     """
-    methods = {
-        "embedding": config.embedding_init_method,
-        "output": config.output_layer_init_method,
-        "other": config.init_method,
-    }
-    config.embedding_init_method = config.output_layer_init_method = config.init_method = _nothing
+    methods = {name: getattr(config, name) for name in _METHODS}
+    for name in _METHODS:
+        setattr(config, name, lambda tensor: tensor)
     return methods
 
 
@@ -49,68 +45,53 @@ def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool)
     for name, parameter in _named(model, tied=tied):
         if parameter.dim() < 2:
             continue
-        split = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
-        group = _tensor_group(name)
+        split, group = _split(parameter), _tensor_group(name)
         shape = list(parameter.shape)
         if split >= 0:
             shape[split] *= group.size()
         generator = torch.Generator(device=parameter.device)
         generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big"))
         whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        methods[_kind(name)](whole, generator=generator)
+        methods[_method_of(name)](whole, generator=generator)
         if split >= 0:
-            whole = _share(whole, split, group, halves=2 if "linear_fc1" in name else 1)
+            halves = whole.chunk(_halves(name), dim=split)
+            whole = torch.cat([half.chunk(group.size(), dim=split)[group.rank()] for half in halves], dim=split)
         parameter.data.copy_(whole)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A rank's part of one tensor: along which dimension it is split, and the rank's place in that split.
+    """A rank's part of one tensor: along which dimension it is split (-1: none), and the rank's place in that split.
 
     ``tensor`` is None if another rank sends the same values. ``digest`` shows whether they really are the same.
     """
 
     name: str
     split: int
-    halves: int
     place: int
     tensor: torch.Tensor | None
     digest: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """Tensors by name as one rank would have them, and the names of those that differ between ranks that must hold the
-    same.
+def gather(parts: Sequence[Any], values: Values, *, tied: bool) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """On rank 0, return every parameter and router bias of ``parts`` by its name in the whole model, and the names of
+    those of which ranks that must hold the same hold different values. All ranks; the others get nothing.
+
+    ``values`` maps each parameter to what is gathered for it: itself, or a tensor of its shape, such as its gradient.
     """
-
-    tensors: dict[str, torch.Tensor]
-    apart: set[str]
-
-
-def gather(parts: Sequence[Any], values: Sequence[Values], *, tied: bool) -> list[Whole]:
-    """On rank 0, return every parameter and router bias of ``parts``, once for each of ``values``. All ranks must call
-    this; the others get empty results.
-
-    A value maps each parameter to the tensor to gather for it: itself, or one of its shape, such as its gradient. If
-    ranks that must hold the same have different values, those of the first rank are returned.
-    """
-    mine = [list(_parts(parts, value, tied=tied)) for value in values]
+    mine = list(_parts(parts, values, tied=tied))
     # Rank 0 keeps its own tensors, because copying them takes longer than all else.
-    rows: list[Any] = [mine, *gathered([] if dist.get_rank() == 0 else mine)[1:]]
-    wholes = []
-    for number in range(len(values)):
-        pieces: dict[str, dict[int, _Part]] = {}
-        apart: set[str] = set()
-        for part in (part for row in rows for part in row[number]) if dist.get_rank() == 0 else ():
-            earlier = pieces.setdefault(part.name, {}).setdefault(part.place, part)
-            if earlier.digest != part.digest:
-                apart.add(part.name)
-            if earlier.tensor is None:
-                pieces[part.name][part.place] = part
-        tensors = {name: _joined([row[place] for place in sorted(row)]) for name, row in pieces.items()}
-        wholes.append(Whole(tensors=tensors, apart=apart))
-    return wholes
+    rows = gathered([] if dist.get_rank() == 0 else mine)
+    rows[:1] = [mine] if rows else []
+    pieces: dict[str, dict[int, _Part]] = {}
+    apart: set[str] = set()
+    for part in chain(*rows):
+        earlier = pieces.setdefault(part.name, {}).setdefault(part.place, part)
+        if earlier.digest != part.digest:
+            apart.add(part.name)
+        if earlier.tensor is None:
+            pieces[part.name][part.place] = part
+    return {name: _joined([row[place] for place in sorted(row)]) for name, row in pieces.items()}, apart
 
 
 def gathered(mine: Any) -> list[Any]:
@@ -148,17 +129,23 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
         named = dict([*_named(model, tied=tied), *biases])
         whole = whole_tensors({n: values[t] if isinstance(t, torch.nn.Parameter) else t for n, t in named.items()})
         for name, tensor in named.items():
-            split = getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
-            place = _tensor_group(name).rank()
+            split, place = _split(tensor), _tensor_group(name).rank()
             sends = _data_rank(name) == 0 and (split >= 0 or place == 0)
             yield _Part(
                 name=name,
                 split=split,
-                halves=2 if "linear_fc1" in name else 1,
                 place=place if split >= 0 else 0,
                 tensor=whole[name] if sends else None,
                 digest=_digest(whole[name]),
             )
+
+
+def _split(tensor: torch.Tensor) -> int:
+    return getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
+
+
+def _halves(name: str) -> int:
+    return 2 if "linear_fc1" in name else 1
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -173,29 +160,24 @@ def _data_rank(name: str) -> int:
 
 
 def _joined(pieces: Sequence[_Part]) -> torch.Tensor:
-    split, halves = pieces[0].split, pieces[0].halves
+    split, halves = pieces[0].split, range(_halves(pieces[0].name))
     tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
     if split < 0:
         return tensors[0]
-    chunks = [tensor.chunk(halves, dim=split) for tensor in tensors]
-    return torch.cat([chunk[half] for half in range(halves) for chunk in chunks], dim=split)
+    chunks = [tensor.chunk(len(halves), dim=split) for tensor in tensors]
+    return torch.cat([chunk[half] for half in halves for chunk in chunks], dim=split)
 
 
-def _kind(name: str) -> str:
+def _method_of(name: str) -> str:
     if name.startswith("embedding."):
-        return "embedding"
-    return "output" if re.search(r"\.(linear_proj|linear_fc2)\.", name) else "other"
+        return "embedding_init_method"
+    return "output_layer_init_method" if re.search(r"\.(linear_proj|linear_fc2)\.", name) else "init_method"
 
 
 def _tensor_group(name: str) -> Any:
     if ".experts." in name:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
-
-
-def _share(whole: torch.Tensor, split: int, group: Any, halves: int) -> torch.Tensor:
-    parts = [half.chunk(group.size(), dim=split)[group.rank()] for half in whole.chunk(halves, dim=split)]
-    return torch.cat(parts, dim=split)
 
 
 def _named(model: Any, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -214,58 +196,44 @@ def _named(model: Any, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")
 
 
-Tensors = dict[torch.nn.Parameter, torch.Tensor]
+def held(
+    optimizers: Iterable[Any],
+    parameters: Sequence[torch.nn.Parameter],
+    of: Callable[[torch.Tensor], torch.Tensor] = lambda updated: updated,
+) -> Values:
+    """Return ``of`` the tensor that Megatron's ``optimizers`` update for each parameter: its weight, say. All ranks.
+
+    If ranks share the optimizer states, each tensor is summed up from their ranges of it.
+    """
+    places = [(optimizer, getattr(optimizer, "model_param_group_index_map", None)) for optimizer in optimizers]
+    if all(place is None for _, place in places):
+        return {parameter: of(getattr(parameter, "main_param", parameter)).detach() for parameter in parameters}
+    own = {
+        parameter: (optimizer.optimizer.param_groups[group]["params"][number], optimizer)
+        for optimizer, place in places
+        for parameter, (group, number) in (place or {}).items()
+    }
+    tensors: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for dense in (True, False):
+        kind = [p for p in parameters if getattr(p, "allreduce", True) == dense]
+        if not kind:
+            continue
+        # One sum over the ranks for all parameters: gloo takes a millisecond for each.
+        flat = torch.zeros(sum(p.numel() for p in kind), dtype=torch.float32, device=kind[0].device)
+        pieces = flat.split([p.numel() for p in kind])
+        for parameter, piece in zip(kind, pieces, strict=True):
+            if parameter in own:
+                updated, optimizer = own[parameter]
+                where = optimizer._get_model_param_range_map(parameter)["param"]
+                piece[where.start : where.end] = of(updated).detach().float()
+        if dense:
+            dist.all_reduce(flat, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        else:
+            dist.all_reduce(flat, group=parallel_state.get_expert_data_parallel_group())
+        tensors |= {parameter: piece.view_as(parameter) for parameter, piece in zip(kind, pieces, strict=True)}
+    return tensors
 
 
-class Updates:
-    """Looks up parameters in ``optimizers``, Megatron's. All ranks must call its methods in the same order."""
-
-    def __init__(self, optimizers: Iterable[Any], parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        # Parameter → the tensor that the inner optimizer updates for it, and its range in the parameter.
-        self._own: dict[torch.nn.Parameter, tuple[torch.Tensor, Any]] = {}
-        self._sharded = False
-        for optimizer in optimizers:
-            places = getattr(optimizer, "model_param_group_index_map", None)
-            self._sharded |= places is not None
-            for parameter, (group, place) in (places or {}).items():
-                updated = optimizer.optimizer.param_groups[group]["params"][place]
-                self._own[parameter] = updated, optimizer._get_model_param_range_map(parameter)["param"]
-
-    def weights(self) -> Tensors:
-        """Return the weights that the optimizer keeps for each parameter."""
-        return self._whole(lambda updated: updated)
-
-    def gradients(self) -> Tensors:
-        """Return the gradients of the last update, after clipping; NaN for elements without one."""
-        return self._whole(_gradient)
-
-    def _whole(self, of: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
-        if not self._sharded:
-            return {
-                parameter: of(getattr(parameter, "main_param", parameter)).detach() for parameter in self._parameters
-            }
-        tensors: Tensors = {}
-        for dense in (True, False):
-            kind = [p for p in self._parameters if getattr(p, "allreduce", True) == dense]
-            if not kind:
-                continue
-            # One sum over the ranks for all parameters: gloo takes a millisecond for each.
-            flat = torch.zeros(sum(p.numel() for p in kind), dtype=torch.float32, device=kind[0].device)
-            pieces = flat.split([p.numel() for p in kind])
-            for parameter, piece in zip(kind, pieces, strict=True):
-                if parameter in self._own:
-                    updated, where = self._own[parameter]
-                    piece[where.start : where.end] = of(updated).detach().float()
-            dist.all_reduce(
-                flat,
-                group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-                if dense
-                else parallel_state.get_expert_data_parallel_group(),
-            )
-            tensors |= {parameter: piece.view_as(parameter) for parameter, piece in zip(kind, pieces, strict=True)}
-        return tensors
-
-
-def _gradient(updated: torch.Tensor) -> torch.Tensor:
+def gradient(updated: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the last update of ``updated``, after clipping; NaN if it has none."""
     return torch.full_like(updated, torch.nan) if updated.grad is None else updated.grad

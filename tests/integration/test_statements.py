@@ -18,12 +18,12 @@ import pytest
 
 from amd_channel import registry
 from host_tools import needs
-from primus.engine.image import compose
 from primus.engine.pipeline import Options, build
 from primus.gates.check import judge
 from primus.gates.examined import Examined, examine_layer
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
+from primus.plan.image import compose
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
@@ -63,7 +63,7 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     kit.write(inside, "Metadata-Version: 2.4\nName: small\nVersion: 1.0\nLicense-Expression: MIT\n\n")
     kit.write("parts/beta/blob", "b" * 5000)
     project = Project(kit.root)
-    ((plan, _),) = build([resolve(project, "demo")], project.workspace, Options(quiet=True))
+    ((plan, _),) = build([resolve(project, "demo")], project.workspace, Options(quiet=True, judge=False))
     files = [
         LockedFile(kind="wheel", name=name, version="1.0", file=f"{name}-1.0-py3-none-any.whl", size=9, sha256=sha256)
         for name, sha256 in (("small", "a" * 64), ("tool", "b" * 64))

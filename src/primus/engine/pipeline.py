@@ -8,16 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING
 
-from primus.engine.image import Built, Composed, compose, finished, judged_by, name_image
 from primus.engine.kinds import debs, files, kernels, wheels
 from primus.engine.upkeep import remove_damage
 from primus.engine.workshop import Kind, Workshop, require_space_for
 from primus.errors import CheckFailed
+from primus.gates.check import Gatekeeper
+from primus.gates.examined import rules_hash
+from primus.oci import canonical
 from primus.oci.layer import check_overlap, read_paths
-from primus.plan.action import Action, ImagePlan
+from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, NOTHING, LeftOut
+from primus.plan.action import Action, ImagePlan, tree_record
+from primus.plan.image import Composed, compose, stored
 from primus.plan.layers import plan_images
 from primus.progress import choose_progress
 from primus.recipes.catalogue import check
@@ -25,11 +30,46 @@ from primus.sandbox.processes import stop_all
 from primus.versions.lock import suites_of
 
 if TYPE_CHECKING:
-    from primus.oci.store import Layer, Store
-    from primus.plan.project import Choice
+    from primus.oci.store import Store
     from primus.plan.resolve import ResolvedTarget
     from primus.plan.workspace import Workspace
-    from primus.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLine:
+    """One row of the summary. Sizes are in bytes; ``seconds`` is the time this build spent on the layer (0 if
+    reused); ``left_out`` counts GPU code for other GPUs that the layer does not contain.
+    """
+
+    name: str
+    digest: str
+    size: int
+    unpacked: int
+    built: bool
+    seconds: float
+    left_out: LeftOut = NOTHING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """An image in the store.
+
+    ``content`` is the config's digest, which does not depend on how layers are compressed. ``changed`` tells whether
+    this build named the image. ``failed`` has one sentence for each gate that the image failed.
+    """
+
+    target: str
+    ref: str
+    digest: str
+    content: str
+    changed: bool
+    layers: tuple[LayerLine, ...]
+    failed: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Compressed bytes of all layers."""
+        return sum(line.size for line in self.layers)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -45,13 +85,15 @@ KINDS: Mapping[str, Kind] = {
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a build: ``offline`` uses downloaded files only, ``rehash`` reads all files and layers again,
-    ``engine`` runs build actions, ``quiet`` shows no progress. ``spent`` gets the seconds of each stage.
+    ``engine`` runs build actions, ``quiet`` shows no progress, ``judge`` lets the gates judge the image. ``spent`` gets
+    the seconds of each stage.
     """
 
     offline: bool = False
     rehash: bool = False
     engine: str = "auto"
     quiet: bool = False
+    judge: bool = True
     spent: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -62,64 +104,43 @@ class Options:
         self.spent[name] = time.monotonic() - begin
 
 
-class Gates:
-    """The checks that an image must pass before a name points to it. This one accepts every image."""
-
-    def admit(self, plans: Sequence[ImagePlan]) -> None:
-        """Raise CheckFailed for a plan whose image cannot pass, before anything is fetched."""
-
-    def look(self, layer: Layer) -> None:
-        """Examine a layer that the build has just created."""
-
-    def judge(self, image: Composed) -> tuple[str, ...]:
-        """Return one sentence for each gate that the image fails. Raises CheckFailed if it must not get its name."""
-        return ()
-
-    def close(self) -> None:
-        """Release all resources. Called when the build ends."""
-
-
-def build(
-    targets: Sequence[ResolvedTarget],
-    workspace: Workspace,
-    options: Options,
-    *,
-    gates: Callable[[Workspace, Progress], Gates] = lambda *_: Gates(),
-    rules: str = "",
-) -> list[tuple[ImagePlan, Built]]:
+def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Options) -> list[tuple[ImagePlan, Built]]:
     """Build the images of ``targets``, and return each with its plan.
 
-    ``gates`` judge each image before it gets its name, and ``rules`` is a hash of their code. If the store has every
-    image already and gates with these rules have judged it, nothing else is done.
+    If the store has every image already and the gates have judged it by their present rules, nothing else is done.
 
     Raises InputError for a stale lock and for a recipe that does not load, CheckFailed for a failed action or a
     rejected image, HostError for a failing source, disk or sandbox.
     """
     store = workspace.store
     for target in targets:
-        say_channel(target.name, target.choice, target.target.channels)
+        if len(target.target.channels) > 1:
+            print(f"{target.name}: channel {target.choice.channel}, {target.choice.reason}", file=sys.stderr)
     plans = plan_images(targets, workspace.stats)  # lock → plan
     if options.rehash:
         store.prepare()
         for sentence in remove_damage(store, [action for plan in plans for action in plan.actions()]):
             print(f"! {sentence}", file=sys.stderr)
+    rules = rules_hash() if options.judge else ""
     complete = {plan.key: image for plan in plans if (image := finished(store, plan, rules))}
     if all(plan.key in complete for plan in plans):
         return [(plan, complete[plan.key]) for plan in plans]
     store.prepare()
-    check_recipes(store, plans)
-    with choose_progress(options.quiet) as progress, contextlib.closing(gates(workspace, progress)) as judges:
-        judges.admit(plans)
-        workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine, look=judges.look)
+    _check_recipes(store, plans)
+    with choose_progress(options.quiet) as progress, contextlib.closing(Gatekeeper(workspace)) as gates:
+        workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine)
+        if options.judge:
+            gates.admit(plans)
+            workshop = replace(workshop, look=gates.look)
         with options.stage("fetch"):
-            fetch_files(workshop, plans, offline=options.offline)
+            _fetch_files(workshop, plans, offline=options.offline)
         with options.stage("build"):
-            built = run_actions(workshop, missing(plans, workshop.done))
+            built = _run_actions(workshop, _missing(plans, workshop.done))
         with options.stage("check"):  # compose → gates → index
-            return [(plan, complete.get(plan.key) or _image(store, plan, built, judges, rules)) for plan in plans]
+            return [(plan, complete.get(plan.key) or _image(store, plan, built, gates, rules)) for plan in plans]
 
 
-def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gates, rules: str) -> Built:
+def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gatekeeper, rules: str) -> Built:
     image = compose(store, plan)
     if image is None:
         raise CheckFailed(f"a layer of {plan.ref} was removed from the store while it was in use", hint="build again")
@@ -128,22 +149,62 @@ def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gates, 
     apart = [[action.kind == "image", layer.paths] for action, layer in layers]
     if (store.record("targets", plan.state) or {}).get("apart") != apart:
         check_overlap([(action.name, action.kind == "image", read_paths(store, layer)) for action, layer in layers])
-    failed = gates.judge(image)
-    about = {"judged": judged_by(plan, rules), "apart": apart}
-    return name_image(store, image, failed=failed, built=built, about=about)
+    failed = gates.judge(image) if rules else ()
+    store.put(image.config, CONFIG_TYPE)
+    store.tag(plan.ref, store.put(image.manifest, MANIFEST_TYPE))
+    record = {
+        "digest": image.digest,
+        "failed": list(failed),
+        "inputs": tree_record(plan),
+        "judged": _judged_by(plan, rules),
+        "apart": apart,
+    }
+    store.save("targets", plan.state, record)
+    return _built(image, failed, changed=True, built=built)
 
 
-def say_channel(name: str, choice: Choice, channels: Sequence[str]) -> None:
-    """Print which of its ``channels`` builds the target ``name``, and why, if there are several."""
-    if len(channels) > 1:
-        print(f"{name}: channel {choice.channel}, {choice.reason}", file=sys.stderr)
+def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
+    """Return the plan's image if the store holds it and the gates with the hash ``rules`` have judged it, else None."""
+    image = stored(store, plan)
+    record = store.record("targets", plan.state) or {}
+    if image is None or (record.get("digest"), record.get("judged")) != (image.digest, _judged_by(plan, rules)):
+        return None
+    sentences = record.get("failed")
+    failed = tuple(map(str, sentences)) if isinstance(sentences, list) else ()
+    return _built(image, failed, changed=False, built=())
 
 
-def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
-    """Raise InputError, with the place, for a recipe that is about to enter an image and does not load.
+def _judged_by(plan: ImagePlan, rules: str) -> str:
+    # What the verdict depends on besides the image's bytes.
+    return f"{rules} budget {plan.resolved.budget_gb} arch {plan.resolved.arch}"
 
-    One would break ``primus list`` in the image.
-    """
+
+def _built(image: Composed, failed: tuple[str, ...], *, changed: bool, built: Collection[str]) -> Built:
+    plan = image.plan
+    return Built(
+        target=plan.target,
+        ref=plan.ref,
+        digest=image.digest,
+        content=canonical.digest_of(image.config),
+        changed=changed,
+        layers=tuple(
+            LayerLine(
+                name=action.name,
+                digest=layer.blob.digest,
+                size=layer.blob.size,
+                unpacked=layer.unpacked,
+                built=action.key in built,
+                seconds=layer.seconds if action.key in built else 0.0,
+                left_out=layer.left_out,
+            )
+            for action, layer in zip(plan.layers, image.layers, strict=True)
+        ),
+        failed=failed,
+    )
+
+
+def _check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
+    # A recipe that does not load would break `primus list` in the image.
     for plan in plans:
         folder = plan.resolved.root / "recipes"
         for action in plan.layers:
@@ -151,9 +212,8 @@ def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
                 check(folder)
 
 
-def fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
-    """Check that this machine can run the missing actions, and fetch the files that they read."""
-    todo = missing(plans, workshop.done)
+def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
+    todo = _missing(plans, workshop.done)
     for kind in {action.kind: None for action in todo}:
         KINDS[kind].prepare([action for action in todo if action.kind == kind], workshop)
     inputs = {file.sha256: file for action in todo for file in action.files}
@@ -180,8 +240,8 @@ def fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool
     )
 
 
-def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
-    """Return the actions to run, each once. Actions that only finished actions depend on are skipped."""
+def _missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
+    # What only finished actions depend on is skipped.
     todo: dict[str, Action] = {}
     for plan in plans:
         for action in reversed(plan.actions()):
@@ -192,30 +252,27 @@ def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[
     return list(reversed(todo.values()))
 
 
-def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
-    """Run the actions, independent ones in parallel, and return the keys of those that ran here.
-
-    After the first failure, no further action starts; finished actions are kept.
-    """
+def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
+    # After the first failure, no further action starts; finished actions are kept.
     # Hashing and compressing acquire the GIL a thousand times per gigabyte and compete with gates that search text.
     # With the default switch interval, each time takes up to 5 ms.
     sys.setswitchinterval(0.0005)
-    waiting = {action.key: action for action in actions}
+    todo = {action.key: action for action in actions}
+    order = TopologicalSorter({a.key: todo.keys() & {n.key for n in (*a.needs, *a.tools)} for a in actions})
+    order.prepare()
     finished_keys: set[str] = set()
     running: dict[Future[bool], str] = {}
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="action") as pool:
         try:
-            while waiting or running:
-                busy = set(running.values()) | set(waiting)
-                ready = [a for a in waiting.values() if not any(n.key in busy for n in (*a.needs, *a.tools))]
+            while order.is_active():
                 # Start the largest action first, since it decides how long the build takes.
-                for action in sorted(ready, key=lambda a: -sum(file.size for file in a.files)):
-                    del waiting[action.key]
-                    running[pool.submit(workshop.run, action, KINDS[action.kind])] = action.key
+                for key in sorted(order.get_ready(), key=lambda key: -sum(file.size for file in todo[key].files)):
+                    running[pool.submit(workshop.run, todo[key], KINDS[todo[key].kind])] = key
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key = running.pop(future)
                     if future.result():
                         finished_keys.add(key)
+                    order.done(key)
         except BaseException:
             for future in running:
                 future.cancel()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from primus.engine.image import actions_of
 from primus.engine.workshop import wheel_of
 from primus.errors import HostError
 from primus.oci.store import Store
@@ -72,11 +71,8 @@ def find_waste(
     }
     if caches:
         paths_of["hashes of files"] = [p for p in _inside(folder / "cache") if p.name.startswith("stats")]
-    seen: set[tuple[int, int]] = set()
     return [
-        Waste(kind=kind, paths=tuple(paths), size=sum(_size(path, seen) for path in paths))
-        for kind, paths in paths_of.items()
-        if paths
+        Waste(kind=kind, paths=tuple(paths), size=sum(map(_size, paths))) for kind, paths in paths_of.items() if paths
     ]
 
 
@@ -109,7 +105,7 @@ def _needed(store: Store, without: Collection[str]) -> _Needed:
         needed.blobs |= {digest, config, *(layer["digest"] for layer in manifest["layers"])}
         needed.diff_ids |= set(json.loads(store.read(config))["rootfs"]["diff_ids"])
     for name, record in _records(store, "targets"):
-        if str(record.get("digest")) in images and (keys := actions_of(record)) is not None:
+        if str(record.get("digest")) in images and (keys := _actions_of(record)) is not None:
             needed.targets.add(name)
             needed.actions |= keys
     for key, _ in _records(store, "actions"):
@@ -141,16 +137,13 @@ def _inside(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _size(path: Path, seen: set[tuple[int, int]]) -> int:
+def _size(path: Path) -> int:
     try:
         status = path.lstat()
         inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
     except OSError:
         return 0  # owned by another user, or gone
-    if (status.st_dev, status.st_ino) in seen:
-        return 0
-    seen.add((status.st_dev, status.st_ino))
-    return status.st_blocks * 512 + sum(_size(child, seen) for child in inside)
+    return status.st_blocks * 512 + sum(map(_size, inside))
 
 
 def remove_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
@@ -195,3 +188,11 @@ def _blobs(store: Store, manifest: str, faults: dict[str, str | None]) -> list[s
     # Its bytes are those that were written, so its structure is valid, too.
     data: dict[str, Any] = json.loads(store.read(manifest))
     return [str(entry["digest"]) for entry in (data["config"], *data["layers"])]
+
+
+def _actions_of(record: Mapping[str, Any]) -> set[str] | None:
+    # None for a record that another version wrote.
+    try:
+        return {str(action["key"]) for action in record["inputs"]["actions"].values()}
+    except (AttributeError, KeyError, TypeError):
+        return None

@@ -9,17 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from threading import Event
 from typing import Any
 
-from primus.engine.image import Composed
-from primus.engine.pipeline import Gates
 from primus.errors import CheckFailed
-from primus.gates.examined import Examined, GateReport, LayerFacts, examine, examine_layer
+from primus.gates.examined import Examined, GateReport, LayerFacts, examine_layer
 from primus.gates.rules import gates
 from primus.gates.rules.coherence import check_pins
 from primus.gates.rules.coverage import gpu_libraries
 from primus.oci.store import Layer
 from primus.plan.action import ImagePlan
+from primus.plan.image import Composed
 from primus.plan.workspace import Workspace
-from primus.progress import Progress
 from primus.terminal import PLAIN, Screen, Styled
 
 _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
@@ -45,11 +43,6 @@ class Outcome:
         gates = [{**asdict(report), "passed": report.passed} for report in self.reports]
         fields = {"target": self.target, "ref": self.ref, "digest": self.digest, "passed": self.passed}
         return {**fields, "gates": gates, "libraries": list(self.libraries)}
-
-
-def check_image(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Outcome:
-    """Run every gate on the built image; see :func:`primus.gates.examined.examine` for the exceptions."""
-    return judge(examine(plan, workspace, progress))
 
 
 def judge(examined: Examined) -> Outcome:
@@ -82,14 +75,14 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     return "\n".join(lines)
 
 
-class Gatekeeper(Gates):
+class Gatekeeper:
     """Decides which images of a build get their name.
 
     Worker threads examine the layers while the build runs. A release that fails a gate gets no name. A preview gets its
     name, and the build reports the failed gates.
     """
 
-    def __init__(self, workspace: Workspace, progress: Progress) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         # The pool starts no thread before the first submission.
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="gates")

@@ -20,7 +20,6 @@ from pathlib import Path
 from threading import Event
 from typing import IO, Literal
 
-from primus.engine.image import Composed, stored
 from primus.errors import InputError
 from primus.files import read_sealed, write_sealed
 from primus.gates.codeobjects import Code, Library, code_in, library_of
@@ -40,6 +39,7 @@ from primus.gates.contents import (
 from primus.oci.contents import Member, reference, walk
 from primus.oci.store import Layer, LeftOut
 from primus.plan.action import ImagePlan
+from primus.plan.image import Composed, stored
 from primus.plan.workspace import Workspace
 from primus.progress import Progress
 from primus.schema import build

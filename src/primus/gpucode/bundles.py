@@ -76,11 +76,11 @@ def bundles_in(stream: IO[bytes], offset: int, size: int) -> Iterator[Bundle]:
     Raises ValueError if a bundle is damaged.
     """
     at, end = offset, offset + size
-    while (at := next_magic(stream, at, end, (PLAIN, COMPRESSED))) >= 0:
+    while (at := _next_magic(stream, at, end)) >= 0:
         stream.seek(at)
         if stream.read(len(COMPRESSED)) != COMPRESSED:
             stream.seek(at)
-            parts, length = parts_of(stream.read(min(_LIST_SIZE, end - at)))
+            parts, length = _parts_of(stream.read(min(_LIST_SIZE, end - at)))
             yield Bundle(offset=at, length=length, parts=parts)
         elif (bundle := _compressed(stream, at)) is not None:
             yield bundle
@@ -91,23 +91,21 @@ def bundles_in(stream: IO[bytes], offset: int, size: int) -> Iterator[Bundle]:
         at += length
 
 
-def next_magic(stream: IO[bytes], at: int, end: int, magics: Sequence[bytes]) -> int:
-    """Return the position of the next of ``magics``, or -1."""
-    overlap = max(map(len, magics)) - 1
+def _next_magic(stream: IO[bytes], at: int, end: int) -> int:
+    overlap = len(PLAIN) - 1
     while at < end:
         stream.seek(at)
         data = stream.read(min(1 << 20, end - at))
         if not data:
             return -1
-        hits = [hit for magic in magics if (hit := data.find(magic)) >= 0]
+        hits = [hit for magic in (PLAIN, COMPRESSED) if (hit := data.find(magic)) >= 0]
         if hits:
             return at + min(hits)
         at += len(data) if at + len(data) >= end else max(1, len(data) - overlap)
     return -1
 
 
-def parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
-    """Return the entries of the plain bundle that begins with ``data``, and its length. ValueError if it is cut."""
+def _parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
     at, parts = len(PLAIN), []
     length = at + 8
     try:
@@ -137,18 +135,16 @@ def _compressed(stream: IO[bytes], at: int) -> Bundle | None:
     if length <= struct.calcsize(_HEADS[version]):
         return None
     bundle = Bundle(offset=at, length=length, parts=(), version=version, method=method, unpacked=unpacked)
-    contents = Inflated(stream, bundle)
+    contents = _Inflated(stream, bundle)
     data = b""
     while len(data) < _LIST_SIZE and (chunk := contents.read(_LIST_SIZE)):
         data += chunk
     if not data.startswith(PLAIN):
         raise ValueError("a compressed offload bundle holds something else")
-    return replace(bundle, parts=parts_of(data)[0])
+    return replace(bundle, parts=_parts_of(data)[0])
 
 
-class Inflated:
-    """Reads the uncompressed contents of a bundle. Raises ValueError if the bundle is damaged."""
-
+class _Inflated:
     def __init__(self, stream: IO[bytes], bundle: Bundle) -> None:
         if bundle.method not in _DECODERS:
             raise ValueError(f"an offload bundle is compressed by an unknown method {bundle.method}")
@@ -158,7 +154,6 @@ class Inflated:
         self._remaining, self._data = bundle.unpacked, memoryview(b"")
 
     def read(self, amount: int, /) -> bytes:
-        """Return at most ``amount`` bytes; none at the end. Padding after the last byte is not read."""
         amount = min(amount, self._remaining)
         while amount and not self._data and self._at < self._end and not self._decoder.eof:
             self._stream.seek(self._at)
@@ -228,7 +223,7 @@ def _copy(source: IO[bytes], at: int, amount: int, out: IO[bytes]) -> None:
         out.write(chunk)
 
 
-def _exactly(source: IO[bytes] | Inflated, amount: int) -> Iterator[bytes]:
+def _exactly(source: IO[bytes] | _Inflated, amount: int) -> Iterator[bytes]:
     while amount:
         data = source.read(min(_CHUNK, amount))
         if not data:
@@ -262,7 +257,7 @@ def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Par
     zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=end)
     compressor = zlib.compressobj(_ZLIB_LEVEL) if bundle.method == 0 else zstd
     digest, length = hashlib.md5(usedforsecurity=False), struct.calcsize(form)
-    for data in chain(_laid_out(Inflated(source, bundle), remaining, moved), (None,)):
+    for data in chain(_laid_out(_Inflated(source, bundle), remaining, moved), (None,)):
         digest.update(data or b"")
         small = compressor.flush() if data is None else compressor.compress(data)
         if length + len(small) > bundle.length:
@@ -275,7 +270,7 @@ def _write_compressed(source: IO[bytes], bundle: Bundle, remaining: Sequence[Par
     return length
 
 
-def _laid_out(plain: Inflated, remaining: Sequence[Part], moved: Sequence[Part]) -> Iterator[bytes]:
+def _laid_out(plain: _Inflated, remaining: Sequence[Part], moved: Sequence[Part]) -> Iterator[bytes]:
     # The old bundle is read once from its start, because it may be larger than the memory.
     head, done = _list_of(moved), 0
     yield head

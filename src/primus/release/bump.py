@@ -179,7 +179,7 @@ def _package(pin: Pin) -> str:
 
 def _rocm(pin: Pin, version: Version) -> tuple[int, ...]:
     rocm = rocm_version(normalised(_package(pin)), str(version))
-    return rocm.numbers if rocm else ()
+    return rocm.release if rocm else ()
 
 
 def _order(pin: Pin, version: Version) -> tuple[str | tuple[int, ...] | Version, ...]:

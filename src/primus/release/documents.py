@@ -22,9 +22,9 @@ from primus.terminal import PLAIN
 from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
-    from primus.engine.image import Composed
     from primus.gates.check import Outcome
     from primus.gates.examined import LayerFacts
+    from primus.plan.image import Composed
 
 GATES = "application/vnd.primus.gates.v1+json"
 LOCK = "application/vnd.primus.lock.v1+json"

@@ -24,8 +24,8 @@ from primus.schema import read_json
 from primus.versions.registry import skopeo
 
 if TYPE_CHECKING:
-    from primus.engine.image import Composed
     from primus.plan.action import ImagePlan
+    from primus.plan.image import Composed
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 

@@ -15,7 +15,8 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import HostError, InputError
-from primus.gates.check import check_image
+from primus.gates.check import judge
+from primus.gates.examined import examine
 from primus.oci.canonical import digest_of
 from primus.oci.contents import root_of_image
 from primus.progress import choose_progress
@@ -94,7 +95,7 @@ def validate(
     say = (lambda _: None) if quiet else _say
     root = root_of_image(workspace.store, workspace.unpacked, resolved.name, ref=resolved.ref)
     with choose_progress(quiet) as progress:
-        gates = check_image(plan, workspace, progress)
+        gates = judge(examine(plan, workspace, progress))
     image = {
         "ref": root.name,
         "manifest": workspace.store.images()[root.name]["digest"],

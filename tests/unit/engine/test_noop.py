@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.engine.image import finished, stored
+from primus.engine.pipeline import finished
 from primus.errors import HostError
 from primus.files import seal, write_sealed
 from primus.gates.examined import rules_hash
 from primus.oci.store import Store
+from primus.plan.image import stored
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve

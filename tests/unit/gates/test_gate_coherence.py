@@ -6,10 +6,11 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from primus.errors import CheckFailed
 from primus.files import write_file
-from primus.gates.rules.coherence import Package, RocmVersion, check_pins, coherence, pinned_packages, rocm_version
+from primus.gates.rules.coherence import Package, agree, check_pins, coherence, pinned_packages, rocm_version
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve
 from primus.versions.lock import Lock, LockedFile, dumps
@@ -60,7 +61,7 @@ def test_rocm_version_of_a_package(name: str, version: str, rocm: str | None) ->
 
 
 def test_versions_compare_by_numbers_and_not_as_text() -> None:
-    def v(text: str) -> RocmVersion:
+    def v(text: str) -> Version:
         version = rocm_version("rocm", text)
         assert version
         return version
@@ -68,9 +69,9 @@ def test_versions_compare_by_numbers_and_not_as_text() -> None:
     ordered = ["7.2", "7.15.0a20260720", "7.15.0", "10.0.0", "10.1"]
     assert sorted(map(v, reversed(ordered))) == list(map(v, ordered))
     assert max(v("7.15"), v("10.1")) == v("10.1")
-    assert v("10.1").agrees(v("10.1.0"))
-    assert not v("10.1.0").agrees(v("10.1.2"))
-    assert not v("7.15.0a20260720").agrees(v("7.15.0"))
+    assert agree(v("10.1"), v("10.1.0"))
+    assert not agree(v("10.1.0"), v("10.1.2"))
+    assert not agree(v("7.15.0a20260720"), v("7.15.0"))
 
 
 def test_the_odd_one_out_is_named_with_its_line() -> None:

@@ -11,12 +11,9 @@ from dataclasses import asdict
 from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, SOURCE, open_project, resolved_targets
 from primus.cli.verb import JSON, answer, flag, print_json, several, verb
 from primus.engine import pipeline
-from primus.engine.image import Built
-from primus.engine.pipeline import Options
+from primus.engine.pipeline import Built, Options
 from primus.engine.upkeep import find_waste, remove
 from primus.errors import InputError, did_you_mean
-from primus.gates.check import Gatekeeper
-from primus.gates.examined import rules_hash
 from primus.oci.store import Store
 from primus.plan.action import ImagePlan
 from primus.plan.explain import changes, explain_text, outline, outline_text
@@ -79,7 +76,7 @@ def build(args: argparse.Namespace) -> int:
         _print_plans(plan_images(targets, workspace.stats), workspace.store, args)
         return 0
     options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
-    images = pipeline.build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())
+    images = pipeline.build(targets, workspace, options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
     if args.json:

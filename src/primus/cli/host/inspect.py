@@ -18,10 +18,9 @@ import zstandard
 from primus.cli.host.common import SEVERAL, SINGLE, resolved_targets
 from primus.cli.host.publish import PUBLISHED, examined_target, verify_published
 from primus.cli.verb import answer, flag, verb
-from primus.engine.image import Built
-from primus.engine.pipeline import Options, build
-from primus.gates.check import Gatekeeper, check_image, judge, outcome_text
-from primus.gates.examined import examine, rules_hash
+from primus.engine.pipeline import Built, Options, build
+from primus.gates.check import judge, outcome_text
+from primus.gates.examined import examine
 from primus.oci.store import Store
 from primus.plan.layers import plan_image
 from primus.plan.workspace import Workspace
@@ -89,7 +88,7 @@ def verify(args: argparse.Namespace) -> int:
         return verify_published(args)
     targets, workspace = resolved_targets(args)
     options = Options(rehash=True, quiet=args.json)
-    built = build(targets, workspace, options, gates=Gatekeeper, rules=rules_hash())
+    built = build(targets, workspace, options)
     plans, first = [plan for plan, _ in built], [image for _, image in built]
     workspace.folder.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
@@ -97,7 +96,7 @@ def verify(args: argparse.Namespace) -> int:
     try:
         # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
-        second = [image for _, image in build(targets, twin, Options(quiet=args.json))]
+        second = [image for _, image in build(targets, twin, Options(quiet=args.json, judge=False))]
         for image, rebuilt in zip(first, second, strict=True):
             if image.digest != rebuilt.digest:
                 failed[image.target] = _difference((workspace.store, image), (twin.store, rebuilt))
@@ -105,7 +104,7 @@ def verify(args: argparse.Namespace) -> int:
         if not failed:
             shutil.rmtree(scratch, ignore_errors=True)
     with choose_progress(args.json) as progress:
-        outcomes = {plan.target: check_image(plan, workspace, progress) for plan in plans}
+        outcomes = {plan.target: judge(examine(plan, workspace, progress)) for plan in plans}
     passed = not failed and all(outcome.passed for outcome in outcomes.values())
     rows, lines = [], []
     for image in first:

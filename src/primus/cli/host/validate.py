@@ -14,8 +14,6 @@ from primus.cli.host.common import ENGINE, OFFLINE, SINGLE, resolved_target
 from primus.cli.verb import answer, flag, folder, option, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
-from primus.gates.check import Gatekeeper
-from primus.gates.examined import rules_hash
 from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
@@ -67,7 +65,7 @@ def validate(args: argparse.Namespace) -> int:
         plan = plan_image(resolved, workspace.stats)
     else:
         options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
-        ((plan, _),) = build([resolved], workspace, options, gates=Gatekeeper, rules=rules_hash())
+        ((plan, _),) = build([resolved], workspace, options)
         workspace.stats.save()
     validated = run_suites(
         plan,

@@ -7,10 +7,11 @@ here by their numbers.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from packaging.version import Version
 
 from primus.errors import CheckFailed
 from primus.gates.examined import Examined, Finding, GateReport
@@ -45,46 +46,29 @@ class Package:
     kind: Literal["wheel", "deb"] = "wheel"
 
     @property
-    def rocm(self) -> RocmVersion | None:
+    def rocm(self) -> Version | None:
         """The ROCm version in the package's version; None if there is none."""
         if self.kind == "wheel":
             return rocm_version(self.name, self.version)
         return _parsed(_DEBS.fullmatch(self.name) and _OWN.match(upstream(self.version)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RocmVersion:
-    """A ROCm version: its numbers, and the suffix of a pre-release (``a20260720``)."""
-
-    numbers: tuple[int, ...]
-    pre: str = ""
-
-    def __str__(self) -> str:
-        return ".".join(map(str, self.numbers)) + self.pre
-
-    def __lt__(self, other: RocmVersion) -> bool:
-        return (self._padded, not self.pre, self.pre) < (other._padded, not other.pre, other.pre)
-
-    @property
-    def _padded(self) -> tuple[int, ...]:
-        return (*self.numbers, 0, 0, 0)[: max(3, len(self.numbers))]
-
-    def agrees(self, other: RocmVersion) -> bool:
-        """Whether both may be the same version: ``7.2`` leaves the patch open."""
-        shared = min(len(self.numbers), len(other.numbers))
-        if self.numbers[:shared] != other.numbers[:shared]:
-            return False
-        return self.pre == other.pre or len(self.numbers) != len(other.numbers)
-
-
-def rocm_version(name: str, version: str) -> RocmVersion | None:
+def rocm_version(name: str, version: str) -> Version | None:
     """Return the ROCm version in a package's own number or in its local segment; None if there is none."""
     public, _, local = version.partition("+")
     return _parsed(_OWN.match(public) if _ROCM_ITSELF.fullmatch(name) else _LOCAL.search(local))
 
 
-def _parsed(match: re.Match[str] | None) -> RocmVersion | None:
-    return RocmVersion(numbers=tuple(map(int, match[1].split("."))), pre=match[2] or "") if match else None
+def _parsed(match: re.Match[str] | None) -> Version | None:
+    return Version(match[1] + (match[2] or "")) if match else None
+
+
+def agree(one: Version, other: Version) -> bool:
+    """Whether both may be the same ROCm version: ``7.2`` leaves the patch open."""
+    shared = min(len(one.release), len(other.release))
+    if one.release[:shared] != other.release[:shared]:
+        return False
+    return one.pre == other.pre or len(one.release) != len(other.release)
 
 
 def judge(examined: Examined) -> GateReport:
@@ -143,14 +127,16 @@ def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
     return result
 
 
-def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
+def _versions(train: list[tuple[Package, Version]]) -> list[Finding]:
     if not train:
         return []
     # The version of the majority is expected or, without a majority, that of ROCm itself.
-    counted = Counter({v: sum(v.agrees(other) for _, other in train) for _, v in train})
     itself = {v for p, v in train if _ROCM_ITSELF.fullmatch(p.name)}
-    meant = max(counted, key=lambda v: (counted[v], v in itself, len(v.numbers), str(v)))
-    like = [p.name for p, v in train if v.agrees(meant)]
+    meant = max(
+        (v for _, v in train),
+        key=lambda v: (sum(agree(v, other) for _, other in train), v in itself, len(v.release), str(v)),
+    )
+    like = [p.name for p, v in train if agree(v, meant)]
     shown = ", ".join(like[:3]) + (f" and {len(like) - 3} more" if len(like) > 3 else "")
     findings = [
         Finding(
@@ -159,23 +145,21 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
             message=f"{p.name} {p.version} is of ROCm {v}, {shown} of {meant}",
         )
         for p, v in train
-        if not v.agrees(meant)
+        if not agree(v, meant)
     ]
     return findings + [
         Finding(severity="error", path=p.where, message=f"{p.name} is made for ROCm {major[1]}, the image has {meant}")
         for p, v in train
-        if (major := _MAJOR.search(p.name)) and int(major[1]) != meant.numbers[0] and v.agrees(meant)
+        if (major := _MAJOR.search(p.name)) and int(major[1]) != meant.major and agree(v, meant)
     ]
 
 
-def _beside(
-    package: Package, version: RocmVersion, meant: RocmVersion, train: list[tuple[Package, RocmVersion]]
-) -> bool:
+def _beside(package: Package, version: Version, meant: Version, train: list[tuple[Package, Version]]) -> bool:
     """Whether the release's own version of this Debian library is present, too. The older one, with another soname,
     is then only used by what Debian linked against it.
     """
     stem = _SONAME.sub("", package.name)
-    others = (p for p, v in train if p.kind == "deb" and v.agrees(meant))
+    others = (p for p, v in train if p.kind == "deb" and agree(v, meant))
     is_older = package.kind == "deb" and version < meant and stem != package.name
     return is_older and any(_SONAME.sub("", other.name) == stem for other in others)
 

@@ -1,0 +1,70 @@
+"""The image that a plan makes of the layers in a store: its config and its manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from primus.oci import canonical
+from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
+
+if TYPE_CHECKING:
+    from primus.plan.action import ImagePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """An image without a name. All its layers are in the store; the fields hold the bytes of its config and
+    manifest.
+    """
+
+    plan: ImagePlan
+    layers: tuple[Layer, ...]
+    config: bytes
+    manifest: bytes
+
+    @property
+    def digest(self) -> str:
+        """The digest of the manifest, which identifies the image."""
+        return canonical.digest_of(self.manifest)
+
+    @property
+    def size(self) -> int:
+        """Compressed bytes of all layers."""
+        return sum(layer.blob.size for layer in self.layers)
+
+
+def compose(store: Store, plan: ImagePlan) -> Composed | None:
+    """Return the image of the plan, or None if one of its layers is not in the store."""
+    layers = []
+    for action in plan.layers:
+        if (layer := store.layer(action.key)) is None:
+            return None
+        layers.append(layer)
+    config = canonical.dumps(
+        {
+            **plan.config,
+            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
+            "history": [{"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers],
+        }
+    )
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": Blob.of(config, CONFIG_TYPE).descriptor,
+        "layers": [layer.blob.descriptor for layer in layers],
+        "annotations": dict(plan.annotations),
+    }
+    return Composed(plan=plan, layers=tuple(layers), config=config, manifest=canonical.dumps(manifest))
+
+
+def stored(store: Store, plan: ImagePlan) -> Composed | None:
+    """Return the image of the plan if the store holds all of it under its name, else None.
+
+    Layers must exist with their full size. Index, manifest and config are small, so their bytes are compared.
+    """
+    image = compose(store, plan)
+    if image is None or not store.names(plan.ref, Blob.of(image.manifest, MANIFEST_TYPE)):
+        return None
+    intact = all(store.check(canonical.digest_of(data)) is None for data in (image.manifest, image.config))
+    return image if intact else None

@@ -21,9 +21,9 @@ GRACE_SECONDS = 15.0
 # Space reserved for the end of the log and the results, so that a job can report that its disk is full.
 _RESERVE_BYTES = 4 << 20
 # Signals of a shell, a scheduler and a closed terminal. Ranks are in their own sessions and do not receive them.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 1000
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 0.5
 # With less free space than this, files of the ranks are incomplete, too.
 _FULL_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
@@ -84,12 +84,12 @@ def run(
     line (0: never), ``on_silence`` is called once with the launcher's process id and must end the ranks. The launcher
     is ended ``GRACE_SECONDS`` later, and as long after ``hopeless`` becomes true, as when another node has failed.
     """
-    heard = [time.monotonic()]
-    _adopt_orphans()
+    started = last_line = time.monotonic()
+    # Processes whose parent has ended become children of this one.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     others = _children(os.getpid())
-    started = time.monotonic()
     stop = threading.Event()
-    with _Log(log) as writer, _signals(stop):
+    with _Log(log) as writer, ending(stop.set):
         process = subprocess.Popen(
             list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", start_new_session=True,
@@ -97,9 +97,10 @@ def run(
         )  # fmt: skip
 
         def copy() -> None:
+            nonlocal last_line
             follow = on_line
             for line in process.stdout or ():
-                heard[0] = time.monotonic()
+                last_line = time.monotonic()
                 writer.write(line)
                 try:
                     follow(line)
@@ -109,7 +110,17 @@ def run(
 
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
-        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, hopeless, writer)
+        end: float | None = None
+        while process.poll() is None and not stop.is_set() and (end is None or time.monotonic() < end):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_LOOK_SECONDS)
+            silent = 0 < patience < time.monotonic() - last_line
+            # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
+            if end is None and process.poll() is None and (silent or writer.full or hopeless()):
+                end = time.monotonic() + GRACE_SECONDS
+                if silent:
+                    on_silence(process.pid)
+        code = _ended(process)
         # Ranks are in their own sessions. Those that the launcher did not end are children of this process now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
@@ -120,29 +131,8 @@ def run(
     return Ended(exit_code=code, seconds=time.monotonic() - started, disk_full=writer.full)
 
 
-def _wait(
-    process: subprocess.Popen[str],
-    stop: threading.Event,
-    silent: Callable[[], bool],
-    on_silence: Callable[[int], None],
-    hopeless: Callable[[], bool],
-    writer: _Log,
-) -> int:
-    ending: float | None = None
-    looked = time.monotonic()
-    while not stop.is_set() and (ending is None or time.monotonic() < ending):
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=0.2)
-        now = time.monotonic()
-        # The folder that tells is often on a network, so do not read it at every turn.
-        if look := now - looked > _LOOK_SECONDS:
-            looked = now
-        if ending is None and (quiet := silent()):
-            on_silence(process.pid)
-        # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
-        if ending is None and (quiet or writer.full or (look and hopeless())):
-            ending = now + GRACE_SECONDS
-    process.terminate()
+def _ended(process: subprocess.Popen[str]) -> int:
+    process.terminate()  # nothing if it has ended
     try:
         return process.wait(timeout=GRACE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -197,22 +187,25 @@ class _Log:
             os.close(self._file)
 
 
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 @contextmanager
-def _signals(stop: threading.Event) -> Iterator[None]:
-    # One that is ignored, as under nohup, stays ignored.
-    numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+def ending(on_signal: Callable[[], None] = _interrupt) -> Iterator[None]:
+    """Call ``on_signal`` for SIGINT, SIGTERM and SIGHUP in the block; by default, raise KeyboardInterrupt.
+
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored.
+    """
+    numbers = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
+    before = {number: signal.signal(number, lambda *_: on_signal()) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _adopt_orphans() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _ending_with(parent: int) -> Callable[[], None]:

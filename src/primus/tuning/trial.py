@@ -6,21 +6,19 @@ import errno
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.recipe import Recipe
-from primus.training import failure, launch
+from primus.training import failure
 from primus.training.outcome import RunResult, read_result
 from primus.tuning.throughput import Point, different, gain
 
@@ -169,25 +167,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-
-
-@contextmanager
-def ending() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM and SIGHUP while the context is open, so that no run outlives the command.
-
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored.
-    """
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    numbers = [number for number in launch.ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:

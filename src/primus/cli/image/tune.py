@@ -29,9 +29,10 @@ from primus.recipes.rules import USABLE, gpu_bytes
 from primus.terminal import Screen, counted
 from primus.training import machine, start
 from primus.training.job import Job
+from primus.training.launch import ending
 from primus.tuning.gemm import Key, Place, alone, check, dumping, folder_of, measure, merge, read_shapes
 from primus.tuning.throughput import Point, candidates, overlay, search
-from primus.tuning.trial import Search, Trials, ending
+from primus.tuning.trial import Search, Trials
 from primus.turbo.optimizations import missing_packages
 
 _STAGES = ("dump", "tune", "use")

@@ -22,9 +22,10 @@ from typing import Any
 from primus.recipes.architecture import size
 from primus.recipes.load import folder
 from primus.recipes.setting import Choices
-from primus.training import logs, metrics, suite
-from primus.training.job import Job, JobResult
+from primus.training import logs, metrics, outcome, suite
+from primus.training.job import Job
 from primus.training.metrics import of_recipe_unit
+from primus.training.outcome import Outcome
 from primus.training.suite import LEVELS
 from primus.training.torchtitan import render
 
@@ -56,12 +57,10 @@ def main() -> int:
     return 0 if all(result["passed"] for result in results) else 1
 
 
-def _train(job: Job) -> JobResult:
+def _train(job: Job) -> Outcome:
     """Run ``job`` as a user would: with ``primus train`` on this machine, without a container."""
     words = [sys.executable, "-m", "primus.cli.main", *job.arguments(), "--json"]
-    return JobResult(
-        exit_code=subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode, output=job.output
-    )
+    return outcome.read(job, subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode)
 
 
 def command(options: argparse.Namespace) -> str:
@@ -111,10 +110,10 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "jobs": [job.name for job in jobs],
         "exit_code": left.exit_code,
         "seconds": left.run.seconds,
-        "summary": asdict(metrics.summarize(left.series, job.recipe.get("validation.warmup_steps", int))),
+        "summary": asdict(left.summary),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "facts": facts | {"linears": linears},
-        "series": metrics.rows(left.series),
+        "series": metrics.rows(left.series, left.work),
         "settings": {key: setting.value for key, setting in job.recipe.settings.items()},
     }
 

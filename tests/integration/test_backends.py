@@ -50,7 +50,7 @@ def test_optimizations_change_no_loss_and_are_proven(
     for name, word in (("plain", "off"), ("turbo", turbo)):
         words = ["training.steps=3", "training.deterministic=false", f"turbo={word}"]
         job = Job(name=name, recipe=resolve(recipe, words, choices(backend, mode, "bf16")), output=tmp_path / name)
-        left = outcome.read(job, train(python, job))
+        left = train(python, job)
         assert failing(outcome.basic_verdicts(left)) == []
         found.append([step.loss for step in left.series.steps])
     assert found[1] == pytest.approx(found[0], rel=1e-3)
@@ -63,12 +63,12 @@ def test_saved_weights_are_where_adapters_start(python: list[str], tmp_path: Pat
     whole = Job(
         name="whole", recipe=resolve("llama3.1-8b", words, choices("finetune", "full")), output=tmp_path / "whole"
     )
-    before = outcome.read(whole, train(python, whole))
+    before = train(python, whole)
     words = [f"finetune.weights={whole.output / 'weights'}", "finetune.save_weights=true", "training.steps=3"]
     beside = Job(
         name="beside", recipe=resolve("llama3.1-8b", words, choices("finetune", "lora")), output=tmp_path / "lora"
     )
-    after = outcome.read(beside, train(python, beside))
+    after = train(python, beside)
     assert failing(outcome.basic_verdicts(after)) == []
     assert before.series.losses[-1] < 0.7 * before.series.losses[0]
     assert after.series.losses[0] < 1.1 * before.series.losses[-1]
@@ -85,7 +85,7 @@ def test_a_pipeline_of_torchtitan_reports_all_stages(python: list[str], tmp_path
     """Each rank has other layers, and only the last stage knows the loss."""
     recipe = resolve("llama3.1-8b", ["steps=3", "pp=2"], choices("torchtitan", "pretrain"))
     job = Job(name="train", recipe=recipe, output=tmp_path / "run")
-    left = outcome.read(job, train(python, job))
+    left = train(python, job)
     assert failing(outcome.basic_verdicts(left)) == []
     assert all(step.loss > 0 for step in left.series.steps)
     assert left.facts["parameters"] == size(recipe.architecture).total

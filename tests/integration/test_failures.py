@@ -15,7 +15,7 @@ from training_kit import started, train
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import outcome
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 from project_kit import Kit
 
 pytestmark = pytest.mark.integration
@@ -35,7 +35,7 @@ def proxy(output: Path, *words: str, backend: str = "fsdp", steps: int = 4, resu
 )  # fmt: skip
 def test_the_first_cause_is_told(python: list[str], tmp_path: Path, fault: str, told: str) -> None:
     job = proxy(tmp_path / "job")
-    left = outcome.read(job, train(python, job, fault))
+    left = train(python, job, fault)
     first, *others = outcome.basic_verdicts(left)
     assert first.reason.startswith(told)
     assert all(verdict.skipped for verdict in others), others
@@ -47,7 +47,7 @@ def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: list[str],
     job = proxy(tmp_path / "job")
     ended = started(python, job, "--stall-timeout", "30", fault="loop_hangs")
     assert ended.returncode == 1
-    left = outcome.read(job, JobResult(exit_code=1, output=job.output))
+    left = outcome.read(job, 1)
     assert re.match(r"rank 1: hung: no progress for 30 s; it is in hanging \(sitecustomize.py:\d+\)", left.cause), left
     log = (job.output / "log.txt").read_text()
     assert re.search(r"^\[rank0\]: .*distributed_c10d.py", log, re.MULTILINE), log
@@ -58,16 +58,16 @@ def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: list[str],
 @pytest.mark.parametrize("backend", [pytest.param("torchtitan", marks=pytest.mark.slow), "fsdp", "megatron"])
 def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path: Path, backend: str) -> None:
     base = proxy(tmp_path / "base", "checkpoint=2", backend=backend)
-    whole = outcome.read(base, train(python, base))
+    whole = train(python, base)
     kept = base.output / "checkpoint" / "step-2"
     again = proxy(tmp_path / "again", "checkpoint=2", backend=backend, resume_from=kept)
-    assert outcome.read(again, train(python, again)).series.losses == whole.series.losses[2:]
+    assert train(python, again).series.losses == whole.series.losses[2:]
     end = again.output / "checkpoint" / "step-4"
     assert (end / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
     if backend == "megatron":
         return
     longer = proxy(tmp_path / "longer", backend=backend, steps=5, resume_from=end)
-    assert len(outcome.read(longer, train(python, longer)).series.losses) == 1, "the last one can be resumed"
+    assert len(train(python, longer).series.losses) == 1, "the last one can be resumed"
     other = proxy(tmp_path / "other", "model.rope_theta=7.0", backend=backend, resume_from=kept)
     refused = started(python, other)
     assert refused.returncode == 2
@@ -77,7 +77,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
     damaged = proxy(tmp_path / "damaged", backend=backend, resume_from=kept)
-    cause = outcome.read(damaged, train(python, damaged)).cause
+    cause = train(python, damaged).cause
     assert re.search(rf"{re.escape(str(kept))}: the checkpoint is damaged: .* in {largest.name} does not match", cause)
 
 

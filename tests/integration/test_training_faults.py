@@ -77,7 +77,7 @@ def healthy(python: list[str], tmp_path_factory: pytest.TempPathFactory) -> Call
     @cache
     def of(backend: str) -> Outcome:
         job = job_of(backend, tmp_path_factory.mktemp(backend) / "base")
-        return outcome.read(job, train(python, job))
+        return train(python, job)
 
     return of
 
@@ -97,7 +97,7 @@ def test_a_fault_is_caught_by_the_check_meant_for_it(
     base = healthy(backend)
     checkpoint = base.job.output / "checkpoint" / f"step-{KEPT}" if check == "resume" else None
     job = job_of(backend, tmp_path / "broken", *words, resume_from=checkpoint)
-    verdicts = judged(outcome.read(job, train(python, job, fault)), base, check)
+    verdicts = judged(train(python, job, fault), base, check)
     assert failing(verdicts) == [check], verdicts
     if fault == "nan":
         assert any(verdict.reason.startswith("step 3: loss nan") for verdict in verdicts)

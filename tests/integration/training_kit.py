@@ -7,8 +7,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from primus.training import outcome
 from primus.training.checks import Verdict
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
+from primus.training.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,11 +26,11 @@ def started(python: list[str], job: Job, *words: str, fault: str = "") -> subpro
     return run(python, "-m", "primus.cli.main", *job.arguments(), *words, fault=fault)
 
 
-def train(python: list[str], job: Job, fault: str = "") -> JobResult:
-    """Run ``job`` with ``primus train``; one that fails has a result, one that cannot start is an error."""
+def train(python: list[str], job: Job, fault: str = "") -> Outcome:
+    """Run ``job`` with ``primus train``; one that fails has an outcome, one that cannot start is an error."""
     ended = started(python, job, "--json", fault=fault)
     assert ended.returncode in (0, 1), ended.stderr
-    return JobResult(exit_code=ended.returncode, output=job.output)
+    return outcome.read(job, ended.returncode)
 
 
 def failing(verdicts: Sequence[Verdict]) -> list[str]:

@@ -27,9 +27,8 @@ from primus.sandbox.container import Command, Mount
 from primus.sandbox.engines import choose
 from primus.sandbox.processes import stop_all
 from primus.schema import read_json
-from primus.training import proof, suite
+from primus.training import outcome, proof, suite
 from primus.training.checks import Verdict
-from primus.training.job import JobResult
 from primus.training.outcome import read_result
 
 if TYPE_CHECKING:
@@ -160,14 +159,14 @@ def _enough(recipe: Recipe, hardware: Hardware) -> None:
 
 def _runner(
     runner: Engine, root: RootFs, folder: Path, devices: Devices, stopped: Event, *, show: bool
-) -> Callable[[Job], JobResult]:
+) -> Callable[[Job], Outcome]:
     """Return a function that runs each job in its own container, with ``folder`` as ``/out``.
 
     With ``show``, its progress is shown. When ``stopped`` is set, jobs are interrupted.
     """
     folder.mkdir(parents=True, exist_ok=True)
 
-    def run_job(job: Job) -> JobResult:
+    def run_job(job: Job) -> Outcome:
         if stopped.is_set():
             raise KeyboardInterrupt
         here = folder / job.output.relative_to(_INSIDE)
@@ -189,7 +188,7 @@ def _runner(
             code = runner.run(root, command, stdout=log, stderr=None if show else log)
         if code in _INTERRUPTED or stopped.is_set():
             raise KeyboardInterrupt
-        return JobResult(exit_code=code, output=here, reason=_no_run(code, here, console.name))
+        return outcome.read(job, code, here, _no_run(code, here, console.name))
 
     return run_job
 

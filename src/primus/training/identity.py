@@ -174,18 +174,20 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
                 hint=f"there are: {', '.join(changeable)}",
             )
     try:
-        content = _read(folder)
+        content = _content(folder)
     except _Damage as error:
-        raise _damaged(folder, str(error)) from error
-    if content is None:
+        others = [path for path in steps(folder.parent) if path != folder and complete(path)]
+        raise InputError(
+            f"the checkpoint is damaged: {error}", where=str(folder),
+            hint=f"--resume-from {others[-1]} appears to be intact" if others else "start again without --resume-from",
+        ) from error  # fmt: skip
+    except FileNotFoundError:
         if ALL in accepted:
             return
         raise InputError(
             f"the checkpoint has no {FILE}, which says what it was trained from", where=str(folder),
             hint=f"--accept-change {ALL} resumes from it anyway",
-        )  # fmt: skip
-    if damage := _damage(folder, content):
-        raise _damaged(folder, damage)
+        ) from None  # fmt: skip
     if (step := content.get("step")) is not None and step != step_of(folder):
         raise InputError(
             f"the folder is named {folder.name}, but the checkpoint is of step {step}", where=str(folder),
@@ -220,18 +222,16 @@ def _shown(value: object) -> str:
 
 
 def saved(folder: Path) -> Mapping[str, Any]:
-    """Return the fields that were sealed into ``folder``; none if it has no readable ``recipe.json``."""
-    with suppress(_Damage, InputError):
-        if content := _read(folder):
-            return dict(content["identity"])
+    """Return the fields that were sealed into ``folder``; none if it is not a whole checkpoint."""
+    with suppress(_Damage, InputError, FileNotFoundError):
+        return dict(_content(folder)["identity"])
     return {}
 
 
 def complete(folder: Path) -> bool:
     """Return whether ``folder`` is a sealed checkpoint with all its files in their full sizes."""
-    with suppress(_Damage, InputError):
-        content = _read(folder)
-        return content is not None and not _damage(folder, content)
+    with suppress(_Damage, InputError, FileNotFoundError):
+        return bool(_content(folder))
     return False
 
 
@@ -239,11 +239,12 @@ class _Damage(Exception):
     pass
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def _content(folder: Path) -> dict[str, Any]:
+    """Return the seal of a checkpoint. FileNotFoundError: it has none."""
     try:
         content = json.loads(read_bytes(folder / FILE))
     except FileNotFoundError:
-        return None
+        raise
     except (OSError, ValueError, RecursionError, InputError) as error:
         raise _Damage(f"{FILE} cannot be read") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("identity", "files")):
@@ -253,35 +254,27 @@ def _read(folder: Path) -> dict[str, Any] | None:
             f"the checkpoint has format {content.get('format')}, but this version of primus reads format {FORMAT}",
             where=str(folder / FILE), hint="resume with the version of primus that wrote it",
         )  # fmt: skip
-    return content
-
-
-def _damage(folder: Path, content: Mapping[str, Any]) -> str:
     for name, size in content["files"].items():
         if not isinstance(size, int):
-            return f"{FILE} was not written by primus"
+            raise _Damage(f"{FILE} was not written by primus")
         try:
             status = (folder / Path(name).name).stat()
-        except OSError:
-            return f"{name} is missing"
+        except OSError as error:
+            raise _Damage(f"{name} is missing") from error
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            return f"{name} has {status.st_size:,} of {size:,} bytes"
+            raise _Damage(f"{name} has {status.st_size:,} of {size:,} bytes")
     try:
         digest = _digest(folder)
-    except (OSError, InputError):
-        return f"{_METADATA} cannot be read"
-    return "" if digest == content.get("metadata_sha256") else f"{_METADATA} has changed"
+    except (OSError, InputError) as error:
+        raise _Damage(f"{_METADATA} cannot be read") from error
+    if digest != content.get("metadata_sha256"):
+        raise _Damage(f"{_METADATA} has changed")
+    return content
 
 
 def _digest(folder: Path) -> str:
     with open_regular(folder / _METADATA) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-def _damaged(folder: Path, what: str) -> InputError:
-    others = [path for path in steps(folder.parent) if path != folder and complete(path)]
-    hint = f"--resume-from {others[-1]} appears to be intact" if others else "start again without --resume-from"
-    return InputError(f"the checkpoint is damaged: {what}", where=str(folder), hint=hint)
 
 
 _FAULTS = (zipfile.BadZipFile, ZlibError, OSError, EOFError, ValueError, NotImplementedError, RuntimeError)

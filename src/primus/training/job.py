@@ -1,4 +1,4 @@
-"""One run of a resolved recipe: the request, and its result."""
+"""One run of a resolved recipe: what is requested."""
 
 from __future__ import annotations
 
@@ -63,18 +63,6 @@ class Job:
         judged = ["--judge"] if self.judged else []
         words = ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *judged]
         return [*words, *self.recipe.overrides]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """A finished run: the exit code of ``primus train``, and the job's folder as this process sees it.
-
-    ``reason`` is the reason that the command printed. The job's folder may not contain it.
-    """
-
-    exit_code: int
-    output: Path
-    reason: str = ""
 
 
 def step_of(checkpoint: Path) -> int:

@@ -13,7 +13,7 @@ from primus.files import text_if_readable, write_file
 from primus.schema import build, read_json
 from primus.training import checks, failure, logs, metrics, proof
 from primus.training.checks import Verdict
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 from primus.training.logs import Series
 from primus.training.metrics import Summary, Work
 from primus.training.ranks import expected_facts
@@ -94,9 +94,13 @@ class Outcome:
         return metrics.summarize(self.series, self.job.recipe.get("validation.warmup_steps", int), self.work)
 
 
-def read(job: Job, result: JobResult) -> Outcome:
-    """Read the folder of a finished job. Missing or damaged files count as no evidence, not as an error."""
-    folder, exit_code = result.output, result.exit_code
+def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "") -> Outcome:
+    """Read what a finished job left. Missing or damaged files count as no evidence, not as an error.
+
+    ``exit_code`` is that of ``primus train``, ``folder`` the job's folder as this process sees it, and ``reason`` the
+    reason for a failure if the folder may not contain it.
+    """
+    folder = folder or job.output
     try:
         run = read_result(folder)
         # A command that ends with 1 after a launcher with 0 had a failed check, which is in the list of verdicts.
@@ -113,7 +117,7 @@ def read(job: Job, result: JobResult) -> Outcome:
         proof=document(folder / "proof.json"),
         arrivals={int(step): float(at) for step, at in document(folder / "clock.json").items()},
         busy={int(step): float(spent) for step, spent in document(folder / "witness" / "seconds.json").items()},
-        cause=result.reason or str(failure.cause(folder, exit_code, job.output) or ""),
+        cause=reason or str(failure.cause(folder, exit_code, job.output) or ""),
     )
 
 

@@ -19,7 +19,7 @@ from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.training import checks, failure, launch, machine, metrics, outcome, ranks
 from primus.training.backend import backend_of
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 from primus.training.logs import ENERGY_FILE, Clock
 from primus.training.outcome import Outcome, RunResult, write_result
 from primus.turbo.optimizations import importable
@@ -140,7 +140,7 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         _judge(job)
 
     reason = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
-    result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=folder, reason=reason))
+    result = outcome.read(job, ended.exit_code, folder, reason)
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
     lines = metrics.rows(result.series, result.work)
     write_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))

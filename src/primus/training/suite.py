@@ -22,7 +22,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import checks, metrics, outcome, proof, reference
 from primus.training.checks import Verdict
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 from primus.training.logs import Series
 from primus.training.outcome import Outcome
 
@@ -107,13 +107,12 @@ def recipe_of(jobs: Sequence[Job]) -> Recipe:
     return jobs[1 if len(jobs) > 1 else 0].recipe
 
 
-def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, Outcome]:
-    """Run the jobs in order with ``run_job``, and read the result of each. If the first fails, no other is run."""
+def run(jobs: Sequence[Job], run_job: Callable[[Job], Outcome]) -> dict[str, Outcome]:
+    """Run the jobs in order with ``run_job``. If the first fails, no other is run."""
     outcomes: dict[str, Outcome] = {}
     for job in jobs:
-        ended = outcome.read(job, run_job(job))
-        outcomes[job.name] = ended
-        if job is jobs[0] and ended.exit_code != 0:
+        outcomes[job.name] = run_job(job)
+        if job is jobs[0] and outcomes[job.name].exit_code != 0:
             break
     return outcomes
 

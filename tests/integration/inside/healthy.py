@@ -23,7 +23,7 @@ from primus.recipes.catalogue import entries
 from primus.recipes.setting import Choices
 from primus.training import outcome, suite
 from primus.training.failure import stacks
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 
 Cell = tuple[str, str, str, str]
 KEYS = ("recipe", "backend", "mode", "precision")
@@ -48,7 +48,7 @@ def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path, port: int) -> No
     began = time.monotonic()
 
     def judge(job: Job, code: int) -> tuple[Row, bool]:
-        left = outcome.read(job, JobResult(exit_code=code, output=job.output))
+        left = outcome.read(job, code)
         found = suite.judge([job], {"base": left})
         failed = [f"{v.name}: {v.reason} ({v.measured}, {v.limit})" for v in found if not v.passed]
         fine = not (code or failed)

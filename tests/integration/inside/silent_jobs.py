@@ -31,7 +31,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import outcome, ranks
 from primus.training.backend import backend_of
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 
 Row = dict[str, Any]
 # Seconds after which a run counts as one that does not end.
@@ -64,7 +64,7 @@ def write(job: Job, fault: str) -> None:
 
 def failed(job: Job) -> list[str]:
     """The checks that the run did not pass."""
-    result = outcome.read(job, JobResult(exit_code=0, output=job.output))
+    result = outcome.read(job, 0)
     return [verdict.name for verdict in outcome.basic_verdicts(result) if not verdict.passed]
 
 

@@ -16,8 +16,9 @@ from primus.recipes.setting import Choices
 from primus.release.validation import outcome_text
 from primus.report.html import page
 from primus.training import outcome, ranks, start, suite
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 from primus.training.metrics import of_recipe_unit
+from primus.training.outcome import Outcome
 from primus.training.torchtitan import render
 from proof_kit import evidence
 
@@ -33,7 +34,7 @@ def losses(job: Job) -> dict[int, tuple[float, float]]:
     return {n: (7.3 - 0.2 * n, 0.5 + 0.01 * (n % 3)) for n in range(job.first_step, job.last_step + 1)}
 
 
-def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]] | None = None) -> JobResult:
+def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]] | None = None) -> Outcome:
     """What a healthy run leaves in its folder."""
     values = losses(job) if values is None else values
     start.prepare(job)
@@ -57,7 +58,7 @@ def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]
         (job.output / "proof.json").write_text(json.dumps(evidence(values)))
         seconds = job.recipe.global_batch * job.recipe.seq_len / job.recipe.world_size / 5000
         (job.output / "clock.json").write_text(json.dumps({step: step * seconds for step in values}))
-    return JobResult(exit_code=min(exit_code, 1), output=job.output)
+    return outcome.read(job, min(exit_code, 1))
 
 
 def judged(jobs: tuple[Job, ...], run: Any = leave) -> tuple[dict[str, outcome.Outcome], list[str]]:
@@ -84,12 +85,12 @@ JUMPS = {step: (7.3 - 0.2 * step, 30.0 if step == 9 else 0.5) for step in range(
 def test_what_the_reference_repeated_is_healthy(
     tmp_path: Path, values: dict[int, tuple[float, float]], changed: dict[str, Any], failed: list[str]
 ) -> None:
-    def run(job: Job) -> JobResult:
-        result = leave(job, values=values)
+    def run(job: Job) -> Outcome:
+        leave(job, values=values)
         findings = evidence(values) | {"max_norm": 0.0}
         findings["steps"][17] |= changed
         (job.output / "proof.json").write_text(json.dumps(findings))
-        return result
+        return outcome.read(job, 0)
 
     assert judged(suite.plan("llama3-proxy", tmp_path / "suite", level="quick"), run)[1] == failed
 
@@ -136,7 +137,7 @@ def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, .
 def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(jobs: tuple[Job, ...]) -> None:
     ran: list[str] = []
 
-    def run(job: Job) -> JobResult:
+    def run(job: Job) -> Outcome:
         ran.append(job.name)
         return leave(job, exit_code=3, values={1: (7.3, 0.5)})
 
@@ -150,13 +151,13 @@ def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(jobs: tupl
 
 
 def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(jobs: tuple[Job, ...]) -> None:
-    def run(job: Job) -> JobResult:
-        left = leave(job, exit_code=1, values={})
+    def run(job: Job) -> Outcome:
+        leave(job, exit_code=1, values={})
         (job.output / "facts.json").unlink()
         (job.output / "cache" / "failures").mkdir()
         note = {"time": 1.0, "rank": 1, "text": "KeyError: 'text'"}
         (job.output / "cache" / "failures" / "1.json").write_text(json.dumps(note))
-        return left
+        return outcome.read(job, 1)
 
     outcomes = suite.run(jobs, run)
     verdicts = suite.judge(jobs, outcomes)
@@ -172,7 +173,7 @@ def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(jobs: tu
 
 
 def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:
-    outcomes = suite.run(jobs, lambda job: JobResult(exit_code=0, output=job.output))
+    outcomes = suite.run(jobs, lambda job: outcome.read(job, 0))
     verdicts = suite.judge(jobs, outcomes)
     made = suite.record(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", time="")
     assert made["passed"] is False
@@ -202,14 +203,14 @@ def other_recipe(job: Job) -> None:
     ],
 )
 def test_each_comparison_fails_alone(jobs: tuple[Job, ...], job_name: str, fault: Any, failed: str) -> None:
-    def run(job: Job) -> JobResult:
+    def run(job: Job) -> Outcome:
         if job.name != job_name:
             return leave(job)
         if isinstance(fault, dict):
             return leave(job, values=losses(job) | fault)
-        result = leave(job)
+        leave(job)
         fault(job)
-        return result
+        return outcome.read(job, 0)
 
     assert judged(jobs, run)[1] == [failed]
 
@@ -229,7 +230,7 @@ def test_exit_codes_of_launcher_and_command(
 ) -> None:
     (tmp_path / "result.json").write_text(json.dumps(result) if result else "{broken")
     job = Job(name="x", recipe=resolve("llama3-proxy"), output=tmp_path)
-    assert outcome.read(job, JobResult(exit_code=code, output=tmp_path)).exit_code == exit_code
+    assert outcome.read(job, code).exit_code == exit_code
 
 
 def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from primus.recipes.architecture import Architecture, DiffusionTransformer
 from primus.training.finetune.models import FineTuned, config_of
 from primus.training.flux.backend import FluxConfig
-from primus.training.flux.latents import Cached, packed
+from primus.training.flux.latents import Images, packed
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.data import Documents, Mock, Stream, packs
 from primus.training.reference.data import samples as reference_samples
@@ -57,11 +57,11 @@ def check_cached_latents_are_read_with_their_own_noise() -> None:
 
     model = Architecture(family="flux", dit=DiffusionTransformer(in_channels=16, image_size=64, text_tokens=3))
     training = LoopConfig(seq_len=16 + 3, seed=1)
-    given: Any = SimpleNamespace(model=model, training=training)
     stored = {"latents": torch.randn(3, 4, 8, 8), "text": torch.randn(3, 3, 5), "pooled": torch.randn(3, 6)}
     with TemporaryDirectory() as folder:
         save_file(stored, Path(folder) / "some.safetensors")
-        data = Cached(given, FluxConfig(), Path(folder))
+        given: Any = SimpleNamespace(model=model, training=training, assets={"corpus": folder})
+        data = Images(given, FluxConfig())
         batch = data.batch(0, 3)
         again = data.batch(3, 3)
         job = {

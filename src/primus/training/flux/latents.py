@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -32,19 +33,45 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 
 
 class Images(Data):
-    """Samples of latents, text and pooled text. The noise of a sample and its level depend on the sample's number."""
+    """The cached images that the job's assets name, or synthetic ones: each of 16 prompts has a picture, of which its
+    images are small variations. The noise of a sample and its level depend on the sample's number.
+    """
+
+    images_per_sample = 1
 
     def __init__(self, job: RankJob, config: FluxConfig) -> None:
+        from safetensors import safe_open
+
+        dit, corpus = job.model.dit, job.assets["corpus"]
         self._seed = job.training.seed
-        self._times = config.times
-        self.tokens_per_sample = tokens = image_tokens(job.model.dit) + job.model.dit.text_tokens
-        self.images_per_sample = 1
+        self._uniform = config.times == "uniform"
+        self.tokens_per_sample = tokens = image_tokens(dit) + dit.text_tokens
         if job.training.seq_len != tokens:
             raise SystemExit(f"seq_len is {job.training.seq_len}, but image and text have {tokens} tokens")
+        self._places: list[tuple[list[Any], int]] = []
+        if corpus == MOCK:
+            generator = generator_of(self._seed, -1)
+            common = torch.randn(dit.in_channels, generator=generator)
+            shape = (_MOCK_PROMPTS, image_tokens(dit), dit.in_channels)
+            self._pictures = common + 0.3 * torch.randn(shape, generator=generator)
+            self._text = torch.randn(_MOCK_PROMPTS, dit.text_tokens, dit.text_dim, generator=generator)
+            self._pooled = torch.randn(_MOCK_PROMPTS, dit.pooled_dim, generator=generator)
+            return
+        for file in sorted(Path(corpus).glob("*.safetensors")):
+            handle = safe_open(file, framework="pt")
+            slices = [handle.get_slice(key) for key in KEYS]
+            self._places += [(slices, row) for row in range(slices[0].get_shape()[0])]
 
-    def sample(self, number: int) -> dict[str, torch.Tensor]:
-        """Return ``latents`` [tokens, channels], ``text`` and ``pooled`` of one image, float32."""
-        raise NotImplementedError
+    def _sample(self, number: int) -> dict[str, torch.Tensor]:
+        if self._places:
+            slices, row = self._places[place_of(number, len(self._places), self._seed)]
+            latents, text, pooled = (part[row : row + 1][0].float() for part in slices)
+            return {"latents": packed(latents), "text": text, "pooled": pooled}
+        generator = generator_of(self._seed, number)
+        prompt = int(torch.randint(_MOCK_PROMPTS, (), generator=generator))
+        picture = self._pictures[prompt]
+        varied = picture + 0.1 * torch.randn(picture.shape, generator=generator)
+        return {"latents": varied, "text": self._text[prompt], "pooled": self._pooled[prompt]}
 
     @override
     def batch(self, first: int, count: int) -> Batch:
@@ -52,63 +79,13 @@ class Images(Data):
         for number in range(first, first + count):
             # seed + 1, so that it differs from the generators of the samples themselves.
             generator = generator_of(self._seed + 1, number)
-            sample = self.sample(number)
+            sample = self._sample(number)
             noise = torch.randn(sample["latents"].shape, generator=generator)
-            uniform = self._times == "uniform"
-            time = torch.rand((), generator=generator) if uniform else torch.randn((), generator=generator).sigmoid()
-            samples.append({**sample, "noise": noise, "time": time})
+            draw = torch.rand if self._uniform else torch.randn
+            level = draw((), generator=generator)
+            samples.append({**sample, "noise": noise, "time": level if self._uniform else level.sigmoid()})
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     @override
     def terms(self, batch: Batch) -> int:
         return len(batch["latents"])
-
-
-class _Mock(Images):
-    """Synthetic prompts, each with one picture. The images of a prompt are small variations of its picture."""
-
-    def __init__(self, job: RankJob, config: FluxConfig) -> None:
-        super().__init__(job, config)
-        model = job.model.dit
-        generator = generator_of(self._seed, -1)
-        common = torch.randn(model.in_channels, generator=generator)
-        shape = (_MOCK_PROMPTS, image_tokens(model), model.in_channels)
-        self._pictures = common + 0.3 * torch.randn(shape, generator=generator)
-        self._text = torch.randn(_MOCK_PROMPTS, model.text_tokens, model.text_dim, generator=generator)
-        self._pooled = torch.randn(_MOCK_PROMPTS, model.pooled_dim, generator=generator)
-
-    @override
-    def sample(self, number: int) -> dict[str, torch.Tensor]:
-        generator = generator_of(self._seed, number)
-        prompt = int(torch.randint(_MOCK_PROMPTS, (), generator=generator))
-        picture = self._pictures[prompt]
-        varied = picture + 0.1 * torch.randn(picture.shape, generator=generator)
-        return {"latents": varied, "text": self._text[prompt], "pooled": self._pooled[prompt]}
-
-
-class Cached(Images):
-    """The images of the cache in ``folder``. Raises SystemExit if it contains none."""
-
-    def __init__(self, job: RankJob, config: FluxConfig, folder: Path) -> None:
-        from safetensors import safe_open
-
-        super().__init__(job, config)
-        self._places = []
-        for file in sorted(folder.glob("*.safetensors")):
-            handle = safe_open(file, framework="pt")
-            slices = [handle.get_slice(key) for key in KEYS]
-            self._places += [(slices, row) for row in range(slices[0].get_shape()[0])]
-        if not self._places:
-            raise SystemExit(f"{folder} contains no cached latents")
-
-    @override
-    def sample(self, number: int) -> dict[str, torch.Tensor]:
-        slices, row = self._places[place_of(number, len(self._places), self._seed)]
-        latents, text, pooled = (part[row : row + 1][0].float() for part in slices)
-        return {"latents": packed(latents), "text": text, "pooled": pooled}
-
-
-def images(job: RankJob, config: FluxConfig) -> Images:
-    """Return the data that the job's assets name."""
-    corpus = job.assets["corpus"]
-    return _Mock(job, config) if corpus == MOCK else Cached(job, config, Path(corpus))

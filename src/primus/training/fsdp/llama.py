@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
@@ -53,9 +53,7 @@ class Llama(LanguageModel):
         return self.output
 
     @override
-    def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         assert positions is None
         states = self.embedding(tokens)
         mask = self.mask
@@ -76,10 +74,10 @@ class _Block(nn.Module):
         self.up = nn.Linear(model.hidden_size, model.ffn_size, bias=False)
         self.down = nn.Linear(model.ffn_size, model.hidden_size, bias=False)
 
-    def forward(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
+    def forward(self, states: Tensor, cosine: Tensor, sine: Tensor, mask: Any) -> Tensor:
         states = states + self.attention(self.attention_norm(states), cosine, sine, mask)
         normed = self.ffn_norm(states)
-        fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        fed: Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
         return states + fed
 
 
@@ -98,7 +96,7 @@ class _Attention(nn.Module):
             self.key_norm = nn.RMSNorm(self.size, eps=model.norm_eps)
         self._normed = model.qk_norm
 
-    def forward(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
+    def forward(self, states: Tensor, cosine: Tensor, sine: Tensor, mask: Any) -> Tensor:
         length = states.shape[1]
         query, key, value = (
             project(states).unflatten(-1, (-1, self.size)) for project in (self.query, self.key, self.value)
@@ -118,18 +116,18 @@ class _Attention(nn.Module):
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
             ).transpose(1, 2)
-        out: torch.Tensor = self.out(mixed.flatten(-2))
+        out: Tensor = self.out(mixed.flatten(-2))
         return out
 
 
-def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     wide = states.float()
     first, second = wide.chunk(2, dim=-1)
     turned = wide * cosine + torch.cat((-second, first), dim=-1) * sine
     return turned.to(states.dtype)
 
 
-def _rotation(model: Architecture, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotation(model: Architecture, seq_len: int) -> tuple[Tensor, Tensor]:
     exponents = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
     frequencies = _scaled(1.0 / model.rope_theta**exponents, model.rope_scaling)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
@@ -137,7 +135,7 @@ def _rotation(model: Architecture, seq_len: int) -> tuple[torch.Tensor, torch.Te
     return angles.cos(), angles.sin()
 
 
-def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     if scaling.kind == "none":
         return frequencies
     if scaling.kind != "llama3":
@@ -148,6 +146,6 @@ def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return part * frequencies + (1 - part) * frequencies / scaling.factor
 
 
-def _window(seq_len: int, window: int) -> torch.Tensor:
+def _window(seq_len: int, window: int) -> Tensor:
     everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
     return everything.tril() & everything.triu(1 - window)

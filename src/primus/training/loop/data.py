@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from primus.recipes.recipe import MOCK
@@ -41,7 +42,7 @@ class _Tokens(Data):
         self._seq_len = self.tokens_per_sample = seq_len
         self.images_per_sample = 0
 
-    def sample(self, number: int) -> torch.Tensor:
+    def sample(self, number: int) -> Tensor:
         """Return ``seq_len + 1`` tokens, int64."""
         raise NotImplementedError
 
@@ -64,7 +65,7 @@ class Stream(_Tokens):
         self._stream = tokens
 
     @override
-    def sample(self, number: int) -> torch.Tensor:
+    def sample(self, number: int) -> Tensor:
         start = place_of(number, self.samples, self._seed) * self._seq_len
         return torch.from_numpy(self._stream[start : start + self._seq_len + 1].astype(np.int64))
 
@@ -139,7 +140,7 @@ class Mock(_Tokens):
         self._spread = vocabulary // self._symbols
 
     @override
-    def sample(self, number: int) -> torch.Tensor:
+    def sample(self, number: int) -> Tensor:
         generator = generator_of(self._seed, number)
         steps = torch.tensor(_MOCK_STEPS)[torch.randint(4, (self._seq_len,), generator=generator)]
         start = torch.randint(self._symbols, (1,), generator=generator)
@@ -152,7 +153,7 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 
 
 @lru_cache(maxsize=2)
-def _order(count: int, seed: int, turn: int) -> torch.Tensor:
+def _order(count: int, seed: int, turn: int) -> Tensor:
     return torch.randperm(count, generator=generator_of(seed, turn))
 
 

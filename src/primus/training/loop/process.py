@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from importlib import metadata
 from pathlib import Path
-from types import FunctionType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from primus.patch import replace
 from primus.training import gloo
 from primus.training.failure import noting
-from primus.training.gloo import choose_store
 from primus.training.loop.config import RankJob, read_job
 
 # While one rank builds and shards a large model, or loads its weights, the other ranks wait.
@@ -32,7 +25,6 @@ class Process:
     """This rank: its number, the number of ranks, and its device."""
 
     rank: int
-    local_rank: int
     world_size: int
     device: torch.device
 
@@ -57,7 +49,7 @@ def main(folder: str, train: Callable[[RankJob, Process], None]) -> None:
 def start(job: RankJob) -> Process:
     """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable."""
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    choose_store(job.output)
+    gloo.choose_store(job.output)
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -72,7 +64,7 @@ def start(job: RankJob) -> Process:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.manual_seed(job.training.seed)
-    return Process(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
+    return Process(rank=rank, world_size=world_size, device=device)
 
 
 def use_cpu(threads: int) -> None:
@@ -94,11 +86,6 @@ def peak_memory(process: Process) -> tuple[float, float]:
     return peak / 2**30, 100 * peak / whole
 
 
-# Their arguments are part of the graph, and therefore of the cache key.
-_CHOOSING = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
-_POLICIES: dict[str, Callable[[], Any]] = {}
-
-
 def keep_graphs() -> None:
     """Let torch.compile keep the graphs that it traces for later runs. Call this in the thread that compiles.
 
@@ -107,40 +94,7 @@ def keep_graphs() -> None:
     import torch._dynamo  # before torch._inductor, which has a circular import otherwise
     from torch._inductor import config
 
-    # The only state that they read and the graph does not contain.
-    order = torch._C._get_sdp_priority_order()
-    config.unsafe_marked_cacheable_functions = {
-        **config.unsafe_marked_cacheable_functions,
-        **dict.fromkeys(_CHOOSING, f"{torch.__version__} {order}"),
-    }
-
-
-def name_policies() -> None:
-    """Let graphs with torchtitan's selective checkpointing be kept, too.
-
-    PyTorch asks of the function that decides what is recomputed that it can be pickled and has a ``cache_hash``.
-    """
-    from torchtitan.distributed import activation_checkpoint
-
-    def wrapped(module: Any, *words: Any, **options: Any) -> Any:
-        if (policy := options.get("context_fn")) is not None:
-            # Interned, because PyTorch may compile again for another object with the same text.
-            name = sys.intern(f"torchtitan {metadata.version('torchtitan')} {_name(policy)}")
-            _POLICIES[name] = policy
-            options["context_fn"] = named = partial(_decide, name)
-            named.cache_hash = name  # type: ignore[attr-defined]
-        return before(module, *words, **options)
-
-    before: Callable[..., Any] = replace(activation_checkpoint, "ptd_checkpoint_wrapper", wrapped)
-
-
-def _decide(name: str) -> Any:
-    return _POLICIES[name]()
-
-
-def _name(value: Any) -> str:
-    if isinstance(value, FunctionType):
-        return f"{value.__qualname__}({', '.join(_name(cell.cell_contents) for cell in value.__closure__ or ())})"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(str, value)))}}}"
-    return repr(value)
+    # Their arguments are part of the graph, and so of the cache key; this is the only other state that they read.
+    state = f"{torch.__version__} {torch._C._get_sdp_priority_order()}"
+    choosing = {f"torch.nn.attention.{name}": state for name in ("_backend_from_string", "_sdpa_kernel")}
+    config.unsafe_marked_cacheable_functions = config.unsafe_marked_cacheable_functions | choosing

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,7 +24,7 @@ from primus.turbo.optimizations import CALLS
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids`` and ``labels``, both
 # int64 [samples, seq_len]. Labels are already shifted; −100 is ignored. Packed samples have ``positions``, too, which
 # begin again at 0 with each document; a document sees only itself.
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 
 
 class Data(Protocol):
@@ -54,15 +54,15 @@ class Session(Protocol):
     def data_rank(self) -> int:
         """The number of this rank's share of the global batch, from 0 to the job's ``data_parallel`` − 1."""
 
-    def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
+    def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:
         """Compute the gradient of (sum of all losses over all data-parallel ranks) ÷ ``terms`` for micro-batches on the
         CPU. Return the sum of this rank's losses, undivided and detached; 0 if this rank computes none.
         """
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def total(self, value: Tensor) -> Tensor:
         """Return the sum of a scalar over the data-parallel ranks, on every rank and pipeline stage of the job."""
 
-    def step(self, lr: float) -> torch.Tensor:
+    def step(self, lr: float) -> Tensor:
         """Clip the gradients, update the weights, reset the gradients, and return their global norm before clipping."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Session(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the state that was loaded into the tensors of :meth:`state_dict`."""
 
-    def whole(self) -> Mapping[str, torch.Tensor]:
+    def whole(self) -> Mapping[str, Tensor]:
         """Return on rank 0 all parameters of the job, whole and on the CPU, by their names in a run on one rank."""
         return whole_parameters(self.model_parts)
 
@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self._chunk = chunk
         self._summed = _summed
-        self._fused: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self._fused: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def choose_loss(self, job: RankJob) -> None:
         """Compile the computation of logits and loss, or compute their gradients at once, as the job says."""
@@ -106,9 +106,7 @@ class LanguageModel(nn.Module):
 
             self._fused = linear_cross_entropy
 
-    def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [samples, seq_len, hidden], and an additional loss per token or None."""
         raise NotImplementedError
 
@@ -117,14 +115,12 @@ class LanguageModel(nn.Module):
         """The output layer."""
         raise NotImplementedError
 
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the sum of the cross entropies of all labels."""
         hidden, besides = self.hidden(input_ids, positions)
         states, targets = hidden.flatten(0, 1), labels.flatten()
         parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
-        total: torch.Tensor
+        total: Tensor
         if self._fused:
             total = self._fused(states, self.head.weight, targets)
         elif len(parts) == 1:
@@ -138,7 +134,7 @@ class LanguageModel(nn.Module):
         return total + (besides - besides.detach()) * targets.numel()
 
 
-def _summed(head: nn.Linear, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _summed(head: nn.Linear, states: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(head(states).float(), labels, ignore_index=-100, reduction="sum")
 
 
@@ -224,7 +220,7 @@ class Sharded(Session):
 
     def __init__(
         self, model: nn.Module, job: RankJob, process: Process, facts: Mapping[str, Any],
-        loss: Callable[[nn.Module, Batch], torch.Tensor] = lambda model, batch: model(**batch),
+        loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: model(**batch),
     ) -> None:  # fmt: skip
         self._model = model.train()
         self.model_parts = [self._model]
@@ -238,7 +234,7 @@ class Sharded(Session):
             self._trained, lr=self._config.lr, betas=(self._config.beta1, self._config.beta2), eps=self._config.eps,
             weight_decay=self._config.weight_decay, **implementation,
         )  # fmt: skip
-        self._clip_and_step: Callable[[torch.Tensor, float], None] | None = None
+        self._clip_and_step: Callable[[Tensor, float], None] | None = None
         if "fused-adamw" in job.turbo:
             from primus.turbo.sharded import Step
 
@@ -252,7 +248,7 @@ class Sharded(Session):
         return self._process.rank
 
     @override
-    def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
+    def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:
         total = torch.zeros((), device=self._process.device)
         for batch in batches:
             loss = self._loss(self._model, batch)
@@ -260,12 +256,12 @@ class Sharded(Session):
             total += loss.detach()
         return total
 
-    def _loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         placed = {name: tensor.to(self._process.device, non_blocking=True) for name, tensor in batch.items()}
         return self._summed(model, placed)
 
     @torch.no_grad()
-    def loss(self, batch: Batch) -> torch.Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Return the sum of the losses of a micro-batch on the CPU, without training on it. All ranks."""
         self._model.eval()
         loss = self._loss(self._model, batch)
@@ -273,16 +269,16 @@ class Sharded(Session):
         return loss
 
     @override
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def total(self, value: Tensor) -> Tensor:
         value = value.clone()
         dist.all_reduce(value)
         return value
 
     @override
-    def step(self, lr: float) -> torch.Tensor:
+    def step(self, lr: float) -> Tensor:
         gradients = [p.grad for p in self._trained if p.grad is not None]
         norm: Any = nn.utils.get_total_norm(gradients, foreach=True)
-        whole: torch.Tensor = norm.full_tensor()
+        whole: Tensor = norm.full_tensor()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._clip_and_step:

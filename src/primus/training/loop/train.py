@@ -77,9 +77,7 @@ def _prove_checkpoint(job: RankJob, step: int, session: Session, witness: Witnes
 
 
 def _random_states() -> dict[str, Any]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
     return {f"random.{dist.get_rank()}": torch.cat(states)}
 
 
@@ -96,19 +94,16 @@ class _Trackers:
     def __init__(self, job: RankJob, process: Process) -> None:
         self._board: Any = None
         self._run: Any = None
-        if process.rank:
-            return
+        output = job.output
         try:
-            if job.training.tensorboard:
+            if job.training.tensorboard and process.rank == 0:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(job.output / "tensorboard"))
-            if job.training.wandb:
+                self._board = SummaryWriter(str(output / "tensorboard"))
+            if job.training.wandb and process.rank == 0:
                 import wandb
 
-                self._run = wandb.init(
-                    project="primus", name=job.output.name, dir=str(job.output), config=dict(job.config)
-                )  # fmt: skip
+                self._run = wandb.init(project="primus", name=output.name, dir=str(output), config=dict(job.config))
         except ImportError as error:
             raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error
 

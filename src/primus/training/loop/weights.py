@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from primus.patch import replace
@@ -20,7 +20,7 @@ _STD = 0.02
 _ALL = 2**62
 
 # A function of (first, last), which returns rows first … last − 1 of a weight.
-Rows = Callable[[int, int], torch.Tensor]
+Rows = Callable[[int, int], Tensor]
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill(parameter: torch.Tensor, rows: Rows) -> None:
+def fill(parameter: Tensor, rows: Rows) -> None:
     """Set this rank's share of ``parameter`` from ``rows``, requesting only the rows that this rank needs."""
     local: Any = parameter
     first, count = 0, parameter.shape[0] if parameter.ndim else 1
@@ -71,7 +71,7 @@ def draw_all(model: nn.Module, seed: int, outer: tuple[str, ...] = ()) -> None:
         draw_one(name, parameter, seed, outer=name in outer)
 
 
-def draw_one(name: str, parameter: torch.Tensor, seed: int, *, outer: bool = False) -> None:
+def draw_one(name: str, parameter: Tensor, seed: int, *, outer: bool = False) -> None:
     """Initialize a weight: matrices from N(0, 0.02²), factors of norms with 1, biases with 0.
 
     With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h: the first loss is ln(vocabulary).
@@ -82,15 +82,15 @@ def draw_one(name: str, parameter: torch.Tensor, seed: int, *, outer: bool = Fal
         fill(parameter, normal(name, parameter, seed, 0.5 / math.sqrt(parameter.shape[-1]) if outer else _STD))
 
 
-def constant(parameter: torch.Tensor, value: float) -> Rows:
+def constant(parameter: Tensor, value: float) -> Rows:
     """Return rows with a single value."""
     return lambda first, last: torch.full((last - first, *parameter.shape[1:]), value, device=parameter.device)
 
 
-def normal(name: str, parameter: torch.Tensor, seed: int, std: float) -> Rows:
+def normal(name: str, parameter: Tensor, seed: int, std: float) -> Rows:
     """Return rows drawn from N(0, ``std``²)."""
 
-    def rows(first: int, last: int) -> torch.Tensor:
+    def rows(first: int, last: int) -> Tensor:
         generator = torch.Generator(parameter.device)
         generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]))
         whole = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
@@ -120,6 +120,6 @@ class Files:
         part = self._open[name].get_slice(name)
         return lambda first, last: part[first:last]
 
-    def whole(self, name: str) -> torch.Tensor:
+    def whole(self, name: str) -> Tensor:
         """Return one weight completely. Raises SystemExit if the files do not contain it."""
         return self.rows_of(name)(0, _ALL)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from primus.training.reference.data import Samples
 from primus.training.reference.model import Model, Transformer
@@ -20,8 +21,8 @@ from primus.training.reference.models import Part, Trial, products_of_blocks
 from primus.training.reference.names import Tensors
 
 # One call of a module: its inputs, outputs and their gradients, by the names of primus.training.witness.
-Call = Mapping[str, torch.Tensor]
-Batch = Mapping[str, torch.Tensor]
+Call = Mapping[str, Tensor]
+Batch = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 # Name of a module's input or output → its shape [samples, length, size].
 Shapes = Mapping[str, Shape]
@@ -54,22 +55,22 @@ class Result:
     """
 
     name: str
-    run: torch.Tensor
-    exact: torch.Tensor
-    rounded: torch.Tensor
-    certain: torch.Tensor
-    entered: torch.Tensor | None = None
+    run: Tensor
+    exact: Tensor
+    rounded: Tensor
+    certain: Tensor
+    entered: Tensor | None = None
     floor: float = _FLOOR
     balanced: bool = False
-    moved: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    moved: Mapping[str, Tensor] = field(default_factory=dict)
 
     @cached_property
-    def errors(self) -> torch.Tensor:
+    def errors(self) -> Tensor:
         """The length of each token's error in the run: [samples, length]; infinite where it is not a number."""
         return (self.run.to(self.exact.dtype) - self.exact).norm(dim=-1).nan_to_num(nan=math.inf)
 
     @cached_property
-    def noises(self) -> torch.Tensor:
+    def noises(self) -> Tensor:
         """The same of the reference in the run's precision."""
         return (self.rounded.to(self.exact.dtype) - self.exact).norm(dim=-1)
 
@@ -92,7 +93,7 @@ class Pair:
         """Return the results of both."""
         return compute(self.exact, self.weights), compute(self.rounded, self.narrow)
 
-    def moved(self, where: str, exact: torch.Tensor, compute: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def moved(self, where: str, exact: Tensor, compute: Callable[[Any], Tensor]) -> dict[str, Tensor]:
         """Return how far each change that shows in ``where`` moves what ``compute`` makes with a model."""
         shown = {name: trial for name, trial in self.trials.items() if where in trial.shows}
         with torch.no_grad():
@@ -179,18 +180,18 @@ class _MicroBatch:
         back = self._read(names[-1], outside, "grad.")
         yield from self._of_output("logits" if time is None else "velocity", states, logits, back, context)
 
-    def _needed(self, name: str, keys: Shapes) -> torch.Tensor:
+    def _needed(self, name: str, keys: Shapes) -> Tensor:
         if (tensor := self._read(name, keys)) is None:
             raise Unlike(f"{name} left no tensors {' and '.join(keys)}")
         return tensor
 
-    def _time(self, name: str) -> torch.Tensor:
+    def _time(self, name: str) -> Tensor:
         """Return the vector of FLUX's time [images, hidden] that the block ``name`` got."""
         if (time := self.calls[name][0][self.number].get("in.temb")) is None:
             raise Unlike(f"{name} left no time")
         return time
 
-    def _read(self, name: str, keys: Shapes, before: str = "") -> torch.Tensor | None:
+    def _read(self, name: str, keys: Shapes, before: str = "") -> Tensor | None:
         """Return the tensors ``keys`` of the module ``name`` joined along their length; or with ``before`` "grad.",
         their gradients, if the run has any.
         """
@@ -213,12 +214,12 @@ class _MicroBatch:
         return torch.cat(every, 1) if joined else None
 
     def _of_block(
-        self, name: str, entered: torch.Tensor, returned: torch.Tensor, back: torch.Tensor | None,
-        back_out: torch.Tensor | None, context: torch.Tensor | None,
+        self, name: str, entered: Tensor, returned: Tensor, back: Tensor | None,
+        back_out: Tensor | None, context: Tensor | None,
     ) -> Iterator[Result]:  # fmt: skip
         pair, sure, balanced = self.pair, _every(entered), False
 
-        def one(model: Transformer, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def one(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor | None]:
             states = entered.detach().to(_dtype(weights)).requires_grad_()
             out, balance = model.block(weights, name, states, context)
             if back_out is None:
@@ -252,13 +253,13 @@ class _MicroBatch:
             )  # fmt: skip
 
     def _of_output(
-        self, name: str, entered: torch.Tensor, returned: torch.Tensor | None, back: torch.Tensor | None,
-        context: torch.Tensor | None,
+        self, name: str, entered: Tensor, returned: Tensor | None, back: Tensor | None,
+        context: Tensor | None,
     ) -> Iterator[Result]:  # fmt: skip
         pair, batch = self.pair, self.batch
-        moved: dict[str, torch.Tensor] = {}
+        moved: dict[str, Tensor] = {}
 
-        def one(model: Transformer, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        def one(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor]:
             states = entered.detach().to(_dtype(weights)).requires_grad_()
             out = model.head(weights, states, context)
             value = model.errors(out, batch).sum() * self.per_term
@@ -283,11 +284,11 @@ class _MicroBatch:
             )  # fmt: skip
 
 
-def _every(states: torch.Tensor) -> torch.Tensor:
+def _every(states: Tensor) -> Tensor:
     return torch.ones(states.shape[:2], dtype=torch.bool)
 
 
-def _arranged(parts: Sequence[torch.Tensor], shape: Shape, name: str) -> torch.Tensor:
+def _arranged(parts: Sequence[Tensor], shape: Shape, name: str) -> Tensor:
     """Join tensors of ranks that share a layer, each the whole or a piece; Megatron's begin with the length."""
     samples, length, size = shape
     for whole in (parts[0], *(torch.cat(list(parts), axis) for axis in range(parts[0].ndim))):
@@ -311,7 +312,7 @@ def _shapes(model: Transformer, batch: Batch) -> tuple[Shapes, Shapes, Shape]:
     return {"in.hidden_states": shape}, {"out.0": shape}, (*batch["inputs"].shape, model.sizes.vocab_size)
 
 
-def _sure(exact: Model, rounded: Transformer) -> torch.Tensor:
+def _sure(exact: Model, rounded: Transformer) -> Tensor:
     (choice,), (other,) = exact.choices.values(), rounded.choices.values()
     moved = (other.to(choice.dtype) - choice).abs().amax(-1)
     return ~exact.doubtful(choice, _AHEAD * moved.clamp(min=_mean_square(moved)))
@@ -321,7 +322,7 @@ def _dtype(weights: Tensors) -> torch.dtype:
     return next(iter(weights.values())).dtype
 
 
-def _mean_square(values: torch.Tensor) -> float:
+def _mean_square(values: Tensor) -> float:
     return float(values.double().square().mean().sqrt()) if len(values) else math.inf
 
 

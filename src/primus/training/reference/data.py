@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -260,15 +261,15 @@ _ALPACA = (
 
 
 def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> list[_Piece]:
-    if column == "output" and not words.template:
-        parts = {"Instruction": row["instruction"], **({"Input": row["input"]} if row.get("input") else {})}
-        asked = "".join(f"### {name}:\n{part}\n\n" for name, part in parts.items())
-        return [words.answer(f"{_ALPACA[len(parts) - 1]}\n\n{asked}### Response:\n", row["output"], answers)]
     if column == "output":
-        given = row.get("input") or ""
-        question = row["instruction"] + ("\n" + given if given else "")
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
-        return [words.chat(turns, row, 0, answers)]
+        parts = [row["instruction"], *([row["input"]] if row.get("input") else [])]
+        if words.template:
+            contents = {"user": "\n".join(parts), "assistant": row["output"]}
+            turns = [{"role": role, "content": content} for role, content in contents.items()]
+            return [words.chat(turns, row, 0, answers)]
+        titles = zip(("Instruction", "Input"), parts, strict=False)
+        asked = "".join(f"### {title}:\n{part}\n\n" for title, part in titles)
+        return [words.answer(f"{_ALPACA[len(parts) - 1]}\n\n{asked}### Response:\n", row["output"], answers)]
     value = row[column]
     if column == "prompt" and isinstance(value, str):
         return [words.answer(value, row["completion"], answers)]
@@ -284,17 +285,20 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         from pyarrow import BufferReader, CompressedInputStream
 
         content = CompressedInputStream(BufferReader(content), "zstd").read()
-    if content[:4] == b"PAR1":
-        from pyarrow import parquet
-
-        rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
-        return [_without_nulls(row) for row in rows]
-    if file.suffix.lower() in (".csv", ".tsv", ".arrow") or content[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7"):
+    kinds = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+    kind = "parquet" if content[:4] == b"PAR1" else kinds.get(file.suffix.lower())
+    if kind or content[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7"):
         from datasets import load_dataset
 
-        kind = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}.get(file.suffix.lower(), "json")
         options = {"sep": "\t"} if file.suffix.lower() == ".tsv" else {}
-        return list(load_dataset(kind, data_files=str(file), split="train", streaming=True, **options))
+        files = glob.escape(str(file))
+        rows = load_dataset(kind or "json", data_files=files, split="train", streaming=True, **options)
+        # A table has all columns in each row, and so have the messages in it.
+        text = json.dumps(list(rows), default=str)
+        filled: list[dict[str, Any]] = json.loads(
+            text, object_hook=lambda part: {key: value for key, value in part.items() if value is not None}
+        )
+        return filled
     lines = [line.removeprefix("\ufeff") for line in content.decode().split("\n")]
     if file.suffix.lower() == ".txt":
         grouped = groupby(lines, key=lambda line: bool(line.strip()))
@@ -304,23 +308,13 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.strip()]
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    present: dict[str, Any] = json.loads(
-        json.dumps(row, default=str), object_hook=lambda part: {k: v for k, v in part.items() if v is not None}
-    )
-    return present
-
-
 class _Words:
     def __init__(self, folder: Path) -> None:
         self._tokenizer = _tokenizer(folder)
+        self.template = self._tokenizer.chat_template
         self._marks = marks(folder)
         if settings(folder, "tokenizer_config.json").get("add_bos_token") is False:
             self._marks.pop("bos_token_id", None)
-
-    @property
-    def template(self) -> Any:
-        return self._tokenizer.chat_template
 
     def plain(self, text: str) -> list[int]:
         return self._between(self._tokenizer(text)["input_ids"])
@@ -339,8 +333,8 @@ class _Words:
         return tokens, trained if answers else None
 
     def chat(self, turns: list[dict[str, Any]], row: dict[str, Any], first: int, answers: bool) -> _Piece:
+        roles = {"human": "user", "gpt": "assistant"}
         if "from" in turns[0]:
-            roles = {"human": "user", "gpt": "assistant"}
             turns = [turn | {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
         if row.get("system") and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": row["system"]}, *turns]
@@ -396,9 +390,7 @@ def settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def marks(folder: Path) -> dict[str, int]:
-    """Return the tokens that begin and end a text, as ``bos_token_id`` and ``eos_token_id``, of the tokenizer in
-    ``folder``.
-    """
+    """Return the ``bos_token_id`` and ``eos_token_id`` of the tokenizer in ``folder``, those that it has."""
     tokenizer = _tokenizer(folder)
     numbers = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id")}
     for name in ("generation_config.json", "config.json"):

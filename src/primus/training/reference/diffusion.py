@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from primus.training.reference.model import Transformer, Weights
@@ -42,7 +43,7 @@ class Diffusion(Transformer):
         return names + [f"single_transformer_blocks.{number}" for number in range(dit.single_layers)]
 
     @override
-    def entered(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
         """The states of the text come first. All blocks are modulated by a vector [images, hidden]."""
         like = weights["proj_out.weight"]
         clean, noise, time = (batch[name].to(like.dtype) for name in ("latents", "noise", "time"))
@@ -53,9 +54,7 @@ class Diffusion(Transformer):
         return torch.cat(states, 1), self._condition(weights, pooled, time)
 
     @override
-    def block(
-        self, weights: Weights, name: str, states: torch.Tensor, context: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def block(self, weights: Weights, name: str, states: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         assert context is not None
         condition, none = context.to(states.dtype), states.new_zeros(())
         text, image = states.split([self.sizes.dit.text_tokens, states.shape[1] - self.sizes.dit.text_tokens], 1)
@@ -66,21 +65,21 @@ class Diffusion(Transformer):
         return torch.cat((text, image), 1), none
 
     @override
-    def head(self, weights: Weights, states: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+    def head(self, weights: Weights, states: Tensor, context: Tensor | None) -> Tensor:
         assert context is not None
         scale, shift = self._modulation(weights, "norm_out.linear", context.to(states.dtype), 2)
         return self._linear(weights, "proj_out", self._normed(states[:, self.sizes.dit.text_tokens :], shift, scale))
 
     @override
-    def errors(self, predicted: torch.Tensor, batch: Weights) -> torch.Tensor:
+    def errors(self, predicted: Tensor, batch: Weights) -> Tensor:
         clean, noise = (batch[name].to(predicted.dtype) for name in ("latents", "noise"))
         return (predicted - (noise - clean)).square().mean((1, 2))
 
-    def _condition(self, weights: Weights, pooled: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def _condition(self, weights: Weights, pooled: Tensor, time: Tensor) -> Tensor:
         place = torch.arange(_WAVES // 2, dtype=torch.float64)
         frequencies = torch.exp(-math.log(_PERIOD) * place / (_WAVES // 2))
 
-        def waves(value: torch.Tensor) -> torch.Tensor:
+        def waves(value: Tensor) -> Tensor:
             # Rounded twice: when it enters the model, and where the model multiplies it.
             angles = self.entering(self.entering(value) * _TIMES).double()[:, None] * frequencies
             return self.between(torch.cat((angles.cos(), angles.sin()), -1).to(value.dtype))
@@ -96,9 +95,9 @@ class Diffusion(Transformer):
         return total
 
     def _double(
-        self, weights: Weights, block: str, image: torch.Tensor, text: torch.Tensor, condition: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, weights: Weights, block: str, image: Tensor, text: Tensor, condition: Tensor,
+        turn: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         streams = (("", "to_", "norm_", "to_out.0", image), ("_context", "add_", "norm_added_", "to_add_out", text))
         modulations, heads = [], []
         for which, to, norm, _, states in streams:
@@ -121,9 +120,9 @@ class Diffusion(Transformer):
         return outputs[0], outputs[1]
 
     def _single(
-        self, weights: Weights, block: str, states: torch.Tensor, condition: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
+        self, weights: Weights, block: str, states: Tensor, condition: Tensor,
+        turn: tuple[Tensor, Tensor],
+    ) -> Tensor:  # fmt: skip
         shift, scale, gate = self._modulation(weights, f"{block}norm.linear", condition, 3)
         normed = self._normed(states, shift, scale)
         fed = self.between(_gelu(self._linear(weights, f"{block}proj_mlp", normed)))
@@ -133,7 +132,7 @@ class Diffusion(Transformer):
         both = torch.cat((self._mixed(query, key, value, turn), fed), -1)
         return self.between(states + self.between(gate * self._linear(weights, f"{block}proj_out", both)))
 
-    def _heads(self, weights: Weights, names: list[str], norm: str, states: torch.Tensor) -> list[torch.Tensor]:
+    def _heads(self, weights: Weights, names: list[str], norm: str, states: Tensor) -> list[Tensor]:
         heads = []
         for name, kind in zip(names, "qkv", strict=True):
             projected = self._linear(weights, name, states).unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
@@ -143,9 +142,7 @@ class Diffusion(Transformer):
             heads.append(projected)
         return heads
 
-    def _mixed(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         query, key = (self.between(_turned(part, *turn)) for part in (query, key))
         scale = query.shape[-1] ** -0.5
         if self.between is not exact:
@@ -158,18 +155,18 @@ class Diffusion(Transformer):
     def _eps(self) -> float:
         return _EPS + self.constants.norm_eps
 
-    def _modulation(self, weights: Weights, name: str, condition: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    def _modulation(self, weights: Weights, name: str, condition: Tensor, parts: int) -> list[Tensor]:
         return list(self._linear(weights, name, self.between(_silu(condition))).unsqueeze(1).chunk(parts, -1))
 
-    def _normed(self, states: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def _normed(self, states: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         even = self.between(_Even.apply(states, self._eps, self.keeping))
         return self.between(self.between(even * (1 + scale)) + shift)
 
-    def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+    def _linear(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         # The gradient of the states is rounded as well, before those of other products are added.
         return self.between(self.between(states) @ weights[name + ".weight"].T + weights[name + ".bias"])
 
-    def _angles(self, before: int, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _angles(self, before: int, image: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [tokens, size / 2] by index (always 0), row and column; the text comes first, at 0."""
         side = math.isqrt(image.shape[1])
         place = torch.arange(side, dtype=torch.float64)
@@ -193,7 +190,7 @@ class _Even(torch.autograd.Function):
     """States less their mean, over their standard deviation. The gradient uses both as ``keeping`` rounds them."""
 
     @staticmethod
-    def forward(context: Any, states: torch.Tensor, eps: float, keeping: Rounding) -> torch.Tensor:
+    def forward(context: Any, states: Tensor, eps: float, keeping: Rounding) -> Tensor:
         mean = states.mean(-1, keepdim=True)
         centred = states - mean
         scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -201,22 +198,22 @@ class _Even(torch.autograd.Function):
         return centred * scale
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,), (states, mean, scale) = gradients, context.saved_tensors
         even = (states - mean) * scale
         along = even * (gradient * even).mean(-1, keepdim=True)
         return scale * (gradient - gradient.mean(-1, keepdim=True) - along), None, None
 
 
-def _silu(states: torch.Tensor) -> torch.Tensor:
+def _silu(states: Tensor) -> Tensor:
     return states * states.sigmoid()
 
 
-def _gelu(states: torch.Tensor) -> torch.Tensor:
+def _gelu(states: Tensor) -> Tensor:
     """Return GELU's approximation (arXiv:1606.08415, section 2)."""
     return states * (2 * math.sqrt(2 / math.pi) * (states + 0.044715 * states**3)).sigmoid()
 
 
-def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = states[..., 0::2], states[..., 1::2]
     return torch.stack((first * cosine - second * sine, second * cosine + first * sine), -1).flatten(-2)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from primus.recipes.architecture import Architecture, RopeScaling
 from primus.training.reference.rounding import Rounding, attended, exact, multiplied
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,33 +76,31 @@ class Transformer:
     # The smallest relative difference between the scores of a chosen and a not chosen expert.
     closest: float = math.inf
     # Layer → the number of tokens of each expert, over all calls.
-    sent: dict[str, torch.Tensor] = field(default_factory=dict)
+    sent: dict[str, Tensor] = field(default_factory=dict)
     # Layer → the scores [tokens, experts] by which experts were chosen in the last call.
-    choices: dict[str, torch.Tensor] = field(default_factory=dict)
+    choices: dict[str, Tensor] = field(default_factory=dict)
 
     def blocks(self) -> list[str]:
         """Return the names of the blocks in order."""
         raise NotImplementedError
 
-    def entered(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
         """Return the states [samples, length, hidden] that enter the first block, and what all blocks see besides."""
         raise NotImplementedError
 
-    def block(
-        self, weights: Weights, name: str, states: torch.Tensor, context: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def block(self, weights: Weights, name: str, states: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the states after a block, and its balancing loss per token."""
         raise NotImplementedError
 
-    def head(self, weights: Weights, states: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+    def head(self, weights: Weights, states: Tensor, context: Tensor | None) -> Tensor:
         """Return the prediction from the states after the last block."""
         raise NotImplementedError
 
-    def errors(self, predicted: torch.Tensor, batch: Weights) -> torch.Tensor:
+    def errors(self, predicted: Tensor, batch: Weights) -> Tensor:
         """Return the loss of each label, or of each image."""
         raise NotImplementedError
 
-    def prediction(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    def prediction(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor]:
         """Return the prediction for ``batch``, and the balancing loss per token."""
         states, context = self.entered(weights, batch)
         balance = states.new_zeros(())
@@ -110,7 +109,7 @@ class Transformer:
             balance = balance + extra
         return self.head(weights, states, context), balance
 
-    def losses(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor]:
         """Return the loss of each label, or of each image, and the balancing loss per token."""
         predicted, balance = self.prediction(weights, batch)
         return self.errors(predicted, batch), balance
@@ -136,13 +135,11 @@ class Model(Transformer):
         return [f"layers.{number}" for number in range(self.sizes.layers)]
 
     @override
-    def entered(self, weights: Weights, batch: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
         return self.between(weights["model.embed_tokens.weight"][batch["inputs"]]), batch.get("positions")
 
     @override
-    def block(
-        self, weights: Weights, name: str, states: torch.Tensor, context: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def block(self, weights: Weights, name: str, states: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         sizes, layer = self.sizes, f"model.{name}."
         normed = self._norm(weights[layer + "input_layernorm.weight"], states)
         attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
@@ -157,13 +154,13 @@ class Model(Transformer):
         return self.between(states + fed), extra
 
     @override
-    def head(self, weights: Weights, states: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+    def head(self, weights: Weights, states: Tensor, context: Tensor | None) -> Tensor:
         states = self._norm(weights["model.norm.weight"], states)
         name = "model.embed_tokens.weight" if self.sizes.tied_embeddings else "lm_head.weight"
         return self.between(states @ weights[name].T)
 
     @override
-    def errors(self, predicted: torch.Tensor, batch: Weights) -> torch.Tensor:
+    def errors(self, predicted: Tensor, batch: Weights) -> Tensor:
         labels = batch["labels"]
         trained = labels >= 0
         chosen = predicted.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -172,10 +169,10 @@ class Model(Transformer):
             chosen = chosen + constants.smoothing * (predicted.mean(-1) - chosen)
         return (total - chosen + constants.z_loss * total.square()) * trained
 
-    def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+    def _linear(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         eight, constants = self.eight if is_narrow(name + ".weight") else None, self.constants
 
-        def multiply(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def multiply(states: Tensor, weight: Tensor) -> Tensor:
             if eight is None:
                 return states @ weight.T
             return multiplied(states, weight, eight, one_format=constants.one_format, wide=constants.wide)
@@ -192,7 +189,7 @@ class Model(Transformer):
             out = self.between(out + self.between(scaled))
         return out
 
-    def _norm(self, weight: torch.Tensor, states: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    def _norm(self, weight: Tensor, states: Tensor, eps: float | None = None) -> Tensor:
         # The states are rounded already, and their gradient from here is as well before others are added.
         states = self.between(states)
         mean = states.square().mean(-1, keepdim=True)
@@ -200,12 +197,12 @@ class Model(Transformer):
         even = states * (mean + eps).rsqrt()
         return self.between((self.between(even) if "norms" in self.inner else even) * weight)
 
-    def _swiglu(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+    def _swiglu(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
         return self._linear(weights, name + "down_proj", self.between(self.between(gate * gate.sigmoid()) * up))
 
-    def _attention(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+    def _attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         sizes = self.sizes
         query, key, value = (
             self._linear(weights, f"{name}{kind}_proj", states).unflatten(-1, (-1, sizes.head_size)).transpose(1, 2)
@@ -219,7 +216,7 @@ class Model(Transformer):
         mixed = self._mixed(query, key, value, sizes.head_size**-0.5)
         return self._linear(weights, name + "o_proj", mixed)
 
-    def _latent_attention(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+    def _latent_attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         """DeepSeek-V2's attention (arXiv:2405.04434, section 2.1)."""
         sizes, mla = self.sizes, self.sizes.mla
         if mla.q_lora_rank:
@@ -257,7 +254,7 @@ class Model(Transformer):
             return 1.0, magnitude(scaling.mscale) ** 2
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim), magnitude(scaling.mscale_all_dim) ** 2
 
-    def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         length = query.shape[-2]
         place = torch.arange(length, device=query.device)
         hidden = place[None, :] > place[:, None]
@@ -270,7 +267,7 @@ class Model(Transformer):
         shares = self.constants.shares(scores.masked_fill(hidden, -torch.inf).softmax(-1))
         return (shares @ value).transpose(1, 2).flatten(-2)
 
-    def _angles(self, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _angles(self, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
         theta = float(self.sizes.rope_theta)
         place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
         frequencies = _stretched(theta ** (-place / size), size, theta, self.sizes.rope_scaling)
@@ -278,7 +275,7 @@ class Model(Transformer):
         phases = self.constants.phases(positions[:, None] * frequencies[None, :])
         return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
 
-    def _turned(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    def _turned(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer, arXiv:2104.09864, eq. 34)."""
         inner = self.between if "rotations" in self.inner else exact
         cosine, sine = inner(cosine), inner(sine)
@@ -286,7 +283,7 @@ class Model(Transformer):
         turned = inner(first * cosine) - inner(second * sine), inner(second * cosine) + inner(first * sine)
         return self.between(torch.cat(turned, -1))
 
-    def _experts(self, weights: Weights, name: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _experts(self, weights: Weights, name: str, states: Tensor) -> tuple[Tensor, Tensor]:
         moe = self.sizes.moe
         samples, length, _ = states.shape
         flat = states.flatten(0, 1)
@@ -315,7 +312,7 @@ class Model(Transformer):
         extra = self._balance(raw, scores, samples, length)
         return out.unflatten(0, (samples, length)), extra
 
-    def _best(self, scores: torch.Tensor) -> torch.Tensor:
+    def _best(self, scores: Tensor) -> Tensor:
         count = self.sizes.moe.top_k
         best = scores.topk(min(count + 1, scores.shape[-1]), -1)
         if scores.shape[-1] > count:
@@ -327,7 +324,7 @@ class Model(Transformer):
                 return torch.cat([best.indices[:, : count - 1], swapped.unsqueeze(1)], 1)
         return best.indices[:, :count]
 
-    def _limited(self, choice: torch.Tensor) -> torch.Tensor:
+    def _limited(self, choice: Tensor) -> Tensor:
         moe = self.sizes.moe
         if moe.groups <= 1:
             return choice
@@ -336,7 +333,7 @@ class Model(Transformer):
         allowed = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
         return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
-    def doubtful(self, choice: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def doubtful(self, choice: Tensor, shift: Tensor) -> Tensor:
         """Return which tokens [tokens] may go to other experts if each of their scores moves by up to ``shift``."""
         moe, count = self.sizes.moe, self.sizes.moe.top_k
         limited = self._limited(choice).sort(-1, descending=True).values
@@ -349,7 +346,7 @@ class Model(Transformer):
             near |= sums[:, moe.top_groups - 1] - sums[:, moe.top_groups] < 2 * self.dialect.group_best * shift
         return near
 
-    def _balance(self, raw: torch.Tensor, scores: torch.Tensor, samples: int, length: int) -> torch.Tensor:
+    def _balance(self, raw: Tensor, scores: Tensor, samples: int, length: int) -> Tensor:
         """Return the balancing loss of a sequence or batch (DeepSeek-V3, arXiv:2412.19437, eq. 18)."""
         moe, kind = self.sizes.moe, self.dialect.balance
         if not moe.auxiliary_loss or kind == "none":
@@ -365,7 +362,7 @@ class Model(Transformer):
         return moe.auxiliary_loss * (total if kind == "batch" else total / samples)
 
 
-def _documents(states: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+def _documents(states: Tensor, positions: Tensor) -> list[Tensor]:
     starts = (positions.flatten() == 0).nonzero().flatten().tolist()
     lengths = [end - start for start, end in pairwise([*starts, positions.numel()])]
     return list(states.reshape(1, -1, states.shape[-1]).split(lengths, 1))
@@ -376,12 +373,12 @@ def is_narrow(name: str) -> bool:
     return "_proj" in name and ".experts." not in name
 
 
-def _paired(states: torch.Tensor) -> torch.Tensor:
+def _paired(states: Tensor) -> Tensor:
     """Reorder DeepSeek's rotary pairs, which are neighbors: the rotation below pairs element i with i + size / 2."""
     return torch.cat((states[..., 0::2], states[..., 1::2]), -1)
 
 
-def _stretched(frequencies: torch.Tensor, size: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+def _stretched(frequencies: Tensor, size: int, theta: float, scaling: RopeScaling) -> Tensor:
     """Return Llama 3.1's scaled frequencies (its model card) or YaRN's (arXiv:2309.00071, eq. 18-23)."""
     if scaling.kind == "llama3":
         turns = scaling.original_max_position * frequencies / (2 * math.pi)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import Architecture, RopeScaling
@@ -109,10 +110,10 @@ def _as_trained(job: Mapping[str, Any], sizes: Architecture) -> Architecture:
     return sizes
 
 
-Gradients = Mapping[str, torch.Tensor]
+Gradients = Mapping[str, Tensor]
 
 
-def _fp8(tensor: torch.Tensor) -> torch.Tensor:
+def _fp8(tensor: Tensor) -> Tensor:
     return tensor + (tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype) - tensor.detach())
 
 
@@ -192,7 +193,7 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
 
 # Of a part of the evidence: the products of the directions of all changes with each other, with the run's errors, and
 # with the noise.
-Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Part = tuple[Tensor, Tensor, Tensor]
 
 
 def products_of_blocks(names: Sequence[str], results: Iterable[Result]) -> list[Part]:

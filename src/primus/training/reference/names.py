@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
+from torch import Tensor
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import family, renamed
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 # The name of a router bias ends so. It is no parameter.
 BIAS = ".e_score_correction_bias"
 
@@ -24,7 +24,7 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+", "", name)
 
 
-def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, Tensor]) -> Tensors:
     """Return ``tensors`` of a backend by Hugging Face's names. Raises UnknownWeight for an unexpected name."""
     converted: Tensors = {}
     for name, tensor in tensors.items():
@@ -34,7 +34,7 @@ def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, torch.
     return converted
 
 
-def _torchtitan(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def _torchtitan(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     layer, inner = _placed(name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), "layers")
     if inner == "moe.tokens_per_expert":
         return []
@@ -61,12 +61,12 @@ def _renamed(model: Architecture, backend: str, inner: str, name: str) -> str:
         raise UnknownWeight(name) from None
 
 
-def _fsdp(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def _fsdp(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     layer, inner = _placed(name, "layers")
     return [(layer + _renamed(model, "fsdp", inner, name), tensor)]
 
 
-def _finetune(_model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def _finetune(_model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     name = name.removeprefix("model.").removeprefix("base_model.model.")
     name = re.sub(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)", "", name)
     if match := re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)", name):
@@ -80,7 +80,7 @@ def _finetune(_model: Architecture, name: str, tensor: torch.Tensor) -> Iterable
     return [(name, tensor)]
 
 
-def _megatron(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def _megatron(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     layer, inner = _placed(name, "decoder.layers")
     if (ours := renamed(model, "megatron").get(inner)) is not None:
         # The vocabulary is padded to a multiple that the ranks share.
@@ -104,7 +104,7 @@ def _megatron(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[
     raise UnknownWeight(name)
 
 
-_CONVERT: dict[str, Callable[[Architecture, str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]] = {
+_CONVERT: dict[str, Callable[[Architecture, str, Tensor], Iterable[tuple[str, Tensor]]]] = {
     "torchtitan": _torchtitan,
     "fsdp": _fsdp,
     "finetune": _finetune,

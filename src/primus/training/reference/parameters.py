@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import weights_of
@@ -63,7 +64,7 @@ _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 _INTO_STREAM = re.compile(r"\.(o_proj|down_proj)\.weight$")
 
 
-def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, torch.Tensor]) -> list[str]:
+def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, Tensor]) -> list[str]:
     """Return which of the first ``weights``, by canonical names, do not follow the backend's rule."""
     if not _begins_random(job):
         return []
@@ -89,7 +90,7 @@ def _begins_random(job: Mapping[str, Any]) -> bool:
     return job["config"].get("weights", "random") == "random" and not job["resume_from"] and job["first_step"] == 1
 
 
-def _repeats(tensor: torch.Tensor, ranks: int) -> bool:
+def _repeats(tensor: Tensor, ranks: int) -> bool:
     shares = [tensor.chunk(ranks, axis) for axis in (0, -1) if ranks > 1 and tensor.shape[axis] % ranks == 0]
     return any(torch.equal(first, other) for first, *others in shares for other in others)
 
@@ -101,19 +102,18 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
     if not _begins_random(job):
         return []
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
-    seed, findings = job["config"].get(key, usual), []
-    if seed is None:
+    if (seed := job["config"].get(key, usual)) is None:
         # Without a seed, torchtitan uses a random one.
         return []
     # Our own loop draws dropout from a different seed on each rank. Megatron and torchtitan seed all ranks alike.
     apart = job["backend"] not in ("torchtitan", "megatron")
-    devices = set()
-    for rank in range(job["world_size"]):
-        seen = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)
-        devices.add(seen["device"])
-        if seen["seed"] != (expected := seed + rank * apart):
-            findings.append(f"rank {rank} draws random numbers from seed {seen['seed']}, not {expected}")
-    if devices != {"cpu"}:
+    ranks = [torch.load(folder / f"batch-1-{rank}.pt", weights_only=True) for rank in range(job["world_size"])]
+    findings = [
+        f"rank {rank} draws random numbers from seed {seen['seed']}, not {seed + rank * apart}"
+        for rank, seen in enumerate(ranks)
+        if seen["seed"] != seed + rank * apart
+    ]
+    if any(seen["device"] != "cpu" for seen in ranks):
         return findings
     stored = torch.load(folder / "weights-0.pt", weights_only=True)["weights"]
     drawn = _of_torchtitan if job["backend"] == "torchtitan" else _by_name
@@ -125,8 +125,8 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
 
 
 def _by_name(
-    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, Tensor], seed: int
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in stored.items():
         plain, mark = name, "/"
         if job["backend"] != "megatron":
@@ -145,8 +145,8 @@ def _by_name(
 
 
 def _of_torchtitan(
-    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, Tensor], seed: int
+) -> Iterator[tuple[str, Tensor]]:
     if any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
         return
     plain = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in stored}
@@ -170,7 +170,7 @@ def _of_torchtitan(
         yield plain[name], whole
 
 
-def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float | None:
+def constant(job: Mapping[str, Any], name: str, tensor: Tensor) -> float | None:
     """Return the initial value of each element of a weight; None if they are random."""
     if ".lora_B." in name or name.endswith(("bias", BIAS)):
         return 0.0
@@ -179,7 +179,7 @@ def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float |
     return 1.0 if tensor.ndim == 1 else None
 
 
-def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: torch.Tensor) -> float:
+def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: Tensor) -> float:
     backend, config = job["backend"], job["config"]
     outer = name in ("model.embed_tokens.weight", "lm_head.weight")
     if ".lora_A." in name:
@@ -205,11 +205,9 @@ def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> d
         config = job["config"]
         expected |= adapter_shapes(sizes, int(config.get("lora.rank", 16)), config.get("lora.targets") or ())
     present = {name: tuple(tensor.shape) for name, tensor in without_bias(weights).items()}
-    matrices: dict[tuple[int, ...], list[tuple[str, torch.Tensor]]] = {}
+    matrices: list[tuple[str, Tensor]] = []
     strange = []
-    for name, tensor in weights.items():
-        if name.endswith(BIAS):
-            continue
+    for name, tensor in without_bias(weights).items():
         if not bool(torch.isfinite(tensor).all()):
             strange.append(f"{name} is not finite")
         elif ".lora_B." in name:
@@ -218,9 +216,9 @@ def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> d
         elif tensor.ndim > 1 and float(tensor.std()) == 0 and constant(job, name, tensor) is None:
             strange.append(f"{name} holds one value")
         elif tensor.ndim > 1 and ".lora_" not in name:
-            same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]
+            same = [other for other, value in matrices if torch.equal(value, tensor)]
             strange += [f"{name} equals {other}" for other in same[:1]]
-            matrices.setdefault(tuple(tensor.shape), []).append((name, tensor))
+            matrices.append((name, tensor))
     return {
         "missing": sorted(set(expected) - set(present)),
         "besides": sorted(set(present) - set(expected)),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from primus.recipes.architecture import Architecture, rebuilt
 from primus.recipes.choose import CPU
@@ -95,7 +96,7 @@ def _use_one_core() -> None:
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
     loss: float
-    losses: torch.Tensor
+    losses: Tensor
     gradients: Tensors
     norm: float
     clipped: Tensors
@@ -109,7 +110,7 @@ class _Step:
 
     row: dict[str, Any]
     gradients: Tensors
-    sent: Mapping[str, torch.Tensor]
+    sent: Mapping[str, Tensor]
     of_weights: list[Part]
     of_blocks: list[Part]
 
@@ -258,7 +259,7 @@ class _Replay:
         noises = {key: _of_key(_SUSPECT, key) * noise for key, noise in _noises(row["noise"]).items()}
         return any(1e-5 + noises[key] < gap <= 10 * noises[key] for key, gap in self._gaps(row).items())
 
-    def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
+    def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, Tensor]) -> list[str]:
         wrong, dialect = [], self._models.dialect
         for layer, count in sent.items() if dialect.bias_rate else ():
             name, mean = f"{layer}gate{BIAS}", count.double().mean()
@@ -361,7 +362,7 @@ def _reported(file: Path) -> dict[int, dict[str, float]]:
     return {int(row["step"]): {key: float(row[key]) for key in ("loss", "grad_norm")} for row in rows}
 
 
-def _wide(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def _wide(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.to(torch.float64) for name, tensor in tensors.items()}
 
 

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Rounding = Callable[[torch.Tensor], torch.Tensor]
+Rounding = Callable[[Tensor], Tensor]
 
 
-def exact(tensor: torch.Tensor) -> torch.Tensor:
+def exact(tensor: Tensor) -> Tensor:
     """Return the tensor without rounding."""
     return tensor
 
 
-def bfloat(tensor: torch.Tensor) -> torch.Tensor:
+def bfloat(tensor: Tensor) -> Tensor:
     """Return the tensor rounded to bfloat16; its gradient is rounded as well."""
     return tensor.to(torch.bfloat16).to(tensor.dtype)
 
@@ -35,9 +36,9 @@ _OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: 
 
 
 def attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, *, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, scale: float,
     between: Rounding, adding: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused kernels.
 
     They round the softmax and its gradient before they multiply, and compute the latter from the rounded output
@@ -45,16 +46,16 @@ def attended(
     PyTorch's kernel for CPUs does, one block of queries and one head of a group after the other. ``hidden`` pairs do
     not attend.
     """
-    out: torch.Tensor = _Attended.apply(query, key, value, hidden, scale, between, adding)
+    out: Tensor = _Attended.apply(query, key, value, hidden, scale, between, adding)
     return out.transpose(1, 2).flatten(-2)
 
 
 class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None,
+        context: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None,
         scale: float, between: Rounding, adding: bool,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         groups = key.shape[1]
         query = query.unflatten(1, (groups, -1))
         scores = scale * query @ key.unsqueeze(2).transpose(-1, -2)
@@ -66,7 +67,7 @@ class _Attended(torch.autograd.Function):
         return out.flatten(1, 2)
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, shares, narrow, out = context.saved_tensors
         scale, between, adding = context.rest
         gradient = gradients[0].unflatten(1, (key.shape[1], -1))
@@ -79,7 +80,7 @@ class _Attended(torch.autograd.Function):
         return of_query.flatten(1, 2), of_key, of_value, None, None, None, None
 
 
-def _added(shares: torch.Tensor, states: torch.Tensor, between: Rounding, adding: bool) -> torch.Tensor:
+def _added(shares: Tensor, states: Tensor, between: Rounding, adding: bool) -> Tensor:
     """Return shareᵀ × states [samples, groups, keys, size], added over queries and the heads of a group."""
     length = states.shape[-2]
     size = next(size for size, most in ((32, 192), (64, 768), (256, math.inf)) if length < most)
@@ -92,23 +93,21 @@ def _added(shares: torch.Tensor, states: torch.Tensor, between: Rounding, adding
     return total
 
 
-def multiplied(
-    states: torch.Tensor, weight: torch.Tensor, eight: torch.dtype, *, one_format: bool, wide: str
-) -> torch.Tensor:
+def multiplied(states: Tensor, weight: Tensor, eight: torch.dtype, *, one_format: bool, wide: str) -> Tensor:
     """Return states × weightᵀ with factors rounded to ``eight``, each scaled by its largest value.
 
     ``one_format`` and ``wide`` are those of :class:`.model.Constants`.
     """
     back = eight if one_format else _OF_GRADIENTS[eight]
-    out: torch.Tensor = _EightBits.apply(states, weight, eight, back, wide)
+    out: Tensor = _EightBits.apply(states, weight, eight, back, wide)
     return out
 
 
 class _EightBits(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, states: torch.Tensor, weight: torch.Tensor, eight: torch.dtype, back: torch.dtype, wide: str
-    ) -> torch.Tensor:
+        context: Any, states: Tensor, weight: Tensor, eight: torch.dtype, back: torch.dtype, wide: str
+    ) -> Tensor:
         narrow = _scaled(states, eight), _scaled(weight, eight)
         context.save_for_backward(
             states if wide == "gradients of weights" else narrow[0],
@@ -118,7 +117,7 @@ class _EightBits(torch.autograd.Function):
         return states @ weight.T if wide == "outputs" else narrow[0] @ narrow[1].T
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         states, weight = context.saved_tensors
         narrow = _scaled(gradient, context.back)
         for_states = gradient if context.wide == "gradients of states" else narrow
@@ -126,6 +125,6 @@ class _EightBits(torch.autograd.Function):
         return for_states @ weight, for_weight.flatten(0, -2).T @ states.flatten(0, -2), None, None, None
 
 
-def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scaled(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     scale = torch.finfo(dtype).max / tensor.abs().amax().clamp(min=1e-12)
     return (tensor * scale).to(torch.float32).to(dtype).to(tensor.dtype) / scale

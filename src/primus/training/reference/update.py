@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from primus.training.reference.names import Tensors, kind_of
 
@@ -81,12 +82,12 @@ def rate(settings: Settings, step: int) -> float:
     return settings.min_lr + (settings.lr - settings.min_lr) * remaining[settings.schedule]
 
 
-def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:
+def norm_of(gradients: Mapping[str, Tensor]) -> float:
     """Return the length of all gradients as one vector."""
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
 
 
-def clipped(gradients: Mapping[str, torch.Tensor], norm: float, limit: float) -> dict[str, torch.Tensor]:
+def clipped(gradients: Mapping[str, Tensor], norm: float, limit: float) -> dict[str, Tensor]:
     """Return ``gradients`` shortened to ``limit`` if ``norm`` exceeds it (with PyTorch's 1e-6 in the quotient)."""
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
     return {name: gradient * factor for name, gradient in gradients.items()}
@@ -97,13 +98,11 @@ class AdamW:
     """Adam with weight decay, decoupled or not (arXiv:1711.05101, algorithm 2)."""
 
     settings: Settings
-    first: dict[str, torch.Tensor] = field(default_factory=dict)
-    second: dict[str, torch.Tensor] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
+    second: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
 
-    def update(
-        self, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], lr: float
-    ) -> dict[str, torch.Tensor]:
+    def update(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
         """Return the weights after one update. A weight without a gradient stays as it is."""
         settings = self.settings
         self.step += 1
@@ -169,9 +168,7 @@ def scales_of(gradients: Tensors) -> dict[str, float]:
     return {name: max(length, least) or 1.0 for name, length in lengths.items()}
 
 
-def gaps_of(
-    run: Mapping[str, torch.Tensor], expected: Tensors, scales: Mapping[str, float]
-) -> dict[str, tuple[float, str]]:
+def gaps_of(run: Mapping[str, Tensor], expected: Tensors, scales: Mapping[str, float]) -> dict[str, tuple[float, str]]:
     """Return the largest relative error of a gradient, with its tensor's name, for each kind of tensor. Those of all
     layers and experts are similar, so the noise of some predicts that of the others.
     """

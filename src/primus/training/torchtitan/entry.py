@@ -18,7 +18,7 @@ from primus.recipes.architecture import rebuilt
 from primus.training import facts, gloo, identity, tokens
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
-from primus.training.loop.process import keep_graphs, name_policies
+from primus.training.loop.process import keep_graphs
 from primus.training.torchtitan import cpu, render
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
@@ -174,7 +174,6 @@ def main(argv: list[str]) -> None:
         cpu.apply(int(job["threads"]))
     if job["config"].get("compile.enable"):
         keep_graphs()
-        name_policies()
     written = _register_corpus(Path(job["output"]) / "cache")
     if job["turbo"]:
         from primus.training.torchtitan import turbo

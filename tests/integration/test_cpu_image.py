@@ -183,8 +183,8 @@ def committed(cpu_image: Kit, folder: Path) -> Kit:
     return kit
 
 
-@needs("docker-registry", "skopeo", "git")
-def test_it_is_published_with_its_evidence_or_not_at_all(
+@needs("docker-registry", "skopeo", "git", "cosign")
+def test_it_is_published_with_its_signed_evidence_or_not_at_all(
     cpu_image: Kit, validated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = committed(cpu_image, tmp_path / "project")
@@ -206,6 +206,8 @@ def test_it_is_published_with_its_evidence_or_not_at_all(
         login = {"auths": {f"127.0.0.1:{port}": {"auth": b64encode(b"me:word").decode()}}}
         Kit(tmp_path).write("docker/config.json", json.dumps(login))
         there = Repository(name)
+        wrong = kit.primus(*words, "--records", str(validated), "--key", str(tmp_path / "nothing.key"))
+        assert (wrong.code, "cosign failed" in wrong.err) == (3, True)
         assert there.digest("v26.11-cpu") is None
 
         done = kit.primus(*words, "--records", str(validated))
@@ -228,6 +230,15 @@ def test_it_is_published_with_its_evidence_or_not_at_all(
         assert (again["published"][0]["new"], again["published"][0]["bytes_sent"]) == (False, 0)
         assert len(there.referrers(digest)) == len(documents)
 
+        monkeypatch.setenv("COSIGN_PASSWORD", "a word")
+        subprocess.run(["cosign", "generate-key-pair"], cwd=tmp_path, check=True, capture_output=True)
+        for _ in range(2):
+            signed = kit.primus(*words, "--records", str(validated), "--key", str(tmp_path / "cosign.key"))
+            assert signed.code == 0, signed.err
+        policy = ("--policy", str(kit.root / "policy.yaml"))
+        seen = Kit(tmp_path).primus("verify", "--image", f"{name}:v26.11-cpu", "--key", "cosign.pub", *policy)
+        assert (seen.code, seen.out.splitlines()[-1]) == (0, "verified"), seen.out
+
         other = there.referrers(digest)[0]["digest"]
         copy = ["skopeo", "copy", "-q", "--src-tls-verify=false", "--dest-tls-verify=false"]
         subprocess.run([*copy, f"docker://{name}@{other}", f"docker://{name}:v26.11-cpu"], check=True)
@@ -239,29 +250,6 @@ def test_it_is_published_with_its_evidence_or_not_at_all(
     gone = kit.primus(*words, "--records", str(validated))
     assert gone.code == 3
     assert "does not answer" in gone.err
-
-
-@needs("docker-registry", "skopeo", "git", "cosign")
-def test_its_signed_evidence_is_verified_in_the_registry_alone(
-    cpu_image: Kit, validated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COSIGN_PASSWORD", "a word")
-    subprocess.run(["cosign", "generate-key-pair"], cwd=tmp_path, check=True, capture_output=True)
-    kit = committed(cpu_image, tmp_path / "project")
-    with registry(tmp_path / "registry") as port:
-        name = f"127.0.0.1:{port}/rocm/primus"
-        words = ("publish", "cpu", "--store", str(cpu_image.root / ".primus/store"), "--to", name)
-        evidence = ("--records", str(validated))
-        wrong = kit.primus(*words, *evidence, "--key", str(tmp_path / "nothing.key"))
-        assert (wrong.code, "cosign failed" in wrong.err) == (3, True)
-        assert Repository(name).digest("v26.11-cpu") is None
-        assert kit.primus(*words, *evidence).code == 0
-        for _ in range(2):
-            done = kit.primus(*words, *evidence, "--key", str(tmp_path / "cosign.key"))
-            assert done.code == 0, done.err
-        policy = ("--policy", str(kit.root / "policy.yaml"))
-        seen = Kit(tmp_path).primus("verify", "--image", f"{name}:v26.11-cpu", "--key", "cosign.pub", *policy)
-        assert (seen.code, seen.out.splitlines()[-1]) == (0, "verified"), seen.out
 
 
 def fetch(repository: str, digest: str, folder: Path) -> bytes:

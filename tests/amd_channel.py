@@ -167,11 +167,13 @@ def fetch_build_tools(folder: Path, kit: Kit) -> None:
     built = {word for pin in pins if pin.build for word in pin.build.wheels if word.partition("==")[0] in BUILD_TOOLS}
     words = sorted({*wanted, *(word for word in built if "==" in word), "packaging"})
     # pip downloads one version of a project at a time.
+    downloads = []
     while words:
         once = list({word.partition("==")[0]: word for word in words}.values())
         words = [word for word in words if word not in once]
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *once]
-        subprocess.run(command, check=True, capture_output=True)
+        downloads.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+    assert {download.wait() for download in downloads} == {0}
 
 
 def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:

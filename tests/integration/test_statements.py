@@ -63,7 +63,8 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     kit.write(inside, "Metadata-Version: 2.4\nName: small\nVersion: 1.0\nLicense-Expression: MIT\n\n")
     kit.write("parts/beta/blob", "b" * 5000)
     project = Project(kit.root)
-    ((plan, _),) = build([resolve(project, "demo")], project.workspace, Options(quiet=True, judge=False))
+    (built,) = build([resolve(project, "demo")], project.workspace, Options(quiet=True, judge=False))
+    plan = built.image.plan
     files = [
         LockedFile(kind="wheel", name=name, version="1.0", file=f"{name}-1.0-py3-none-any.whl", size=9, sha256=sha256)
         for name, sha256 in (("small", "a" * 64), ("tool", "b" * 64))
@@ -74,7 +75,7 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     plan = replace(plan, resolved=replace(plan.resolved, lock=lock))
     image = compose(project.workspace.store, plan)
     assert image
-    layers = zip(plan.layers, image.layers, strict=True)
+    layers = image.rows
     facts = {action.name: examine_layer(project.workspace, layer) for action, layer in layers}
     outcome = judge(Examined(image=image, facts=facts, workspace=project.workspace))
     evidence = (

@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primus.engine.kinds import debs, files, kernels, wheels
 from primus.engine.upkeep import remove_damage
@@ -20,7 +20,7 @@ from primus.gates.check import Gatekeeper
 from primus.gates.examined import rules_hash
 from primus.oci import canonical
 from primus.oci.layer import check_overlap, read_paths
-from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, NOTHING, LeftOut
+from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE
 from primus.plan.action import Action, ImagePlan, tree_record
 from primus.plan.image import Composed, compose, stored
 from primus.plan.layers import plan_images
@@ -36,40 +36,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerLine:
-    """One row of the summary. Sizes are in bytes; ``seconds`` is the time this build spent on the layer (0 if
-    reused); ``left_out`` counts GPU code for other GPUs that the layer does not contain.
-    """
-
-    name: str
-    digest: str
-    size: int
-    unpacked: int
-    built: bool
-    seconds: float
-    left_out: LeftOut = NOTHING
-
-
-@dataclass(frozen=True, kw_only=True)
 class Built:
-    """An image in the store.
-
-    ``content`` is the config's digest, which does not depend on how layers are compressed. ``changed`` tells whether
-    this build named the image. ``failed`` has one sentence for each gate that the image failed.
+    """An image with a name in the store. ``changed`` tells whether this build named it. ``failed`` has one sentence for
+    each gate that the image failed, and ``ran`` the keys of the actions that this build ran.
     """
 
-    target: str
-    ref: str
-    digest: str
-    content: str
+    image: Composed
     changed: bool
-    layers: tuple[LayerLine, ...]
-    failed: tuple[str, ...] = ()
+    failed: tuple[str, ...]
+    ran: Collection[str] = ()
 
-    @property
-    def size(self) -> int:
-        """Compressed bytes of all layers."""
-        return sum(line.size for line in self.layers)
+    def as_json(self) -> dict[str, Any]:
+        """Return the image as JSON data. Its ``content`` does not depend on how layers are compressed."""
+        plan = self.image.plan
+        layers = [
+            {
+                "name": action.name,
+                "digest": layer.blob.digest,
+                "size": layer.blob.size,
+                "unpacked": layer.unpacked,
+                "built": action.key in self.ran,
+                "seconds": layer.seconds if action.key in self.ran else 0.0,
+                "left_out": asdict(layer.left_out),
+            }
+            for action, layer in self.image.rows
+        ]
+        names = {"target": plan.target, "ref": plan.ref, "digest": self.image.digest}
+        content = canonical.digest_of(self.image.config)
+        return {**names, "content": content, "changed": self.changed, "layers": layers, "failed": self.failed}
 
 
 KINDS: Mapping[str, Kind] = {
@@ -104,8 +98,8 @@ class Options:
         self.spent[name] = time.monotonic() - begin
 
 
-def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Options) -> list[tuple[ImagePlan, Built]]:
-    """Build the images of ``targets``, and return each with its plan.
+def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Options) -> list[Built]:
+    """Build the images of ``targets``.
 
     If the store has every image already and the gates have judged it by their present rules, nothing else is done.
 
@@ -124,7 +118,7 @@ def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Opti
     rules = rules_hash() if options.judge else ""
     complete = {plan.key: image for plan in plans if (image := finished(store, plan, rules))}
     if all(plan.key in complete for plan in plans):
-        return [(plan, complete[plan.key]) for plan in plans]
+        return [complete[plan.key] for plan in plans]
     store.prepare()
     _check_recipes(store, plans)
     with choose_progress(options.quiet) as progress, contextlib.closing(Gatekeeper(workspace)) as gates:
@@ -135,20 +129,19 @@ def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Opti
         with options.stage("fetch"):
             _fetch_files(workshop, plans, offline=options.offline)
         with options.stage("build"):
-            built = _run_actions(workshop, _missing(plans, workshop.done))
+            ran = _run_actions(workshop, _missing(plans, workshop.done))
         with options.stage("check"):  # compose → gates → index
-            return [(plan, complete.get(plan.key) or _image(store, plan, built, gates, rules)) for plan in plans]
+            return [complete.get(plan.key) or _image(store, plan, ran, gates, rules) for plan in plans]
 
 
-def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gatekeeper, rules: str) -> Built:
+def _image(store: Store, plan: ImagePlan, ran: Collection[str], gates: Gatekeeper, rules: str) -> Built:
     image = compose(store, plan)
     if image is None:
         raise CheckFailed(f"a layer of {plan.ref} was removed from the store while it was in use", hint="build again")
-    layers = list(zip(plan.layers, image.layers, strict=True))
     # Most changes keep the paths of all layers, and the path lists of a whole image are long.
-    apart = [[action.kind == "image", layer.paths] for action, layer in layers]
+    apart = [[action.kind == "image", layer.paths] for action, layer in image.rows]
     if (store.record("targets", plan.state) or {}).get("apart") != apart:
-        check_overlap([(action.name, action.kind == "image", read_paths(store, layer)) for action, layer in layers])
+        check_overlap([(action.name, action.kind == "image", read_paths(store, layer)) for action, layer in image.rows])
     failed = gates.judge(image) if rules else ()
     store.put(image.config, CONFIG_TYPE)
     store.tag(plan.ref, store.put(image.manifest, MANIFEST_TYPE))
@@ -160,7 +153,7 @@ def _image(store: Store, plan: ImagePlan, built: Collection[str], gates: Gatekee
         "apart": apart,
     }
     store.save("targets", plan.state, record)
-    return _built(image, failed, changed=True, built=built)
+    return Built(image=image, changed=True, failed=failed, ran=ran)
 
 
 def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
@@ -171,36 +164,12 @@ def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
         return None
     sentences = record.get("failed")
     failed = tuple(map(str, sentences)) if isinstance(sentences, list) else ()
-    return _built(image, failed, changed=False, built=())
+    return Built(image=image, changed=False, failed=failed)
 
 
 def _judged_by(plan: ImagePlan, rules: str) -> str:
     # What the verdict depends on besides the image's bytes.
     return f"{rules} budget {plan.resolved.budget_gb} arch {plan.resolved.arch}"
-
-
-def _built(image: Composed, failed: tuple[str, ...], *, changed: bool, built: Collection[str]) -> Built:
-    plan = image.plan
-    return Built(
-        target=plan.target,
-        ref=plan.ref,
-        digest=image.digest,
-        content=canonical.digest_of(image.config),
-        changed=changed,
-        layers=tuple(
-            LayerLine(
-                name=action.name,
-                digest=layer.blob.digest,
-                size=layer.blob.size,
-                unpacked=layer.unpacked,
-                built=action.key in built,
-                seconds=layer.seconds if action.key in built else 0.0,
-                left_out=layer.left_out,
-            )
-            for action, layer in zip(plan.layers, image.layers, strict=True)
-        ),
-        failed=failed,
-    )
 
 
 def _check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:

@@ -107,10 +107,7 @@ class Gatekeeper:
         """
         for layer in image.layers:
             self.look(layer)
-        facts = {
-            action.name: self._facts[layer.blob.digest].result()
-            for action, layer in zip(image.plan.layers, image.layers, strict=True)
-        }
+        facts = {action.name: self._facts[layer.blob.digest].result() for action, layer in image.rows}
         outcome = judge(Examined(image=image, facts=facts, workspace=self._workspace))
         if not outcome.passed and not image.plan.resolved.choice.preview:
             raise CheckFailed(

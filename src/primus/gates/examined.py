@@ -230,7 +230,7 @@ def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examin
             f"{plan.ref} is not built from the current versions.yaml and lock", hint=f"primus build {plan.target}"
         )
     facts: dict[str, LayerFacts] = {}
-    for action, layer in zip(plan.layers, image.layers, strict=True):
+    for action, layer in image.rows:
         is_new = not _cache_path(workspace, layer).is_file()
         if is_new:
             progress.start(layer.blob.digest, f"examine {action.name}", None)

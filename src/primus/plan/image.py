@@ -9,7 +9,7 @@ from primus.oci import canonical
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
 
 if TYPE_CHECKING:
-    from primus.plan.action import ImagePlan
+    from primus.plan.action import Action, ImagePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,11 @@ class Composed:
     def digest(self) -> str:
         """The digest of the manifest, which identifies the image."""
         return canonical.digest_of(self.manifest)
+
+    @property
+    def rows(self) -> list[tuple[Action, Layer]]:
+        """Each action of the plan with its layer."""
+        return list(zip(self.plan.layers, self.layers, strict=True))
 
     @property
     def size(self) -> int:

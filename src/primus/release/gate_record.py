@@ -51,7 +51,7 @@ def gate_record(examined: Examined, outcome: Outcome) -> dict[str, Any]:
                 "unpacked": layer.unpacked,
                 "left_out": asdict(layer.left_out),
             }
-            for action, layer in zip(image.plan.layers, image.layers, strict=True)
+            for action, layer in image.rows
         ],
     }
 

@@ -18,7 +18,6 @@ from primus.oci.store import Store
 from primus.plan.action import ImagePlan
 from primus.plan.explain import changes, explain_text, outline, outline_text
 from primus.plan.layers import plan_images
-from primus.plan.project import Choice
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
 
@@ -80,9 +79,9 @@ def build(args: argparse.Namespace) -> int:
     workspace.stats.save()
     seconds = time.monotonic() - begin
     if args.json:
-        print_json({"images": [asdict(image) for _, image in images], "seconds": round(seconds, 3)})
+        print_json({"images": [built.as_json() for built in images], "seconds": round(seconds, 3)})
     else:
-        _summarize([(image, plan.resolved.choice) for plan, image in images], seconds, options.spent)
+        _summarize(images, seconds, options.spent)
     return 0
 
 
@@ -140,41 +139,44 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namesp
     answer(args, document, [("\n\n" if full else "\n").join(texts)])
 
 
-def _summarize(images: Sequence[tuple[Built, Choice]], seconds: float, spent: Mapping[str, float]) -> None:
-    if not any(image.changed for image, _ in images):
-        for image, _ in images:
-            gates = ", ".join(sentence.partition(":")[0] for sentence in image.failed)
-            name = image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
+def _summarize(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> None:
+    if not any(built.changed for built in images):
+        for built in images:
+            plan = built.image.plan
+            gates = ", ".join(sentence.partition(":")[0] for sentence in built.failed)
+            name = plan.ref + (f" (fails {gates}; see primus check {plan.target})" if gates else "")
             print(f"{name}: nothing to do, {seconds:.2f} s", file=sys.stderr, flush=True)
-            print(image.digest, flush=True)
+            print(built.image.digest, flush=True)
         return
     screen = Screen.of(sys.stderr)
-    for image, choice in images:
-        print(_table(image, choice, screen), file=sys.stderr)
-    layers = [layer for image, _ in images for layer in image.layers]
-    built = sum(layer.built for layer in layers)
+    for built in images:
+        print(_table(built, screen), file=sys.stderr)
+    number = sum(len(built.image.layers) for built in images)
+    ran = sum(action.key in built.ran for built in images for action in built.image.plan.layers)
     stages = ", ".join(f"{stage} {part:.1f}" for stage, part in spent.items() if part >= 0.05)
     total = f"{seconds:.2f} s" + (f" ({stages})" if stages else "")
-    print(f"{counted(built, 'layer')} built, {len(layers) - built} reused, {total}", file=sys.stderr)
-    for image, _ in images:
-        print(image.digest)
+    print(f"{counted(ran, 'layer')} built, {number - ran} reused, {total}", file=sys.stderr)
+    for built in images:
+        print(built.image.digest)
 
 
-def _table(image: Built, choice: Choice, screen: Screen) -> str:
-    lines = screen.wrap(f"{image.ref}  (channel {choice.channel}: {choice.reason})", hanging="  ")
+def _table(built: Built, screen: Screen) -> str:
+    image, choice = built.image, built.image.plan.resolved.choice
+    lines = screen.wrap(f"{image.plan.ref}  (channel {choice.channel}: {choice.reason})", hanging="  ")
     if choice.preview:
         lines += screen.wrap(Styled(f"PREVIEW, no release: {choice.preview}", "yellow"), "  ", "    ")
     rows = []
-    for layer in image.layers:
-        state, seconds = (Styled("built", "green"), f"{layer.seconds:.1f}") if layer.built else ("cached", "")
-        rows.append((layer.name, bytes_text(layer.size), state, seconds, layer.digest[7:19]))
+    for action, layer in image.rows:
+        ran = action.key in built.ran
+        state, seconds = (Styled("built", "green"), f"{layer.seconds:.1f}") if ran else ("cached", "")
+        rows.append((action.name, bytes_text(layer.blob.size), state, seconds, layer.blob.digest[7:19]))
     rows.append(("", bytes_text(image.size), counted(len(image.layers), "layer"), "", ""))
     lines += screen.table(rows, head=("layer", "size", "state", "seconds", "digest"), right=(1, 3), indent="  ")
-    for layer in image.layers:
+    for action, layer in image.rows:
         if text := layer.left_out.text():
-            lines += screen.wrap(Styled(f"{layer.name}, for other GPUs: {text} unpacked", "dim"), "  ", "    ")
-    for sentence in image.failed:
+            lines += screen.wrap(Styled(f"{action.name}, for other GPUs: {text} unpacked", "dim"), "  ", "    ")
+    for sentence in built.failed:
         lines += screen.wrap(sentence, f"  {screen.paint('✗', 'red')} ", "    ")
-    if image.failed:
+    if built.failed:
         lines += screen.wrap("gates failed: primus check and primus validate will fail for this image", "  ")
     return "\n".join(lines)

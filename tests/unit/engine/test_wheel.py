@@ -68,18 +68,8 @@ def laid(tmp_path: Path) -> Path:
 
 def test_every_scheme_lands_where_pip_puts_it(laid: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        tmp_path / "venv",
-        "install",
-        "-q",
-        "--no-index",
-        "--no-compile",
-    ]
-    subprocess.run([*install, tmp_path / NAME], check=True, capture_output=True)
+    command = [sys.executable, *["-m", "pip", "--python", "venv", "install", "-q", "--no-index", "--no-compile"], NAME]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     names = {"demo", "pure.py", "plat.py", "old-style", "shell", "Demo-Run", "demo.h", "readme", "tool"}
 
     def found(root: Path) -> set[str]:
@@ -88,6 +78,10 @@ def test_every_scheme_lands_where_pip_puts_it(laid: Path, tmp_path: Path) -> Non
     ours = {p.removeprefix("opt/venv/") for p in found(laid)}
     assert ours == found(tmp_path / "venv")
     assert len(ours) == 8
+    site = laid / PREFIX.site
+    for path in (site / "demo/bin/tool", laid / "opt/venv/bin/shell"):
+        assert path.stat().st_mode & 0o777 == 0o755
+    assert (site / "demo/__init__.py").stat().st_mode & 0o777 == 0o644
 
 
 def test_scripts_run_with_the_images_interpreter(laid: Path) -> None:
@@ -104,13 +98,6 @@ def test_scripts_run_with_the_images_interpreter(laid: Path) -> None:
         check=True,
     )
     assert run.stdout == "hello from demo\n"
-
-
-def test_modes(laid: Path) -> None:
-    site = laid / PREFIX.site
-    assert (site / "demo/bin/tool").stat().st_mode & 0o777 == 0o755
-    assert (site / "demo/__init__.py").stat().st_mode & 0o777 == 0o644
-    assert (laid / "opt/venv/bin/shell").stat().st_mode & 0o777 == 0o755
 
 
 def test_record_lists_every_file_once(laid: Path) -> None:

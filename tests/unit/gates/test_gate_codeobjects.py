@@ -77,6 +77,7 @@ def test_target_of_a_bundle_entry(entry: str, target: str | None) -> None:
         (["gfx942:sramecc-"], "gfx942", False),
         (["gfx9-4-generic"], "gfx950", True),
         (["gfx9-generic"], "gfx942", False),
+        (["gfx12-5-generic"], "gfx1250", True),
         (["gfx950"], "gfx942", False),
         (["amdgcnspirv"], "gfx950", True),
         ([], "gfx942", False),

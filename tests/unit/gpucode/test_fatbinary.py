@@ -126,22 +126,6 @@ def test_what_is_taken_out_leaves_zeros() -> None:
     assert removed.size == 2 * len(gone)
 
 
-@pytest.mark.parametrize(
-    ("arch", "left"),
-    [
-        ("gfx942", ["gfx942", "gfx942:sramecc+:xnack-", "gfx9-4-generic", "amdgcnspirv"]),
-        ("gfx950", ["gfx9-4-generic", "amdgcnspirv"]),
-        ("gfx1250", ["amdgcnspirv", "gfx12-5-generic"]),
-    ],
-)
-def test_what_runs_on_the_gpu_stays(arch: str, left: list[str]) -> None:
-    targets = ["gfx942", "gfx942:sramecc+:xnack-", "gfx942:xnack+", "gfx90a", "gfx9-4-generic", "amdgcnspirv"]
-    targets += ["gfx12-generic", "gfx12-5-generic"]
-    small, _ = pruned(elf({".hip_fatbin": packed(bundle(targets), "zstd 3")}), arch)
-    (one,) = read(small)
-    assert [name for name, _ in one.code] == [HOST, *map(entry, left)]
-
-
 def test_a_bundle_alone_is_a_file_too_and_other_files_are_none() -> None:
     small, removed = pruned(bundle(["gfx942", "gfx950"]), "gfx942")
     code = code_in("x.hsaco", io.BytesIO(small), len(small))

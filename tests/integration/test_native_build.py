@@ -78,7 +78,7 @@ import psutil, psutil._common, psutil._psutil_linux as native
 note = b"GNU\\0primus" in open(native.__file__, "rb").read()
 flags = int.from_bytes(open(psutil._common.__cached__, "rb").read(8)[4:], "little")
 tools = [shutil.which("gcc"), importlib.util.find_spec("setuptools")]
-print(json.dumps([psutil.__version__, native.__file__.rpartition(".cpython")[0], note, flags, tools]))
+print(json.dumps([psutil.__version__, native.__file__.rsplit(".", 2)[0], note, flags, tools]))
 """
 
 

@@ -26,7 +26,7 @@ Plain: TypeAlias = "str | list[Plain] | dict[str, Plain] | None"
 Tree: TypeAlias = "Scalar | list[Tree] | dict[str, Tree]"
 Key: TypeAlias = "tuple[str | int, ...]"
 
-_BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_Loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _MOST_CHARACTERS = 500_000
 # A few nested aliases can stand for more values than fit into memory.
 _MOST_VALUES = 20_000
@@ -54,8 +54,6 @@ _REMEDIES = {
     "',' or": "close the bracket, and separate its values by commas",
     "unexpected end of stream": "close the quotes",
     "alphabetic or numeric": "put a value that begins with '*' or '&' in quotes",
-    "undefined alias": "put a value that begins with '*' in quotes, or write '&' with the same name above it",
-    "another document": "a file has one document: delete the line '---' and what follows it",
     "unknown escape character": "use single quotes, or write the backslash twice",
 }
 # Characters that YAML does not allow.
@@ -220,17 +218,13 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-class _Loader(_BaseLoader):  # type: ignore[misc]
-    """Composes nodes that have a tag only if the file gives one."""
-
-    def resolve(self, *_: object) -> None: ...
-
-
 class _Builder:
     def __init__(self, name: str, *, typed: bool) -> None:
         self._name, self._typed = name, typed
         self._places: dict[Key, tuple[int, int]] = {}
         self._origins: dict[Key, tuple[int, int]] = {}
+        self._events: list[yaml.Event] = []
+        self._anchors: dict[str, int] = {}
         self._count = self._length = 0
 
     def build(self, text: str) -> Document:
@@ -240,27 +234,30 @@ class _Builder:
             place = (text.count("\n", 0, bad.start()) + 1, bad.start() - text.rfind("\n", 0, bad.start()))
             raise self._error(f"this is not YAML: the character U+{ord(bad[0]):04X} is not allowed", place)
         try:
-            self._check_depth(text)
-            node = yaml.compose(text, Loader=_Loader)
-        except (yaml.YAMLError, RecursionError) as error:
+            self._read(text)
+        except yaml.YAMLError as error:
             raise conflict(text, self._name) or self._refusal(error, text) from None
-        data = None if node is None else self._data(node, (), 0)
+        data = self._data(0, (), 0)[0] if self._events else None
         return Document(name=self._name, data=data, places=self._places, origins=self._origins, typed=self._typed)
 
-    def _check_depth(self, text: str) -> None:
-        """Raise InputError for text nested so deeply that the composer in C would recurse and end the process."""
-        depth = 0
+    def _read(self, text: str) -> None:
+        # Not by the composer of libyaml, which recurses in C: a deeply nested file would end the process.
+        depth = documents = 0
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            documents += isinstance(event, yaml.DocumentStartEvent)
             if depth > _DEEPEST + 1:
                 raise self._error(_TOO_DEEP, _place(event))
+            if documents > 1:
+                hint = "a file has one document: delete the line '---' and what follows it"
+                raise self._error("this is not YAML: another document begins here", _place(event), hint)
+            if isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
+                self._events.append(event)
 
     def _refusal(self, error: Exception, text: str) -> InputError:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = f"{self._name}:{mark.line + 1}:{mark.column + 1}" if mark else self._name
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        if "nesting depth" in problem or isinstance(error, RecursionError):
-            return InputError(_TOO_DEEP, where=where)
         line = (text.split("\n")[mark.line :] or [""])[0] if mark else ""
         hint = next((hint for part, hint in _REMEDIES.items() if part in problem), None)
         if "\t" in line[: len(line) - len(line.lstrip())]:
@@ -270,53 +267,81 @@ class _Builder:
     def _error(self, message: str, place: tuple[int, int], hint: str | None = None) -> InputError:
         return InputError(message, where=f"{self._name}:{place[0]}:{place[1]}", hint=hint)
 
-    def _data(self, node: yaml.Node, key: Key, depth: int) -> Tree:
-        place = _place(node)
+    def _data(self, at: int, key: Key, depth: int) -> tuple[Tree, int]:
+        """Return the value that begins with the event of number ``at``, and the number of the event after it."""
+        begin = self._begin(at)
+        event = self._events[begin]
+        place = _place(event)
         self._count += 1
         if self._count > _MOST_VALUES:
             raise self._error(f"there are too many values: more than {_MOST_VALUES:,}, aliases included", place)
         if depth > _DEEPEST:
             raise self._error(_TOO_DEEP, place)
-        if node.tag is not None:
-            raise self._error(f"the tag {node.tag:.40} is not supported", place, "write the plain value")
+        if event.tag not in (None, "!"):
+            raise self._error(f"the tag {event.tag:.40} is not supported", place, "write the plain value")
         self._places.setdefault(key, place)
         self._origins[key] = place
-        if isinstance(node, yaml.SequenceNode):
-            return [self._data(item, (*key, index), depth + 1) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
-        mapping: dict[str, Tree] = {}
-        for word_node, inner in node.value:
-            if not isinstance(word_node, yaml.ScalarNode) or word_node.tag is not None or word_node.value == "<<":
-                raise self._error("a key must be plain text", _place(word_node))
-            word = self._text(word_node)
-            if word in mapping:
-                raise self._error(f"duplicate key {word!r}", _place(word_node), "keep one of the two")
-            self._places[(*key, word)] = _place(word_node)
-            mapping[word] = self._data(inner, (*key, word), depth + 1)
-        return mapping
+        value: Tree
+        if isinstance(event, yaml.ScalarEvent):
+            value, end = self._scalar(event), begin + 1
+        elif isinstance(event, yaml.SequenceStartEvent):
+            value, end = self._list(begin + 1, key, depth + 1)
+        else:
+            value, end = self._mapping(begin + 1, key, depth + 1)
+        return value, end if begin == at else at + 1
 
-    def _scalar(self, node: yaml.ScalarNode) -> Scalar:
-        text = self._text(node)
+    def _begin(self, at: int) -> int:
+        event = self._events[at]
+        if not isinstance(event, yaml.AliasEvent):
+            if event.anchor is not None and self._anchors.setdefault(event.anchor, at) != at:
+                raise self._error(f"this is not YAML: a second anchor is called {event.anchor!r}", _place(event))
+            return at
+        if event.anchor not in self._anchors:
+            hint = "put a value that begins with '*' in quotes, or write '&' with the same name above it"
+            raise self._error(f"this is not YAML: no anchor above is called {event.anchor!r}", _place(event), hint)
+        return self._anchors[event.anchor]
+
+    def _list(self, at: int, key: Key, depth: int) -> tuple[Tree, int]:
+        items: list[Tree] = []
+        while not isinstance(self._events[at], yaml.CollectionEndEvent):
+            item, at = self._data(at, (*key, len(items)), depth)
+            items.append(item)
+        return items, at + 1
+
+    def _mapping(self, at: int, key: Key, depth: int) -> tuple[Tree, int]:
+        mapping: dict[str, Tree] = {}
+        while not isinstance(self._events[at], yaml.CollectionEndEvent):
+            event = self._events[self._begin(at)]
+            if not isinstance(event, yaml.ScalarEvent) or event.tag not in (None, "!") or event.value == "<<":
+                raise self._error("a key must be plain text", _place(event))
+            word = self._text(event)
+            if word in mapping:
+                raise self._error(f"duplicate key {word!r}", _place(event), "keep one of the two")
+            self._places[(*key, word)] = _place(event)
+            mapping[word], at = self._data(at + 1, (*key, word), depth)
+        return mapping, at + 1
+
+    def _scalar(self, event: yaml.ScalarEvent) -> Scalar:
+        text = self._text(event)
         # A plain scalar's style is None with the Python parser and "" with the C parser.
-        if node.style:
+        if event.style:
             return text
         if not self._typed:
             return None if text in _NULL else text
         try:
             return scalar(text)
         except ValueError as error:
-            raise self._error(str(error), _place(node)) from None
+            raise self._error(str(error), _place(event)) from None
 
-    def _text(self, node: yaml.ScalarNode) -> str:
+    def _text(self, event: yaml.ScalarEvent) -> str:
         # An escape can spell it; no path, variable or argument can contain it.
-        if "\0" in node.value:
-            raise self._error("the character U+0000 is not allowed", _place(node))
-        self._length += len(node.value)
+        if "\0" in event.value:
+            raise self._error("the character U+0000 is not allowed", _place(event))
+        self._length += len(event.value)
         if self._length > _MOST_CHARACTERS:
-            raise self._error(f"more than {_MOST_CHARACTERS:,} characters of text, aliases included", _place(node))
-        return str(node.value)
+            raise self._error(f"more than {_MOST_CHARACTERS:,} characters of text, aliases included", _place(event))
+        return str(event.value)
 
 
-def _place(node: Any) -> tuple[int, int]:
-    return node.start_mark.line + 1, node.start_mark.column + 1
+def _place(event: yaml.Event) -> tuple[int, int]:
+    return event.start_mark.line + 1, event.start_mark.column + 1

@@ -223,7 +223,7 @@ class _Builder:
         self._name, self._typed = name, typed
         self._places: dict[Key, tuple[int, int]] = {}
         self._origins: dict[Key, tuple[int, int]] = {}
-        self._events: list[yaml.Event] = []
+        self._events: list[Any] = []
         self._anchors: dict[str, int] = {}
         self._count = self._length = 0
 
@@ -258,6 +258,8 @@ class _Builder:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         where = f"{self._name}:{mark.line + 1}:{mark.column + 1}" if mark else self._name
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        if "nesting depth" in problem:
+            return InputError(_TOO_DEEP, where=where)
         line = (text.split("\n")[mark.line :] or [""])[0] if mark else ""
         hint = next((hint for part, hint in _REMEDIES.items() if part in problem), None)
         if "\t" in line[: len(line) - len(line.lstrip())]:
@@ -298,7 +300,7 @@ class _Builder:
             return at
         if event.anchor not in self._anchors:
             hint = "put a value that begins with '*' in quotes, or write '&' with the same name above it"
-            raise self._error(f"this is not YAML: no anchor above is called {event.anchor!r}", _place(event), hint)
+            raise self._error(f"this is not YAML: undefined alias {event.anchor!r}", _place(event), hint)
         return self._anchors[event.anchor]
 
     def _list(self, at: int, key: Key, depth: int) -> tuple[Tree, int]:
@@ -343,5 +345,5 @@ class _Builder:
         return str(event.value)
 
 
-def _place(event: yaml.Event) -> tuple[int, int]:
+def _place(event: Any) -> tuple[int, int]:
     return event.start_mark.line + 1, event.start_mark.column + 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from host_tools import needs
+from primus.oci.store import Blob, manifest_of
 from primus.sandbox.container import LayerRef, RootFs
 
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
@@ -111,13 +112,13 @@ def image(place: Path, *layers: list[Entry], kind: str = "tar+zstd", **settings:
     }
     raw = json.dumps(config, sort_keys=True).encode()
     (blobs / sha(raw).partition(":")[2]).write_bytes(raw)
+    manifest = manifest_of(raw, [Blob(digest=r.digest, media_type=r.media_type, size=r.size) for r in refs], {})
     return RootFs(
-        layers=tuple(refs),
-        config=config,
+        name="tiny",
+        manifest=manifest,
         config_bytes=raw,
         blob=lambda digest: blobs / digest.partition(":")[2],
         cache=place / "unpacked",
-        name="tiny",
     )
 
 

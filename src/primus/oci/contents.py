@@ -19,7 +19,8 @@ import zstandard
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import open_regular
 from primus.oci import canonical
-from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
+from primus.oci.layer import save_paths
+from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, manifest_of, storage_error
 from primus.oci.tar import Entry, Kind
 from primus.sandbox.container import LayerRef, RootFs
 
@@ -171,7 +172,7 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
             unpacking = cast("IO[bytes]", gzip.GzipFile(fileobj=cast("Any", packed)))
             # A few bytes can unpack to gigabytes of zeros.
             plain = _Tee(unpacking, lambda _: require_sane(plain.size, packed.size))
-            lines = sorted(_lines(plain))
+            lines = list(_lines(plain))
             while plain.read(_CHUNK):
                 pass
             out.flush()
@@ -179,22 +180,13 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
                 raise CheckFailed(f"{path} changed while the build read it", hint="build again")
             blob = Blob(digest=packed.digest, media_type=LAYER_TYPES["gzip"], size=packed.size)
             store.adopt(Path(out.name), blob)
-    except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, UnicodeError, RecursionError) as error:
-        raise InputError(
-            f"layer sha256:{sha256} is not a gzip-compressed tar archive: {error}", hint="choose another image"
-        ) from None
-    except ValueError as error:
-        raise InputError(f"layer sha256:{sha256} cannot be used: {error}", hint="choose another image") from None
-    except InputError as error:
-        raise InputError(f"layer sha256:{sha256}: {error.message}", hint="choose another image") from None
+    # UnicodeError is a ValueError, and BadGzipFile an OSError.
+    except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, RecursionError, InputError) as error:
+        reason = f"layer sha256:{sha256} cannot be used: {error}"
+        raise InputError(reason, hint="choose another image") from None
     except OSError as error:
         raise storage_error(error, path) from None
-    return Layer(
-        blob=blob,
-        diff_id=plain.digest,
-        unpacked=plain.size,
-        paths=store.put("\n".join(lines).encode(), "text/plain").digest,
-    )
+    return Layer(blob=blob, diff_id=plain.digest, unpacked=plain.size, paths=save_paths(store, lines))
 
 
 def _lines(plain: _Tee) -> Iterator[str]:
@@ -223,22 +215,18 @@ def _entry(member: tarfile.TarInfo, path: str) -> Entry:
 
 
 def reference(layer: Layer) -> LayerRef:
-    """Return the layer as the sandbox and the gates refer to it."""
+    """Return the layer as the gates refer to it."""
     blob = layer.blob
     return LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)
 
 
 def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
     """Return a root file system of these layers, bottom first, without an image's settings."""
-    refs = tuple(map(reference, layers))
-    config = {
-        "architecture": "amd64",
-        "os": "linux",
-        "config": {},
-        "rootfs": {"type": "layers", "diff_ids": [ref.diff_id for ref in refs]},
-    }
-    data = canonical.dumps(config)
-    return RootFs(layers=refs, config=config, blob=store.blob_path, cache=cache, name="layers", config_bytes=data)
+    diff_ids = [layer.diff_id for layer in layers]
+    rootfs = {"type": "layers", "diff_ids": diff_ids}
+    config = canonical.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
+    manifest = manifest_of(config, [layer.blob for layer in layers], {})
+    return RootFs(name="layers", manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)
 
 
 def root_of_image(store: Store, cache: Path, target: str, *, ref: str | None = None) -> RootFs:
@@ -257,20 +245,5 @@ def root_of_image(store: Store, cache: Path, target: str, *, ref: str | None = N
             f"{ref or target} is not built; the store has {', '.join(names)}", hint=f"primus build {target}"
         )
     manifest = store.read(str(images[ref]["digest"]))
-    data = json.loads(manifest)
-    config_bytes = store.read(data["config"]["digest"])
-    config: dict[str, Any] = json.loads(config_bytes)
-    diff_ids = config["rootfs"]["diff_ids"]
-    refs = tuple(
-        LayerRef(digest=entry["digest"], diff_id=diff_id, size=entry["size"], media_type=entry["mediaType"])
-        for entry, diff_id in zip(data["layers"], diff_ids, strict=True)
-    )
-    return RootFs(
-        layers=refs,
-        config=config,
-        blob=store.blob_path,
-        cache=cache,
-        name=ref,
-        config_bytes=config_bytes,
-        manifest=manifest,
-    )
+    config = store.read(json.loads(manifest)["config"]["digest"])
+    return RootFs(name=ref, manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import zstandard
 
@@ -25,50 +26,33 @@ def assembler() -> str:
     return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {zstandard.__version__}"
 
 
-class _Pipe:
+class _Packer(io.RawIOBase):
     def __init__(self, out: IO[bytes], advance: Callable[[int], None]) -> None:
-        self._out = out
+        self._out, self._advance = out, advance
         # zstd's output does not depend on the number of threads, as long as there is at least one worker. Each worker
         # takes about 20 MB, and layers are written in parallel.
         threads = max(1, min(4, (os.cpu_count() or 1) // 2))
-        self._compressor = zstandard.ZstdCompressor(
-            level=_ZSTD_LEVEL, threads=threads, write_checksum=True
-        ).compressobj()
-        self._advance = advance
-        self._buffer = bytearray()
-        self.tar = hashlib.sha256()
-        self.blob = hashlib.sha256()
-        self.size = 0
+        compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=threads, write_checksum=True)
+        self._compressor = compressor.compressobj()
+        self.tar, self.blob, self.size = hashlib.sha256(), hashlib.sha256(), 0
 
-    def write(self, data: bytes) -> None:
-        # Headers have 512 bytes. Collect them, so that hash and compressor get few large pieces.
-        if len(data) >= _LARGE:
-            self._gathered()
-            self._pass_on(data)
-            return
-        self._buffer += data
-        if len(self._buffer) >= _LARGE:
-            self._gathered()
+    def writable(self) -> bool:
+        return True
 
-    def _gathered(self) -> None:
-        data = bytes(self._buffer)
-        self._buffer.clear()
-        self._pass_on(data)
-
-    def _pass_on(self, data: bytes) -> None:
+    def write(self, data: Any, /) -> int:
         self.tar.update(data)
         self._emit(self._compressor.compress(data))
         self._advance(len(data))
+        return len(data)
 
     def _emit(self, data: bytes) -> None:
-        if data:
-            self.blob.update(data)
-            self._out.write(data)
-            self.size += len(data)
+        self.blob.update(data)
+        self._out.write(data)
+        self.size += len(data)
 
-    def close(self) -> None:
-        self._gathered()
+    def finish(self) -> None:
         self._emit(self._compressor.flush())
+        self._out.flush()
 
 
 def write_layer(store: Store, entries: Iterable[Entry], *, advance: Callable[[int], None] = lambda _: None) -> Layer:
@@ -80,27 +64,27 @@ def write_layer(store: Store, entries: Iterable[Entry], *, advance: Callable[[in
     ordered = in_order(entries)
     try:
         with store.temporary() as out:
-            pipe = _Pipe(out, advance)
-            unpacked = write_tar(ordered, pipe)
-            pipe.close()
-            out.flush()
-            blob = Blob(digest=f"sha256:{pipe.blob.hexdigest()}", media_type=LAYER_TYPES["zstd"], size=pipe.size)
+            packer = _Packer(out, advance)
+            # Headers have 512 bytes: hash and compressor get few large pieces.
+            pipe = io.BufferedWriter(packer, _LARGE)
+            unpacked = write_tar(ordered, pipe.write)
+            pipe.flush()
+            packer.finish()
+            blob = Blob(digest=f"sha256:{packer.blob.hexdigest()}", media_type=LAYER_TYPES["zstd"], size=packer.size)
             store.adopt(Path(out.name), blob)
     except OSError as error:
         if error.errno is None:
             raise HostError(str(error), hint="run it again: a damaged file is fetched again") from None
         raise storage_error(error, Path(error.filename or store.root)) from None
+    lines = (f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in ordered)
     return Layer(
-        blob=blob,
-        diff_id=f"sha256:{pipe.tar.hexdigest()}",
-        unpacked=unpacked,
-        paths=_save_paths(store, ordered),
+        blob=blob, diff_id=f"sha256:{packer.tar.hexdigest()}", unpacked=unpacked, paths=save_paths(store, lines)
     )
 
 
-def _save_paths(store: Store, entries: list[Entry]) -> str:
-    lines = sorted(f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in entries)
-    return store.put("\n".join(lines).encode(), "text/plain").digest
+def save_paths(store: Store, lines: Iterable[str]) -> str:
+    """Store the list of a layer's paths, lines of ``kind mode uid:gid path``, and return its digest."""
+    return store.put("\n".join(sorted(lines)).encode(), "text/plain").digest
 
 
 def read_paths(store: Store, layer: Layer) -> dict[str, str]:
@@ -140,30 +124,22 @@ def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     contain a path below another layer's symbolic link, because unpacking would replace the link (``/lib`` on a
     merged /usr).
     """
-    layers = list(layers)
-    merged: dict[str, str] = {}
-    links: set[str] = set()
+    owners: dict[str, tuple[str, str]] = {}
     conflicts: list[str] = []
-
-    def owner(path: str) -> str:
-        return next(name for name, paths in layers if path in paths)
-
     for name, paths in layers:
-        shared = {path: merged[path] for path in sorted(merged.keys() & paths.keys())}
-        for path, meta in shared.items():
+        for path in sorted(owners.keys() & paths.keys()):
+            owner, meta = owners[path]
             if not (meta == paths[path] and meta.startswith("dir ")):
-                conflicts.append(f"/{path} is in both {owner(path)} ({meta}) and {name} ({paths[path]})")
-        links.update(path for path, meta in paths.items() if meta.startswith("symlink ") and path not in shared)
-        merged |= {**paths, **shared}
+                conflicts.append(f"/{path} is in both {owner} ({meta}) and {name} ({paths[path]})")
+        for path, meta in paths.items():
+            owners.setdefault(path, (name, meta))
+    links = {path for path, (_, meta) in owners.items() if meta.startswith("symlink ")}
     # There are few folders compared with files, so each folder's parents are visited once.
-    folders = {path.rpartition("/")[0] for path in merged}
-    bad = {folder: link for folder in folders if (link := _link_at(folder, links))}
-    below = ((path, bad.get(path.rpartition("/")[0])) for path in (merged if bad else ()))
-    conflicts += [
-        f"/{path} of {owner(path)} lies below the symbolic link /{link} of {owner(link)}"
-        for path, link in below
-        if link
-    ]
+    folders = {path.rpartition("/")[0] for path in owners}
+    below = {folder: link for folder in folders if (link := _link_at(folder, links))}
+    for path, (owner, _) in owners.items() if below else ():
+        if above := below.get(path.rpartition("/")[0]):
+            conflicts.append(f"/{path} of {owner} lies below the symbolic link /{above} of {owners[above][0]}")
     return conflicts
 
 

@@ -16,7 +16,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -101,6 +101,19 @@ class Layer:
     left_out: LeftOut = NOTHING
 
 
+def manifest_of(config: bytes, layers: Iterable[Blob], annotations: Mapping[str, str]) -> bytes:
+    """Return the manifest of the image with this config and these layers, bottom first."""
+    return canonical.dumps(
+        {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "config": Blob.of(config, CONFIG_TYPE).descriptor,
+            "layers": [layer.descriptor for layer in layers],
+            "annotations": dict(annotations),
+        }
+    )
+
+
 class Store:
     """One OCI image layout on disk. Several builders may use it at once."""
 
@@ -164,7 +177,7 @@ class Store:
 
     def forget(self, key: str) -> None:
         """Remove the record of the action ``key``, so that it runs again."""
-        files.remove_path(self._record(("actions", key)))
+        files.remove_path(self._record("actions", key))
 
     def put(self, data: bytes, media_type: str) -> Blob:
         """Store a small blob, such as a config or a manifest."""
@@ -175,37 +188,21 @@ class Store:
 
     def adopt(self, temporary: Path, blob: Blob) -> None:
         """Move a finished temporary file of :meth:`temporary` into place."""
-        self._take(temporary, self.blob_path(blob.digest))
-
-    @staticmethod
-    def _take(temporary: Path, place: Path) -> None:
-        try:
-            temporary.replace(place)
-        except IsADirectoryError:
-            # Something has created a folder at the file's path.
-            files.remove_path(place)
-            temporary.replace(place)
+        _move(temporary, self.blob_path(blob.digest))
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[IO[bytes]]:
-        """Yield a file in ``tmp/`` that this process locks. It is removed afterwards unless adopted."""
-        # Take the sweepers' lock: between its creation and its locking, a file looks like one of a killed builder.
-        with self.lock("tmp"):
-            path = self._scratch("blob")
-            stream = path.open("x+b")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        try:
-            with stream:
-                path.chmod(0o644)
-                yield stream
-        finally:
-            path.unlink(missing_ok=True)
+        """Yield a file in a scratch folder. It is removed afterwards unless adopted."""
+        with self.folder("blob") as folder, (folder / "blob").open("xb") as stream:
+            os.fchmod(stream.fileno(), 0o644)
+            yield stream
 
     @contextlib.contextmanager
     def folder(self, prefix: str) -> Iterator[Path]:
         """Yield a scratch folder in ``tmp/``, removed afterwards, or by a later run if this process is killed."""
+        # Take the sweepers' lock: between its creation and its locking, a folder looks like one of a killed builder.
         with self.lock("tmp"):
-            path = self._scratch(prefix)
+            path = self.root / "tmp" / f"{prefix}-{os.urandom(6).hex()}"
             path.mkdir(mode=0o700)
             keep = os.open(path, os.O_RDONLY)
             fcntl.flock(keep, fcntl.LOCK_EX)
@@ -214,9 +211,6 @@ class Store:
         finally:
             shutil.rmtree(path, ignore_errors=True)
             os.close(keep)
-
-    def _scratch(self, prefix: str) -> Path:
-        return self.root / "tmp" / f"{prefix}-{os.urandom(6).hex()}"
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
@@ -249,15 +243,15 @@ class Store:
 
     def record(self, room: str, name: str) -> dict[str, Any] | None:
         """Return a record of ``actions`` or ``targets``; None if it is absent or damaged (it is then created again)."""
-        data = files.read_sealed(self._record((room, name)))
+        data = files.read_sealed(self._record(room, name))
         return data if isinstance(data, dict) else None
 
     def save(self, room: str, name: str, record: dict[str, Any]) -> None:
         """Write a record atomically."""
-        self._replace(self._record((room, name)), files.seal(canonical.dumps(record)))
+        self._replace(self._record(room, name), files.seal(canonical.dumps(record)))
 
-    def _record(self, place: tuple[str, str]) -> Path:
-        return self.root / place[0] / f"{place[1]}.json"
+    def _record(self, room: str, name: str) -> Path:
+        return self.root / room / f"{name}.json"
 
     # Index
 
@@ -326,7 +320,7 @@ class Store:
             with self.temporary() as stream:
                 stream.write(data)
                 stream.flush()
-                self._take(Path(stream.name), path)
+                _move(Path(stream.name), path)
         except OSError as error:
             raise storage_error(error, path) from None
 
@@ -350,6 +344,15 @@ class Store:
         finally:
             os.close(handle)
         return True
+
+
+def _move(temporary: Path, place: Path) -> None:
+    try:
+        temporary.replace(place)
+    except IsADirectoryError:
+        # Something has created a folder at the file's path.
+        files.remove_path(place)
+        temporary.replace(place)
 
 
 def _entry(ref: str, manifest: Blob) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO, Literal, Protocol
+from typing import IO, BinaryIO, Literal
 
 from primus.errors import CheckFailed, InputError
 from primus.files import link_fault, open_regular, path_fault
@@ -28,13 +28,6 @@ _TYPES = {"file": b"0", "hardlink": b"1", "symlink": b"2", "dir": b"5"}
 
 Kind = Literal["file", "hardlink", "symlink", "dir"]
 Source = bytes | Path | Callable[[], IO[bytes]] | None
-
-
-class Sink(Protocol):
-    """A destination of tar bytes."""
-
-    def write(self, data: bytes, /) -> object:
-        """Take the next bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,36 +138,34 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(by_path.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
 
 
-def write_tar(entries: Iterable[Entry], sink: Sink) -> int:
+def write_tar(entries: Iterable[Entry], write: Callable[[bytes], object]) -> int:
     """Write the entries in the given order and the end mark, and return the number of bytes."""
     total = 0
     for entry in entries:
         head = _header(entry)
-        sink.write(head)
+        write(head)
         total += len(head)
         # An empty file may have changed, too.
         if entry.kind == "file" and (entry.size or entry.sha256):
             for chunk in entry.chunks():
-                sink.write(chunk)
-            padding = -entry.size % BLOCK
-            if padding:
-                sink.write(b"\0" * padding)
-            total += entry.size + padding
-    sink.write(b"\0" * (2 * BLOCK))
+                write(chunk)
+            padding = bytes(-entry.size % BLOCK)
+            write(padding)
+            total += entry.size + len(padding)
+    write(bytes(2 * BLOCK))
     return total + 2 * BLOCK
 
 
 def _header(entry: Entry) -> bytes:
-    name = entry.path + "/" if entry.kind == "dir" else entry.path
+    path = entry.path + "/" if entry.kind == "dir" else entry.path
     pax: dict[str, bytes] = {f"SCHILY.xattr.{k}": v for k, v in entry.xattrs.items()}
-    name_field, prefix = _split(name)
-    if name_field is None:
-        pax["path"] = name.encode()
-        name_field, prefix = name.encode("ascii", "replace")[:100], b""
+    prefix, name = _split(path)
+    if len(name) > 100 or not path.isascii():
+        pax["path"] = path.encode()
+        prefix, name = b"", path.encode("ascii", "replace")
     link = entry.link.encode("ascii", "replace")
     if len(link) > 100 or not entry.link.isascii():
         pax["linkpath"] = entry.link.encode()
-        link = link[:100]
     size = entry.size if entry.kind == "file" else 0
     if size >= 8 << 30:
         pax["size"] = str(size).encode()
@@ -182,47 +173,29 @@ def _header(entry: Entry) -> bytes:
     for field_name, number in (("uid", entry.uid), ("gid", entry.gid)):
         if number > 0o7777777:
             pax[field_name] = str(number).encode()
-    block = _block(name_field, prefix, entry, size, link, _TYPES[entry.kind])
+    block = _block(name, entry, size, _TYPES[entry.kind], link, prefix)
     if not pax:
         return block
     body = b"".join(_record(k, pax[k]) for k in sorted(pax))
-    plain = Entry(path="pax", size=len(body))
-    head = _block(b"././@PaxHeader", b"", plain, len(body), b"", b"x")
-    return head + body + b"\0" * (-len(body) % BLOCK) + block
+    head = _block(b"././@PaxHeader", Entry(path="pax"), len(body), b"x")
+    return head + body + bytes(-len(body) % BLOCK) + block
 
 
-def _split(name: str) -> tuple[bytes | None, bytes]:
-    if not name.isascii():
-        return None, b""
-    raw = name.encode()
+def _split(path: str) -> tuple[bytes, bytes]:
+    raw = path.encode()
     if len(raw) <= 100:
-        return raw, b""
-    cut = raw.rfind(b"/", 0, 156)
-    while cut > 0:
-        head, tail = raw[:cut], raw[cut + 1 :]
-        if len(head) <= 155 and 0 < len(tail) <= 100:
-            return tail, head
-        cut = raw.rfind(b"/", 0, cut)
-    return None, b""
+        return b"", raw
+    # The name after the slash must not be empty.
+    cut = raw.rfind(b"/", 0, min(156, len(raw) - 1))
+    return (raw[:cut], raw[cut + 1 :]) if cut > 0 else (b"", raw)
 
 
-def _block(name: bytes, prefix: bytes, entry: Entry, size: int, link: bytes, kind: bytes) -> bytes:
-    uid, gid = entry.uid & 0o7777777, entry.gid & 0o7777777
-    block = bytearray(BLOCK)
-    block[0 : len(name)] = name
-    block[100:108] = b"%07o\0" % (entry.mode & 0o7777)
-    block[108:116] = b"%07o\0" % uid
-    block[116:124] = b"%07o\0" % gid
-    block[124:136] = b"%011o\0" % size
-    block[136:148] = b"%011o\0" % MTIME
-    block[148:156] = b" " * 8
-    block[156:157] = kind
-    block[157 : 157 + len(link)] = link
-    block[257:265] = b"ustar\x0000"
-    block[329:345] = b"0000000\0" * 2
-    block[345 : 345 + len(prefix)] = prefix
-    block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block)
+def _block(name: bytes, entry: Entry, size: int, kind: bytes, link: bytes = b"", prefix: bytes = b"") -> bytes:
+    numbers = (entry.mode & 0o7777, entry.uid & 0o7777777, entry.gid & 0o7777777, size, MTIME)
+    head = name[:100].ljust(100, b"\0") + b"%07o\0%07o\0%07o\0%011o\0%011o\0" % numbers
+    device = b"0000000\0" * 2
+    tail = kind + link[:100].ljust(100, b"\0") + b"ustar\x0000" + bytes(64) + device + prefix.ljust(167, b"\0")
+    return head + b"%06o\0 " % (sum(head) + 8 * ord(" ") + sum(tail)) + tail
 
 
 def _record(key: str, value: bytes) -> bytes:

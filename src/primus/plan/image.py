@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from primus.oci import canonical
-from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
+from primus.oci.store import MANIFEST_TYPE, Blob, Layer, Store, manifest_of
 
 if TYPE_CHECKING:
     from primus.plan.action import Action, ImagePlan
@@ -53,14 +53,8 @@ def compose(store: Store, plan: ImagePlan) -> Composed | None:
             "history": [{"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers],
         }
     )
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": MANIFEST_TYPE,
-        "config": Blob.of(config, CONFIG_TYPE).descriptor,
-        "layers": [layer.blob.descriptor for layer in layers],
-        "annotations": dict(plan.annotations),
-    }
-    return Composed(plan=plan, layers=tuple(layers), config=config, manifest=canonical.dumps(manifest))
+    manifest = manifest_of(config, [layer.blob for layer in layers], plan.annotations)
+    return Composed(plan=plan, layers=tuple(layers), config=config, manifest=manifest)
 
 
 def stored(store: Store, plan: ImagePlan) -> Composed | None:

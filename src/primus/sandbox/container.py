@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,20 +34,38 @@ class LayerRef:
 
 @dataclass(frozen=True, kw_only=True)
 class RootFs:
-    """An image, or some layers without an image's settings.
+    """An image, by the exact bytes of its OCI manifest and config.
 
-    ``layers`` start at the bottom. ``config`` is the OCI image config and ``config_bytes`` its exact bytes, whose
-    sha256 is the image's ID. ``blob`` maps a digest to the blob's file. ``cache`` is the folder of podman's storage.
-    ``name`` is the image's name in messages.
+    ``blob`` maps a digest to the blob's file. ``cache`` is the folder of podman's storage. ``name`` is the image's name
+    in messages.
     """
 
-    layers: tuple[LayerRef, ...]
-    config: Mapping[str, Any]
+    name: str
+    manifest: bytes
+    config_bytes: bytes
     blob: Callable[[str], Path]
     cache: Path
-    name: str
-    config_bytes: bytes = b""
-    manifest: bytes | None = None
+
+    @property
+    def id(self) -> str:
+        """The image's ID: the hexadecimal digest of its config."""
+        return hashlib.sha256(self.config_bytes).hexdigest()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config."""
+        config: dict[str, Any] = json.loads(self.config_bytes)
+        return config
+
+    @cached_property
+    def layers(self) -> tuple[LayerRef, ...]:
+        """The layers, bottom first."""
+        return tuple(
+            LayerRef(digest=entry["digest"], diff_id=diff_id, size=entry["size"], media_type=entry["mediaType"])
+            for entry, diff_id in zip(
+                json.loads(self.manifest)["layers"], self.config["rootfs"]["diff_ids"], strict=True
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,7 +164,7 @@ class Podman(Engine):
 
     def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
         folder = root.cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
-        name = images.image_id(root)
+        name = root.id
         unpacked, settings = folder / "images" / name, _settings(folder)
         if not (settings and unpacked.exists()):
             with _locked(folder):
@@ -239,7 +239,7 @@ class Docker(Engine):
         return None
 
     def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
-        tag = f"primus-run:{images.image_id(root)[:24]}"
+        tag = f"primus-run:{root.id[:24]}"
         images.load(root, tag)
         return [str(programs.find("docker"))], _client_environment(None), tag
 

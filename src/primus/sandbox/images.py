@@ -22,13 +22,7 @@ from primus.sandbox.container import RootFs
 
 _CHUNK = 1 << 20
 _PATIENCE_S = 3
-_CONFIG = "application/vnd.oci.image.config.v1+json"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-
-
-def image_id(root: RootFs) -> str:
-    """Return the image's ID: the hexadecimal digest of its config."""
-    return hashlib.sha256(root.config_bytes).hexdigest()
 
 
 @contextmanager
@@ -41,16 +35,12 @@ def layout(root: RootFs) -> Iterator[Path]:
         blobs = folder / "blobs/sha256"
         blobs.mkdir(parents=True)
         (folder / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}', encoding="ascii")
-        config = {"mediaType": _CONFIG, "digest": f"sha256:{image_id(root)}", "size": len(root.config_bytes)}
-        layers = [{"mediaType": ref.media_type, "digest": ref.digest, "size": ref.size} for ref in root.layers]
-        document = {"schemaVersion": 2, "mediaType": _MANIFEST, "config": config, "layers": layers}
-        manifest = root.manifest or json.dumps(document).encode()
-        digest = hashlib.sha256(manifest).hexdigest()
-        entry = {"mediaType": _MANIFEST, "digest": f"sha256:{digest}", "size": len(manifest)}
+        digest = hashlib.sha256(root.manifest).hexdigest()
+        entry = {"mediaType": _MANIFEST, "digest": f"sha256:{digest}", "size": len(root.manifest)}
         index = {"schemaVersion": 2, "manifests": [entry]}
         (folder / "index.json").write_text(json.dumps(index), encoding="ascii")
-        (blobs / image_id(root)).write_bytes(root.config_bytes)
-        (blobs / digest).write_bytes(manifest)
+        (blobs / root.id).write_bytes(root.config_bytes)
+        (blobs / digest).write_bytes(root.manifest)
         for layer in {layer.digest: layer for layer in root.layers}.values():
             (blobs / layer.digest.partition(":")[2]).symlink_to(root.blob(layer.digest).absolute())
         yield folder
@@ -97,7 +87,7 @@ def load(root: RootFs, tag: str) -> tuple[str, int]:
     blob is damaged.
     """
     need_docker()
-    for name in (tag, image_id(root)):
+    for name in (tag, root.id):
         if loaded := _loaded(root, name):
             docker("tag", loaded, tag)
             return loaded, 0
@@ -126,7 +116,7 @@ def _loaded(root: RootFs, name: str) -> str | None:
     if inspected.returncode != 0:
         return None
     (image,) = json.loads(inspected.stdout)
-    equal = image["Id"] == f"sha256:{image_id(root)}"
+    equal = image["Id"] == f"sha256:{root.id}"
     if "Descriptor" in image:
         # Engines with containerd's image store identify images by a manifest that they write anew.
         settings = root.config.get("config") or {}
@@ -142,7 +132,7 @@ def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
     import zstandard
 
     root.cache.mkdir(parents=True, exist_ok=True)
-    config = f"{image_id(root)}.json"
+    config = f"{root.id}.json"
     names = [f"{layer.diff_id.partition(':')[2]}/layer.tar" for layer in root.layers]
     manifest = json.dumps([{"Config": config, "RepoTags": [tag], "Layers": names}]).encode()
     for name, data in ((config, root.config_bytes), ("manifest.json", manifest)):

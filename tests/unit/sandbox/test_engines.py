@@ -15,18 +15,17 @@ from primus.cli.host import run as run_verb
 from primus.engine.workshop import log_tail
 from primus.errors import HostError, InputError
 from primus.sandbox import engines, images
-from primus.sandbox.container import Command, LayerRef, Mount, RootFs, check_mounts, final_argv
+from primus.sandbox.container import Command, Mount, RootFs, check_mounts, final_argv
 from primus.sandbox.engines import Docker, Podman, choose
 
 
 def root_with(tmp_path: Path, **settings: object) -> RootFs:
     return RootFs(
-        layers=(LayerRef(digest="sha256:aa", diff_id="sha256:bb", size=3, media_type="tar+zstd"),),
-        config={"config": settings},
+        name="v1.2_cpu",
+        manifest=json.dumps({"layers": [{"digest": "sha256:aa", "size": 3, "mediaType": "tar+zstd"}]}).encode(),
+        config_bytes=json.dumps({"config": settings, "rootfs": {"diff_ids": ["sha256:bb"]}}).encode(),
         blob=lambda digest: tmp_path / digest.partition(":")[2],
         cache=tmp_path / "cache",
-        name="v1.2_cpu",
-        config_bytes=b"{}",
     )
 
 
@@ -79,8 +78,8 @@ def test_a_layout_links_to_the_blobs_of_the_store(tmp_path):
         (entry,) = json.loads((folder / "index.json").read_text())["manifests"]
         blobs = folder / "blobs/sha256"
         manifest = json.loads((blobs / entry["digest"].removeprefix("sha256:")).read_bytes())
-        assert manifest["config"]["digest"] == f"sha256:{images.image_id(root)}"
-        assert (blobs / images.image_id(root)).read_bytes() == b"{}"
+        assert manifest["layers"][0]["digest"] == "sha256:aa"
+        assert (blobs / root.id).read_bytes() == root.config_bytes
         assert (blobs / "aa").readlink() == tmp_path / "aa"
     assert list(root.cache.iterdir()) == []
 

@@ -38,7 +38,7 @@ def load(args: argparse.Namespace) -> int:
     if not _TAG.match(tag):
         raise InputError(f"--tag {tag!r} is not an image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
     image_id, sent = images.load(root, tag)
-    document = {"image_id": image_id, "tag": tag, "manifest": digest_of(root.manifest or b""), "bytes_sent": sent}
+    document = {"image_id": image_id, "tag": tag, "manifest": digest_of(root.manifest), "bytes_sent": sent}
     if not args.json:
         note = f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"
         print(f"{tag}: {note}", file=sys.stderr)

@@ -89,7 +89,7 @@ def run(
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     others = _children(os.getpid())
     stop = threading.Event()
-    with _Log(log) as writer, ending(stop.set):
+    with _Log(log) as writer, _signals(stop):
         process = subprocess.Popen(
             list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", start_new_session=True,
@@ -187,20 +187,13 @@ class _Log:
             os.close(self._file)
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 @contextmanager
-def ending(on_signal: Callable[[], None] = _interrupt) -> Iterator[None]:
-    """Call ``on_signal`` for SIGINT, SIGTERM and SIGHUP in the block; by default, raise KeyboardInterrupt.
-
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored.
-    """
+def _signals(stop: threading.Event) -> Iterator[None]:
+    # One that is ignored, as under nohup, stays ignored.
     numbers = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
-    before = {number: signal.signal(number, lambda *_: on_signal()) for number in numbers}
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
     try:
         yield
     finally:

@@ -30,8 +30,6 @@ _PART = 16
 # Results are read per device: PyTorch replaces %d by the device's number.
 _DEVICES = 16
 _WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
-
-
 # Settings that change no matrix product, only the length of a run or the location of its files.
 _NEUTRAL = ("steps", "seed", "deterministic", "checkpoint", "lr")
 
@@ -62,26 +60,16 @@ class Key:
         return hashlib.sha256(json.dumps(vars(self)).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Place:
-    """The folders of one recipe: a file of shapes per node and device, and a result per device."""
+    """The files of one recipe below ``root``: a folder of recorded ``shapes``, the result, and the key of the result.
 
-    root: Path
+    ``tuned`` is the file name of the result, with %d for the device's number.
+    """
 
-    @property
-    def shapes(self) -> Path:
-        """The folder of the recorded GEMMs."""
-        return self.root / "gemm_shape"
-
-    @property
-    def tuned(self) -> Path:
-        """The file name of the result, with %d for the device's number."""
-        return self.root / "gemm_tune" / "tunableop_results%d.csv"
-
-    @property
-    def key(self) -> Path:
-        """The file with the key of the result."""
-        return self.tuned.parent / "key.json"
+    def __init__(self, root: Path) -> None:
+        self.shapes = root / "gemm_shape"
+        self.tuned = root / "gemm_tune" / "tunableop_results%d.csv"
+        self.key = self.tuned.parent / "key.json"
 
     def work(self, key: Key) -> Path:
         """Return the folder of finished parts, which are valid for one key."""
@@ -228,7 +216,7 @@ def _of_device(name: Path, device: int) -> Path:
 
 
 def folder_of(recipe: str, below: Path) -> Path:
-    """Return the folder of a recipe's results below ``below``. A recipe file has the folder of its name."""
+    """Return the folder of a recipe's results below ``below``, named like its file."""
     return below.absolute() / recipe.rpartition("/")[2].removesuffix(".yaml")
 
 

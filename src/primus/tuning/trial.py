@@ -7,23 +7,18 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.recipe import Recipe
-from primus.training import failure
+from primus.training import failure, launch
 from primus.training.outcome import RunResult, read_result
 from primus.tuning.throughput import Point, different, gain
-
-# Seconds that a run gets to end its ranks.
-_GRACE = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +36,59 @@ class Result:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trials:
-    """The runs of a recipe ``source``, with their results in ``folder``. A run may take ``limit`` seconds."""
+class Search:
+    """The runs of a search for a recipe ``source``, with their results in ``folder``; each may take ``limit`` seconds.
 
-    source: str
-    folder: Path
-    limit: float
-    warmup: int
+    ``rows`` are the results by candidate, ``finals`` the rates of the final runs of the start and the winner. There are
+    ``pairs`` of them. ``say`` prints progress.
+    """
+
+    def __init__(
+        self, points: Sequence[Point], source: str, folder: Path, *, limit: float, warmup: int, pairs: int,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.rows: list[tuple[Point, Result]] = []
+        self.finals: tuple[list[float], list[float]] = [], []
+        self._start, self._source, self._folder, self._pairs = points[0], source, folder, pairs
+        self._limit, self._warmup, self._say = limit, warmup, say
+        self._most = sum(not point.out for point in points) + 2 * pairs
+        self._runs = 0
+
+    def measure(self, point: Point) -> float | None:
+        """Return the rate of a point; None if it failed, or has another loss than the start."""
+        result = self._result(point, 0)
+        if not result.reason and point is not self._start and point.recipe:
+            tolerance = point.recipe.find("validation.accumulation_tolerance", 0.01)
+            reason = different(result.losses, self.rows[0][1].losses, tolerance)
+            result = replace(result, reason=reason)
+        self.rows.append((point, result))
+        return None if result.reason else result.tokens_per_second
+
+    def pairs(self, winner: Point) -> tuple[float, float] | None:
+        """Run the start and ``winner`` in turns; return gain and spread. Raises CheckFailed if a run fails."""
+        for number in range(1, self._pairs + 1):
+            for point, rates in zip((self._start, winner), self.finals, strict=True):
+                result = self._result(point, number)
+                if result.reason or result.tokens_per_second is None:
+                    raise CheckFailed(
+                        f"{point.title} ran once and then failed: {result.reason}",
+                        hint=f"the log is in {self._folder}; delete that folder to search again",
+                    )
+                rates.append(result.tokens_per_second)
+        return gain(*self.finals)
+
+    def _result(self, point: Point, number: int) -> Result:
+        if point.recipe is None:
+            raise InputError(point.out)
+        result = self.known(point.recipe, number)
+        suffix = " (kept from before)" if result else ""
+        if result is None:
+            self._say(f"run {self._runs + 1} of at most {self._most}: {point.title}")
+            result = self.run(point.recipe, number)
+        self._runs += 1
+        rate = f"{result.tokens_per_second:,.0f} tokens/s/rank" if result.tokens_per_second else result.reason
+        self._say(f"  {point.title}: {rate}{suffix}")
+        return result
 
     def known(self, recipe: Recipe, number: int) -> Result | None:
         """Return the saved result of run ``number`` of ``recipe``, or None. A damaged file counts as none."""
@@ -61,12 +101,10 @@ class Trials:
     def run(self, recipe: Recipe, number: int) -> Result:
         """Run ``recipe`` and save the result. HostError if the folder cannot be written."""
         output = self._output(recipe, number)
-        began = time.monotonic()
         try:
             shutil.rmtree(output, ignore_errors=True)  # left by an interrupted run
             output.parent.mkdir(parents=True, exist_ok=True)
-            reported, code = self._train(recipe, output)
-            result = _read(output, reported, self.warmup, time.monotonic() - began)
+            result, code = self._train(recipe, output)
             for large in ("cache", "checkpoint"):
                 shutil.rmtree(output / large, ignore_errors=True)
             if any(text in result.reason for text in (failure.DISK_FULL.text, "the disk is full")):
@@ -76,106 +114,39 @@ class Trials:
                 write_sealed(output.with_suffix(".json"), asdict(result))
         except OSError as error:
             raise HostError(
-                f"cannot write to {self.folder}: {error.strerror}",
+                f"cannot write to {self._folder}: {error.strerror}",
                 hint="make room there, and run the same command again: finished runs are kept",
             ) from error
         return result
 
     def _output(self, recipe: Recipe, number: int) -> Path:
-        return self.folder / f"{recipe.digest[:16]}-{number}"
+        return self._folder / f"{recipe.digest[:16]}-{number}"
 
-    def _train(self, recipe: Recipe, output: Path) -> tuple[str, int]:
-        """Train once. Returns the reason for a failure as the command reports it, or "", and the exit code."""
-        words = [self.source, *recipe.choices.words(), *recipe.overrides, "--output", str(output), "--json"]
-        words += ["--compile-cache", str(self.folder / "compiled")]
-        command = [sys.executable, "-m", "primus.cli.main", "train", *words]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            errors="replace", start_new_session=True,
+    def _train(self, recipe: Recipe, output: Path) -> tuple[Result, int]:
+        words = [self._source, *recipe.choices.words(), *recipe.overrides, "--output", str(output), "--json"]
+        words += ["--compile-cache", str(self._folder / "compiled")]
+        end, lines = time.monotonic() + self._limit, list[str]()
+        ended = launch.run(
+            [sys.executable, "-m", "primus.cli.main", "train", *words], log=output.with_suffix(".log"),
+            environment=os.environ, on_line=lines.append, hopeless=lambda: time.monotonic() > end,
         )  # fmt: skip
-        try:
-            _, errors = process.communicate(timeout=self.limit)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return f"it took longer than {self.limit:g} s", process.returncode
-        finally:
-            if process.poll() is None:
-                _end(process)
-        lines = [line for line in errors.splitlines() if line.strip()]
-        reported = lines[0].removeprefix("primus train: ") if lines else f"exit code {process.returncode}"
-        return reported if process.returncode else "", process.returncode
+        prefix, reported = "primus train: ", ""
+        if ended.exit_code:
+            errors = (line.removeprefix(prefix).strip() for line in lines if line.startswith(prefix))
+            reported = next(errors, f"exit code {ended.exit_code}")
+        result = replace(_read(output, reported, self._warmup), seconds=round(ended.seconds, 1))
+        if ended.seconds <= self._limit:
+            return result, ended.exit_code
+        return replace(result, tokens_per_second=None, reason=f"it took longer than {self._limit:g} s"), 1
 
 
-class Search:
-    """The runs of a search so far.
-
-    ``rows`` are the results by candidate, ``finals`` the rates of the final runs of the start and the winner. There are
-    ``pairs`` of them. ``say`` prints progress.
-    """
-
-    def __init__(self, points: Sequence[Point], trials: Trials, *, pairs: int, say: Callable[[str], None]) -> None:
-        self.rows: list[tuple[Point, Result]] = []
-        self.finals: tuple[list[float], list[float]] = [], []
-        self._start, self._trials, self._pairs = points[0], trials, pairs
-        self._say = say
-        self._most = sum(not point.out for point in points) + 2 * pairs
-        self._runs = 0
-
-    def measure(self, point: Point) -> float | None:
-        """Return the rate of a point; None if it failed, or has another loss than the start."""
-        result = self._run(point, 0)
-        if not result.reason and point is not self._start and point.recipe:
-            tolerance = point.recipe.find("validation.accumulation_tolerance", 0.01)
-            reason = different(result.losses, self.rows[0][1].losses, tolerance)
-            result = replace(result, reason=reason)
-        self.rows.append((point, result))
-        return None if result.reason else result.tokens_per_second
-
-    def pairs(self, winner: Point) -> tuple[float, float] | None:
-        """Run the start and ``winner`` in turns; return gain and spread. Raises CheckFailed if a run fails."""
-        for number in range(1, self._pairs + 1):
-            for point, rates in zip((self._start, winner), self.finals, strict=True):
-                result = self._run(point, number)
-                if result.reason or result.tokens_per_second is None:
-                    raise CheckFailed(
-                        f"{point.title} ran once and then failed: {result.reason}",
-                        hint=f"the log is in {self._trials.folder}; delete that folder to search again",
-                    )
-                rates.append(result.tokens_per_second)
-        return gain(*self.finals)
-
-    def _run(self, point: Point, number: int) -> Result:
-        if point.recipe is None:
-            raise InputError(point.out)
-        result = self._trials.known(point.recipe, number)
-        suffix = " (kept from before)" if result else ""
-        if result is None:
-            self._say(f"run {self._runs + 1} of at most {self._most}: {point.title}")
-            result = self._trials.run(point.recipe, number)
-        self._runs += 1
-        rate = f"{result.tokens_per_second:,.0f} tokens/s/rank" if result.tokens_per_second else result.reason
-        self._say(f"  {point.title}: {rate}{suffix}")
-        return result
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a run and its ranks. The first signal lets the run end its ranks, which are in sessions of their own."""
-    with suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        process.communicate(timeout=_GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-
-
-def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:
+def _read(output: Path, reported: str, warmup: int) -> Result:
     try:
         ended = read_result(output)
         steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, InputError):
         ended, steps = RunResult(exit_code=1), []
-    reason = reported if reported.startswith("it took longer") else ended.cause
+    reason = ended.cause
     if not reason and not ended.passed:
         failed = (f"{verdict.name}: {verdict.reason}" for verdict in ended.verdicts if not verdict.passed)
         reason = next(failed, reported or "no result")
@@ -187,5 +158,5 @@ def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:
         memory_gib=max((step["memory_gib"] for step in steps if step.get("memory_gib") is not None), default=None),
         losses=tuple(step["loss"] for step in steps if step.get("loss") is not None),
         reason=reason,
-        seconds=round(seconds, 1),
+        seconds=0.0,
     )

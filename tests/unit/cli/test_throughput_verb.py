@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,32 +14,27 @@ from primus.tuning.throughput import Point
 from primus.tuning.trial import Result, Search
 
 
-@dataclass
-class MadeTrials:
+class MadeSearch(Search):
     """Larger micro batches are faster."""
 
-    folder: Path = Path("made")
-    runs: list[tuple[int, int]] = field(default_factory=list)
-
-    def known(self, recipe: Recipe, number: int) -> Result | None:
-        return None
-
     def run(self, recipe: Recipe, number: int) -> Result:
-        self.runs.append((recipe.local_batch, number))
+        runs.append((recipe.local_batch, number))
         return Result(tokens_per_second=recipe.local_batch, memory_gib=1, losses=(7.0,), reason="", seconds=10)
 
 
-def test_start_and_winner_run_alternately() -> None:
+runs: list[tuple[int, int]] = []
+
+
+def test_start_and_winner_run_alternately(tmp_path: Path) -> None:
     words = ("validation.accumulation=1", "torchtitan.training.local_batch_size={}")
     recipes = [
         resolve("llama3-proxy", (), Choices(gpu="cpu"), [word.format(size) for word in words]) for size in (1, 2)
     ]
     points = [Point(turbo="off", checkpointing="none", batch=recipe.local_batch, recipe=recipe) for recipe in recipes]
-    trials = MadeTrials()
-    search = Search(points, trials, pairs=3, say=lambda _: None)  # type: ignore[arg-type]
+    search = MadeSearch(points, "llama3-proxy", tmp_path, limit=1, warmup=0, pairs=3, say=lambda _: None)
     assert [search.measure(point) for point in points] == [1, 2]
     search.pairs(points[1])
-    assert trials.runs[2:] == [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
+    assert runs[2:] == [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
 
 
 @pytest.mark.parametrize(

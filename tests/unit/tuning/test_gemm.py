@@ -108,7 +108,7 @@ def test_kills_lose_no_finished_shape(count: int, most_kills: int, tmp_path: Pat
 
 
 def test_a_result_is_used_with_its_key_alone(tmp_path: Path) -> None:
-    place = gemm.Place(root=tmp_path)
+    place = gemm.Place(tmp_path)
     with pytest.raises(InputError, match="the stage `tune` creates it"):
         gemm.check(place, key())
     gemm.merge(place, key(), gemm.measure(shapes(3), tmp_path / "w", ["0"], stand_in(tmp_path)))
@@ -133,7 +133,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gemm.Place:
     program, real = stand_in(tmp_path), gemm.measure
     monkeypatch.setattr("primus.cli.image.tune.measure", lambda shapes, work, gpus: real(shapes, work, gpus, program))
     monkeypatch.setattr("primus.cli.image.tune._gpus", lambda: ["0", "1"])
-    place = gemm.Place(root=tmp_path / "output/tune_gemm/llama2-7b")
+    place = gemm.Place(tmp_path / "output/tune_gemm/llama2-7b")
     place.shapes.mkdir(parents=True)
     (place.shapes / "tunableop_untuned_node0_gpu0.csv").write_text("\n".join(shapes(5)) + "\n")
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.tuning.throughput import Point, candidates, different, overlay, search
-from primus.tuning.trial import Trials
+from primus.tuning.trial import Search
 
 H200 = Choices(gpu="h200", precision="fp8")
 FITS = 0.95 * 141 * 2**30
@@ -127,10 +127,10 @@ def test_the_written_file_gives_the_recipe_that_was_measured(tmp_path: Path, *, 
     assert resolve(str(file), (), Choices(gpu="cpu", precision="fp32")).local_batch == 4
 
 
-def _trials(folder: Path, limit: float = 60) -> tuple[Trials, Recipe]:
-    return Trials(source="llama3-proxy", folder=folder, limit=limit, warmup=2), resolve(
-        "llama3-proxy", ["ranks=1"], Choices(gpu="cpu")
-    )
+def _trials(folder: Path, limit: float = 60) -> tuple[Search, Recipe]:
+    recipe = resolve("llama3-proxy", ["ranks=1"], Choices(gpu="cpu"))
+    point = Point(turbo="off", checkpointing="none", batch=recipe.local_batch, recipe=recipe)
+    return Search([point], "llama3-proxy", folder, limit=limit, warmup=2, pairs=3, say=lambda _: None), recipe
 
 
 def test_a_run_that_fails_or_takes_too_long_is_a_result_with_its_reason(tmp_path: Path) -> None:

@@ -29,10 +29,9 @@ from primus.recipes.rules import USABLE, gpu_bytes
 from primus.terminal import Screen, counted
 from primus.training import machine, start
 from primus.training.job import Job
-from primus.training.launch import ending
 from primus.tuning.gemm import Key, Place, alone, check, dumping, folder_of, measure, merge, read_shapes
 from primus.tuning.throughput import Point, candidates, overlay, search
-from primus.tuning.trial import Search, Trials
+from primus.tuning.trial import Search
 from primus.turbo.optimizations import missing_packages
 
 _STAGES = ("dump", "tune", "use")
@@ -78,7 +77,7 @@ def tune(options: argparse.Namespace) -> int:
     recipe = resolved(options)
     if options.what == "throughput":
         return _search(recipe, options)
-    place = Place(root=folder_of(recipe.name, options.folder or Path("output/tune_gemm")))
+    place = Place(folder_of(recipe.name, options.folder or Path("output/tune_gemm")))
     code = 0
     for stage in _stages(options):
         if stage == "dump":
@@ -168,18 +167,19 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
     gpus = detect()
     key = Key.of(recipe, json.dumps(versions), f"{recipe.gpu} {gpus.sentence()}")
     folder = folder_of(recipe.name, options.folder or Path("output/tune_throughput")) / key.digest
-    trials = Trials(source=options.recipe, folder=folder, limit=options.limit, warmup=options.warmup)
     if not options.json:
         _show_plan(points, available, options)
-    with alone(trials.folder), ending():
-        say = partial(print, file=sys.stderr, flush=True)
-        rows = Search(points, trials, pairs=options.pairs, say=(lambda _: None) if options.json else say)
+    with alone(folder):
+        rows = Search(
+            points, options.recipe, folder, limit=options.limit, warmup=options.warmup, pairs=options.pairs,
+            say=(lambda _: None) if options.json else partial(print, file=sys.stderr, flush=True),
+        )  # fmt: skip
         winner = search(points, rows.measure)
         if winner is None:
             # Without the loss of the recipe's own settings, nothing shows that another candidate computes the same.
             raise CheckFailed(
                 f"the recipe's own settings failed: {rows.rows[0][1].reason}",
-                hint=f"the log is in {trials.folder}; start from settings that train, such as a smaller micro batch",
+                hint=f"the log is in {folder}; start from settings that train, such as a smaller micro batch",
             )
         evidence = None if winner is points[0] else rows.pairs(winner)
     text = f"primus tune throughput {shlex.join([options.recipe, *requested.choices.words(), *requested.overrides])}"

@@ -115,7 +115,7 @@ def _amd(root: Path) -> Found | None:
     if not names:
         return None
     advice = "/dev/kfd cannot be opened: pass --device /dev/kfd --device /dev/dri"
-    obstacle = "" if _openable(root / "dev/kfd") else advice
+    obstacle = "" if os.access(root / "dev/kfd", os.R_OK | os.W_OK) else advice
     files = [
         (path.name.removesuffix("_version").removesuffix("_fw"), text_if_readable(path).strip())
         for device in (root / "sys/class/drm").glob("card*/device")
@@ -129,10 +129,12 @@ def _amd(root: Path) -> Found | None:
 
 
 def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
-    """Return the display name of an AMD GPU, and its generation or ""."""
+    arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
     if not device_id:
-        return name_of_gfx(version), ""
-    arch = _arch(version)
+        first, *rest = [g.title for g in by_gfx(arch)] or ["unknown AMD GPU"]
+        # "AMD Instinct MI300X or MI325X": the vendor is named once.
+        names = " or ".join([first, *(title.rpartition(" ")[2] for title in rest)])
+        return f"{names} ({arch})", ""
     product = by_device_id(device_id)
     if product is None or product.arch != arch:
         return f"unknown AMD GPU ({arch}, device 0x{device_id:04x})", ""
@@ -152,7 +154,8 @@ def _nvidia(root: Path) -> Found | None:
     names = [gpu.get("Model", "unknown NVIDIA GPU") for gpu in facts or [{} for _ in nodes]]
     if not names:
         return None
-    obstacle = "" if any(_openable(node) for node in nodes) else "no /dev/nvidia* can be opened: pass --gpus all"
+    openable = any(os.access(node, os.R_OK | os.W_OK) for node in nodes)
+    obstacle = "" if openable else "no /dev/nvidia* can be opened: pass --gpus all"
     # The model is that of the whole GPU, even if a container sees only an instance (MIG) of it.
     split = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
     products = [None if split else by_product_name(name) for name in names]
@@ -172,20 +175,3 @@ def _driver(root: Path, module: str) -> str:
 
 def _each(versions: list[str]) -> str:
     return ", ".join(sorted(set(filter(None, versions))))
-
-
-def name_of_gfx(version: int) -> str:
-    """Return a name for KFD's ``gfx_target_version`` (90402 → gfx942): the possible products, or "unknown …"."""
-    arch = _arch(version)
-    first, *rest = [g.title for g in by_gfx(arch)] or [""]
-    # "AMD Instinct MI300X or MI325X": the vendor is named once.
-    names = " or ".join([first, *(title.rpartition(" ")[2] for title in rest)])
-    return f"{names} ({arch})" if names else f"unknown AMD GPU ({arch})"
-
-
-def _arch(version: int) -> str:
-    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-
-
-def _openable(path: Path) -> bool:
-    return path.exists() and os.access(path, os.R_OK | os.W_OK)

@@ -56,17 +56,12 @@ def entries() -> Iterator[Entry]:
         model = architecture({k.removeprefix("model."): s.value for k, s in settings.items() if k.startswith("model.")})
         for (backend, mode), precisions in supported(settings).items():
             yield Entry(
-                recipe=name,
-                path=path,
-                description=str(settings["description"].value),
-                architecture=model,
-                size=size(model),
-                backend=backend,
-                mode=mode,
+                recipe=name, path=path, description=str(settings["description"].value), architecture=model,
+                size=size(model), backend=backend, mode=mode,
                 precisions={p: tuple(gpu for gpu in gpus() if computes(gpu, p, backend)) for p in precisions},
                 only_proxy="default.proxy" in settings and settings["default.proxy"].value is True,
                 proxy=tuple(p for p in backends()[backend].cpu if p == "fp32" or p in precisions),
-            )
+            )  # fmt: skip
 
 
 def check(folder: Path) -> None:

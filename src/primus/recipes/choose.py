@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from primus.errors import InputError, nearest
@@ -54,23 +55,20 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, siz
     if proxy.value is True or gpu.value == CPU:
         offered, defaults = list(dict.fromkeys([PROXY_PRECISION, *offered])), {}
     precision = _pick("precision", choices.precision, defaults, offered, {"backend": backend, "mode": mode})
-    _computable(str(precision.value), str(gpu.value), str(backend.value), precision.origin)
+    _check_precision(precision, str(gpu.value), str(backend.value))
     nodes = Setting(value=1, origin="default")
-    if proxy.value is not True:
-        nodes = settings.get("default.nodes", nodes)
     if choices.nodes is not None:
         nodes = Setting(value=choices.nodes, origin=f"--nodes {choices.nodes}")
+    elif proxy.value is not True:
+        nodes = settings.get("default.nodes", nodes)
     if not isinstance(nodes.value, int) or nodes.value < 1:
         raise InputError("nodes must be at least 1", where=nodes.origin)
     return dict(zip(CHOICES, (backend, mode, precision, gpu, nodes, proxy), strict=True))
 
 
 def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, str], Sequence[str]]) -> None:
-    offered = {
-        "backend": [backend for backend, _ in cells],
-        "mode": [mode for _, mode in cells],
-        "precision": [precision for precisions in cells.values() for precision in precisions],
-    }
+    kinds, modes = zip(*cells, strict=True)
+    offered = {"backend": kinds, "mode": modes, "precision": tuple(chain(*cells.values()))}
     for what, names in offered.items():
         if (default := settings.get(f"default.{what}")) is not None and default.value not in names:
             message = f"default.{what} is {default.value!r}, which the recipe does not support"
@@ -81,14 +79,12 @@ def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, s
 def _pick(
     what: str, value: str | None, settings: Mapping[str, Setting], offered: list[str], decided: Mapping[str, Setting]
 ) -> Setting:
-    if value is not None:
-        if value not in offered:
-            context = " with " + ", ".join(f"{name} {s.value}" for name, s in decided.items()) if decided else ""
-            raise InputError(
-                f"{what} {value!r} is not supported by this recipe{context}" + nearest(value, offered),
-                where=f"--{what} {value}", hint=f"there are: {', '.join(offered)}",
-            )  # fmt: skip
+    if value in offered:
         return Setting(value=value, origin=f"--{what} {value}")
+    if value is not None:
+        context = " with " + ", ".join(f"{name} {s.value}" for name, s in decided.items()) if decided else ""
+        message = f"{what} {value!r} is not supported by this recipe{context}{nearest(value, offered)}"
+        raise InputError(message, where=f"--{what} {value}", hint=f"there are: {', '.join(offered)}")
     default = settings.get(f"default.{what}")
     if default is not None and default.value in offered:
         return Setting(value=default.value, origin=default.origin)
@@ -97,8 +93,9 @@ def _pick(
 
 def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
     if choices.gpu is not None:
-        among("GPU", choices.gpu, values_of("gpu"), f"--gpu {choices.gpu}")
-        return Setting(value=choices.gpu, origin=f"--gpu {choices.gpu}")
+        origin = f"--gpu {choices.gpu}"
+        among("GPU", choices.gpu, values_of("gpu"), origin)
+        return Setting(value=choices.gpu, origin=origin)
     if "default.gpu" in settings:
         return settings["default.gpu"]
     # Seam "detection": detecting the GPU runs programs. A named GPU makes this unnecessary.
@@ -115,28 +112,19 @@ def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
 
 def computes(gpu: str, precision: str, backend: str) -> bool:
     """Whether ``backend`` supports ``precision`` on ``gpu`` (a generation or ``cpu``)."""
-    try:
-        _computable(precision, gpu, backend, "")
-    except InputError:
-        return False
-    return True
+    return precision in (backends()[backend].cpu if gpu == CPU else ("fp32", *arch_of(generation(gpu)).dtypes))
 
 
-def _computable(precision: str, gpu: str, backend: str, where: str) -> None:
-    if gpu == CPU:
-        if precision not in backends()[backend].cpu:
-            raise InputError(
-                f"{backend} does not compute {precision} on a CPU", where=where,
-                hint=f"on a CPU: {', '.join(backends()[backend].cpu)}",
-            )  # fmt: skip
+def _check_precision(precision: Setting, gpu: str, backend: str) -> None:
+    kind = str(precision.value)
+    if computes(gpu, kind, backend):
         return
-    arch = arch_of(generation(gpu))
-    if precision.startswith("mx") and not arch.mx:
-        with_mx = ", ".join(row.name for row in load_table().generations if arch_of(row).mx)
-        message = f"{gpu} ({arch.arch}) does not compute MX formats"
-        raise InputError(message, where=where, hint=f"those that do: {with_mx}")
-    if precision not in ("fp32", *arch.dtypes):
-        raise InputError(f"{gpu} ({arch.arch}) does not compute {precision}", where=where)
+    message = f"{backend} does not compute {kind} on a CPU"
+    hint = f"on a CPU: {', '.join(backends()[backend].cpu)}"
+    if gpu != CPU:
+        able = [row.name for row in load_table().generations if computes(row.name, kind, backend)]
+        message, hint = f"{gpu} ({generation(gpu).arch}) does not compute {kind}", f"those that do: {', '.join(able)}"
+    raise InputError(message, where=precision.origin, hint=hint)
 
 
 def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[str, ...]]:

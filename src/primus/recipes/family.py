@@ -20,7 +20,7 @@ from primus.yamlfile import Scalar, read_values
 _FOLDER = Path(__file__).with_name("families")
 _DECODER = "decoder"
 # Keys of rope scaling in config.json, with transformers' values where one is omitted, by its kind.
-_STRETCH: Mapping[str, Mapping[str, float]] = {
+STRETCH: Mapping[str, Mapping[str, float]] = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
 }
@@ -195,10 +195,10 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not known.images:
         yield "rope_scaling.kind", f"{part}.rope_type", "none" if kind == "default" else kind
-    if kind in _STRETCH:
+    if kind in STRETCH:
         original = rope.get("original_max_position_embeddings", whole["max_position_embeddings"])
         yield "rope_scaling.original_max_position", f"{part}.original_max_position_embeddings", original
-        for name, usual in {"factor": 1.0, **_STRETCH[kind]}.items():
+        for name, usual in {"factor": 1.0, **STRETCH[kind]}.items():
             yield f"rope_scaling.{name}", f"{part}.{name}", rope.get(name, usual)
 
 
@@ -217,7 +217,7 @@ def config_of(model: Any) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": float(config.pop("rope_theta"))}
     if scaling.kind != "none":
         rope |= {"rope_type": scaling.kind, "original_max_position_embeddings": scaling.original_max_position}
-        stretch = {key: float(getattr(scaling, key)) for key in ("factor", *_STRETCH[scaling.kind])}
+        stretch = {key: float(getattr(scaling, key)) for key in ("factor", *STRETCH[scaling.kind])}
         # DeepSeek's models alone have both mscale.
         rope |= {k: v for k, v in stretch.items() if model.mla.kv_lora_rank or not k.startswith("mscale")}
     return config | {"rope_parameters": rope}

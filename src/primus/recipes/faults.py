@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from primus.recipes.family import Family, families, family
+from primus.recipes.family import STRETCH, Family, families, family
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.schema import model_rules
-from primus.recipes.setting import Value, interval
+from primus.recipes.setting import Value, outside
 from primus.yamlfile import Scalar, spell
 
 # The key of the wrong setting, the reason, and a remedy.
@@ -20,11 +20,6 @@ Fault = tuple[str, str, str | None]
 
 # Part of the model → the key that enables it.
 _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "mla.kv_lora_rank"}
-# The parameters of each kind of rope scaling, besides factor and original_max_position.
-_STRETCH = {
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-}
 
 
 def layout_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -147,6 +142,11 @@ def model_faults(recipe: Recipe) -> Iterator[Fault]:
             yield f"{recipe.backend}.lora.targets", why, f"there are: {', '.join(known.linears)}"
 
 
+def size_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield each size of the model that does not fit the others."""
+    yield from ((f"model.{key}", why, hint) for key, why, hint in recipe.architecture.objections())
+
+
 def _off(key: str, values: Mapping[str, Value]) -> bool:
     """Whether the part of the model that ``key`` belongs to is disabled."""
     return values.get(_SWITCHES.get(key.partition(".")[0], ""), True) in (0, "none")
@@ -163,17 +163,17 @@ def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
             yield f"model.{key}", f"models of the family {known.name} {amount}", f"model.{key}={spell(only[0])}{other}"
     for key, limits in known.limits.items():
         value = values[key]
-        if isinstance(value, int | float) and (objection := interval(limits).objection(value, lambda _key: None)):
+        if isinstance(value, int | float) and (objection := outside(limits, value)):
             yield f"model.{key}", f"{objection[0]} in the family {known.name}", None
 
 
 def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> Iterator[Fault]:
     """Yield fields of a part that is disabled. A file may set them if it disables the part explicitly."""
     kind = str(values["rope_scaling.kind"])
-    read = ("kind", "factor", "original_max_position", *_STRETCH.get(kind, ()))
+    read = ("kind", "factor", "original_max_position", *STRETCH.get(kind, ()))
     for key in changed:
         part, _, name = key.partition(".")
-        if part == "rope_scaling" and kind in _STRETCH and name not in read:
+        if part == "rope_scaling" and kind in STRETCH and name not in read:
             yield f"model.{key}", f"has no effect while model.rope_scaling.kind is {kind}", f"remove model.{key}"
         switch = _SWITCHES.get(part, key)
         typed = recipe.settings[f"model.{key}"].origin.startswith("command")

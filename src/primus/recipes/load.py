@@ -84,8 +84,8 @@ class Case:
     def holds(self, chosen: Mapping[str, str]) -> bool:
         """Whether ``chosen`` (choice → value) meets every condition. ``nodes: multi`` matches any number above one."""
         return all(
-            chosen.get(choice) in words or (choice == "nodes" and "multi" in words and chosen["nodes"] != "1")
-            for choice, words in self.when.items()
+            chosen.get(choice) in values or (choice == "nodes" and "multi" in values and chosen["nodes"] != "1")
+            for choice, values in self.when.items()
         )
 
 
@@ -178,12 +178,13 @@ def _case(document: Document, index: int, data: Tree) -> Case:
         if "nodes" in when:
             raise InputError("a case for a number of nodes cannot set nodes", where=settings["nodes"].origin)
     return Case(
-        when={choice: _words(setting.value) for choice, setting in when.items()},
+        when={choice: words(setting.value) for choice, setting in when.items()},
         settings={key: replace(setting, because=because) for key, setting in settings.items()},
     )
 
 
-def _words(value: Value) -> tuple[str, ...]:
+def words(value: Value) -> tuple[str, ...]:
+    """Return a choice's value, or each of its values, as conditions of cases compare it."""
     items = value if isinstance(value, list) else [value]
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from primus.errors import InputError
 from primus.files import read_bytes
@@ -21,8 +20,7 @@ from primus.yamlfile import spell
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """A field of the recipe's model (without ``model.``) that is not as published.
 
     ``meant``: it was typed, or the recipe's reason for it names the published value.
@@ -68,7 +66,7 @@ def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference
         because = setting.because if setting else ""
         named = {float(number.replace(",", "")) for number in _NUMBER.findall(because)}
         typed = setting is not None and setting.origin.startswith("command line")
-        yield Difference(key=key, mine=mine, theirs=theirs, field=field, meant=typed or theirs in named)
+        yield Difference(key, mine, theirs, field, typed or theirs in named)
 
 
 def kind_faults(recipe: Recipe) -> Iterator[Fault]:

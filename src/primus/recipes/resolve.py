@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from os.path import exists, isdir
 from pathlib import Path
 
 from primus.errors import InputError, nearest
@@ -15,7 +16,7 @@ from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import families, family
-from primus.recipes.faults import Fault, data_faults, layout_faults, model_faults
+from primus.recipes.faults import Fault, data_faults, layout_faults, model_faults, size_faults
 from primus.recipes.published import kind_faults, published_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
@@ -54,11 +55,9 @@ def resolve(
     weights = _weights_among(words)
     chosen = choose(source.settings, choices, path, sized=weights is not None)
     settings = {key: s for key, s in source.settings.items() if not key.startswith(_DECIDING)}
-    facts = {
-        choice: str(s.value).lower() if isinstance(s.value, bool) else str(s.value) for choice, s in chosen.items()
-    }
-    for case in source.cases:
-        if "nodes" in case.settings and choices.nodes is None and case.holds(facts):
+    facts = {choice: load.words(setting.value)[0] for choice, setting in chosen.items()}
+    for case in source.cases if choices.nodes is None else ():
+        if "nodes" in case.settings and case.holds(facts):
             chosen["nodes"] = case.settings["nodes"]
             facts["nodes"] = str(chosen["nodes"].value)
     knows = backend(facts["backend"])
@@ -79,15 +78,10 @@ def resolve(
     settings = {key: s for key, s in settings.items() if key.partition(".")[0] not in others}
     # The global batch is written for one node.
     _scale_batch(settings, source, facts, knows)
-    described = _of_weights(weights, settings, knows) if weights and here else {}
-    if described:
-        kept = ("model.hf_repo", "model.moe.auxiliary_loss")
-        settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
-        lengths = (settings[knows.key("seq_len")], described["model.max_seq_len"])
-        settings[knows.key("seq_len")] = min(lengths, key=lambda length: int(str(length.value)))
+    if weights and here:
+        settings = _of_weights(weights, settings, overriding, knows)
     if facts["gpu"] == CPU and facts["proxy"] == "false":
         settings["ranks"] = Setting(value=1, origin="one process on a CPU")
-    _refuse_other_sizes(overriding, described)
     settings.update(overriding)
     _shorten_warmup(settings, overriding, knows)
     sizes = _sizes(settings, knows)
@@ -136,23 +130,25 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
 
 def _weights_among(words: Sequence[str]) -> Path | None:
     named = [word.partition("=")[2] for word in words if word.partition("=")[0] in ("weights", "finetune.weights")]
-    return Path(named[0]) if named and named[0] and _exists(Path(named[0])) else None
+    return Path(named[0]) if named and exists(named[0]) else None
 
 
-def _of_weights(folder: Path, settings: Mapping[str, Setting], knows: Backend) -> dict[str, Setting]:
+def _of_weights(
+    folder: Path, settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend
+) -> dict[str, Setting]:
     name = str(settings["model.family"].value) if "model.family" in settings else ""
-    loads = name in families() and family(name).tuned and "weights" in schema.backend_rules(knows.name)
-    return model_of(folder, name) if loads else {}
-
-
-def _refuse_other_sizes(overriding: Mapping[str, Setting], described: Mapping[str, Setting]) -> None:
+    if not (name in families() and family(name).tuned and "weights" in schema.backend_rules(knows.name)):
+        return settings
+    described = model_of(folder, name)
     for key, setting in overriding.items():
-        if key in described and setting.value != described[key].value:
-            theirs = described[key]
-            raise InputError(
-                f"{key} is {setting.value}, and the weights have {theirs.value}", where=theirs.origin,
-                hint="leave it out: the sizes are those of the weights",
-            )  # fmt: skip
+        if setting.value != (theirs := described.get(key, setting)).value:
+            message = f"{key} is {setting.value}, and the weights have {theirs.value}"
+            hint = "leave it out: the sizes are those of the weights"
+            raise InputError(message, where=theirs.origin, hint=hint)
+    kept = ("model.hf_repo", "model.moe.auxiliary_loss")
+    settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
+    lengths = (settings[knows.key("seq_len")], described["model.max_seq_len"])
+    return settings | {knows.key("seq_len"): min(lengths, key=lambda length: int(str(length.value)))}
 
 
 def _twice(key: str, first: str, second: str) -> InputError:
@@ -163,9 +159,8 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
     key, nodes = knows.key("global_batch"), int(facts["nodes"])
     batch = settings.get(key)
     set_by_case = any("nodes" in case.when and key in case.settings and case.holds(facts) for case in source.cases)
-    if batch is None or nodes == 1 or set_by_case or not isinstance(batch.value, int) or batch.value < 1:
-        return
-    settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
+    if batch and nodes > 1 and not set_by_case and isinstance(batch.value, int) and batch.value > 0:
+        settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
 
 
 def _sizes(settings: dict[str, Setting], knows: Backend) -> list[int]:
@@ -191,7 +186,7 @@ def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setti
     """Limit the warm-up to the steps of a run that the user shortens. The setting's origin states the limit."""
     steps, key = overriding.get(knows.key("steps")), f"{knows.name}.{knows.warmup}"
     warmup = settings.get(key)
-    if steps is None or warmup is None or key in overriding:
+    if not steps or not warmup or key in overriding:
         return
     if isinstance(steps.value, int) and isinstance(warmup.value, int) and 0 < steps.value < warmup.value:
         settings[key] = replace(warmup, value=steps.value, origin=f"{warmup.origin}, at most the {steps.value} steps")
@@ -242,9 +237,8 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
     for related in (False, True):
         for prefix, section in sections.items():
             for key in section:
-                outside = schema.outside(key, prefix, section, settings, related=related)
-                if outside is not None:
-                    reason, remedy = outside
+                if wrong := schema.out_of_bounds(key, prefix, section, settings, related=related):
+                    reason, remedy = wrong
                     raise InputError(f"{prefix}{key} {reason}", where=settings[prefix + key].origin, hint=remedy)
 
 
@@ -279,7 +273,7 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
             why = f"{key} is missing; a recipe must not depend on a default of {recipe.backend}"
             raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")
     checks: tuple[Callable[[Recipe], Iterable[Fault]], ...] = (
-        partial(_file_faults, here=here), kind_faults, model_faults, _size_faults, published_faults, layout_faults,
+        partial(_file_faults, here=here), kind_faults, model_faults, size_faults, published_faults, layout_faults,
         data_faults, _vocabulary_faults, rules_of(recipe).faults, _precision_faults,
     )  # fmt: skip
     for key, why, hint in chain.from_iterable(faults(recipe) for faults in checks):
@@ -294,7 +288,7 @@ def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
     for name in (key for key in names if here or not str(recipe.settings[key].value).startswith("/")):
         if (asset := recipe.asset(name)) is None:
             continue
-        if not _exists(asset):
+        if not exists(asset):
             yield name, f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock"
         elif not (asset.is_dir() or (asset.is_file() and name != "assets.tokenizer")):
             kind = "a folder" if name == "assets.tokenizer" else "a file or a folder"
@@ -303,12 +297,8 @@ def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
     weights = recipe.find(key, "random")
     if weights == "random" or weights.startswith("hf:") or (weights.startswith("/") and not here):
         return
-    if not weights or not _exists(Path(weights)) or not Path(weights).is_dir():
+    if not isdir(weights):
         yield key, f"there is no folder {weights!r}", "name a folder of safetensors files, hf:OWNER/NAME or random"
-
-
-def _size_faults(recipe: Recipe) -> Iterator[Fault]:
-    yield from ((f"model.{key}", why, hint) for key, why, hint in recipe.architecture.objections())
 
 
 def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -325,13 +315,6 @@ def _precision_faults(recipe: Recipe) -> Iterator[Fault]:
         if knows.sharded_precision and recipe.unsharded:
             hint = "it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
         yield "precision", f"{recipe.precision} is requested, but the {knows.name} settings give {computed}", hint
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # the name is too long, or contains a null byte
-        return False
 
 
 def vocabulary(folder: Path) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.backends import backend
-from primus.recipes.setting import WORDS, Setting, Value, interval
+from primus.recipes.setting import WORDS, Setting, Value, outside
 from primus.yamlfile import LARGEST, read_values
 
 # Text that can be part of a file name.
@@ -136,7 +136,7 @@ def backend_rules(name: str) -> Mapping[str, Rule]:
     }
 
 
-def outside(
+def out_of_bounds(
     key: str, prefix: str, rules: Mapping[str, Rule], settings: Mapping[str, Setting], *, related: bool
 ) -> tuple[str, str] | None:
     """Return why the value of ``prefix + key`` is outside its bounds, and a remedy; None if it is inside, or not set.
@@ -153,13 +153,12 @@ def outside(
         limit = settings[prefix + other].value if prefix + other in settings else rules[other].default
         return limit if isinstance(limit, int | float) and not isinstance(limit, bool) else None
 
-    objection = interval(rule.bounds).objection(value, look_up)
-    if objection is None:
+    if (objection := outside(rule.bounds, value, look_up)) is None:
         return None
     why, other = objection
     if other is not None:
         up, down = ("raise", "lower") if "at least" in why or "greater" in why else ("lower", "raise")
         return why.replace(f" {other} ", f" {prefix}{other} "), f"{up} {prefix}{key} or {down} {prefix}{other}"
-    if isinstance(rule.default, int | float) and interval(rule.bounds).objection(rule.default, look_up) is None:
+    if isinstance(rule.default, int | float) and outside(rule.bounds, rule.default, look_up) is None:
         return why, f"the default is {rule.default}"
     return why, f"{prefix}{key} takes {rule.bounds}"

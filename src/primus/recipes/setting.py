@@ -8,6 +8,7 @@ one more value outside the interval.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ WORDS = {
 CHOICES = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
 
 _INTERVAL = re.compile(r"(?:(-?[0-9]+) \| )?([\[(])([^,]+), ([^\])]+)([\])])")
+_NUMBER = re.compile(r"-?(?:[0-9.]+|inf)")
 
 Value = Scalar | list[Scalar]
 
@@ -63,54 +65,33 @@ def bounded(default: Any, bounds: str) -> Any:
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """One interval. ``special`` is a value allowed outside it. An end that is text is the name of another key."""
+def outside(
+    bounds: str, value: float, look_up: Callable[[str], float | None] = lambda _key: None
+) -> tuple[str, str | None] | None:
+    """Return why ``value`` is outside ``bounds`` (the end of a sentence) and the key that bounds it; None if inside.
 
-    special: int | None
-    low: float | str
-    low_open: bool
-    high: float | str
-    high_open: bool
-
-    def objection(self, value: float, look_up: Callable[[str], float | None]) -> tuple[str, str | None] | None:
-        """Return why ``value`` is outside (the end of a sentence) and the key that bounds it; None if it is inside.
-
-        ``look_up`` returns the value of a key, or None. An end without a value does not bound anything.
-        """
-        if value == self.special:
-            return None
-        for end, is_open, words in (
-            (self.low, self.low_open, ("at least", "greater than")),
-            (self.high, self.high_open, ("at most", "less than")),
-        ):
-            limit = look_up(end) if isinstance(end, str) else end
-            if limit is None:
-                continue
-            beyond = value < limit if end is self.low else value > limit
-            if beyond or (is_open and value == limit):
-                number = int(limit) if float(limit).is_integer() else limit
-                beside = "" if self.special is None else f"{self.special} or "
-                named = f"{end} = {number}" if isinstance(end, str) else f"{number}"
-                return f"must be {beside}{words[is_open]} {named}, not {value}", end if isinstance(end, str) else None
+    ``look_up`` returns the value of a key, or None. An end without a value does not bound anything.
+    """
+    special, opening, *ends, closing = ends_of(bounds)
+    if special and value == int(special):
         return None
+    for end, is_open, words, beyond in (
+        (ends[0], opening == "(", ("at least", "greater than"), operator.lt),
+        (ends[1], closing == ")", ("at most", "less than"), operator.gt),
+    ):
+        key = None if _NUMBER.fullmatch(end) else end
+        limit = look_up(key) if key else float(end)
+        if limit is not None and (beyond(value, limit) or (is_open and value == limit)):
+            number = int(limit) if float(limit).is_integer() else limit
+            beside = f"{special} or " if special else ""
+            return f"must be {beside}{words[is_open]} {f'{key} = ' if key else ''}{number}, not {value}", key
+    return None
 
 
 @cache
-def interval(text: str) -> Bounds:
-    """Parse an interval. Raises ValueError if ``text`` is not one."""
-    match = _INTERVAL.fullmatch(text)
+def ends_of(bounds: str) -> tuple[str, ...]:
+    """Return the parts of an interval: special value, bracket, low end, high end, bracket. ValueError if it is none."""
+    match = _INTERVAL.fullmatch(bounds)
     if match is None:
-        raise ValueError(f"{text!r} is not an interval")
-    special, opening, low, high, closing = match.groups()
-    return Bounds(
-        special=int(special) if special else None,
-        low=_end(low), low_open=opening == "(", high=_end(high), high_open=closing == ")",
-    )  # fmt: skip
-
-
-def _end(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+        raise ValueError(f"{bounds!r} is not an interval")
+    return match.groups("")

@@ -19,7 +19,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import predict
 from primus.recipes.setting import CHOICES
-from primus.turbo.optimizations import AUTO, OFF, chosen, optimizations, requested, usable
+from primus.turbo.optimizations import AUTO, OFF, chosen, requested, usable
 
 _GIB = 2**30
 # Steps whose losses are compared. In later steps, rounding differences have grown.
@@ -89,7 +89,7 @@ def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
     rows: list[tuple[str, tuple[str, ...]]] = [(title, ())]
     if setting and setting.origin.startswith("command line"):
         return rows
-    if any(usable(entry, start) for entry in optimizations().values()):
+    if usable(start):
         rows += [(word, (f"turbo={word}",)) for word in (OFF, AUTO) if word != title]
     return rows
 

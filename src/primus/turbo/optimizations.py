@@ -19,7 +19,8 @@ from primus.errors import InputError, nearest
 from primus.gpus.generation import Generation
 from primus.gpus.table import arch_of, generation
 from primus.recipes.choose import CPU
-from primus.yamlfile import read_values
+from primus.recipes.setting import Setting
+from primus.yamlfile import read_values, spell
 
 if TYPE_CHECKING:
     from primus.recipes.recipe import Recipe
@@ -73,9 +74,9 @@ class Optimization:
             yield f"a GPU of {' or '.join(self.archs or self.vendors)}, not {recipe.gpu}"
         for key, accepted_value in self.settings.items():
             if key in recipe.settings and recipe.settings[key].value != accepted_value:
-                yield f"{key}={_text(accepted_value)}, not {_text(recipe.settings[key].value)}"
+                yield f"{key}={spell(accepted_value)}, not {spell(recipe.settings[key].value)}"
             elif key not in recipe.settings and accepted_value is True:
-                yield f"{key}={_text(accepted_value)}, which the recipe does not set"
+                yield f"{key}={spell(accepted_value)}, which the recipe does not set"
         for kind, degree in self.degrees.items():
             if recipe.degree(kind) != degree:
                 yield f"{kind.upper()} = {degree}, not {recipe.degree(kind)}"
@@ -97,10 +98,6 @@ class Optimization:
         return "usable, on by default"
 
 
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 @cache
 def optimizations() -> Mapping[str, Optimization]:
     """Return every entry of the catalogue by name. Of two that exclude each other, ``auto`` prefers the first."""
@@ -112,9 +109,10 @@ def optimizations() -> Mapping[str, Optimization]:
     return catalogue
 
 
-def usable(optimization: Optimization, recipe: Recipe) -> bool:
-    """Whether ``recipe`` meets all requirements, and computes on a GPU."""
-    return recipe.gpu != CPU and not any(optimization.objections(recipe))
+def usable(recipe: Recipe) -> tuple[str, ...]:
+    """Return the optimizations whose requirements ``recipe`` meets. Without a GPU there are none."""
+    rows = {} if recipe.gpu == CPU else optimizations()
+    return tuple(name for name, entry in rows.items() if not any(entry.objections(recipe)))
 
 
 def requested(recipe: Recipe) -> tuple[str, ...] | str:
@@ -122,37 +120,32 @@ def requested(recipe: Recipe) -> tuple[str, ...] | str:
 
     Raises InputError for a name that is not in the catalogue.
     """
-    setting = recipe.settings.get("turbo")
-    value = AUTO if setting is None else setting.value
-    if value in (OFF, False, "", None):
+    setting = recipe.settings.get("turbo", Setting(value=AUTO, origin="default"))
+    if setting.value in (OFF, False, "", None):
         return OFF
-    if value in (AUTO, REQUIRE):
-        return str(value)
-    words = value if isinstance(value, list) else str(value).split(",")
-    names = [str(word).strip() for word in words]
-    catalogue = optimizations()
+    if setting.value in (AUTO, REQUIRE):
+        return str(setting.value)
+    words = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
+    names, catalogue = [str(word).strip() for word in words], optimizations()
     for name in names:
         if name not in catalogue:
-            raise InputError(
-                f"there is no optimization {name!r}" + nearest(name, catalogue),
-                where=setting.origin if setting else None,
-                hint="primus turbo list shows them; auto, require and off cannot be combined",
-            )
+            hint = "primus turbo list shows them; auto, require and off cannot be combined"
+            message = f"there is no optimization {name!r}{nearest(name, catalogue)}"
+            raise InputError(message, where=setting.origin, hint=hint)
     return tuple(name for name in catalogue if name in names)
 
 
 def candidates(recipe: Recipe) -> tuple[str, ...]:
     """Return the optimizations to test on the machine, in the catalogue's order; some may exclude each other.
 
-    With ``auto`` and ``require``, these are all whose requirements the recipe meets. Without a GPU there are none,
-    because they would compute in plain PyTorch. Raises InputError for a name that is not in the catalogue, for one
-    that the recipe cannot use, and for two that exclude each other.
+    With ``auto`` and ``require``, these are all :func:`usable` ones. Raises InputError for a name that is not in the
+    catalogue, for one that the recipe cannot use, and for two that exclude each other.
     """
     names, catalogue = requested(recipe), optimizations()
     if names == OFF:
         return ()
     if isinstance(names, str):
-        return tuple(name for name, entry in catalogue.items() if usable(entry, recipe))
+        return usable(recipe)
     where = recipe.settings["turbo"].origin
     for name in names:
         if objections := list(catalogue[name].objections(recipe)):
@@ -188,22 +181,19 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
 def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
     """Return for every optimization whether ``recipe`` enables it, and why. Raises as :func:`candidates`."""
     on, setting = chosen(recipe), requested(recipe)
-    rows: dict[str, tuple[bool, str]] = {}
-    for name, entry in optimizations().items():
-        objection = next(entry.objections(recipe), "")
+
+    def why(name: str, entry: Optimization) -> str:
         if name in on:
-            rows[name] = True, "by default, if its self-test passes" if setting == AUTO else "requested"
-        elif objection:
-            rows[name] = False, f"needs {objection}"
-        elif setting == OFF:
-            rows[name] = False, "turbo is off"
-        elif not isinstance(setting, str):
-            rows[name] = False, "not named"
-        elif recipe.gpu == CPU:
-            rows[name] = False, "no GPU"
-        else:
-            rows[name] = False, f"{excluded(name, on)} is used instead"
-    return rows
+            return "by default, if its self-test passes" if setting == AUTO else "requested"
+        if objection := next(entry.objections(recipe), ""):
+            return f"needs {objection}"
+        if setting == OFF:
+            return "turbo is off"
+        if not isinstance(setting, str):
+            return "not named"
+        return "no GPU" if recipe.gpu == CPU else f"{excluded(name, on)} is used instead"
+
+    return {name: (name in on, why(name, entry)) for name, entry in optimizations().items()}
 
 
 def active(names: Sequence[str]) -> dict[str, Any]:
@@ -257,12 +247,9 @@ class Shapes:
 def shapes_of(recipe: Recipe) -> Shapes:
     """Return the sizes of ``recipe``'s micro batch on one rank."""
     model, tensor_ranks = recipe.architecture, recipe.degree("tp")
-    length = recipe.seq_len
-    if model.of_images:
-        # Latents of one sixteenth of the image's side, after the tokens of its text.
-        length = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
+    # Latents of one sixteenth of the image's side, after the tokens of its text.
+    length = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens if model.of_images else recipe.seq_len
     latent = model.mla.kv_lora_rank > 0
-    head_dim = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim if latent else model.head_size
     heads = max(1, model.heads // tensor_ranks)
     return Shapes(
         batch=recipe.local_batch,
@@ -272,9 +259,9 @@ def shapes_of(recipe: Recipe) -> Shapes:
         ffn=model.ffn_size or 4 * model.heads * model.head_size,
         heads=heads,
         kv_heads=heads if latent or not model.kv_heads else max(1, model.kv_heads // tensor_ranks),
-        head_dim=head_dim,
-        v_dim=model.mla.v_head_dim if latent else head_dim,
-        rotated=model.mla.qk_rope_head_dim if latent else head_dim,
+        head_dim=model.query_size,
+        v_dim=model.value_size,
+        rotated=model.mla.qk_rope_head_dim if latent else model.head_size,
         vocabulary=model.vocab_size or 1024,
         window=model.window,
         causal=not model.of_images,

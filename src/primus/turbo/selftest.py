@@ -68,9 +68,8 @@ def _plain_linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.T
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
-    emulate = not x.is_cuda
     products = [
-        ScaledMMConfig(emulate, emulate is False and part.use_fast_accum, False, False)
+        ScaledMMConfig(not x.is_cuda, x.is_cuda and part.use_fast_accum, False, False)
         for part in (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
     ]
     out: torch.Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), LinearMMConfig(*products), config)
@@ -103,17 +102,23 @@ def _casts(parts: list[torch.Tensor], dtype: torch.dtype) -> Rows:
     yield Compared(label="largest value", out=largest, plain=torch.stack([part.abs().max().float() for part in parts]))
 
 
+def _layer(ours: Callable[..., torch.Tensor], shapes: Shapes, make: Maker) -> Rows:
+    """Compare the layer after attention, which ``ours`` computes from an input and a weight, with torchao's."""
+    config = _formats()
+    yield from three_ways(
+        ("output", "gradient of the input", "gradient of the weight"),
+        ours, lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
+        make.normal(shapes.tokens, shapes.hidden), make.normal(shapes.hidden, shapes.hidden, scale=0.02), make=make,
+        factor=SCALE_FP8,
+    )  # fmt: skip
+
+
 def fp8_linear(shapes: Shapes, make: Maker) -> Rows:
     """The layer after attention."""
     config = _formats()
     for formats in (config.cast_config_input, config.cast_config_grad_output):
         yield from _casts([make.normal(shapes.tokens, shapes.hidden)], formats.target_dtype)
-    yield from three_ways(
-        ("output", "gradient of the input", "gradient of the weight"),
-        lambda x, w: fp8.linear(x, w, config), lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
-        make.normal(shapes.tokens, shapes.hidden), make.normal(shapes.hidden, shapes.hidden, scale=0.02), make=make,
-        factor=SCALE_FP8,
-    )  # fmt: skip
+    yield from _layer(lambda x, w: fp8.linear(x, w, config), shapes, make)
 
 
 def frozen_weights(shapes: Shapes, make: Maker) -> Rows:
@@ -343,7 +348,6 @@ def turbo_attention(shapes: Shapes, make: Maker) -> Rows:
 
 def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
     """One of Primus Turbo's linear layers."""
-    config, weight = _formats(), make.normal(shapes.hidden, shapes.hidden, scale=0.02)
 
     def converted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         model = torch.nn.Sequential(torch.nn.Linear(*w.shape[::-1], bias=False, device=w.device, dtype=w.dtype))
@@ -351,11 +355,7 @@ def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
         out: torch.Tensor = torch.func.functional_call(model, {"0.weight": w}, (x,))
         return out
 
-    yield from three_ways(
-        ("output", "gradient of the input", "gradient of the weight"),
-        converted, lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
-        make.normal(shapes.tokens, shapes.hidden), weight, make=make, factor=SCALE_FP8,
-    )  # fmt: skip
+    yield from _layer(converted, shapes, make)
 
 
 def turbo_grouped_gemm(shapes: Shapes, make: Maker) -> Rows:

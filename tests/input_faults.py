@@ -735,7 +735,7 @@ def _made(
         spec={"prefix": "opt/venv", "python": "3.13"},
         files=(file,),
     )
-    workspace.store.forget(action.key)
+    (workspace.store.root / f"actions/{action.key}.json").unlink(missing_ok=True)
     files = workspace.files
     files.drop(file.sha256)
     files.path(file.sha256).parent.mkdir(parents=True, exist_ok=True)

@@ -113,7 +113,7 @@ def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Opti
     plans = plan_images(targets, workspace.stats)  # lock → plan
     if options.rehash:
         store.prepare()
-        for sentence in remove_damage(store, [action for plan in plans for action in plan.actions()]):
+        for sentence in remove_damage(store):
             print(f"! {sentence}", file=sys.stderr)
     rules = rules_hash() if options.judge else ""
     complete = {plan.key: image for plan in plans if (image := finished(store, plan, rules))}

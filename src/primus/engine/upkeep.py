@@ -14,7 +14,6 @@ from typing import Any
 from primus.engine.workshop import wheel_of
 from primus.errors import HostError
 from primus.oci.store import Store
-from primus.plan.action import Action
 from primus.plan.workspace import Workspace
 from primus.sandbox.engines import remove_tree
 
@@ -146,11 +145,9 @@ def _size(path: Path) -> int:
     return status.st_blocks * 512 + sum(map(_size, inside))
 
 
-def remove_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
-    """Yield one sentence per damaged blob, and remove it. Afterwards all remaining blobs match their digests.
-
-    Reads every blob that an image of ``index.json`` or one of ``actions`` needs: manifests, configs, layers and lists
-    of paths.
+def remove_damage(store: Store) -> Iterator[str]:
+    """Read every blob of the store and remove the damaged ones, with the names of images that lack one. Yields one
+    sentence for each. The build then makes again what is missing.
     """
     try:
         images = store.images()
@@ -158,36 +155,21 @@ def remove_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
         store.reset_index()
         images = {}
         yield f"{error.message}; begun again"
-    faults: dict[str, str | None] = {}
-    for ref, manifest in images.items():
-        for digest in _blobs(store, str(manifest["digest"]), faults):
-            if fault := _fault(store, digest, faults):
-                yield f"{ref}: {fault}; build it again"
-                store.untag(ref)
-                break
-    for action in {a.key: a for a in actions if a.makes_layer}.values():
-        layer = store.layer(action.key)
-        if layer is None:
-            continue
-        if fault := _fault(store, layer.blob.digest, faults) or _fault(store, layer.paths, faults):
-            store.forget(action.key)
-            yield f"{action.name}: {fault}; building it again"
+    for path in _inside(store.root / "blobs" / "sha256"):
+        if fault := store.check(f"sha256:{path.name}"):
+            store.discard(path.name)
+            yield f"{fault}; removed"
+    for ref, entry in images.items():
+        if not _is_whole(store, str(entry["digest"])):
+            store.untag(ref)
+            yield f"{ref} has lost a blob; build it again"
 
 
-def _fault(store: Store, digest: str, faults: dict[str, str | None]) -> str | None:
-    if digest not in faults:
-        faults[digest] = store.check(digest)
-        if faults[digest]:
-            store.discard(digest)
-    return faults[digest]
-
-
-def _blobs(store: Store, manifest: str, faults: dict[str, str | None]) -> list[str]:
-    if _fault(store, manifest, faults):
-        return [manifest]
-    # Its bytes are those that were written, so its structure is valid, too.
-    data: dict[str, Any] = json.loads(store.read(manifest))
-    return [str(entry["digest"]) for entry in (data["config"], *data["layers"])]
+def _is_whole(store: Store, digest: str) -> bool:
+    if not store.blob_path(digest).is_file():
+        return False
+    manifest = json.loads(store.read(digest))
+    return all(store.blob_path(entry["digest"]).is_file() for entry in (manifest["config"], *manifest["layers"]))
 
 
 def _actions_of(record: Mapping[str, Any]) -> set[str] | None:

@@ -175,10 +175,6 @@ class Store:
         """Remove a damaged blob from the layout."""
         files.remove_path(self.blob_path(digest))
 
-    def forget(self, key: str) -> None:
-        """Remove the record of the action ``key``, so that it runs again."""
-        files.remove_path(self._record("actions", key))
-
     def put(self, data: bytes, media_type: str) -> Blob:
         """Store a small blob, such as a config or a manifest."""
         blob = Blob.of(data, media_type)

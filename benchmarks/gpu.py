@@ -143,11 +143,11 @@ def bare(job: Job) -> dict[str, Any]:
     series = logs.read_steps(log.read_text(errors="replace"))
     if code:
         print(_why(log), flush=True)
-    summary = metrics.summarize(series, job.recipe.get("validation.warmup_steps", int))
+    summary = metrics.summarize(series, job.recipe.get("validation.warmup_steps", int), metrics.Work())
     return {
         "passed": code == 0 and len(series.steps) == job.recipe.steps,
         "exit_code": code, "seconds": round(time.monotonic() - began, 1), "summary": asdict(summary),
-        "series": metrics.rows(series),
+        "series": metrics.rows(series, metrics.Work()),
     }  # fmt: skip
 
 

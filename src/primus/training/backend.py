@@ -106,7 +106,11 @@ class Backend:
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "torchtitan": Backend(check_weights=_check_initial, files=torchtitan.files, arguments=torchtitan.arguments),
+    "torchtitan": Backend(
+        check_weights=_check_initial,
+        files=lambda job: {torchtitan.FILE: torchtitan.toml(job)},
+        arguments=lambda job: ["--job.config_file", str(job.output / torchtitan.FILE)],
+    ),
     "megatron": Backend(),
     "finetune": Backend(check_weights=finetune.check_weights),
     "flux": Backend(

@@ -157,11 +157,11 @@ def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
         complaints, evidence = _plain_products(facts, linears, expected)
     else:
         complaints, evidence = _eight_bit_products(facts, linears)
+    if not complaints:
+        return Verdict("precision", True, evidence, measured=limit, limit=limit)
     ran = ", ".join(linears["weight_dtypes"]) or ", ".join(facts.get("matmul_dtypes", {})) or "nothing"
-    if expected not in _DTYPES and not complaints:
-        ran = expected
-    reason = f"{expected} asked, but: " + "; ".join(complaints) if complaints else evidence
-    return Verdict("precision", not complaints, reason, measured=ran.replace("torch.", ""), limit=limit)
+    reason = f"{expected} asked, but: {'; '.join(complaints)}"
+    return Verdict("precision", False, reason, measured=ran.replace("torch.", ""), limit=limit)
 
 
 def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], precision: str) -> tuple[list[str], str]:
@@ -182,10 +182,8 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], precis
         if other and precision == "bf16":
             share = _share(facts.get("matmul_flops", {}), other, products)
             others = [f"{count} {name}" for name, count in other.items()]
-            if share > _OTHERWISE:
-                complaints += others
-            else:
-                evidence += f", and in other precisions or unknown {', '.join(others)}, {share:.2%} of all"
+            complaints += others if share > _OTHERWISE else []
+            evidence += f", and in other precisions or unknown {', '.join(others)}, {share:.2%} of all"
     if not calls:
         complaints.append("no linear layer was called")
     if precision == "fp32" and (setting := facts.get("float32_matmul_precision")) != "highest":
@@ -241,17 +239,14 @@ def same_steps(
     twins = [(step, other.at(step.step)) for step in compared]
     missing = [step.step for step, twin in twins if twin is None]
     worst, at = max(((max(_gaps(step, twin)), step.step) for step, twin in twins if twin), default=(0.0, first))
-    passed = not missing and worst <= tolerance
-    if missing:
-        reason = f"not logged in the second run: {_ranges(missing)}"
-    elif not passed:
-        reason = f"differs most at step {at}"
-    else:
-        exact = base.exact and other.exact
-        reason = f"{len(compared)} steps agree" + ("" if exact else ", as far as the log's digits go")
-    if advice and not passed:
-        reason += f"; {advice}"
-    return Verdict(name, passed, reason, measured=f"largest relative gap {worst:.2g}", limit=limit)
+    faults = [f"not logged in the second run: {_ranges(missing)}"] if missing else []
+    if worst > tolerance:
+        faults.append(f"differs most at step {at}")
+    fine = f"{len(compared)} steps agree"
+    if not (base.exact and other.exact):
+        fine += ", as far as the log's digits go"
+    reason = "; ".join([*faults, advice] if advice else faults) if faults else fine
+    return Verdict(name, not faults, reason, measured=f"largest relative gap {worst:.2g}", limit=limit)
 
 
 def same_step(name: str, base: Series, other: Series, tolerance: float, *, at: int = 1) -> Verdict:

@@ -38,26 +38,18 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
         counts *= dist.get_world_size(stages)
         dist.all_gather_object(counts, counts[0], stages)
     count, trainable = map(sum, zip(*counts, strict=True))
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
     return {
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "device": device,
-        **_gpu(device),
+        # A partition of a GPU has the name of the whole one, but fewer units.
+        **({"gpu": gpu.name, "gpu_units": gpu.multi_processor_count} if gpu else {}),
         "world_size": dist.get_world_size(),
-        "backend": dist.get_backend(),
-        "threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "parameters": count,
         "trainable_parameters": trainable,
     }
-
-
-def _gpu(device: str) -> dict[str, Any]:
-    if device != "cuda":
-        return {}
-    # A partition of a GPU has the name of the whole one, but fewer units.
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"gpu": properties.name, "gpu_units": properties.multi_processor_count}
 
 
 def _computed(tensor: Any) -> str:
@@ -95,12 +87,10 @@ def watching(
             dtypes["output"][str(product.dtype)] += 1
 
     modules: dict[str, Any] = {name: module for part in parts for name, module in part.named_modules()}
-    converted = {name: module for name, module in modules.items() if type(module).__name__ in _CONVERTED}
-    plain: dict[str, Any] = {
-        name: m for name, m in modules.items() if isinstance(m, linear_types) and name not in converted
-    }
-    linears = plain | converted
-    hooks = [] if compiled else [module.register_forward_hook(note) for module in plain.values()]
+    kinds = {name: type(module).__name__ for name, module in modules.items()}
+    linears = [name for name, m in modules.items() if isinstance(m, linear_types) or kinds[name] in _CONVERTED]
+    plain = [name for name in linears if kinds[name] not in _CONVERTED]
+    hooks = [] if compiled else [modules[name].register_forward_hook(note) for name in plain]
     seen: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -115,9 +105,9 @@ def watching(
         profile.export_chrome_trace(str(trace))
     executed = _executed(profile)
     # Transformer Engine's layers have one class for all precisions. After an FP8 run, an attribute shows it.
-    plain = {name: module for name, module in plain.items() if getattr(module, "fp8", False) is not True}
+    plain = [name for name in plain if getattr(modules[name], "fp8", False) is not True]
     seen["linears"] = {
-        "converted": dict(Counter(type(module).__name__ for name, module in linears.items() if name not in plain)),
+        "converted": dict(Counter(kinds[name] for name in linears if name not in plain)),
         "plain": sorted(plain),
         "listened": not compiled,
         **{f"{side}_dtypes": dict(sorted(counter.items())) for side, counter in dtypes.items()},
@@ -148,9 +138,9 @@ def _executed(profile: Any) -> list[Any]:
 
 
 def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return two mappings from names such as "aten::mm BFloat16": number of calls, and FLOPs.
+    """Return numbers of calls and FLOPs by names such as "aten::mm BFloat16", with the dtype of the second factor.
 
-    The dtype is that of the second factor. If the profiler recorded no dtype or shapes, there is none, and no FLOPs.
+    If the profiler recorded no dtype or shapes, the name has none, and there are no FLOPs.
     """
     counts, flops = Counter[str](), Counter[str]()
     for event in events:
@@ -173,12 +163,12 @@ def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
 _TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", "attn")
 
 
-def _gpu_kernels(events: Sequence[Any], most: int = 12) -> list[str]:
+def _gpu_kernels(events: Sequence[Any]) -> list[str]:
     timed: Counter[str] = Counter()
     for event in events:
         if event.device_type() == torch.autograd.DeviceType.CUDA and any(word in event.name() for word in _TELLING):
             timed[event.name()] += event.duration_ns()
-    return [name for name, _ in timed.most_common(most)]
+    return [name for name, _ in timed.most_common(12)]
 
 
 def digest(parts: Sequence[Any]) -> str:

@@ -79,9 +79,6 @@ class Work:
         return Flops(causal=self.flops.causal * rate / 1e12, non_causal=self.flops.non_causal * rate / 1e12)
 
 
-_UNKNOWN = Work()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mfu:
     """Model FLOP/s utilization (0.5 is half) in both conventions, relative to ``peak_tflops``, dense, in ``dtype``."""
@@ -160,7 +157,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def rows(series: Series, done: Work = _UNKNOWN) -> list[dict[str, Any]]:
+def rows(series: Series, done: Work) -> list[dict[str, Any]]:
     """Return the fields of each :class:`Step`, and its TFLOP/s in both conventions, for JSON."""
     lines = []
     for step in series.steps:
@@ -172,11 +169,8 @@ def rows(series: Series, done: Work = _UNKNOWN) -> list[dict[str, Any]]:
     return lines
 
 
-def summarize(series: Series, warmup_steps: int, done: Work = _UNKNOWN) -> Summary:
-    """Aggregate ``series``. If it is not longer than the warm-up, its last step is used.
-
-    Without ``done``, the work of the run, there is no TFLOP/s and no MFU.
-    """
+def summarize(series: Series, warmup_steps: int, done: Work) -> Summary:
+    """Aggregate ``series`` of the work ``done``. If it is not longer than the warm-up, its last step is used."""
     steps = series.steps
     measured = steps[warmup_steps:] or steps[-1:]
     tokens = [step.tokens_per_second for step in measured]

@@ -9,9 +9,8 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from primus.recipes.architecture import size
 from primus.recipes.family import family
@@ -30,11 +29,7 @@ _NOTHING = ("the reference did not compare this",)
 _EXPERTS = ".experts."
 # Writing the witness of a larger run would take longer than the run.
 _MOST_BYTES = 1 << 30
-
-
-@cache
-def _limits() -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", read_values(Path(__file__).with_name("limits.yaml")).data)
+_LIMITS: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml")).data
 
 
 def unjudged(recipe: Recipe) -> str | None:
@@ -132,9 +127,8 @@ def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series, se
 
 
 def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
-    limits = _limits()
     return float(
-        limits["tied" if step.get("closest", 1.0) < limits["tie"] else "least"][key] + limits["noise"][key] * noise
+        _LIMITS["tied" if step.get("closest", 1.0) < _LIMITS["tie"] else "least"][key] + _LIMITS["noise"][key] * noise
     )
 
 
@@ -148,14 +142,14 @@ def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
     for step in evidence["steps"]:
         for kind, (gap, _) in step["noise"]["gaps"].items() if step["regular"] else ():
             usual[kind] = max(usual.get(kind, 0.0), gap)
-    gaps = [(0.0, 0.0, _limits()["least"]["gradient"], 0, "")]
+    gaps = [(0.0, 0.0, _LIMITS["least"]["gradient"], 0, "")]
     for row in rows:
         noise, elsewhere = row.get("noise", {}), _sent_elsewhere(row)
         for kind, (gap, name) in row["gaps"].items():
             row_noise, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
             limit = _limit("gradient", max(usual.get(kind, 0.0), row_noise), row)
             if elsewhere or _EXPERTS in kind:
-                limit = max(limit, _limits()["all_in_doubt"] * noise.get("doubt", {}).get(kind, 0.0))
+                limit = max(limit, _LIMITS["all_in_doubt"] * noise.get("doubt", {}).get(kind, 0.0))
             gaps.append((gap / limit, gap, limit, row["step"], name))
     for kind, (gap, limit) in _means(evidence["steps"]).items():
         if gap > limit:
@@ -167,7 +161,7 @@ def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
     summands = 3 if evidence["precision"] == "fp32" else min(3, evidence["summands"])
     # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were added.
     if not (evidence.get("narrow") or evidence["narrow_sums"]):
-        most = _limits()["rounded"][summands - 1]
+        most = _LIMITS["rounded"][summands - 1]
         wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > most]
     fine, limit_text = "every tensor agrees, as the optimizer got it", f"relative gap ≤ {limit:.1e}"
     return of_faults("reference gradients", wrong, fine, measured=f"{gap:.1e}", limit=limit_text)
@@ -178,17 +172,17 @@ def _sent_elsewhere(step: Mapping[str, Any]) -> bool:
 
     It did if the gradient of an expert moved by more than its noise, and by no more than all such tokens explain.
     """
-    noise, limits = step.get("noise", {}), _limits()
+    noise = step.get("noise", {})
     doubt = noise.get("doubt", {})
     return any(
-        limits["noise"]["gradient"] * noise["gaps"][kind][0] < gap <= limits["all_in_doubt"] * doubt[kind]
+        _LIMITS["noise"]["gradient"] * noise["gaps"][kind][0] < gap <= _LIMITS["all_in_doubt"] * doubt[kind]
         for kind, (gap, _) in step["gaps"].items()
         if _EXPERTS in kind and kind in doubt
     )
 
 
 def _blocks(evidence: Mapping[str, Any]) -> Verdict:
-    limits, precision = _limits(), evidence["precision"]
+    precision = evidence["precision"]
     wrong: list[str] = []
     worst, compared = 0.0, 0
     for step in evidence["steps"]:
@@ -197,9 +191,9 @@ def _blocks(evidence: Mapping[str, Any]) -> Verdict:
             continue
         for row in (row for row in step["blocks"] if "typical" in row):
             compared += 1
-            factor = limits["balanced"] if row["balanced"] else 1
-            of_row = {key: factor * limit for key, limit in limits["blocks"][precision].items()}
-            longer = limits["longer"]["logits" if row["name"] == "logits" else precision]
+            factor = _LIMITS["balanced"] if row["balanced"] else 1
+            of_row = {key: factor * limit for key, limit in _LIMITS["blocks"][precision].items()}
+            longer = _LIMITS["longer"]["logits" if row["name"] == "logits" else precision]
             wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, of_row, longer)]
             worst = max([worst, *(row[key] / limit for key, limit in of_row.items())])
     if evidence["unseen"]:
@@ -218,7 +212,7 @@ def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) 
     if not row["token"] <= limits["token"]:
         sample, place = row["token_at"]
         yield f"token {place} of sample {sample} differs by {row['token']:.1f} × rounding"
-    longer += _limits()["longer_noise"] * row["noise"] ** 2
+    longer += _LIMITS["longer_noise"] * row["noise"] ** 2
     if not row["name"].startswith("gradients") and not abs(row["share"]) <= longer:
         yield f"what it computes is {abs(row['share']):.2%} too {'long' if row['share'] > 0 else 'short'}"
 
@@ -243,27 +237,27 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
     hidden = ", ".join(name for name in constants if name not in decided)
     fine = f"{len(decided)} changes would show" + (f"; hidden by rounding: {hidden}" if hidden else "")
     measured = f"{max((shares[name] for name in decided), default=0.0):.2f}"
-    limit = f"≤ {max((limits[name] for name in decided), default=_limits()['changed']):.2f} of a change"
+    limit = f"≤ {max((limits[name] for name in decided), default=_LIMITS['changed']):.2f} of a change"
     return of_faults("reference constants", wrong, fine, measured=measured, limit=limit)
 
 
 def _limit_of_constant(row: Mapping[str, Any], evidence: Mapping[str, Any]) -> float:
-    limits = _limits()
-    close, wide = (max(limits["changed"], limits[key] * row["deviation"]) for key in ("deviations", "deviations_wide"))
+    close, wide = (
+        max(_LIMITS["changed"], _LIMITS[key] * row["deviation"]) for key in ("deviations", "deviations_wide")
+    )
     if row["eight"]:
-        return float(max(close, min(wide, limits["half"])))
+        return float(max(close, min(wide, _LIMITS["half"])))
     rough = evidence["precision"] == "fp8" or (row["biased"] and not evidence["on_cpu"])
     return float(wide if rough else close)
 
 
 def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """Return kind of tensor → the mean gap of its gradients, and the limit."""
-    limits = _limits()
     regular = [step for step in steps if step["regular"] and step["own_gradient"]]
     rows = [step for step in regular if not _sent_elsewhere(step)]
-    if len(regular) < limits["enough_steps"] or len(rows) < 2:
+    if len(regular) < _LIMITS["enough_steps"] or len(rows) < 2:
         return {}
-    least = limits["tied" if any(row["closest"] < limits["tie"] for row in rows) else "least"]["gradient"]
+    least = _LIMITS["tied" if any(row["closest"] < _LIMITS["tie"] for row in rows) else "least"]["gradient"]
     means = {}
     for kind in rows[0]["gaps"]:
         gap = statistics.fmean(row["gaps"].get(kind, (0.0, ""))[0] for row in rows)
@@ -272,19 +266,19 @@ def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]
 
 
 def _mean_noise(noises: Sequence[float]) -> float:
-    total, limits = sum(noises), _limits()
+    total = sum(noises)
     if not total:
         return 0.0
     # 1 for a single noisy step, 1 / sqrt(enough) for that many equally noisy ones: how much of an error a mean keeps.
-    ratio, least = math.hypot(*noises) / total, 1 / math.sqrt(limits["enough_steps"])
+    ratio, least = math.hypot(*noises) / total, 1 / math.sqrt(_LIMITS["enough_steps"])
     share = max(0.0, ratio - least) / (1 - least)
-    factor = limits["mean_noise"] + share * (limits["noise"]["gradient"] - limits["mean_noise"])
+    factor = _LIMITS["mean_noise"] + share * (_LIMITS["noise"]["gradient"] - _LIMITS["mean_noise"])
     return float(factor * total / len(noises))
 
 
 def _clipping(rows: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any], series: Series) -> Iterator[str]:
     reported, most = {step.step: step.grad_norm for step in series.steps}, evidence["max_norm"]
-    allowed = _limits()["clipped_narrow" if evidence.get("narrow") else "clipped"]
+    allowed = _LIMITS["clipped_narrow" if evidence.get("narrow") else "clipped"]
     for row in rows:
         norm = reported.get(row["step"], math.nan)
         expected = norm * min(1.0, most / (norm + 1e-6)) if most > 0 else norm
@@ -297,7 +291,7 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
     wrong = [
         f"step {step['step']}: {', '.join(f'{rate:g}' for rate in step['rates'])}, not {step['rate']:g}"
         for step in steps
-        if any(relative_gap(rate, step["rate"]) > _limits()["rate"] for rate in step.get("rates", ()))
+        if any(relative_gap(rate, step["rate"]) > _LIMITS["rate"] for rate in step.get("rates", ()))
     ]
     measured = f"{len(wrong)} of {len(steps)} steps differ"
     return of_faults("reference learning rate", wrong, "every step had the schedule's", measured=measured)
@@ -306,7 +300,7 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
 def _updates(evidence: Mapping[str, Any]) -> Verdict:
     steps = evidence["steps"]
     worst = max(steps, key=lambda step: step["update"]["gap"])
-    gap, limit = worst["update"]["gap"], _limits()["update_narrow" if evidence.get("narrow") else "update"]
+    gap, limit = worst["update"]["gap"], _LIMITS["update_narrow" if evidence.get("narrow") else "update"]
     wrong = [f"{worst['update']['name']} differs most, at step {worst['step']}"] if gap > limit else []
     for step in steps:
         wrong += [f"step {step['step']}: {name} is not the optimizer's, rounded" for name in step["stale"]]
@@ -324,7 +318,7 @@ def figures(
     on a GPU report the GPU's memory, which the system does not count. Ranks that share layers or experts report only
     their own parts; their parameter counts are not compared.
     """
-    wrong, parameters, limits = [], evidence.get("parameters", {}), _limits()
+    wrong, parameters = [], evidence.get("parameters", {})
     shared = any(recipe.degree(kind) > 1 for kind in ("tp", "pp", "ep"))
     for key, count in (("parameters", parameters.get("count")), ("trainable_parameters", parameters.get("trained"))):
         if not shared and facts.get(key) != count:
@@ -332,7 +326,7 @@ def figures(
     adapters = parameters.get("trained") if recipe.mode == "lora" else None
     flops = of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=adapters).non_causal
     reported = facts.get("flops_per_unit", math.nan)
-    if relative_gap(reported, flops) > limits["flops"]:
+    if relative_gap(reported, flops) > _LIMITS["flops"]:
         wrong.append(f"FLOPs of a token or image: {reported:.4g}, not {flops:.4g}")
     # Even in the narrowest precision, and without gradients and moments.
     least = 2 * (parameters.get("count") or 0) / recipe.world_size / 2**30
@@ -341,16 +335,16 @@ def figures(
         for step in series.steps
         if step.memory_gib < max(least, 0.005)
     ]
-    most, (low, high) = max((step.memory_gib for step in series.steps), default=0.0), limits["memory"]
+    most, (low, high) = max((step.memory_gib for step in series.steps), default=0.0), _LIMITS["memory"]
     if peak_gib is not None and facts.get("device") == "cpu" and not low * peak_gib <= most <= high * peak_gib:
         wrong.append(f"{most:g} GiB of memory, and the largest rank had {peak_gib:.3g}")
-    rounding = limits["rounded_images"] * recipe.seq_len + limits["rounded_tokens"]
+    rounding = _LIMITS["rounded_images"] * recipe.seq_len + _LIMITS["rounded_tokens"]
     wrong += [
         f"step {step.step}: {step.images_per_second:g} images/s, and {step.tokens_per_second:g} tokens/s"
         for step in series.steps
         if step.images_per_second is not None
         and abs(step.images_per_second * recipe.seq_len - step.tokens_per_second)
-        > limits["images"] * step.tokens_per_second + rounding
+        > _LIMITS["images"] * step.tokens_per_second + rounding
     ]
     return of_faults("reported figures", wrong, "parameters, FLOPs per unit and memory are the recipe's")
 
@@ -366,7 +360,7 @@ def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, floa
         for step in series.steps
         if step.step in arrivals and step.step - 1 in arrivals and step.tokens_per_second > 0
     ]
-    least, most = _limits()["clock"]
+    least, most = _LIMITS["clock"]
     limit = f"×{least:g} – ×{most:g}"
     if len(ratios) < 3:
         return Verdict("clock", True, "fewer than 4 steps: too few to time", limit=limit)

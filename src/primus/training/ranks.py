@@ -87,16 +87,20 @@ def node_rank(job: Job, variables: Mapping[str, str]) -> int:
         return 0
     name = next(filter(variables.get, ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")), None)
     if name is None:
-        raise InputError(
-            f"{nodes} nodes: NODE_RANK is not set on this machine",
-            where=job.recipe.settings["nodes"].origin,
-            hint="`primus launch slurm` starts all nodes; by hand, on each of them: "
-            "MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
-        )
+        raise _not_set(job, "NODE_RANK")
     text = variables[name]
     if not (text.isascii() and text.isdigit() and int(text) < nodes):
         raise InputError(f"must be a whole number from 0 to {nodes - 1}, not {text!r}", where=f"{name}={text}")
     return int(text)
+
+
+def _not_set(job: Job, name: str) -> InputError:
+    return InputError(
+        f"{job.recipe.get('nodes', int)} nodes: {name} is not set on this machine",
+        where=job.recipe.settings["nodes"].origin,
+        hint="`primus launch slurm` starts all nodes; by hand, on each of them: "
+        "MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
+    )
 
 
 def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:
@@ -117,11 +121,7 @@ def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
     first = node_rank(job, variables) == 0
     address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT") or "29500"
     if not address:
-        raise InputError(
-            f"{nodes} nodes: MASTER_ADDR is not set on this machine",
-            where=job.recipe.settings["nodes"].origin,
-            hint="on each node: MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
-        )
+        raise _not_set(job, "MASTER_ADDR")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise InputError(f"must be a port from 1 to 65535, not {port!r}", where=f"MASTER_PORT={port}")
     local = variables.get("NODE_ADDR") or (address if first else fabric.own_address(address))
@@ -153,7 +153,9 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     compiled = compiled_before(job)
     if compiled is None or not os.access(compiled, os.W_OK):  # it may belong to another user
         compiled = cache
-    if not _has_temporary_folder(inherited):
+    # The same search as in Python's tempfile, which keeps its answer for the whole process.
+    places = (*map(inherited.get, ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp", "/usr/tmp", Path.cwd())
+    if not any(place and os.access(place, os.W_OK | os.X_OK) for place in places):
         # A read-only root file system without --tmpfs /tmp.
         variables["TMPDIR"] = str(cache)
     variables |= {
@@ -171,12 +173,6 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     # torchrun's own default, of which it warns; and with the handler, a rank that a signal ends prints its stack.
     usual = {"OMP_NUM_THREADS": "1", "USER": "primus", "WANDB_MODE": "offline", "PYTHONFAULTHANDLER": "1"}
     return usual | variables
-
-
-def _has_temporary_folder(variables: Mapping[str, str]) -> bool:
-    # The same search as in Python's tempfile, which keeps its answer for the whole process.
-    places = (*(variables.get(name) for name in ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp", "/usr/tmp", Path.cwd())
-    return any(place and os.access(place, os.W_OK | os.X_OK) for place in places)
 
 
 def compiled_before(job: Job) -> Path | None:

@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,8 +119,11 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         argv, log=folder / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent,
         hopeless=lambda: several and failure.known(job.output),
     )  # fmt: skip
-    if stacks := failure.stacks(job.output):
-        _append(folder / "log.txt", stacks, on_line)
+    stacks = failure.stacks(job.output).items()
+    for text in [f"[rank{rank}]: {line}\n" for rank, stack in stacks for line in stack.splitlines()]:
+        with (folder / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(text)
+        on_line(text)
     if hung and not failure.name_hung(job.output, patience) and several:
         time.sleep(_OTHERS_NAME_IT)
     elif ended.exit_code and several:
@@ -148,14 +151,6 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
     run = replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=result.summary)
     write_result(run, folder)
     return replace(result, run=run)
-
-
-def _append(log: Path, stacks: Mapping[int, str], on_line: Callable[[str], None]) -> None:
-    lines = [f"[rank{rank}]: {line}\n" for rank, text in stacks.items() for line in text.splitlines()]
-    with log.open("a", encoding="utf-8") as file:
-        file.writelines(lines)
-    for line in lines:
-        on_line(line)
 
 
 def _judge(job: Job) -> None:

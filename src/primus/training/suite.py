@@ -125,8 +125,8 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
         of_job = outcome.basic_verdicts(outcomes[job.name]) if job.name in outcomes else (absent,)
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in of_job]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
-    together = [*((("base",), verdict) for verdict in _of_one(jobs, outcomes, passed)), *_of_several(jobs, outcomes)]
-    verdicts += [_unless_absent(verdict, names, outcomes) for names, verdict in together]
+    compared = [*_of_base(jobs, outcomes, passed), *_of_several(jobs, outcomes)]
+    verdicts += [_unless_absent(verdict, names, outcomes) for names, verdict in compared]
     return (*verdicts, _same_recipe(jobs, outcomes))
 
 
@@ -138,19 +138,18 @@ def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str
     return verdict
 
 
-def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome], passed: Set[str]) -> list[Verdict]:
+def _of_base(
+    jobs: Sequence[Job], outcomes: Mapping[str, Outcome], passed: Set[str]
+) -> Iterator[tuple[tuple[str, ...], Verdict]]:
     recipe, base = recipe_of(jobs), _left(outcomes, "base", jobs)
-    vocabulary = recipe.architecture.vocab_size
-    verdicts = [
-        checks.loss_falls(base.series, _limit(recipe, "loss_drop"), repeated=passed >= _STEPS),
-        checks.grad_norm_steady(base.series, _limit(recipe, "grad_norm_jump"), repeated=_NORM in passed),
-    ]
+    limit, series, names, vocabulary = partial(_limit, recipe), base.series, ("base",), recipe.architecture.vocab_size
     if vocabulary and recipe.find(f"{recipe.backend}.weights", "random") == "random":
-        verdicts.insert(0, checks.loss_plausible(base.series, vocabulary, _limit(recipe, "first_loss_tolerance")))
+        yield names, checks.loss_plausible(series, vocabulary, limit("first_loss_tolerance"))
+    yield names, checks.loss_falls(series, limit("loss_drop"), repeated=passed >= _STEPS)
+    yield names, checks.grad_norm_steady(series, limit("grad_norm_jump"), repeated=_NORM in passed)
     if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not _resized(recipe):
-        least, tolerance = _limit(recipe, "throughput"), _limit(recipe, "throughput_tolerance")
-        verdicts.append(checks.throughput(base.summary.tokens_per_second, least, tolerance))
-    return verdicts
+        speed = base.summary.tokens_per_second
+        yield names, checks.throughput(speed, limit("throughput"), limit("throughput_tolerance"))
 
 
 def _resized(recipe: Recipe) -> bool:
@@ -158,7 +157,6 @@ def _resized(recipe: Recipe) -> bool:
 
 
 def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Iterator[tuple[tuple[str, ...], Verdict]]:
-    """Yield the names of the jobs that are compared, and the verdict."""
     recipe, planned = recipe_of(jobs), {job.name: job for job in jobs}
     of_job = {name: _left(outcomes, name, jobs) for name in planned}
     series, limit = {name: ended.series for name, ended in of_job.items()}, partial(_limit, recipe)

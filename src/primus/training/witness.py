@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # PyTorch 2.13 renamed this function, and warns about the old name.
@@ -62,20 +63,16 @@ def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[
     ranks = group.size()
     # The last ranks may have fewer rows than the others, or none.
     rows = [-(-tensor.shape[0] // ranks) for tensor in tensors.values()]
-    mine = torch.cat(list(starmap(_padded, zip(tensors.values(), rows, strict=True))))
+    sizes = [count * tensor.shape[1:].numel() for tensor, count in zip(tensors.values(), rows, strict=True)]
+    shards = [tensor.to_local().detach().flatten() for tensor in tensors.values()]
+    mine = torch.cat([pad(shard, (0, size - len(shard))) for shard, size in zip(shards, sizes, strict=True)])
     every = mine.new_empty(ranks * len(mine))
     _all_gather(every, mine, group=group)
-    sizes = [count * tensor.shape[1:].numel() for tensor, count in zip(tensors.values(), rows, strict=True)]
     parts = every.cpu().view(ranks, -1).split(sizes, 1)
     return {
         name: part.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]].clone()
         for (name, tensor), part in zip(tensors.items(), parts, strict=True)
     }
-
-
-def _padded(tensor: DTensor, rows: int) -> torch.Tensor:
-    shard = tensor.to_local().detach().flatten()
-    return torch.cat([shard, shard.new_zeros(rows * tensor.shape[1:].numel() - len(shard))])
 
 
 # A block of a transformer, and the layer that makes logits or, in FLUX, the velocity.
@@ -131,8 +128,8 @@ def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
                 yield "output", module
 
 
-# Appends one mapping per call of a module to ``calls``: its tensors, and later their gradients. Without ``whole``, only
-# its outputs, because logits and their gradients are the largest tensors of a small model.
+# Appends one mapping per call to ``calls``: the tensors, and later their gradients. Without ``whole``, only outputs,
+# because logits and their gradients are the largest tensors of a small model.
 class _Recorder:
     def __init__(self, calls: list[Tensors], *, whole: bool) -> None:
         self._calls, self._whole = calls, whole
@@ -210,14 +207,13 @@ class Witness:
         self._blocks = Blocks(parts)
         self._folder = output / "witness"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._parts = parts
-        self._trained = trained
+        self._parts, self._trained = parts, trained
         self._batch: dict[str, list[torch.Tensor]] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
         self._names = {id(p): name for part in parts for name, p in part.named_parameters()}
         self._optimizers: set[torch.optim.Optimizer] = set()
-        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_pre_hook(self._before_update)
         self._seconds: dict[int, float] = {}
         self._random = torch.get_rng_state()
         device = next((p.device.type for part in parts for p in part.parameters()), "cpu")

@@ -54,8 +54,8 @@ def test_warm_up_counts_for_no_aggregate_but_the_peak_of_memory() -> None:
     assert summary.joules_per_step == 400.0
     assert summary.memory_gib == 45.0
     assert summary.tflops_causal == pytest.approx(40.0 * 51.47e9 / 1e12, rel=1e-3)
-    assert metrics.summarize(series(70.0), 2).tokens_per_second == 70
-    assert metrics.summarize(Series(), 2).tokens_per_second is None
+    assert metrics.summarize(series(70.0), 2, H200).tokens_per_second == 70
+    assert metrics.summarize(Series(), 2, H200).tokens_per_second is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,1 @@
-"""The Megatron backend (megatron-core 0.16.1).
-
-``render`` does not need torch. The other modules run only inside the ranks.
-"""
+"""The Megatron backend (megatron-core 0.16.1). Only ``render`` does not need torch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -135,10 +135,9 @@ def layers_of(choices: MegatronConfig) -> str:
     return "transformer_engine" if usable and choices.layers != "local" else "local"
 
 
-def configure(
-    model: Architecture, training: LoopConfig, config: dict[str, Any], layers: str, *, on_cpu: bool
+def _configured(
+    model: Architecture, training: LoopConfig, config: Mapping[str, Any], layers: str, *, on_cpu: bool
 ) -> TransformerConfig:
-    """Return Megatron's configuration of the model: the recipe's sizes, then the job's own ``model`` keys."""
     dtype = getattr(torch, training.dtype)
     keys = render.section(config, "model")
     arguments = {
@@ -172,11 +171,8 @@ def configure(
 
 @contextmanager
 def _attention_of_environment(transformer: TransformerConfig) -> Iterator[None]:
-    """Let Transformer Engine's variables select the attention if the job leaves it to ``auto``.
-
-    Megatron's ``auto`` asserts that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
-    A backend that the job names takes precedence over the environment.
-    """
+    # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts
+    # that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
     chosen = {name: os.environ.pop(name) for name in _ATTENTION_VARIABLES if name in os.environ}
     yield
     if transformer.attention_backend == AttnBackend.auto:
@@ -186,7 +182,7 @@ def _attention_of_environment(transformer: TransformerConfig) -> Iterator[None]:
 def build(
     model: Architecture,
     training: LoopConfig,
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     choices: MegatronConfig,
     turbo: tuple[str, ...] = (),
     *,
@@ -196,7 +192,7 @@ def build(
     layers = layers_of(choices)
     if find_spec("transformer_engine") is None:
         cpu.apply_without_te()
-    transformer = configure(model, training, config, layers, on_cpu=on_cpu)
+    transformer = _configured(model, training, config, layers, on_cpu=on_cpu)
     methods = weights.defer(transformer)
     ddp = DistributedDataParallelConfig(**render.ddp(config))
     virtual = transformer.virtual_pipeline_model_parallel_size
@@ -215,22 +211,16 @@ def build(
         if not on_cpu:
             part.cuda(torch.cuda.current_device())
         weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
-        parts.append(_narrow(transformer, part) if transformer.bf16 else part)
+        parts.append(Float16Module(transformer, part) if transformer.bf16 else part)
+        for module in part.modules() if transformer.bf16 else ():
+            if isinstance(module, TopKRouter):  # its biases stay in float32, as a forward pass converts them
+                module._maintain_float32_expert_bias()
     if choices.torch_fsdp2:
         return [ShardedParallel(transformer, ddp, part) for part in parts]
     return [
         DistributedDataParallel(transformer, ddp, part, disable_bucketing=number > 0)
         for number, part in enumerate(parts)
     ]
-
-
-def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
-    """Convert the part to bfloat16. The routers' biases stay in float32, as a forward pass converts them."""
-    narrow = Float16Module(config, part)
-    for module in part.modules():
-        if isinstance(module, TopKRouter):
-            module._maintain_float32_expert_bias()
-    return narrow
 
 
 def _spec(

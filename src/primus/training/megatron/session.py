@@ -29,8 +29,7 @@ class MegatronSession:
     """One rank's part of a GPT model, trained by Megatron's schedules and optimizer."""
 
     def __init__(self, job: RankJob, process: Process) -> None:
-        config = dict(job.config)
-        choices = job.section(MegatronConfig)
+        config, choices = job.config, job.section(MegatronConfig)
         degrees = {key: value for key, value in render.section(config, "model").items() if key in _DEGREES}
         parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
         if process.on_cpu:

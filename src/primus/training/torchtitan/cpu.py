@@ -64,9 +64,7 @@ def _barrier() -> None:
 
 
 def _gradient_reduction() -> None:
-    """Reduce with a plain sum, which is equivalent here. With a gradient divisor, FSDP2 uses PREMUL_SUM, which gloo
-    lacks.
-    """
+    """Reduce with a plain sum. With a gradient divisor, FSDP2 uses PREMUL_SUM, which gloo lacks."""
     from torch.distributed.fsdp import FSDPModule
 
     def with_plain_sum(module: Any, factor: float) -> None:
@@ -77,11 +75,7 @@ def _gradient_reduction() -> None:
 
 
 def _histogram() -> None:
-    """Compute ``histc`` in float32, because torch supports integers only on GPUs. The router counts tokens per
-    expert with it.
-
-    Counts below 2^24 are exact in float32.
-    """
+    """Compute ``histc``, by which routers count tokens, in float32: torch has integers only on GPUs."""
     import torch
 
     def over_floats(values: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,10 +92,9 @@ def _permutation() -> None:
 
 
 def _random_numbers() -> None:
-    """Draw every sharded weight as a whole, and keep this rank's share. The numbers are those of a single process.
+    """Draw every sharded weight as a whole, and keep this rank's share.
 
-    On GPUs, DTensor gives each share its own random numbers. On CPUs, all ranks would draw the same numbers, so that
-    the shares of a matrix, and pairs of experts, would be equal.
+    On GPUs, DTensor gives each share its own random numbers. On CPUs, all shares of a matrix would be equal.
     """
     from torch import nn
 

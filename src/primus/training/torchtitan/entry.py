@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from primus.recipes.architecture import rebuilt
@@ -83,7 +84,8 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
         def _load_told(self, *args: Any, **kwargs: Any) -> bool:
             """Load the checkpoint, but keep this run's optimizer settings: torchtitan uses those of the old run."""
             folder = Path(self.job_config.checkpoint.initial_load_path or "")
-            ours = [dict(group) for group in self._parameter_groups()]
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            ours = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             rates = [list(schedule.base_lrs) for schedule in self.lr_schedulers]
             try:
                 if self.job_config.checkpoint.initial_load_path:
@@ -91,22 +93,21 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                     self._forget_place(folder)
                 loaded: bool = self._load(*args, **kwargs)
             except (CheckpointException, Exception) as error:
+                why = f"the checkpoint cannot be read: {text_of(error)}"
                 if "Missing key in checkpoint state_dict" in str(error):
-                    raise SystemExit(
-                        f"{folder}: the checkpoint lacks a part of the run's state ({text_of(error)}). One that was "
+                    why = (
+                        f"the checkpoint lacks a part of the run's state ({text_of(error)}). One that was "
                         "saved with checkpoint.last_save_model_only=true has only weights. Resume from an earlier one"
-                    ) from error
-                raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
+                    )
+                raise SystemExit(f"{folder}: {why}") from error
             if loaded:
-                for group, settings in zip(self._parameter_groups(), ours, strict=True):
-                    group.update({key: value for key, value in settings.items() if key != "params"})
+                groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+                for group, settings in zip(groups, ours, strict=True):
+                    group.update(settings)
                 for schedule, base_lrs in zip(self.lr_schedulers, rates, strict=True):
                     schedule.base_lrs = base_lrs
                     follow(schedule)
             return loaded
-
-        def _parameter_groups(self) -> list[dict[str, Any]]:
-            return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
         def _forget_place(self, folder: Path) -> None:
             """Restart the data if the number of data-parallel ranks has changed, which the user has accepted."""
@@ -128,8 +129,7 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
             if "linears" in self.facts:
                 super().train_step(data_iterator)
             else:
-                if self.witness:
-                    # At this point, a checkpoint is loaded.
+                if self.witness:  # a checkpoint is loaded by now
                     self.witness.first_weights(self.step - 1)
                 with facts.watching(self.model_parts, compiled=self.job_config.compile.enable) as seen:
                     super().train_step(data_iterator)
@@ -165,21 +165,22 @@ def follow(schedule: Any) -> None:
 
 def main(argv: list[str]) -> None:
     """Train. torchtitan reads ``argv`` from ``sys.argv`` itself. Raises torchtitan's errors."""
-    job = json.loads(_job_file(argv).read_text())
+    folder = _folder_of(argv)
+    job = json.loads((folder / "job.json").read_text())
     import torch
 
-    choose_store(Path(job["output"]))
+    choose_store(folder)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         cpu.apply(int(job["threads"]))
     if job["config"].get("compile.enable"):
         keep_graphs()
-    written = _register_corpus(Path(job["output"]) / "cache")
+    written = tokens.stored(folder / "cache")
     if job["turbo"]:
         from primus.training.torchtitan import turbo
 
         turbo.patch(job["turbo"])
-    _register_model(job, written)
+    _register(job, written)
 
     from torchtitan.train import main as train
 
@@ -188,41 +189,17 @@ def main(argv: list[str]) -> None:
         gloo.leave()
 
 
-def _job_file(argv: list[str]) -> Path:
-    for position, word in enumerate(argv):
-        if word == "--job.config_file":
-            return Path(argv[position + 1]).parent / "job.json"
-    raise SystemExit("entry: --job.config_file FILE is missing")
+def _folder_of(argv: list[str]) -> Path:
+    return Path(argv[argv.index("--job.config_file") + 1]).parent
 
 
-def _register_corpus(folder: Path) -> tokens.Tokens:
-    """Register the documents in ``folder`` by number; torchtitan "encodes" a number by :class:`_Documents`."""
+def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
+    """Register the recipe's model, and the documents of its corpus by number, which the "tokenizer" turns to tokens."""
     from datasets import Dataset
-    from torchtitan.hf_datasets import DatasetConfig
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-
-    written = tokens.stored(folder)
-    DATASETS[render.DATASET] = DatasetConfig(
-        path="",
-        loader=lambda _path: Dataset.from_dict({"document": range(len(written.ends))}),
-        sample_processor=lambda row: row["document"],
-    )
-    return written
-
-
-class _Documents:
-    def __init__(self, written: tokens.Tokens) -> None:
-        self._written = written
-
-    def encode(self, document: int, **_: bool) -> list[int]:
-        """Return the tokens of a document."""
-        numbers: list[int] = self._written.tokens[self._written.document(document)].tolist()
-        return numbers
-
-
-def _register_model(job: Mapping[str, Any], written: tokens.Tokens) -> None:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     # torchtitan's log rounds loss and gradient norm.
@@ -237,6 +214,12 @@ def _register_model(job: Mapping[str, Any], written: tokens.Tokens) -> None:
                 with (Path(job["output"]) / "exact.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
+    DATASETS[render.DATASET] = DatasetConfig(
+        path="",
+        loader=lambda _path: Dataset.from_dict({"document": range(len(written.ends))}),
+        sample_processor=lambda row: row["document"],
+    )
+    documents = SimpleNamespace(encode=lambda number, **_: written.tokens[written.document(number)].tolist())
     model = rebuilt(job["model"])
     name = render.model_name(model)
     spec = get_train_spec(name)
@@ -251,7 +234,7 @@ def _register_model(job: Mapping[str, Any], written: tokens.Tokens) -> None:
         replace(
             spec,
             model_args={**spec.model_args, render.FLAVOR: arguments},
-            build_tokenizer_fn=lambda _config: _Documents(written),
+            build_tokenizer_fn=lambda _config: documents,
             # Without it, the biases that balance experts stay zero in torchtitan's qwen3.
             build_optimizers_fn=build_optimizers_with_moe_load_balancing
             if model.moe.experts
@@ -271,5 +254,5 @@ def _arguments(cls: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    with noting(_job_file(sys.argv[1:]).parent):
+    with noting(_folder_of(sys.argv)):
         main(sys.argv[1:])

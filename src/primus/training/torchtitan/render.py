@@ -14,7 +14,7 @@ from primus.recipes.setting import Value
 if TYPE_CHECKING:
     from primus.training.job import Job
 
-_FILE = "torchtitan.toml"
+FILE = "torchtitan.toml"
 _ARGUMENTS = Path(__file__).with_name("arguments.yaml")
 # Start from the weights in the folder of the tokenizer.
 INITIAL = "torchtitan.checkpoint.initial_load_in_hf"
@@ -71,16 +71,6 @@ def _rope_of_deepseek(model: Architecture) -> dict[str, Any]:
         return {"rope_factor": 1.0}
     betas = {"beta_fast": int(scaling.beta_fast), "beta_slow": int(scaling.beta_slow)}
     return arguments_of(model, _ARGUMENTS, "yarn") | betas
-
-
-def files(job: Job) -> dict[str, str]:
-    """Return the file that the ranks read: name → text."""
-    return {_FILE: toml(job)}
-
-
-def arguments(job: Job) -> list[str]:
-    """Return the command-line arguments of each rank."""
-    return ["--job.config_file", str(job.output / _FILE)]
 
 
 def toml(job: Job) -> str:

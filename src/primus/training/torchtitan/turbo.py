@@ -196,21 +196,16 @@ def changed_spec(spec: Any, names: Sequence[str]) -> Any:
         _change_layers(model, names)
         return spec.parallelize_fn(model, *args, **kwargs)
 
-    changed = dataclasses.replace(spec, parallelize_fn=parallelize)
-    if "linear-cross-entropy" in names:
-        changed = dataclasses.replace(changed, build_loss_fn=_loss(spec.build_loss_fn))
-    return changed
+    build = _loss(spec.build_loss_fn) if "linear-cross-entropy" in names else spec.build_loss_fn
+    return dataclasses.replace(spec, parallelize_fn=parallelize, build_loss_fn=build)
 
 
 def _change_layers(model: Any, names: Sequence[str]) -> None:
     if "linear-cross-entropy" in names:
         model.output.__class__ = LossHead
-    if "flash-attention-4" in names:
-        for layer in model.layers.values():
-            layer.attention.inner_attention = FlashAttention4()
-    if "turbo-attention" in names:
-        for layer in model.layers.values():
-            layer.attention.inner_attention = primus_turbo.TurboAttention()
+    for name, kind in (("flash-attention-4", FlashAttention4), ("turbo-attention", primus_turbo.TurboAttention)):
+        for layer in model.layers.values() if name in names else ():
+            layer.attention.inner_attention = kind()
 
 
 def _loss(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,9 +44,11 @@ def unmet(
     """
     rows = list(wheels)
     versions = {**others, **{wheel.name: wheel.version for _, wheel in rows}}
-    # In all else, the image is as this machine: CPython on Linux.
-    names = {"platform_machine": machine, "python_full_version": python, "extra": ""}
-    environment = {**names, "python_version": ".".join(python.split(".")[:2])}
+    environment = {
+        "implementation_name": "cpython", "os_name": "posix", "platform_machine": machine,
+        "platform_python_implementation": "CPython", "platform_system": "Linux", "python_full_version": python,
+        "python_version": ".".join(python.split(".")[:2]), "sys_platform": "linux", "extra": "",
+    }  # fmt: skip
     findings, count = [], 0
     for layer, wheel in rows:
         for text in wheel.requires:

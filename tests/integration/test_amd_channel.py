@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from amd_channel import LOCAL, TARGETS, Channel, amd_channel
+from amd_channel import TARGETS, Channel, amd_channel
 from host_tools import needs
 from project_kit import Kit
 
@@ -218,40 +214,3 @@ def test_what_does_not_belong_is_refused_by_name_and_line(
         assert result.code == 1, result.err
         assert words in result.err
         assert f"versions.yaml:{line}:" in result.err
-
-
-# What a silent one does, test_wheels_loopback.py shows.
-def test_an_index_that_does_not_answer_is_a_sentence_in_seconds(
-    channel: Channel, images: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    kit = type(channel.kit)(tmp_path / "away", **{"variables": channel.kit.env})
-    for name in ("versions.yaml", "images/mi355x.yaml", LOCK):
-        kit.write(name, (channel.kit.root / name).read_bytes())
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{server.getsockname()[1]}/simple"
-        text = (kit.root / "versions.yaml").read_text()
-        old = next(line for line in text.splitlines() if line.startswith("  rocm-pytorch:"))
-        kit.write("versions.yaml", text.replace(old, f"  rocm-pytorch: {{channel: amd, url: {address}}}"))
-        kit.edit("images/mi355x.yaml", "  - peft\n", "")
-        refused(kit, "lock", "mi355x", "--channel", "amd", address=address)
-        kit.edit("images/mi355x.yaml", "  - accelerate\n", "  - peft\n  - accelerate\n")
-        lock = json.loads((kit.root / LOCK).read_text())
-        lock["files"] = [{**f, "index": "rocm-pytorch"} if "index" in f else f for f in lock["files"]]
-        kit.write(LOCK, json.dumps(lock))
-        for name in LOCAL:
-            (kit.root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(channel.kit.root / name, kit.root / name, symlinks=True)
-        refused(kit, "build", "mi355x", address=address)
-
-
-def refused(kit: Any, *words: str, address: str) -> None:
-    began = time.monotonic()
-    result = kit.primus(*words)
-    seconds = time.monotonic() - began
-    assert result.code == 3, result.err
-    (sentence,) = [line for line in result.err.splitlines() if line.startswith("primus ")]
-    assert f"the index rocm-pytorch ({address}) does not answer: Connection refused" in sentence
-    assert "use another channel (--channel)" in result.err
-    # The documentation says 15; two busy cores add the rest.
-    assert seconds < 20, f"{seconds:.1f} s"

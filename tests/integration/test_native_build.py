@@ -5,7 +5,6 @@ digests by an ordinary user and by Docker, of a target on the same root.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import tempfile
@@ -54,6 +53,7 @@ channels: [pypi]
 components: [psutil]
 command: [sh]
 """
+LOCK = "images/locks/pypi/native.json"
 SMALL = TARGET.replace("psutil", "pyyaml")
 
 
@@ -69,7 +69,8 @@ def native() -> Iterator[Kit]:
     lock(kit)
     kit.build("native", "small")
     yield kit
-    shutil.rmtree(place, ignore_errors=True)
+    # In C, because the unpacked roots of builds have many files.
+    subprocess.run(["rm", "-rf", place], check=False)
 
 
 INSIDE = """\
@@ -97,13 +98,11 @@ def test_the_extension_works_in_the_image_and_what_built_it_is_not_there(native:
     assert "Building wheel for psutil" in log
 
 
-def test_a_failed_build_shows_its_log(native: Kit, tmp_path: Path) -> None:
+def test_a_failed_build_shows_its_log(native: Kit) -> None:
     """The end of the log and its path are in the error."""
-    kit = Kit(tmp_path / "broken")
-    shutil.copytree(native.root, kit.root, dirs_exist_ok=True, copy_function=os.link, symlinks=True)
-    (kit.root / "versions.yaml").unlink()
-    kit.write("versions.yaml", VERSIONS.replace("LDFLAGS:", "CFLAGS: -include no-such-header.h, LDFLAGS:"))
-    result = kit.primus("build", "native", timeout=900)
+    native.write("versions.yaml", VERSIONS.replace("LDFLAGS:", "CFLAGS: -include no-such-header.h, LDFLAGS:"))
+    result = native.primus("build", "native", timeout=900)
+    native.write("versions.yaml", VERSIONS)
     assert result.code == 1
     assert "build psutil ended with exit code 1" in result.err
     assert "no-such-header.h: No such file or directory" in result.err
@@ -117,7 +116,7 @@ def lend_project(kit: Kit, user: str) -> Path:
     shutil.copy(kit.root / "versions.yaml", folder)
     files = folder / ".primus/files/sha256"
     files.mkdir(parents=True)
-    for file in json.loads((kit.root / "images/locks/pypi/native.json").read_text())["files"]:
+    for file in json.loads((kit.root / LOCK).read_text())["files"]:
         shutil.copy(kit.root / ".primus/files/sha256" / file["sha256"], files)
     subprocess.run(["chown", "-R", user, folder], check=True)
     return folder
@@ -166,7 +165,7 @@ def test_docker_as_the_sandbox_gives_the_same_digest(
 
 
 def test_damaged_fetched_file_is_named_and_fetched_again(native: Kit) -> None:
-    lock = json.loads((native.root / "images/locks/pypi/native.json").read_text())
+    lock = json.loads((native.root / LOCK).read_text())
     sdist = next(f for f in lock["files"] if f["kind"] == "sdist")
     path = native.root / ".primus/files/sha256" / sdist["sha256"]
     data = bytearray(path.read_bytes())
@@ -184,24 +183,18 @@ def test_damaged_fetched_file_is_named_and_fetched_again(native: Kit) -> None:
     assert native.primus("build", "native").code == 0
 
 
-def test_offline_names_what_is_missing(native: Kit, tmp_path: Path) -> None:
+def test_a_missing_lock_a_missing_file_and_a_stale_lock_are_named(native: Kit, tmp_path: Path) -> None:
     kit = Kit(tmp_path / "offline")
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/native.yaml", TARGET)
     result = kit.primus("build", "native", "--offline")
     assert result.code == 2
     assert "native has no lock yet" in result.err
-    kit.write("images/locks/pypi/native.json", (native.root / "images/locks/pypi/native.json").read_text())
+    kit.write(LOCK, (native.root / LOCK).read_text())
     result = kit.primus("build", "native", "--offline")
     assert result.code == 3
     assert "files are not here: base-files" in result.err
-
-
-def test_a_stale_lock_stops_the_build_and_has_its_line(native: Kit, tmp_path: Path) -> None:
-    kit = Kit(tmp_path / "stale")
     kit.write("versions.yaml", VERSIONS.replace("6.1.1", "6.1.0"))
-    kit.write("images/native.yaml", TARGET)
-    kit.write("images/locks/pypi/native.json", (native.root / "images/locks/pypi/native.json").read_text())
     result = kit.primus("build", "native")
     assert result.code == 2
     assert "versions.yaml:16:9: the lock of native is stale: sdist psutil: locked 6.1.1, wanted 6.1.0" in result.err

@@ -139,6 +139,7 @@ def test_a_network_failure_names_index_package_and_uvs_cause() -> None:
     )
     error = failure(CONNECT, {"own": "http://me:SECRET@127.0.0.1:9/simple/"})
     assert str(error).startswith("the index own (http://127.0.0.1:9/simple/) does not answer: Connection refused")
+    assert "use another channel (--channel)" in str(error.hint)
 
 
 def test_pins_that_nothing_fulfills_are_a_sentence_in_uvs_words() -> None:

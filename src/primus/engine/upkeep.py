@@ -13,6 +13,7 @@ from typing import Any
 
 from primus.engine.workshop import wheel_of
 from primus.errors import HostError
+from primus.files import remove_path
 from primus.oci.store import Store
 from primus.plan.workspace import Workspace
 from primus.sandbox.engines import remove_tree
@@ -157,7 +158,7 @@ def remove_damage(store: Store) -> Iterator[str]:
         yield f"{error.message}; begun again"
     for path in _inside(store.root / "blobs" / "sha256"):
         if fault := store.check(f"sha256:{path.name}"):
-            store.discard(path.name)
+            remove_path(path)
             yield f"{fault}; removed"
     for ref, entry in images.items():
         if not _is_whole(store, str(entry["digest"])):

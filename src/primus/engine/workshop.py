@@ -108,7 +108,8 @@ class Workshop:
                 store.save("actions", action.key, {**record, "wheel": asdict(result)})
                 self.progress.finish(action.key, f"{result.file}, {seconds:.1f} s")
             else:
-                store.save_layer(action.key, replace(result, seconds=seconds), {**record, "tree": action.tree})
+                layer = asdict(replace(result, seconds=seconds))
+                store.save("actions", action.key, {**record, "tree": action.tree, "layer": layer})
                 self.progress.finish(action.key, f"{result.blob.size / 1e6:.1f} MB, {seconds:.1f} s")
         return True
 

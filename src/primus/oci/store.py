@@ -171,10 +171,6 @@ class Store:
             raise HostError(f"blob {digest} is damaged", hint=hint)
         return data
 
-    def discard(self, digest: str) -> None:
-        """Remove a damaged blob from the layout."""
-        files.remove_path(self.blob_path(digest))
-
     def put(self, data: bytes, media_type: str) -> Blob:
         """Store a small blob, such as a config or a manifest."""
         blob = Blob.of(data, media_type)
@@ -232,10 +228,6 @@ class Store:
         except (KeyError, TypeError, ValueError, InputError):
             return None
         return layer if self.has(layer.blob) and self.blob_path(layer.paths).is_file() else None
-
-    def save_layer(self, key: str, layer: Layer, about: dict[str, object]) -> None:
-        """Record that the action ``key`` created ``layer``, whose blob is in the store already."""
-        self.save("actions", key, {**about, "layer": asdict(layer)})
 
     def record(self, room: str, name: str) -> dict[str, Any] | None:
         """Return a record of ``actions`` or ``targets``; None if it is absent or damaged (it is then created again)."""

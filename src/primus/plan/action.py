@@ -20,11 +20,6 @@ Tree = tuple[tuple[str, str, str], ...]
 """The files of a local folder: path, ``file``/``exec``/``link``, and the content's sha256 or the link's target."""
 
 
-def tree_rows(tree: Tree) -> dict[str, str]:
-    """Return the files of a local folder as :func:`tree_record` has them."""
-    return {name: f"{kind} {value}" for name, kind, value in tree}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Input:
     """One thing that affects the bytes: ``value`` is a version and hash, ``where`` the line that set it."""
@@ -127,7 +122,7 @@ def tree_record(plan: ImagePlan) -> dict[str, Any]:
                 "key": action.key,
                 "kind": action.kind,
                 "inputs": {i.name: [i.value, i.where] for i in action.inputs},
-                "tree": tree_rows(action.tree),
+                "tree": {name: f"{kind} {value}" for name, kind, value in action.tree},
             }
             for action in plan.actions()
         },

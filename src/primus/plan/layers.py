@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Literal
 
 import zstandard
 
@@ -120,18 +121,14 @@ class _Planner:
                 inputs=(Input(name=layer.name, value=f"sha256:{layer.sha256}", where=where),),
                 files=(layer,),
             )
-            for layer in self.lock.of("layer", root)
+            for layer in (self.locked("layer", root) if self.base.image else ())
         )
-        if self.base.image and not layers:
-            self.refuse_lock("layers", root)
-        if self.base.image and not self.base.packages and root == self.base_name:
+        if layers and not self.base.packages and root == self.base_name:
             return layers
         return (*layers, self.packages(root, where))
 
     def packages(self, root: str, where: str) -> Action:
-        debs, base = self.lock.of("deb", root), self.base
-        if not debs:
-            self.refuse_lock("packages", root)
+        debs, base = self.locked("deb", root), self.base
         return Action(
             name=f"base {root}",
             kind="debs",
@@ -151,9 +148,18 @@ class _Planner:
             files=debs,
         )
 
-    def refuse_lock(self, what: str, root: str) -> None:
-        sentence = f"the lock of {self.resolved.name} has no {what} for {root}"
-        raise InputError(sentence, hint=self.resolved.lock_command)
+    def locked(self, kind: Literal["layer", "deb"], root: str) -> tuple[LockedFile, ...]:
+        files = self.lock.of(kind, root)
+        if not files:
+            sentence = f"the lock of {self.resolved.name} has no {'packages' if kind == 'deb' else 'layers'} for {root}"
+            raise InputError(sentence, hint=self.resolved.lock_command)
+        return files
+
+    def pinned(self, pin: Pin, where: str, file: LockedFile | None) -> LockedFile:
+        if file is None or file.version != pin.version or (pin.commit or "") not in file.file:
+            sentence = f"{pin.text} is pinned, but the lock of {self.resolved.name} has {file.file if file else 'none'}"
+            raise InputError(sentence, where=where, hint=self.resolved.lock_command)
+        return file
 
     def extra(self, extra: str) -> Action:
         base = self.base_name
@@ -211,14 +217,7 @@ class _Planner:
                 sentence = f"{component} is a Python package, but target {resolved.name} has no base for it"
                 raise InputError(sentence, where=where)
             elif pin.wheel is not None:
-                wheel = wheels.pop(normalised(pin.wheel), None)
-                if wheel is None or wheel.version != pin.version:
-                    locked = f"has {wheel.version}" if wheel else "has none"
-                    raise InputError(
-                        f"{pin.text} is pinned, but the lock of {resolved.name} {locked}",
-                        where=where,
-                        hint=resolved.lock_command,
-                    )
+                wheel = self.pinned(pin, where, wheels.pop(normalised(pin.wheel), None))
                 layers[component] = self.wheels(component, (wheel,), where, without=pin.without)
             else:
                 layers[component] = self.wheels(component, (), where, built=self.build(pin, where, layers))
@@ -262,7 +261,7 @@ class _Planner:
         to = (to.replace("{site}", self.prefix.site) if "{site}" in to else to).strip("/")
         extra = dict(skeleton.working_folders(to, (path for path, _, _ in tree)))
         if component == "primus":
-            extra = {**skeleton.distribution(to), **skeleton.console_script(to), **skeleton.shell_setup(to)}
+            extra = dict(skeleton.own_command(to))
         # Names of inputs must differ, or the key would lack one of them.
         name = f"./{pin.path}" if pin.path in ("assembler", "to") else pin.path or ""
         return Action(
@@ -312,13 +311,7 @@ class _Planner:
     def build(self, pin: Pin, where: str, components: Mapping[str, Action]) -> Action:
         resolved, package, build = self.resolved, normalised(pin.source or ""), pin.build or Build()
         sources = self.lock.of("git" if pin.git else "sdist")
-        source = next((file for file in sources if file.name == package), None)
-        if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
-            raise InputError(
-                f"{pin.text} is pinned, but the lock of {resolved.name} has no entry for it",
-                where=where,
-                hint=resolved.lock_command,
-            )
+        source = self.pinned(pin, where, next((file for file in sources if file.name == package), None))
         root, wheels = build_root(package), self.lock.of("wheel", build_root(package))
         system = self.root_called(root) if build.debs else self.root
         if lacking := [name for name in build.built if name not in components]:

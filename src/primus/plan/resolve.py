@@ -176,7 +176,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         inside=inside_of(versions, name, choice.sources, pins, packages),
         extras=extras,
         gpu=gpu,
-        environment=environment_of(target, project.gpus, place),
+        environment=environment_of(target, project.gpus),
         request=request_of(versions, name, choice.channel, choice.base, pins, extras),
         lock=project.lock(name),
         lock_path=project.lock_path(name),

@@ -45,11 +45,7 @@ def trim() -> Mapping[str, tuple[str, ...]]:
 
 
 def wheel_script() -> str:
-    """Return the script that builds a wheel from a source archive ($1) with the Python of the build root ($2).
-
-    It unpacks the archive at a fixed path: pip would build it in a folder with a random name, which debug information
-    contains. Tools from wheels (ninja) lie beside the interpreter.
-    """
+    """Return the script that builds a wheel from a source archive ($1) with the Python of the build root ($2)."""
     return (_SHELL / "build_wheel.sh").read_text(encoding="utf-8")
 
 
@@ -96,35 +92,25 @@ def working_folders(to: str, paths: Iterable[str]) -> Inline:
     return dict.fromkeys(sorted(folders), _OPEN)
 
 
-def distribution(package: str) -> Inline:
-    """Return the metadata of the ``primus`` package at ``package``, so that pip and importlib.metadata find it."""
-    site = PurePosixPath(package).parent
-    folder = f"{site}/primus_images-{__version__}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: primus-images\nVersion: {__version__}\nRequires-Dist: PyYAML>=6.0\n"
-    return {
-        f"{folder}/METADATA": {"text": metadata},
-        f"{folder}/INSTALLER": {"text": "primus\n"},
-        f"{folder}/RECORD": {"text": f"{folder.rpartition('/')[2]}/METADATA,,\n"},
-    }
+def own_command(package: str) -> Inline:
+    """Return the ``primus`` command of the environment that contains the folder ``package``: its script, the metadata
+    that pip and importlib.metadata find, and the files that give it to every bash, with completion.
 
-
-def console_script(package: str) -> Inline:
-    """Return the ``primus`` command of the environment that contains ``package``."""
-    root = PurePosixPath(package).parents[3]
-    script = f"#!/{root}/bin/python3\nimport sys\n\nfrom primus.cli.main import main\n\nsys.exit(main())\n"
-    return {f"{root}/bin/primus": {"text": script, "mode": 0o755}}
-
-
-def shell_setup(package: str) -> Inline:
-    """Return the files that give every bash the ``primus`` command with completion.
-
-    Login shells start with the distribution's own PATH and read the first one. The entry point
-    (``primus.system.banner``) passes the second one to other shells.
+    Login shells start with the distribution's own PATH and read ``profile.d``. The entry point
+    (``primus.system.banner``) passes ``bashrc`` to other shells.
     """
+    root, site = PurePosixPath(package).parents[3], PurePosixPath(package).parent
+    info = f"primus_images-{__version__}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: primus-images\nVersion: {__version__}\nRequires-Dist: PyYAML>=6.0\n"
+    script = f"#!/{root}/bin/python3\nimport sys\n\nfrom primus.cli.main import main\n\nsys.exit(main())\n"
     profile = (_SHELL / "profile.sh").read_text(encoding="utf-8")
-    bin_folder = str(PurePosixPath(package).parents[3] / "bin")
+    profile = profile.replace("@BIN@", f"{root}/bin").replace("@COMMANDS@", _COMMANDS)
     return {
-        "etc/profile.d/primus.sh": {"text": profile.replace("@BIN@", bin_folder).replace("@COMMANDS@", _COMMANDS)},
+        f"{site}/{info}/METADATA": {"text": metadata},
+        f"{site}/{info}/INSTALLER": {"text": "primus\n"},
+        f"{site}/{info}/RECORD": {"text": f"{info}/METADATA,,\n"},
+        f"{root}/bin/primus": {"text": script, "mode": 0o755},
+        "etc/profile.d/primus.sh": {"text": profile},
         "etc/primus/bashrc": {"text": (_SHELL / "bashrc").read_text(encoding="utf-8")},
     }
 
@@ -202,5 +188,5 @@ def manifest_annotations(resolved: ResolvedTarget) -> dict[str, str]:
 
 
 def _created(resolved: ResolvedTarget) -> str:
-    """Return the date of the release, which stands for the time of every build."""
+    # The date of the release stands for the time of every build.
     return f"{resolved.versions.created}T00:00:00Z"

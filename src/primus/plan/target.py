@@ -65,11 +65,17 @@ class Target:
     def __post_init__(self) -> None:
         if not self.channels:
             raise WrongValue("channels must name at least one channel", "channels")
-        lists = {"channel": self.channels, "component": self.components, "recipe": self.recipes}
-        for what, listed in lists.items():
+        lists: dict[tuple[str, ...], tuple[str, ...]] = {
+            ("channels",): self.channels,
+            ("components",): self.components,
+            ("recipes",): self.recipes,
+            ("environment",): tuple(variable.name for variable in self.environment),
+            **{("extras", channel): extras for channel, extras in self.extras.items()},
+        }
+        for key, listed in lists.items():
             for index, name in enumerate(listed):
                 if name in listed[:index]:
-                    raise WrongValue(f"{what} {name} is listed twice", f"{what}s", index)
+                    raise WrongValue(f"{name} is listed twice in {key[0]}", *key, index)
         if ".." in self.workdir.split("/"):
             raise WrongValue(f"workdir must not contain '..', as in {self.workdir!r}", "workdir")
         budgets = [(("budgets_gb", channel), budget) for channel, budget in self.budgets_gb.items()]
@@ -132,19 +138,11 @@ def inside_of(
     return {component: result[component] for component in versions.components if component in result}
 
 
-def environment_of(target: Target, table: Table, where: Callable[..., str]) -> dict[str, str]:
-    """Return variable → value in every container: the GPU generation's variables and the target file's own.
-
-    ``where`` gives the place of a key in the target file. Raises InputError for a variable that is listed twice.
-    """
+def environment_of(target: Target, table: Table) -> dict[str, str]:
+    """Return variable → value in every container: the GPU generation's variables and the target file's own."""
     baked = environment(target.gpu, table) if target.gpu is not None else ()
     result = {variable.name: variable.value for variable in baked if variable.value is not None}
-    for index, variable in enumerate(target.environment):
-        if variable.name in [other.name for other in target.environment[:index]]:
-            place = where("environment", index)
-            raise InputError(f"{variable.name} is set twice", where=place, hint="keep one of the two")
-        result[variable.name] = variable.value
-    return result
+    return result | {variable.name: variable.value for variable in target.environment}
 
 
 def extras_of(
@@ -152,7 +150,7 @@ def extras_of(
 ) -> tuple[str, ...]:
     """Return the target's extras on ``channel``. ``where`` gives the place of a key in the target file.
 
-    Raises InputError for an unknown channel, and for an extra that is listed twice or that ``base`` does not have.
+    Raises InputError for an unknown channel, and for an extra that ``base`` does not have.
     """
     if unknown := next((name for name in target.extras if name not in target.channels), None):
         hint = "its channels: " + ", ".join(target.channels)
@@ -160,12 +158,10 @@ def extras_of(
     defined = versions.bases[base].extras if base and base in versions.bases else {}
     chosen = target.extras.get(channel, ())
     for index, extra in enumerate(chosen):
-        place = where("extras", channel, index)
         if extra not in defined:
             hint = did_you_mean(extra, defined) or f"define it under bases.{base}.extras in versions.yaml"
+            place = where("extras", channel, index)
             raise InputError(f"base {base} has no extra {extra!r}", where=place, hint=hint)
-        if extra in chosen[:index]:
-            raise InputError(f"{extra} is listed twice", where=place, hint="keep one of the two")
     return chosen
 
 

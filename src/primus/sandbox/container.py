@@ -79,17 +79,15 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Paths of device nodes and names of CDI devices, the files that they need, and the groups that may open them."""
+    """Paths of device nodes and names of CDI devices, and the groups that may open them."""
 
     names: tuple[str, ...] = ()
-    mounts: tuple[Mount, ...] = ()
     groups: tuple[int, ...] = ()
 
     def __add__(self, other: Devices) -> Devices:
         """Return the devices of both, each once."""
         return Devices(
             names=tuple(dict.fromkeys(self.names + other.names)),
-            mounts=tuple(dict.fromkeys(self.mounts + other.mounts)),
             groups=tuple(dict.fromkeys(self.groups + other.groups)),
         )
 
@@ -133,7 +131,7 @@ def final_argv(root: RootFs, command: Command) -> list[str]:
 
 def check_mounts(command: Command) -> None:
     """Raise InputError for a mount that is not possible."""
-    for mount in (*command.mounts, *command.devices.mounts):
+    for mount in command.mounts:
         if not mount.target.startswith("/") or mount.target.strip("/") in ("", "proc", "sys", "dev"):
             hint = "give an absolute path inside the image"
             raise InputError(f"{mount.target!r} cannot be the target of a mount", hint=hint)

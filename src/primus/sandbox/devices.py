@@ -1,34 +1,25 @@
 """Selecting the devices of a container: GPUs by number, CDI devices by name, nodes by path.
 
-GPUs come from a Container Device Interface (CDI) specification if the machine has one, otherwise from plain device
+GPUs come from a Container Device Interface (CDI) specification if the machine has one, AMD's otherwise from device
 nodes. AMD's and NVIDIA's container toolkits write the specifications, and podman and Docker apply them.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import re
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from primus import yamlfile
-from primus.errors import HostError, InputError, nearest
+from primus.errors import HostError, InputError
 from primus.files import text_if_readable
 from primus.gpus.detect import detect
-from primus.sandbox.container import Devices, Mount
+from primus.sandbox.container import Devices
 
 CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 
 _KINDS = {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}
-_CDI_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*/[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9][A-Za-z0-9_.:-]*")
-_NVIDIA_SHARED = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
-# The user-space part of NVIDIA's driver, whose version must equal the kernel module's.
-_NVIDIA_LIBRARIES = re.compile(
-    r"\s(lib(?:cuda|cudadebugger|nvidia-(?:ml|ptxjitcompiler|nvvm|nvvm70))\.so[.\d]*) \(.*x86-64.*\) => (\S+)"
-)
 
 
 def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_FOLDERS) -> Devices:
@@ -42,42 +33,34 @@ def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_F
         raise InputError(f"--gpus {number!r} is not a number of GPUs", hint="--gpus all, --gpus none or --gpus 2")
     count = None if number == "all" else int(number)
     machine = detect(root)
-    names = cdi_names(folders)
-    by_kind = {kind: [name for name in names if name.startswith(f"{kind}=")] for kind in _KINDS.values()}
-    kinds = [kind for vendor, kind in _KINDS.items() if by_kind[kind] and machine.vendor in (vendor, "")]
-    if kinds:
-        nodes = [root / "dev/kfd", *sorted((root / "dev/dri").glob("renderD*"))] if kinds == [_KINDS["amd"]] else []
-        return Devices(names=tuple(_first(by_kind[kinds[0]], count)), groups=_groups(filter(_is_device, nodes)))
+    kinds = [kind for vendor, kind in _KINDS.items() if machine.vendor in (vendor, "")]
+    if names := [name for kind in kinds for name in cdi_names(folders) if name.startswith(f"{kind}=")]:
+        first = [name for name in names if name.partition("=")[0] == names[0].partition("=")[0]]
+        nodes = [root / "dev/kfd", *(root / "dev/dri").glob("renderD*")] if first[0].startswith("amd") else []
+        return Devices(names=tuple(_first(first, count)), groups=_groups(filter(_is_device, nodes)))
     if not machine.vendor:
         sources = "no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0"
         hint = "load the GPU's driver, or leave --gpus out"
         raise HostError(f"no GPU was found on this machine: {sources}", hint=hint)
+    if machine.vendor == "nvidia":
+        hint = "as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+        raise HostError("no CDI specification describes the GPUs of this machine", hint=hint)
     _check_count(count, len(machine.names))
-    return _amd(root, count) if machine.vendor == "amd" else _nvidia(root, count)
+    return _amd(root, count)
 
 
-def listed(items: Iterable[str], *, folders: Sequence[Path] = CDI_FOLDERS) -> Devices:
+def listed(items: Iterable[str]) -> Devices:
     """Return the devices of ``--device``: CDI names, device nodes, folders of nodes such as /dev/dri.
 
-    Raises InputError for anything else.
+    Raises InputError for anything else. The engine refuses a device that does not exist.
     """
     devices = Devices()
     for item in items:
-        if _CDI_NAME.fullmatch(item):
-            names = cdi_names(folders)
-            if item not in names:
-                hint = f"described in {' and '.join(map(str, folders))}: {', '.join(names) or 'none'}"
-                raise InputError(f"no CDI specification describes the device {item}{nearest(item, names)}", hint=hint)
-            devices += Devices(names=(item,))
-            continue
-        path = Path(item)
-        nodes: list[Path] = []
-        if item.startswith("/dev/") and ".." not in path.parts:
-            nodes = _nodes_below(path) if path.is_dir() else [path] if _is_device(path) else []
-        if not nodes:
+        if not re.fullmatch(r"/dev/.+|[^/=]+/[^/=]+=[^/]+", item) or ".." in Path(item).parts:
             hint = "--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it"
-            raise InputError(f"--device {item!r} is neither a device node below /dev nor a CDI device", hint=hint)
-        devices += _plain(nodes)
+            raise InputError(f"--device {item!r} is neither a path below /dev nor a CDI device", hint=hint)
+        nodes = filter(_is_device, [Path(item), *Path(item).glob("*")] if item.startswith("/dev/") else [])
+        devices += Devices(names=(item,), groups=_groups(nodes))
     return devices
 
 
@@ -123,46 +106,15 @@ def _amd(root: Path, count: int | None) -> Devices:
             beside = (root / "sys/class/drm" / render / "device/drm").glob("card*")
             cards.append([render, *sorted(path.name for path in beside)])
     nodes = [root / "dev/kfd", *(root / "dev/dri" / name for names in cards[:count] for name in names)]
-    return _driver(nodes, root)
-
-
-def _nvidia(root: Path, count: int | None) -> Devices:
-    numbers = sorted(int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
-    nodes = [root / "dev" / name for name in (*_NVIDIA_SHARED, *(f"nvidia{n}" for n in numbers[:count]))]
-    linker = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False)
-    return _driver(nodes, root) + Devices(mounts=_driver_libraries(linker.stdout))
-
-
-def _driver_libraries(cache: str) -> tuple[Mount, ...]:
-    # Debian's and Ubuntu's linkers look there.
-    place = f"/usr/lib/{platform.machine()}-linux-gnu"
-    return tuple(
-        Mount(source=Path(path).resolve(), target=f"{place}/{name}")
-        for name, path in _NVIDIA_LIBRARIES.findall(cache)
-        if Path(path).exists()
-    )
-
-
-def _driver(nodes: Sequence[Path], root: Path) -> Devices:
     present = [node for node in nodes if _is_device(node)]
     if not present:
-        hint = "in a container: start it with the GPU's devices; else: amd-ctk cdi generate, nvidia-ctk cdi generate"
+        hint = "in a container: start it with the GPU's devices; else: amd-ctk cdi generate"
         raise HostError(f"the driver shows GPUs, but {nodes[0]} is missing", hint=hint)
-    return _plain(present, root)
-
-
-def _plain(nodes: Sequence[Path], root: Path = Path("/")) -> Devices:
-    return Devices(names=tuple(f"/{node.relative_to(root)}" for node in nodes), groups=_groups(nodes))
+    return Devices(names=tuple(f"/{node.relative_to(root)}" for node in present), groups=_groups(present))
 
 
 def _groups(nodes: Iterable[Path]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(gid for node in nodes if (gid := node.stat().st_gid)))
-
-
-def _nodes_below(folder: Path) -> list[Path]:
-    # Links, such as those in /dev/dri/by-path, lead to nodes that are listed anyway.
-    paths = (Path(where) / name for where, _, names in os.walk(folder) for name in sorted(names))
-    return [path for path in paths if not path.is_symlink() and _is_device(path)]
 
 
 def _is_device(path: Path) -> bool:

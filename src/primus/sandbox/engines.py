@@ -332,13 +332,12 @@ def _client_environment(folder: Path | None) -> dict[str, str]:
 
 
 def _options(command: Command, terminal: bool) -> list[str]:
-    mounts = (*command.mounts, *command.devices.mounts)
     memory = command.memory_bytes
     return [
         *("--interactive", "--init", "--cap-drop=MKNOD", f"--shm-size={command.shm_bytes}", "--entrypoint=/bin/sh"),
         *(["--network=host"] if command.network else ["--network=none", f"--hostname={command.hostname}"]),
         *(["--tty"] if terminal else []),
-        *(f"--volume={m.source.absolute()}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in mounts),
+        *(f"--volume={m.source.absolute()}:{m.target}:{'ro' if m.read_only else 'rw'}" for m in command.mounts),
         *(f"--device={device}" for device in command.devices.names),
         *([f"--workdir={command.cwd}"] if command.cwd else []),
         *([f"--user={command.user}"] if command.user else []),

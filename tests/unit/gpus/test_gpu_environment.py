@@ -58,7 +58,7 @@ def test_another_gpu_is_another_image_of_the_same_layers(kit: Kit) -> None:
         (
             "environment:\n",
             "environment:\n  - {name: COLOR, value: blue, why: to say it twice}\n",
-            "images/demo.yaml:9:5: COLOR is set twice",
+            "images/demo.yaml:9:5: COLOR is listed twice in environment",
         ),
     ],
 )

@@ -11,7 +11,7 @@ import signal
 import tarfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -79,7 +79,7 @@ def test_paths_are_kept_for_the_overlap_rule(store: Store) -> None:
 
 def test_record_without_its_whole_blob_does_not_count(store: Store) -> None:
     layer = write_layer(store, entries())
-    store.save_layer("k" * 64, layer, {"name": "x"})
+    store.save("actions", "k" * 64, {"name": "x", "layer": asdict(layer)})
     assert store.layer("k" * 64) == layer
     path = store.blob_path(layer.blob.digest)
     path.write_bytes(path.read_bytes()[:-1])
@@ -188,7 +188,7 @@ def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
 def test_what_was_left_out_is_read_back_and_a_record_in_another_shape_is_missing(store: Store) -> None:
     left_out = LeftOut(files=2, size=9, pruned=1, objects=3, freed=7)
     layer = replace(write_layer(store, entries()), left_out=left_out)
-    store.save_layer("k" * 64, layer, {"name": "x"})
+    store.save("actions", "k" * 64, {"name": "x", "layer": asdict(layer)})
     assert store.layer("k" * 64) == layer
     record = store.record("actions", "k" * 64) or {}
     record["layer"]["left_out"] = [2, 9]

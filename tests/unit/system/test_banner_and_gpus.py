@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from primus.gpus import detect
-from primus.plan.skeleton import shell_setup
+from primus.plan.skeleton import own_command
 from primus.schema import build
 from primus.system import banner
 from primus.versions.components import Versions
@@ -169,7 +169,7 @@ def test_bash_gets_the_images_start_up_file(
 
 
 def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(tmp_path: Path) -> None:
-    profile = shell_setup("opt/venv/lib/python3.11/site-packages/primus")["etc/profile.d/primus.sh"]["text"]
+    profile = own_command("opt/venv/lib/python3.11/site-packages/primus")["etc/profile.d/primus.sh"]["text"]
     (tmp_path / "primus.sh").write_text(str(profile))
     tool = tmp_path / "register-python-argcomplete"
     tool.write_text('#!/bin/sh\necho "complete -W words $1"\n')

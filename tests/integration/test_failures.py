@@ -62,12 +62,9 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path
     kept = base.output / "checkpoint" / "step-2"
     again = proxy(tmp_path / "again", "checkpoint=2", backend=backend, resume_from=kept)
     assert train(python, again).series.losses == whole.series.losses[2:]
-    end = again.output / "checkpoint" / "step-4"
-    assert (end / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
+    assert (again.output / "checkpoint" / "step-4" / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
     if backend == "megatron":
         return
-    longer = proxy(tmp_path / "longer", backend=backend, steps=5, resume_from=end)
-    assert len(train(python, longer).series.losses) == 1, "the last one can be resumed"
     other = proxy(tmp_path / "other", "model.rope_theta=7.0", backend=backend, resume_from=kept)
     refused = started(python, other)
     assert refused.returncode == 2

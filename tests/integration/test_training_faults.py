@@ -29,10 +29,6 @@ FAULTS = {
         "no_updates": ("loss falls",),
         "loop_lost_micro_batch": ("accumulation", "steps=1", "training.micro_batch_size=2"),
         "no_fp8": ("precision", "steps=1", "--precision=fp8"),
-        "loop_bf16": ("precision", "steps=3"),
-        "loop_early_stop": ("steps logged", "steps=3"),
-        "loop_short_sequences": ("configuration", "steps=1"),
-        "one_rank": ("configuration", "steps=1"),
     },
     "torchtitan": {"forgets_its_place": ("resume",), "other_seed": ("same result again",)},
 }

@@ -43,18 +43,6 @@ def no_fp8(float8: Any) -> None:
     float8.convert_to_float8_training = lambda module, **_given: module
 
 
-def one_rank(ranks: Any) -> None:
-    """The launcher starts one rank, whatever was asked."""
-    argv = ranks.argv
-
-    def alone(*given: Any) -> list[str]:
-        words: list[str] = argv(*given)
-        words[words.index("--nproc-per-node") + 1] = "1"
-        return words
-
-    ranks.argv = alone
-
-
 def forgets_its_place(dataloader: Any) -> None:
     """A resumed run begins with the first samples again."""
     dataloader.ParallelAwareDataloader.load_state_dict = lambda self, state: None
@@ -73,20 +61,6 @@ def other_seed(utils: Any) -> None:
     utils.set_determinism = determined
 
 
-def loop_short_sequences(data: Any) -> None:
-    """The data come in pieces of half the length."""
-    made = data._Tokens.__init__
-    data._Tokens.__init__ = lambda self, seq_len: made(self, seq_len // 2)
-
-
-def loop_early_stop(train: Any) -> None:
-    """Our own loop ends after step 2 as if all were done, with exit code 0."""
-    from dataclasses import replace
-
-    run = train.run
-    train.run = lambda given, *others: run(replace(given, last_step=min(2, given.last_step)), *others)
-
-
 def loop_lost_micro_batch(sharded: Any) -> None:
     """Our own loop counts every micro-batch in the loss, but only the first one's gradient."""
     import torch
@@ -99,14 +73,6 @@ def loop_lost_micro_batch(sharded: Any) -> None:
             return total + sum(self._loss(self._model, batch) for batch in batches[1:])
 
     sharded.Sharded.forward_backward = without_the_others
-
-
-def loop_bf16(sharded: Any) -> None:
-    """The job says float32, FSDP2 computes in bfloat16."""
-    import torch
-
-    policy = sharded.MixedPrecisionPolicy
-    sharded.MixedPrecisionPolicy = lambda **given: policy(**{**given, "param_dtype": torch.bfloat16})
 
 
 def loop_out_of_memory(train: Any) -> None:
@@ -153,17 +119,13 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "nan": ("torch.optim.adamw", nan),
     "no_updates": ("torch.optim.adamw", no_updates),
     "no_fp8": ("torchao.float8", no_fp8),
-    "one_rank": ("primus.training.ranks", one_rank),
     "forgets_its_place": ("torchtitan.components.dataloader", forgets_its_place),
     "other_seed": ("torchtitan.distributed.utils", other_seed),
-    "loop_short_sequences": ("primus.training.loop.data", loop_short_sequences),
-    "loop_early_stop": ("primus.training.loop.train", loop_early_stop),
     "turbo_left_out": ("primus.training.torchtitan.turbo", turbo_left_out),
     "loop_lost_micro_batch": ("primus.training.loop.session", loop_lost_micro_batch),
     "loop_out_of_memory": ("primus.training.loop.train", loop_out_of_memory),
     "loop_hangs": ("primus.training.loop.train", loop_hangs),
     "import_error": ("primus.training.fsdp.llama", import_error),
-    "loop_bf16": ("primus.training.loop.session", loop_bf16),
 }
 
 

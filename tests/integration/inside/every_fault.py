@@ -12,7 +12,6 @@ import importlib
 import inspect
 import json
 import os
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -42,21 +41,22 @@ HEALTHY = {
 
 
 def run(name: str, out: Path, port: int) -> None:
-    """Train and judge the job ``name``, and append its line to ``out``."""
-    fault = SILENT.get(name)
-    backend, words = (fault.backend, fault.words) if fault else HEALTHY[name]
+    """Train and judge the job ``name``, and append its line to ``out``. Faults of one job are joined by ``+``."""
+    faults = [] if name in HEALTHY else [SILENT[part] for part in name.split("+")]
+    backend, words = (faults[0].backend, faults[0].words) if faults else HEALTHY[name]
 
     def judge(job: Job, code: int) -> tuple[Row, bool]:
         names = failed(job)
         named = {name.removeprefix("reference ") for name in names}
-        fine = bool(named & set(fault.checks)) and "exit code" not in names if fault else not (names or code)
+        told = all(named & set(fault.checks) for fault in faults) and "exit code" not in names
+        fine = told if faults else not (names or code)
         facts = job.output / "facts.json"
         versions = json.loads(facts.read_text(encoding="utf-8"))["versions"] if facts.exists() else {}
         return {"named_by": names, "ok": fine, "versions": versions}, fine
 
     record(
-        {"name": name, "kind": fault.kind if fault else "healthy", "backend": backend},
-        name if fault else "-",
+        {"name": name, "kind": faults[0].kind if faults else "healthy", "backend": backend},
+        name if faults else "-",
         lambda folder: job_of(folder, backend, words),
         judge,
         lambda sentence: {"named_by": [], "ok": False, "log": [sentence]},
@@ -81,11 +81,12 @@ def new_names(name: str) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "the name of the run")
+    parser = arguments(__doc__)
+    parser.add_argument("--names", nargs="*", help="the runs; the faults of one run are joined by +")
     parser.add_argument("--patches", action="store_true", help="look at the names that all faults replace")
     options = parser.parse_args()
     prepare()
-    names = [name for name in (*HEALTHY, *SILENT) if re.search(options.only, name)]
+    names = options.names or [*HEALTHY, *SILENT]
     if options.patches:
         for name in SILENT:
             if os.waitpid(forked(partial(new_names, name)), 0)[1]:

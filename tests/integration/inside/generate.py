@@ -5,18 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = sys.argv[1]
-if (Path(folder) / "adapter_config.json").is_file():
-    from peft import AutoPeftModelForCausalLM
-
-    model = AutoPeftModelForCausalLM.from_pretrained(folder)
-else:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-written = model.generate(**tokenizer("The carpenter asked", return_tensors="pt"), max_new_tokens=8)
-assert written.shape[1] > 8
-assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+for folder in sys.argv[1:]:
+    adapters = (Path(folder) / "adapter_config.json").is_file()
+    model = (AutoPeftModelForCausalLM if adapters else AutoModelForCausalLM).from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    written = model.generate(**tokenizer("The carpenter asked", return_tensors="pt"), max_new_tokens=8)
+    assert written.shape[1] > 8
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    print(tokenizer.decode(written[0]))
 assert not any(name.startswith("primus.") for name in sys.modules)
-print(tokenizer.decode(written[0]))

@@ -66,7 +66,8 @@ def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path, port: int) -> No
 
 
 def main() -> None:
-    parser = arguments(__doc__, "RECIPE BACKEND MODE PRECISION")
+    parser = arguments(__doc__)
+    parser.add_argument("--only", default="", help="regular expression on RECIPE BACKEND MODE PRECISION")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="0: the recipe's own")

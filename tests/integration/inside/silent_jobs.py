@@ -52,10 +52,17 @@ def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
     return Job(name="base", recipe=resolve(name, settings, choices), output=folder, judged=True)
 
 
+def put(fault: str, *, in_ranks: bool) -> None:
+    """Put the faults that ``fault`` joins by ``+`` in place, those of the ranks or those of tokens; "-": none."""
+    for name in fault.split("+") if fault != "-" else ():
+        module = SILENT[name].module
+        if in_ranks or module == "primus.training.tokens":
+            SILENT[name].change(importlib.import_module(module))
+
+
 def write(job: Job, fault: str) -> None:
     """Make the job's folder with the files that its ranks read. Faults of tokens take effect here."""
-    if fault != "-" and SILENT[fault].module == "primus.training.tokens":
-        SILENT[fault].change(importlib.import_module(SILENT[fault].module))
+    put(fault, in_ranks=False)
     (job.output / "cache").mkdir(parents=True)
     backend_of(job.recipe).tokenize(job, lambda _: None)
     for file, text in ranks.files(job).items():
@@ -76,8 +83,7 @@ def rank(folder: Path, job: dict[str, Any], number: int, port: int, fault: str) 
         "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NO_COLOR": "1",
         "HF_HOME": str(folder / "cache" / "hf"), "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
-    if fault != "-":
-        SILENT[fault].change(importlib.import_module(SILENT[fault].module))
+    put(fault, in_ranks=True)
     name = f"primus.training.{job['backend']}.entry"
     words = ["--job.config_file", str(folder / "torchtitan.toml")] if job["backend"] == "torchtitan" else [str(folder)]
     sys.argv = [name, *words]
@@ -132,13 +138,12 @@ def prepare(*, on_cpu: bool = True) -> None:
         importlib.import_module(name)
 
 
-def arguments(doc: str | None, only: str) -> argparse.ArgumentParser:
-    """The options of both programs; ``only`` says what --only is matched with."""
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The options of both programs."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--together", type=int, default=1, help="runs side by side; each has two processes")
-    parser.add_argument("--only", default="", help=f"regular expression on {only}")
     return parser
 
 

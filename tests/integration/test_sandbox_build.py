@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 from pathlib import Path
 
 import pytest
 from docker_engine import private_dockerd
-from sandbox_kit import Entry, image, needs_busybox
+from sandbox_kit import Entry, image, needs_busybox, sha
 
 from primus.cli.main import main
 from primus.engine.workshop import log_tail, run_isolated
 from primus.errors import HostError
+from primus.oci.store import MANIFEST_TYPE
 from primus.sandbox import processes
 from primus.sandbox.container import Command, RootFs
 from primus.sandbox.engines import choose
-from primus.sandbox.images import docker, image_id, load
-from primus.sandbox.images import layout as oci_layout
+from primus.sandbox.images import docker, load
 from project_kit import Kit
 
 pytestmark = [pytest.mark.integration, needs_busybox]
@@ -114,15 +113,14 @@ def test_the_container_cannot_reach_the_host(tiny, tmp_path):
     assert out.read_text().split() == ["0", "1", "2", "3"]
 
 
-def layout(tmp_path: Path, kind: str = "tar+zstd") -> RootFs:
+def layout(tmp_path: Path) -> RootFs:
     store = tmp_path / ".primus" / "store"
-    root = image(store, Cmd=["echo", "hello"], kind=kind)
-    with oci_layout(root) as alone:
-        index = json.loads((alone / "index.json").read_text())
-        (entry,) = index["manifests"]
-        shutil.copy(alone / "blobs/sha256" / entry["digest"].partition(":")[2], store / "blobs/sha256")
+    root = image(store, Cmd=["echo", "hello"])
+    digest = sha(root.manifest)
+    (store / "blobs/sha256" / digest.partition(":")[2]).write_bytes(root.manifest)
+    entry = {"mediaType": MANIFEST_TYPE, "digest": digest, "size": len(root.manifest)}
     entry["annotations"] = {"org.opencontainers.image.ref.name": "v26.11-cpu"}
-    (store / "index.json").write_text(json.dumps(index))
+    (store / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
     Kit(tmp_path).write("versions.yaml", "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents: {}\n")
     for target in ("cpu", "h200"):
         Kit(tmp_path).write(f"images/{target}.yaml", "description: x\nchannels: [local]\ncomponents: []\n")
@@ -179,7 +177,7 @@ def test_the_verb_load(tmp_path, monkeypatch, capfd, binary):
         monkeypatch.setenv("DOCKER_HOST", host)
         assert main(["load", "cpu"]) == 0
         shown = capfd.readouterr()
-        assert shown.out.splitlines()[-1] == f"sha256:{image_id(root)}"
+        assert shown.out.splitlines()[-1] == f"sha256:{root.id}"
         assert "sent" in shown.err
         assert main(["load", "cpu", "--tag", "rocm/primus:other", "--json"]) == 0
         told = json.loads(capfd.readouterr().out)
@@ -189,7 +187,7 @@ def test_the_verb_load(tmp_path, monkeypatch, capfd, binary):
         # Every kind of layer arrives.
         for kind in ("tar", "tar+gzip"):
             other = image(tmp_path / kind, kind=kind, Cmd=[kind])
-            assert load(other, f"x:{kind[-3:]}")[0] == f"sha256:{image_id(other)}"
+            assert load(other, f"x:{kind[-3:]}")[0] == f"sha256:{other.id}"
         bad = image(tmp_path / "bad", [Entry(name="x", data=os.urandom(100_000))])
         blob = bad.blob(bad.layers[1].digest)
         blob.write_bytes(blob.read_bytes()[:-10])

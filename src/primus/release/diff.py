@@ -1,10 +1,11 @@
-"""The differences between two releases, and contradictions between the published tables of each."""
+"""The differences between two releases, and what other published tables say about each."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from primus.errors import InputError
@@ -29,17 +30,6 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contradiction:
-    """A value of the best known ``table`` for which another published table of the same tag differs."""
-
-    tag: str
-    source: str
-    what: str
-    table: str | None
-    other: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Section:
     """The differences of one kind, such as components, packages or files, and the values that are the same."""
 
@@ -53,8 +43,8 @@ class Diff:
     """The comparison of two releases, called ``image:tag``. The origin is empty for a release that AMD published.
 
     ``sections`` are facts (date, size, GPUs and identity), components, and what else both sides state;
-    ``not_compared`` is what only one of them states. ``curves`` are differences between the golden curves of both
-    sides, and ``issues`` the known issues of the new one.
+    ``not_compared`` is what only one of them states. ``contradictions`` and ``notes`` are sentences by release.
+    ``curves`` are differences between the golden curves of both sides, and ``issues`` the known issues of the new one.
     """
 
     old: str
@@ -63,7 +53,7 @@ class Diff:
     new_origin: str
     sections: tuple[Section, ...]
     not_compared: tuple[str, ...]
-    contradictions: tuple[Contradiction, ...]
+    contradictions: Mapping[str, tuple[str, ...]]
     notes: Mapping[str, tuple[str, ...]]
     curves: tuple[str, ...] = ()
     issues: tuple[str, ...] = ()
@@ -84,11 +74,15 @@ def one_of(releases: Sequence[Release], word: str) -> Release:
 
 
 def diff(
-    old: Release, new: Release, old_parts: Mapping[str, Values] | None = None,
-    new_parts: Mapping[str, Values] | None = None,
-) -> Diff:  # fmt: skip
+    old: Release,
+    new: Release,
+    before: Mapping[str, Values] = MappingProxyType({}),
+    after: Mapping[str, Values] = MappingProxyType({}),
+    *,
+    curves: tuple[str, ...] = (),
+    issues: tuple[str, ...] = (),
+) -> Diff:
     """Compare ``old`` with ``new``, and the parts of both that have the same name: name → value."""
-    before, after = dict(old_parts or {}), dict(new_parts or {})
     names = component_order([*old.components, *new.components])
     sections = [
         _compare("facts", release_facts(old), release_facts(new), release_facts(old)),
@@ -107,8 +101,10 @@ def diff(
         new_origin=new.origin,
         sections=tuple(sections),
         not_compared=tuple(sorted(before.keys() ^ after.keys())),
-        contradictions=tuple(contradiction for side in sides for contradiction in contradictions(side)),
+        contradictions={side.reference: lines for side in sides if (lines := contradictions(side))},
         notes={side.reference: side.notes for side in sides if side.notes and not side.origin},
+        curves=curves,
+        issues=issues,
     )
 
 
@@ -117,14 +113,16 @@ def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None
     return {**{name: release.locked[name] for name in names if name in release.locked}, **release.components}
 
 
-def contradictions(release: Release) -> tuple[Contradiction, ...]:
-    """Return every value for which another table of the same tag differs."""
+def contradictions(release: Release) -> tuple[str, ...]:
+    """Return one sentence for each other table of the same tag: its source, and the values that differ."""
     best = {**release.components, **release_facts(release), "digest": release.digest and release.digest[7:15]}
+
+    def value(what: str, other: str) -> str:
+        return f"{what} {other}" + (f" (best known: {best[what]})" if best.get(what) else "")
+
     return tuple(
-        Contradiction(tag=release.reference, source=other.source, what=what, table=best.get(what), other=value)
+        f"{other.source}: {', '.join(value(what, text) for what, text in other.differs.items())}"
         for other in release.alternates
-        for what, value in other.differs.items()
-        if value != best.get(what)
     )
 
 

@@ -16,11 +16,9 @@ from primus.gates.rules import gates
 from primus.plan.project import Project
 from primus.plan.resolve import resolve, resolve_all
 from primus.plan.target import Target
-from primus.release.gate_record import load_gate_records, lock_mark
 from primus.release.history import load_history
 from primus.release.show import page, table
 from primus.schema import build, json_schema
-from primus.terminal import bytes_text
 from primus.versions.components import Versions
 from primus.versions.filecache import FileCache
 from primus.versions.lock import Lock
@@ -87,23 +85,16 @@ def _gates() -> list[str]:
 
 
 def _targets(root: Path) -> list[str]:
-    records = load_gate_records(root)
     rows = []
     for name in Project(root).target_names():
         for channel in Project(root).target(name).channels:
             resolved = resolve(Project(root, channel=channel), name)
             lock, preview = resolved.lock, resolved.choice.preview
             status = "not locked yet" if lock is None else "stale lock" if resolved.stale else "locked"
-            files, image = ("–", "–"), ("–", "not checked yet")
-            if lock is not None:
-                files = (f"{len(lock.distinct)}", f"{sum(file.size for file in lock.distinct) / 1e6:,.0f} MB")
-                record = records.get(name, {"channel": None, "lock": None})
-                if (record["channel"], record["lock"]) == (channel, lock_mark(resolved.lock_path)):
-                    failed = [gate["gate"] for gate in record["gates"] if not gate["passed"]]
-                    size = bytes_text(sum(layer["bytes"] for layer in record["layers"]))
-                    image = (size, f"fails {', '.join(failed)}" if failed else f"all {len(record['gates'])} pass")
-            rows.append((f"`{name}`", channel, *files, *image, f"{status}{f'; preview: {preview}' if preview else ''}"))
-    return table(("target", "channel", "files in the lock", "size of the files", "image", "gates", "status"), rows)
+            size = f"{sum(file.size for file in lock.distinct) / 1e6:,.0f} MB" if lock else "–"
+            files = len(lock.distinct) if lock else "–"
+            rows.append((f"`{name}`", channel, files, size, f"{status}{f'; preview: {preview}' if preview else ''}"))
+    return table(("target", "channel", "files in the lock", "size of the files", "status"), rows)
 
 
 # The keys of each backend are read from the source of the pinned version. It is parsed instead of imported, because

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from primus.release.diff import ROWS, Change, Contradiction, Diff, component_order, contradictions, release_facts
+from primus.release.diff import ROWS, Change, Diff, component_order, contradictions, release_facts
 from primus.release.history import History, Release, newest_first
 from primus.terminal import PLAIN, Screen, Styled
 
@@ -40,7 +40,7 @@ def release_page(release: Release, screen: Screen = PLAIN) -> str:
     facts = {**release_facts(release), **({"same table as": release.same_as} if release.same_as else {})}
     names = component_order([*release.components])
     sections = {
-        "other sources on this tag": [line for _, line in _by_source(contradictions(release))],
+        "other sources on this tag": contradictions(release),
         "notes": release.notes,
     }
     lines = [
@@ -95,7 +95,9 @@ def _remarks(difference: Diff) -> dict[str, Sequence[str]]:
         "training": difference.curves,
         f"known issues of {difference.new}": difference.issues,
         "stated by one side only": [", ".join(difference.not_compared)] if difference.not_compared else [],
-        "other sources on these tags": [f"{tag}, {line}" for tag, line in _by_source(difference.contradictions)],
+        "other sources on these tags": [
+            f"{tag}, {line}" for tag, lines in difference.contradictions.items() for line in lines
+        ],
         **{f"notes on {reference}": notes for reference, notes in difference.notes.items()},
     }
 
@@ -128,8 +130,8 @@ def page(history: History) -> str:
         ),
         *_section(
             "Contradicting tables",
-            ("tag", "what", "best known", "other table", "source"),
-            [(c.tag, c.what, c.table or "not published", c.other, c.source) for r in every for c in contradictions(r)],
+            ("tag", "other table"),
+            [(r.reference, line) for r in every for line in contradictions(r)],
             "Some tags have several published tables that differ. The tables above show the best known value.",
         ),
     ]
@@ -163,15 +165,6 @@ def _legend(rows: Sequence[tuple[str, ...]]) -> list[str]:
     if any(row[0].endswith("*") for row in rows):
         lines.append("* another published table differs: see primus releases NAME.")
     return lines
-
-
-def _by_source(contradicting: Iterable[Contradiction]) -> list[tuple[str, str]]:
-    """Return (tag, line) for each source that differs."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for c in contradicting:
-        best = f" (best known: {c.table})" if c.table else ""
-        cells.setdefault((c.tag, c.source), []).append(f"{c.what} {c.other}{best}")
-    return [(tag, f"{source}: {', '.join(values)}") for (tag, source), values in cells.items()]
 
 
 def _counts(changes: Sequence[Change], same: int) -> str:

@@ -21,7 +21,6 @@ from primus.plan.resolve import resolve_all
 from primus.release import golden
 from primus.release.diff import one_of
 from primus.release.documents import GATES, LOCK, VALIDATION, git
-from primus.release.gate_record import load_gate_records, lock_mark
 from primus.release.history import IMAGE, Release, key_of, load_history, newest_first, pin_names, pins, select, spread
 from primus.release.registry import Repository, plain_http
 from primus.sandbox.container import LayerRef
@@ -37,7 +36,7 @@ _PACKAGE = re.compile(r"(?:site|dist)-packages/([^/]+)-([^/-]+)\.dist-info/METAD
 _PINS = "io.primus.pins."
 _RECIPES = "opt/primus/recipes/"
 # What a comparison needs of a revision, and not the rest of the repository.
-_OF_REVISION = ("versions.yaml", "images/", "recipes/", golden.FOLDER, "benchmarks/results/gates-")
+_OF_REVISION = ("versions.yaml", "images/", "recipes/", golden.FOLDER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +106,6 @@ def target_of(word: str) -> str:
 
 def _of_pins(project: Project, target: str, origin: str) -> Side:
     targets = {t.name: t for t in resolve_all(project, [target] if target else project.target_names())}
-    gates: dict[str, str] = {}
-    for record in load_gate_records(project.root).values():
-        resolved = targets.get(record["target"])
-        if resolved and record["lock"] == lock_mark(resolved.lock_path):
-            gates |= _gates(record, "" if target else f"{resolved.name} ")
     packages = ((f.name, f.version, t.name) for t in targets.values() if t.lock for f in _in_image(t.lock))
     parts = {
         "packages": spread(packages),
@@ -120,7 +114,6 @@ def _of_pins(project: Project, target: str, origin: str) -> Side:
         },
         "environment": spread((key, value, t.name) for t in targets.values() for key, value in t.environment.items()),
         "recipes": _recipes((p.stem, read(p).data) for p in sorted((project.root / "recipes").glob("*.yaml"))),
-        **({"gates": gates} if gates else {}),
     }
     name = "-".join(filter(None, (project.versions.release, target)))
     release = pins(project.versions, targets, name, origin=f"pins of {origin}")
@@ -222,7 +215,7 @@ def _of_registry(name: str, tag: str) -> Side:
                 packages = _in_image(loads(document.data, document.name))
                 parts["packages"] = {f.name: f.version for f in packages}
             elif document.media_type == GATES:
-                parts["gates"] = _gates(json.loads(document.data), "")
+                parts["gates"] = _gates(json.loads(document.data))
             elif document.media_type == VALIDATION:
                 records += [record] if golden.curves_of([record := json.loads(document.data)], "") else []
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -262,13 +255,13 @@ def _of_config(
     )
 
 
-def _gates(outcome: Mapping[str, Any], prefix: str) -> dict[str, str]:
+def _gates(outcome: Mapping[str, Any]) -> dict[str, str]:
     """Return the summary of every gate, and its errors by path."""
     rows: dict[str, str] = {}
     for gate in outcome["gates"]:
-        rows[prefix + gate["gate"]] = ("" if gate["passed"] else "fails: ") + gate["summary"]
+        rows[gate["gate"]] = ("" if gate["passed"] else "fails: ") + gate["summary"]
         errors = (f for f in gate["findings"] if f["severity"] == "error")
-        rows |= {f"{prefix}{gate['gate']} {error['path']}": error["message"] for error in errors}
+        rows |= {f"{gate['gate']} {error['path']}": error["message"] for error in errors}
     return rows
 
 

@@ -14,8 +14,8 @@ from primus.cli.main import main
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
 from primus.release import show
-from primus.release.diff import Contradiction, Diff, component_order, contradictions, diff, one_of
-from primus.release.history import Alternate, Release, load_history, pin_names, pins, select
+from primus.release.diff import Diff, component_order, diff, one_of
+from primus.release.history import Release, load_history, pin_names, pins, select
 from primus.schema import build
 from primus.yamlfile import parse
 from project_kit import Kit, make_project
@@ -56,23 +56,6 @@ def test_contradictions_of_both_sides_are_shown() -> None:
     text = text_of(diff(one("v26.3"), one("v26.4")))
     assert "rocm/primus:v26.3, Megatron-LM history page: rocm 7.2.0 (best known: 7.2.1)" in text
     assert "rocm/primus:v26.4, Megatron-LM history page: digest da50bfe9 (best known: c3d9033c)" in text
-
-
-def test_an_alternate_that_agrees_is_no_contradiction() -> None:
-    release = Release(
-        image="rocm/a",
-        tag="v1.0",
-        digest="sha256:" + "ab" * 32,
-        components={"rocm": "1.0", "python": None},
-        alternates=(
-            Alternate(source="s", differs={"digest": "abababab", "rocm": "1.0", "python": "3.12"}),
-            Alternate(source="t", differs={"rocm": "1.1"}),
-        ),
-    )
-    assert contradictions(release) == (
-        Contradiction(tag="rocm/a:v1.0", source="s", what="python", table=None, other="3.12"),
-        Contradiction(tag="rocm/a:v1.0", source="t", what="rocm", table="1.0", other="1.1"),
-    )
 
 
 def test_json_reads_back_as_the_same_diff(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,6 @@ from primus.plan.layers import plan_image
 from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
 from primus.release.documents import bill, checkout, cyclonedx, listing
-from primus.release.gate_record import gate_record, write_gate_record
 from primus.release.licences import licences
 from primus.terminal import Screen, Styled, bytes_text
 
@@ -37,21 +36,16 @@ _SHARE = 0.005
 _NEARLY_ALL = 0.99
 
 
-@verb(*SEVERAL, flag("--record", "save the findings for README's table of targets"), example="primus check cpu")
+@verb(*SEVERAL, example="primus check cpu")
 def check(args: argparse.Namespace) -> int:
     """Run every gate on a built image, using the contents of its layers.
 
     Exit code 1 if a gate fails. Layers are read once; findings are cached until the layer or a rule changes.
     """
     targets, workspace = resolved_targets(args)
-    outcomes = []
     with choose_progress(args.json) as progress:
-        for resolved in targets:
-            examined = examine(plan_image(resolved, workspace.stats), workspace, progress)
-            outcomes.append(judge(examined))
-            if args.record:
-                path = write_gate_record(resolved.root, gate_record(examined, outcomes[-1]))
-                progress.say(f"→ {path.name}")
+        plans = [plan_image(resolved, workspace.stats) for resolved in targets]
+        outcomes = [judge(examine(plan, workspace, progress)) for plan in plans]
     passed = all(outcome.passed for outcome in outcomes)
     document = {"images": [outcome.as_json() for outcome in outcomes], "passed": passed}
     answer(args, document, ["\n\n".join(outcome_text(outcome, Screen.of()) for outcome in outcomes)])

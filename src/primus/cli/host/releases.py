@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from primus.cli.host.common import PROJECT, STORE
 from primus.cli.verb import JSON, answer, flag, matching, option, verb
@@ -77,8 +77,7 @@ def diff(args: argparse.Namespace) -> int:
     curves = golden.between(old.curves, new.curves, old.release.reference, new.release.reference)
     gpus = new.release.gpus or (target_of(args.new),)
     known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
-    compared = compare(old.release, new.release, *parts)
-    difference = replace(compared, curves=curves, issues=tuple(map(str, known_issues)))
+    difference = compare(old.release, new.release, *parts, curves=curves, issues=tuple(map(str, known_issues)))
     text = show.notes(difference) if args.markdown else show.diff_page(difference, Screen.of())
     answer(args, asdict(difference), [text])
     return 0

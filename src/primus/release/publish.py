@@ -92,7 +92,7 @@ def publish(
     if ready.objections:
         raise CheckFailed(f"{ready.tag} may not be published: {'; '.join(ready.objections)}")
     digest = ready.image.digest
-    there = Repository(repository, progress.say)
+    there = Repository(repository)
     before = _free(there, ready.tag, digest)
     blobs = [canonical.digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
     missing = [blob for blob in blobs if not there.has_blob(blob)]
@@ -208,7 +208,7 @@ def _push(ready: Ready, store: Store, repository: str, missing: list[str], progr
         progress.advance("hash", sizes.get(blob, 0))
     progress.finish("hash")
     progress.start("push", f"push {len(missing)} of {len(sizes) + 1} blobs, {total / 1e6:.1f} MB", None)
-    Repository(repository, progress.say).check_uploads()
+    Repository(repository).check_uploads()
     trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{digest}")

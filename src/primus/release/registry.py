@@ -13,11 +13,9 @@ import os
 import re
 import subprocess
 import tempfile
-import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -27,6 +25,7 @@ from urllib.parse import urljoin, urlsplit
 import requests
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import MaxRetryError, ResponseError
 from urllib3.util import Retry
 
 from primus.errors import CheckFailed, HostError, InputError
@@ -39,14 +38,15 @@ _EMPTY = b"{}"
 _ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
 # Seconds to connect, and seconds of silence.
 _TIMEOUT = (5.0, 60.0)
-_SILENT_AFTER = 2.5
 _PASSING = (429, 500, 502, 503, 504)
-_TRIES, _FIRST_PAUSE, _LONGEST_PAUSE = 3, 0.5, 10.0
+_LONGEST_PAUSE = 10.0
 # The most bytes of a manifest, a list or a token that are read. Registries accept manifests of up to 4 MiB.
 _BUDGET = 4 << 20
 _LARGEST_DOCUMENT = 256 << 20
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
 _LISTINGS = 3
+# Docker's name of a user who logs in with an identity token.
+_TOKEN = "<token>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +98,48 @@ def plain_http(repository: str) -> bool:
     return host == "localhost" or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
 
 
+class _Patience(Retry):
+    """Tries again if the registry is overloaded, and obeys a short Retry-After. After a longer one, the answer stands.
+
+    A registry that says nothing is not asked again: each try takes a minute.
+    """
+
+    def get_retry_after(self, response: Any) -> float | None:
+        seconds = response.headers.get("Retry-After", "")
+        return float(seconds) if re.fullmatch("[0-9]+", seconds) else None
+
+    def increment(self, method: Any = None, url: Any = None, response: Any = None, *more: Any, **words: Any) -> Retry:
+        if response is not None and (self.get_retry_after(response) or 0) > _LONGEST_PAUSE:
+            raise MaxRetryError(words["_pool"], url, ResponseError("busy for long"))
+        return super().increment(method, url, response, *more, **words)
+
+
 class Repository:
-    """One repository. ``name`` is ``host[:port]/path``; ``say`` gets messages about a registry that is slow.
+    """One repository. ``name`` is ``host[:port]/path``.
 
     Every method raises HostError if the registry refuses the request or does not answer.
     """
 
-    def __init__(self, name: str, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._say = say
         self._host, _, self._path = name.partition("/")
         scheme = "http" if plain_http(name) else "https"
         self._server = f"{scheme}://{'registry-1.docker.io' if self._host == 'docker.io' else self._host}/"
         self._authorization = ""
         self._session = requests.Session()
         self._session.hooks["response"].append(_read)
-        # A registry that says nothing is not asked again: each try takes a minute.
-        retry = Retry(total=2, read=0, status=0, backoff_factor=0.3, respect_retry_after_header=False)
+        retry = _Patience(
+            total=2, read=0, status_forcelist=_PASSING, allowed_methods=None, backoff_factor=0.3, raise_on_status=False
+        )
         for prefix in ("https://", "http://"):
             self._session.mount(prefix, HTTPAdapter(max_retries=retry))
 
     def digest(self, reference: str) -> str | None:
         """Return the digest of the manifest that a tag or digest names, or None."""
-        answer = self.request("GET", f"manifests/{reference}", headers=_ANY_MANIFEST, absent=True)
-        if answer.status_code == 404:
+        if (manifest := self.manifest(reference)) is None:
             return None
-        self._json(answer)  # a login page is no manifest
-        return canonical.digest_of(answer.content)
+        self._json(manifest, f"manifests/{reference}")  # a login page is no manifest
+        return canonical.digest_of(manifest)
 
     def check_uploads(self) -> None:
         """Raise HostError if the registry directs uploads to another host, to which skopeo would send the login."""
@@ -138,12 +153,12 @@ class Repository:
 
     def has_blob(self, digest: str) -> bool:
         """Whether the repository has the blob."""
-        return self.request("HEAD", f"blobs/{digest}", absent=True).status_code != 404
+        return self.find("HEAD", f"blobs/{digest}") is not None
 
     def tags(self, beginning: str = "") -> list[str]:
         """Return the tags of the repository that begin so, sorted."""
-        answer = self.request("GET", "tags/list", params={"n": "1000", "last": beginning}, absent=True)
-        tags = self._json(answer).get("tags") if answer.status_code != 404 else ()
+        answer = self.find("GET", "tags/list", params={"n": "1000", "last": beginning})
+        tags = self._json(answer.content, "tags/list").get("tags") if answer else None
         return sorted(tag for tag in tags or () if isinstance(tag, str) and tag.startswith(beginning))
 
     def tag(self, tag: str, manifest: bytes) -> None:
@@ -152,8 +167,8 @@ class Repository:
 
     def manifest(self, reference: str) -> bytes | None:
         """Return the manifest that a tag or digest names, or None. Its bytes are not compared with a digest."""
-        answer = self.request("GET", f"manifests/{reference}", headers=_ANY_MANIFEST, absent=True)
-        return None if answer.status_code == 404 else answer.content
+        answer = self.find("GET", f"manifests/{reference}", headers=_ANY_MANIFEST)
+        return answer.content if answer else None
 
     def blob(self, digest: str, path: Path, most: int = _LARGEST_DOCUMENT) -> bool:
         """Write the blob, at most ``most`` bytes and one more, to ``path``. Returns False if there is none.
@@ -170,7 +185,7 @@ class Repository:
             answer.close()
             answer._content = b""
 
-        return self.request("GET", f"blobs/{digest}", absent=True, hook=save).status_code != 404
+        return self.find("GET", f"blobs/{digest}", hooks={"response": save}) is not None
 
     def documents(self, digest: str, media_type: str = "") -> list[Document]:
         """Return the documents attached to the image ``digest``, or those of one type.
@@ -239,10 +254,9 @@ class Repository:
             self._put(digest_tag(about), canonical.dumps(index), INDEX_TYPE)
 
     def _index(self, path: str) -> dict[str, Any] | None:
-        answer = self.request("GET", path, headers={"Accept": INDEX_TYPE}, absent=True)
-        if answer.status_code == 404:
+        if (answer := self.find("GET", path, headers={"Accept": INDEX_TYPE})) is None:
             return None
-        index = self._json(answer)
+        index = self._json(answer.content, path)
         manifests = index.get("manifests")
         if not isinstance(manifests, list) or not all(
             isinstance(m, dict) and isinstance(m.get("digest"), str) for m in manifests
@@ -264,75 +278,46 @@ class Repository:
     def _put(self, reference: str, data: bytes, media_type: str) -> Response:
         return self.request("PUT", f"manifests/{reference}", data=data, headers={"Content-Type": media_type})
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        params: Mapping[str, str] | None = None,
-        data: bytes | None = None,
-        absent: bool = False,
-        hook: Callable[..., None] | None = None,
-    ) -> Response:
+    def find(self, method: str, path: str, **options: Any) -> Response | None:
+        """Send a request as :meth:`request`. Returns None for what does not exist (status 404)."""
+        answer = self._answer(method, path, options)
+        return None if answer.status_code == 404 else self._accepted(answer, path)
+
+    def request(self, method: str, path: str, **options: Any) -> Response:
         """Send one request to a path below the repository (``manifests/v1``), or to a URL that the registry returned.
 
-        Raises HostError if the registry does not answer or refuses. With ``absent``, status 404 is returned instead.
-        ``hook`` reads the body of the answer; without one, it is kept in memory.
+        ``options`` are those of :mod:`requests`. Raises HostError if the registry does not answer or refuses.
         """
+        return self._accepted(self._answer(method, path, options), path)
+
+    def _answer(self, method: str, path: str, options: Mapping[str, Any]) -> Response:
         url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
 
         def send() -> Response:
-            return self._session.request(
-                method, url, headers=headers, params=params, data=data, timeout=_TIMEOUT, auth=self._signed,
-                hooks={"response": hook} if hook else None,
-            )  # fmt: skip
+            return self._session.request(method, url, timeout=_TIMEOUT, auth=self._signed, **options)
 
-        with self._impatient(url):
-            try:
-                answer = self._patiently(send)
-                if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
-                    answer = self._patiently(send)
-            except (requests.ConnectionError, requests.Timeout) as error:
-                raise HostError(
-                    f"the registry of {self.name} does not answer: {type(error).__name__}",
-                    hint="check name and network, and run the command again",
-                ) from None
-            except requests.RequestException as error:
-                raise self._odd(f"{type(error).__name__} for {_bare(url)}") from None
+        try:
+            answer = send()
+            if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
+                answer = send()
+        except (requests.ConnectionError, requests.Timeout) as error:
+            raise HostError(
+                f"the registry of {self.name} does not answer: {type(error).__name__}",
+                hint="check name and network, and run the command again",
+            ) from None
+        except requests.RequestException as error:
+            raise self._odd(f"{type(error).__name__} for {_bare(url)}") from None
+        return answer
+
+    def _accepted(self, answer: Response, path: str) -> Response:
         if answer.status_code in (401, 403):
             raise HostError(f"the registry of {self.name} denied access", hint=f"docker login {self._host}")
-        if answer.status_code >= 400 and not (absent and answer.status_code == 404):
+        if answer.status_code >= 400:
             reason = "; ".join(filter(None, (f"status {answer.status_code}", " ".join(answer.text.split())[:200])))
             later = "run the command again later; what was sent is kept"
             hint = later if answer.status_code in _PASSING else "check --to, and that the registry accepts OCI images"
             raise HostError(f"the registry of {self.name} refuses {_bare(path)}: {reason}", hint=hint)
         return answer
-
-    @contextmanager
-    def _impatient(self, url: str) -> Iterator[None]:
-        """Say so if the registry is silent for long."""
-        timer = threading.Timer(_SILENT_AFTER, self._say, [f"{_bare(url)} ({self.name}) is silent; still waiting"])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _patiently(self, send: Callable[[], Response]) -> Response:
-        """Send again if the registry is overloaded; a short Retry-After is obeyed."""
-        for number in range(_TRIES - 1):
-            answer = send()
-            if answer.status_code not in _PASSING:
-                return answer
-            retry_after = answer.headers.get("Retry-After", "")
-            pause = float(retry_after) if re.fullmatch("[0-9]+", retry_after) else _FIRST_PAUSE * 2**number
-            if pause > _LONGEST_PAUSE:
-                return answer
-            self._say(f"{_bare(answer.url)} ({self.name}): status {answer.status_code}; retrying")
-            time.sleep(pause)
-        return send()
 
     def _signed(self, request: PreparedRequest) -> PreparedRequest:
         # A URL that the registry returned may be on another host, which must not receive the login.
@@ -343,9 +328,8 @@ class Repository:
     def _log_in(self, answer: Response) -> bool:
         """Answer the registry's authentication challenge. Returns False if that is not possible."""
         kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
-        login = _login(self._host)
-        words = f"{login['username']}:{login['password']}" if login.get("username") else ""
-        basic = f"Basic {b64encode(words.encode()).decode()}" if words else ""
+        username, password = _login(self._host)
+        basic = f"Basic {b64encode(f'{username}:{password}'.encode()).decode()}" if username else ""
         if kind.lower() == "basic":
             self._authorization = basic
             return bool(basic)
@@ -354,28 +338,28 @@ class Repository:
             return False
         realm = challenge["realm"]
         scope = {"service": challenge.get("service", ""), "scope": f"repository:{self._path}:pull,push"}
-        if refresh := login.get("identitytoken"):
-            form = {**scope, "grant_type": "refresh_token", "refresh_token": refresh, "client_id": "primus"}
+        if username == _TOKEN:
+            form = {**scope, "grant_type": "refresh_token", "refresh_token": password, "client_id": "primus"}
             grant = self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
         else:
             headers = {"Authorization": basic} if basic else {}
             grant = self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
         if grant.status_code != 200:
             return False
-        content = self._json(grant)
+        content = self._json(grant.content, _bare(realm))
         token = content.get("token") or content.get("access_token")
         if not isinstance(token, str) or re.fullmatch("[!-~]+", token) is None:
             raise self._odd(f"{_bare(realm)} returns a token that is not one line of text")
         self._authorization = f"Bearer {token}"
         return True
 
-    def _json(self, answer: Response) -> dict[str, Any]:
+    def _json(self, data: bytes, what: str) -> dict[str, Any]:
         try:
-            content = json.loads(answer.content)
+            content = json.loads(data)
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            raise self._odd(f"{_bare(answer.url)} is not a JSON object")
+            raise self._odd(f"{what} is not a JSON object")
         return content
 
     def _odd(self, what: str) -> HostError:
@@ -407,11 +391,11 @@ def _nobody(request: PreparedRequest) -> PreparedRequest:
     return request
 
 
-def _login(host: str) -> dict[str, str]:
-    """Return the login that `docker login` stored for the host: username and password, or an identity token."""
+def _login(host: str) -> tuple[str, str]:
+    """Return what `docker login` stored for the host: username and password, _TOKEN and a token, or two empty texts."""
     path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     if not path.exists():
-        return {}
+        return "", ""
     try:
         config: Any = read_json(path).data
         server = "https://index.docker.io/v1/" if host == "docker.io" else host
@@ -419,15 +403,15 @@ def _login(host: str) -> dict[str, str]:
             words = [f"docker-credential-{helper}", "get"]
             answer = subprocess.run(words, input=server, capture_output=True, text=True, check=False)
             login = {"Username": "", "Secret": ""} if answer.returncode else json.loads(answer.stdout)
-            username, password = login["Username"], login["Secret"]
-        else:
-            logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}
-            entry = logins.get(_host_of(server), {})
-            username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
-            username, password = ("<token>", token) if (token := entry.get("identitytoken")) else (username, password)
+            return login["Username"], login["Secret"]
+        logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}
+        entry = logins.get(_host_of(server), {})
+        if token := entry.get("identitytoken"):
+            return _TOKEN, token
+        username, _, password = b64decode(entry.get("auth", "")).decode().partition(":")
     except (InputError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise HostError(f"Docker's logins cannot be read: {error}", hint=f"docker login {host}") from None
-    return {"identitytoken": password} if username == "<token>" else {"username": username, "password": password}
+    return username, password
 
 
 def _host_of(server: str) -> str:

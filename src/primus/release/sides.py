@@ -209,7 +209,7 @@ def _of_registry(name: str, tag: str) -> Side:
     found = _of_config(config, digest, name, tag, "image of the registry", sizes)
     parts: dict[str, Part] = {}
     records = []
-    for document in map(registry.document, registry.referrers(digest)):
+    for document in registry.documents(digest):
         try:
             if document.media_type == LOCK:
                 packages = _in_image(loads(document.data, document.name))

@@ -97,7 +97,7 @@ def verify_image(
     if match is None or "/" not in reference or not (match["tag"] or match["digest"]):
         raise InputError(f"{reference!r} names no image", hint="HOST[:PORT]/PATH:TAG or HOST[:PORT]/PATH@sha256:…")
     need_cosign()
-    there, result = Repository(match["name"], say), Verified()
+    there, result = Repository(match["name"]), Verified()
     manifest = there.manifest(match["digest"] or match["tag"])
     if manifest is None:
         raise InputError(f"{reference} does not exist")

@@ -154,7 +154,7 @@ def test_a_refusal_is_a_sentence(server: Server, status: int) -> None:
 
 def test_absence_is_an_answer_where_it_is_asked_for(server: Server) -> None:
     server.anybody, server.status = True, 404
-    assert Repository(f"{server.name}/a/b").request("GET", "manifests/x", absent=True).status_code == 404
+    assert Repository(f"{server.name}/a/b").find("GET", "manifests/x") is None
 
 
 def test_a_credential_helper_is_asked(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def sign(args: argparse.Namespace) -> int:
     done = []
     for ref, subject, about in requests(args.folder):
         name, _, tag = ref.rpartition(":")
-        there = Repository(name, lambda text: print(text, file=sys.stderr))
+        there = Repository(name)
         done.append({"ref": ref, "digest": subject["digest"], "signed": finish(there, tag, subject, about, signer)})
     lines = (f"{row['ref']}: {row['signed']} statements signed\n{row['ref']}@{row['digest']}" for row in done)
     answer(args, {"signed": done}, lines)

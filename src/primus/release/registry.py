@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -108,10 +108,11 @@ class _Patience(Retry):
         seconds = response.headers.get("Retry-After", "")
         return float(seconds) if re.fullmatch("[0-9]+", seconds) else None
 
-    def increment(self, method: Any = None, url: Any = None, response: Any = None, *more: Any, **words: Any) -> Retry:
+    def increment(self, *request: Any, **outcome: Any) -> Self:
+        response = outcome.get("response")
         if response is not None and (self.get_retry_after(response) or 0) > _LONGEST_PAUSE:
-            raise MaxRetryError(words["_pool"], url, ResponseError("busy for long"))
-        return super().increment(method, url, response, *more, **words)
+            raise MaxRetryError(outcome["_pool"], None, ResponseError("busy for long"))
+        return super().increment(*request, **outcome)
 
 
 class Repository:

@@ -11,22 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
+from pathlib import Path
 
 from license_expression import ExpressionError, get_spdx_licensing
 
 from primus.gates.examined import LayerFacts
+from primus.yamlfile import read_values
 
-# Names that are used for exactly one licence: by Debian (https://www.debian.org/doc/packaging-manuals/copyright-format),
-# in the field License, and in classifiers.
-_NAMES = {
-    "apache": "Apache-2.0", "apache 2.0": "Apache-2.0", "apache 2.0 license": "Apache-2.0", "apache-2": "Apache-2.0",
-    "apache license 2.0": "Apache-2.0", "artistic": "Artistic-1.0", "artistic-2": "Artistic-2.0", "boost": "BSL-1.0",
-    "3-clause bsd license": "BSD-3-Clause", "bsd 3-clause license": "BSD-3-Clause", "bsd3": "BSD-3-Clause",
-    "bsd-3-clause license": "BSD-3-Clause", "bsl-1": "BSL-1.0", "cc0": "CC0-1.0", "expat": "MIT",
-    "isc license": "ISC", "isc license (iscl)": "ISC", "mit license": "MIT", "mozilla public license 2.0 (mpl 2.0)":
-    "MPL-2.0", "openldap-2.8": "OLDAP-2.8", "psf-2": "PSF-2.0", "python software foundation license": "PSF-2.0",
-    "sleepycat": "Sleepycat", "zlib/libpng license": "Zlib",
-}  # fmt: skip
 _GNU = r"(A?GPL|LGPL|GFDL)[- ]?v?([0-9](?:\.[0-9])?)(?:\.0)?(\+|-or-later)?"
 _SHORT = 60
 _spdx = cache(get_spdx_licensing)
@@ -88,15 +79,14 @@ def _of_copyright(text: str, texts: dict[str, str]) -> str:
 def _words(name: str, bodies: Mapping[str, str], texts: dict[str, str]) -> str:
     """Translate ``GPL-2+ or Artistic, and Expat``: `or` binds before a comma."""
 
+    def named(part: str) -> str:
+        return _named(part, bodies.get(part.strip().lower(), part), texts)
+
     def alternatives(part: str) -> str:
         names = re.split(r"\s+(?:and/or|or)\s+", part)
-        return " OR ".join(_all(_known(part, bodies, texts) for part in re.split(r"\s+and\s+", n)) for n in names)
+        return " OR ".join(_all(map(named, re.split(r"\s+and\s+", n))) for n in names)
 
     return _all(map(alternatives, re.split(r",\s*(?:and\s+)?", name.strip())))
-
-
-def _known(name: str, bodies: Mapping[str, str], texts: dict[str, str]) -> str:
-    return _named(name, bodies.get(name.strip().lower(), name), texts)
 
 
 def _named(name: str, text: str, texts: dict[str, str]) -> str:
@@ -106,7 +96,7 @@ def _named(name: str, text: str, texts: dict[str, str]) -> str:
         version = gnu[2] if "." in gnu[2] else f"{gnu[2]}.0"
         version = version if gnu[1] != "GFDL" else gnu[2]
         return f"{gnu[1]}-{version}-{'or-later' if gnu[3] else 'only'}"
-    exact = _ids().get(name.lower()) or _NAMES.get(name.lower())
+    exact = _names().get(name.lower())
     return exact or (_expression(name) or _reference(name, text, texts) if name else "")
 
 
@@ -126,8 +116,9 @@ def _expression(text: str) -> str:
 
 
 @cache
-def _ids() -> dict[str, str]:
-    return {key.lower(): key for key in _spdx().known_symbols if not key.startswith("LicenseRef")}
+def _names() -> dict[str, str]:
+    names = read_values(Path(__file__).with_name("licences.yaml")).data
+    return {**names, **{key.lower(): key for key in _spdx().known_symbols if not key.startswith("LicenseRef")}}
 
 
 def _all(expressions: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ https://ossf.github.io/osv-schema, https://github.com/openvex/spec. Debian's ent
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import zipfile
@@ -64,8 +65,10 @@ class Vulnerability:
         """Return what it is, and what to do."""
         names = ", ".join((self.id, *self.aliases[:1]))
         mended = f"{self.fixed} mends it" if self.fixed else "no version mends it"
-        late = f"; it was accepted until {self.accepted.review}: review it" if self.accepted else ""
-        late = late if self.is_open(today) else f"; accepted until {self.accepted.review}: {self.accepted.reason}"  # type: ignore[union-attr]
+        late = ""
+        if self.accepted:
+            until = f"accepted until {self.accepted.review}"
+            late = f"; it was {until}: review it" if self.is_open(today) else f"; {until}: {self.accepted.reason}"
         return f"{self.package} {self.version}: {names}: {self.summary or 'no summary'} ({mended}){late}"
 
 
@@ -142,33 +145,21 @@ def _entries(osv: Path) -> Iterator[dict[str, Any]]:
 def _affects(affected: Mapping[str, Any], ecosystem: str, version: str) -> str | None:
     """Return the version that mends it, "" if there is none, or None if ``version`` is not affected."""
     order = NativeVersion if ecosystem == "Debian" else Version
-    events = [
-        e for r in affected.get("ranges", ()) if r.get("type") == "ECOSYSTEM" for e in _sorted(r["events"], order)
-    ]
-    fixes = [event["fixed"] for event in events if "fixed" in event]
+    listed, inside = version in affected.get("versions", ()), False
     try:
-        mine, inside = order(version), False
-        for event in events:
-            ((kind, at),) = list(event.items())[:1]
+        ranges = [r["events"] for r in affected.get("ranges", ()) if r.get("type") == "ECOSYSTEM"]
+        events = [[next(iter(event.items())) for event in events] for events in ranges]
+        mine, fixes = order(version), []
+        for kind, at in itertools.chain(*(sorted(of, key=lambda e: (e[1] != "0", order(e[1]))) for of in events)):
             reached = at == "0" or mine >= order(at)
+            fixes += [at] if kind == "fixed" else []
             if kind == "introduced" and reached:
                 inside = True
             elif (kind == "fixed" and reached) or (kind == "last_affected" and reached and mine != order(at)):
                 inside = False
-        if inside or version in affected.get("versions", ()):
-            return next((fix for fix in fixes if order(fix) > mine), "")
+        return next((fix for fix in fixes if order(fix) > mine), "") if inside or listed else None
     except (InvalidVersion, ValueError):
-        return "" if version in affected.get("versions", ()) else None
-    return None
-
-
-def _sorted(events: Sequence[Mapping[str, str]], order: Any) -> list[Mapping[str, str]]:
-    def place(event: Mapping[str, str]) -> tuple[bool, Any]:
-        at = next(iter(event.values()))
-        return (at != "0", order(at) if at != "0" else 0)
-
-    first = [event for event in events if not place(event)[0]]
-    return [*first, *sorted((event for event in events if place(event)[0]), key=lambda event: place(event)[1])]
+        return "" if listed else None
 
 
 def openvex(findings: Sequence[Vulnerability], name: str, now: str) -> dict[str, Any]:
@@ -177,19 +168,13 @@ def openvex(findings: Sequence[Vulnerability], name: str, now: str) -> dict[str,
     for finding in findings:
         acceptance = finding.accepted
         affected = acceptance is None or acceptance.status == "affected"
-        action = (
-            acceptance.reason
-            if acceptance
-            else f"update to {finding.fixed}"
-            if finding.fixed
-            else "no version mends it"
-        )
+        update = f"update to {finding.fixed}" if finding.fixed else "no version mends it"
         statements.append(
             {
                 "vulnerability": {"name": finding.id, "aliases": list(finding.aliases)},
                 "products": [{"@id": finding.purl}],
                 "status": "affected" if affected else "not_affected",
-                "action_statement" if affected else "impact_statement": action,
+                "action_statement" if affected else "impact_statement": acceptance.reason if acceptance else update,
             }
         )
     about = {"author": "primus-images", "timestamp": now, "version": 1}

@@ -19,7 +19,7 @@ from primus.yamlfile import read
 
 if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
-    from primus.versions.components import Pin, Versions
+    from primus.versions.components import Versions
 
 IMAGE = "rocm/primus"
 # This name always means the pins, even if the history has a release with the name of the pinned one.
@@ -149,7 +149,11 @@ def pins(
     target = name.removeprefix(versions.release).removeprefix("-")
     shown = [targets[target]] if target else [*targets.values()]
     python = [("python", versions.bases[t.choice.base].python, t.name) for t in shown if t.choice.base is not None]
-    pinned = [(key_of(c), _version(pin), t.name) for t in shown for c, pin in {**t.pins, **t.inside}.items()]
+    pinned = [
+        (key_of(component), pin.version or f"{pin.path} of this repository", t.name)
+        for t in shown
+        for component, pin in {**t.pins, **t.inside}.items()
+    ]
     components = spread([*python, *pinned])
     rocm = [(t.name, pin.version) for t in shown if (pin := {**t.inside, **t.pins}.get("rocm")) and pin.version]
     drivers = spread(("drivers", f"amdgpu {' '.join(amdgpu_drivers(version))}", target) for target, version in rocm)
@@ -183,14 +187,9 @@ def spread(rows: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     uses: dict[str, dict[str, list[str]]] = {}
     for name, value, target in rows:
         uses.setdefault(name, {}).setdefault(value, []).append(target)
-    return {name: _joined(values) for name, values in sorted(uses.items())}
-
-
-def _joined(values: Mapping[str, Sequence[str]]) -> str:
-    if len(values) == 1:
-        return next(iter(values))
-    return ", ".join(f"{value} ({', '.join(users)})" for value, users in values.items())
-
-
-def _version(pin: Pin) -> str:
-    return pin.version if pin.version is not None else f"{pin.path} of this repository"
+    return {
+        name: ", ".join(
+            f"{value} ({', '.join(users)})" if len(values) > 1 else value for value, users in values.items()
+        )
+        for name, values in sorted(uses.items())
+    }

@@ -286,13 +286,9 @@ def _bill(content: Any, document: Document, image: _Seen) -> Iterator[str]:
     inside = {r["relatedSpdxElement"] for r in content["relationships"] if r["relationshipType"] != "BUILD_TOOL_OF"}
     wheels, debs = dict[str, str](), dict[str, str]()
     for package in packages:
-        kind = (
-            package["externalRefs"][0]["referenceLocator"].partition("/")[0] if "externalRefs" in package else "local"
-        )
-        if package["SPDXID"] in inside and kind == "pkg:deb":
-            debs[package["name"]] = package["versionInfo"]
-        elif package["SPDXID"] in inside and kind in ("pkg:pypi", "pkg:generic"):
-            wheels[package["name"]] = package["versionInfo"]
+        kind = package["externalRefs"][0]["referenceLocator"].partition("/")[0] if "externalRefs" in package else ""
+        if package["SPDXID"] in inside and kind in ("pkg:deb", "pkg:pypi", "pkg:generic"):
+            (debs if kind == "pkg:deb" else wheels)[package["name"]] = package["versionInfo"]
         elif package["SPDXID"] == "SPDXRef-local-primus":
             builders = [p["predicate"]["runDetails"]["builder"]["version"] for p in image.of(IN_TOTO)]
             wheels |= {name: version for builder in builders for name, version in builder.items()}

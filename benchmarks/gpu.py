@@ -113,7 +113,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "summary": asdict(left.summary),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "facts": facts | {"linears": linears},
-        "series": metrics.rows(left.series, left.work),
+        "series": metrics.rows(left.series, job.recipe, left.facts),
         "settings": {key: setting.value for key, setting in job.recipe.settings.items()},
     }
 
@@ -143,11 +143,11 @@ def bare(job: Job) -> dict[str, Any]:
     series = logs.read_steps(log.read_text(errors="replace"))
     if code:
         print(_why(log), flush=True)
-    summary = metrics.summarize(series, job.recipe.get("validation.warmup_steps", int), metrics.Work())
+    summary = metrics.summarize(series, job.recipe, {})
     return {
         "passed": code == 0 and len(series.steps) == job.recipe.steps,
         "exit_code": code, "seconds": round(time.monotonic() - began, 1), "summary": asdict(summary),
-        "series": metrics.rows(series, metrics.Work()),
+        "series": metrics.rows(series, job.recipe, {}),
     }  # fmt: skip
 
 

@@ -53,33 +53,6 @@ def _diffusion(model: Architecture) -> Flops:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """The work of a run, and its device.
-
-    ``flops`` are those of one token (of one image with ``per_image``); None if unknown, as the number of weights that
-    LoRA trained may be. ``gpu`` is torch's name of the GPU, ``units`` its compute units or SMs, and ``device`` torch's
-    device type; None if the run wrote no facts.
-    """
-
-    flops: Flops | None = None
-    per_image: bool = False
-    precision: str = ""
-    device: str | None = None
-    gpu: str | None = None
-    units: int | None = None
-
-    def rate(self, step: Step) -> float | None:
-        """Return the tokens or images per second of ``step``."""
-        return step.images_per_second if self.per_image else step.tokens_per_second
-
-    def tflops(self, rate: float | None) -> Flops | None:
-        """Return the TFLOP/s at ``rate`` tokens or images per second; None if one of both is unknown."""
-        if self.flops is None or rate is None:
-            return None
-        return Flops(causal=self.flops.causal * rate / 1e12, non_causal=self.flops.non_causal * rate / 1e12)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Mfu:
     """Model FLOP/s utilization (0.5 is half) in both conventions, relative to ``peak_tflops``, dense, in ``dtype``."""
 
@@ -91,34 +64,41 @@ class Mfu:
     source: str
 
 
-def work(recipe: Recipe, facts: Mapping[str, Any]) -> Work:
-    """Return the work of ``recipe``. The device and the number of LoRA's weights come from the run's own ``facts``."""
-    lora = recipe.mode == "lora"
-    trained = facts.get("trainable_parameters") if lora else None
-    return Work(
-        flops=None if lora and trained is None
-        else of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained),
-        per_image=recipe.architecture.of_images, precision=recipe.precision, device=facts.get("device"),
-        gpu=facts.get("gpu"), units=facts.get("gpu_units"),
-    )  # fmt: skip
+def of_run(recipe: Recipe, facts: Mapping[str, Any]) -> Flops | None:
+    """Return the FLOPs of one token, or image, of a run; None if ``facts`` lack the number of LoRA's weights."""
+    trained = facts.get("trainable_parameters") if recipe.mode == "lora" else None
+    if recipe.mode == "lora" and trained is None:
+        return None
+    return of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained)
 
 
-def _mfu(done: Work, tflops: Flops | None) -> Mfu:
+def _rate(recipe: Recipe, step: Step) -> float | None:
+    return step.images_per_second if recipe.architecture.of_images else step.tokens_per_second
+
+
+def _tflops(flops: Flops | None, rate: float | None) -> Flops | None:
+    if flops is None or rate is None:
+        return None
+    return Flops(causal=flops.causal * rate / 1e12, non_causal=flops.non_causal * rate / 1e12)
+
+
+def _mfu(recipe: Recipe, facts: Mapping[str, Any], tflops: Flops | None) -> Mfu:
+    gpu, units = facts.get("gpu"), facts.get("gpu_units")
     if tflops is None:
         raise UnknownPeak("no MFU: the run's FLOP/s are not known")
-    if done.device == "cpu":
+    if facts.get("device") == "cpu":
         raise UnknownPeak("no MFU: the run was on a CPU")
-    if done.gpu is None:
+    if gpu is None:
         raise UnknownPeak("no MFU: the run did not report its GPU")
-    if done.precision not in get_args(Dtype):
-        raise UnknownPeak(f"no MFU: the table of GPUs holds no {done.precision.upper()} peak")
-    dtype = cast("Dtype", done.precision)
-    causal, non_causal = (mfu(rate, done.gpu, dtype) for rate in (tflops.causal, tflops.non_causal))
-    generation = by_product_name(done.gpu)
+    if recipe.precision not in get_args(Dtype):
+        raise UnknownPeak(f"no MFU: the table of GPUs holds no {recipe.precision.upper()} peak")
+    dtype = cast("Dtype", recipe.precision)
+    causal, non_causal = (mfu(rate, gpu, dtype) for rate in (tflops.causal, tflops.non_causal))
+    generation = by_product_name(gpu)
     published = peak(generation, dtype) if generation else None
     assert generation is not None and published is not None and published.tflops is not None  # mfu has read it
-    if done.units != generation.compute_units:
-        raise UnknownPeak(f"no MFU: {done.units} of the {generation.compute_units} compute units of {generation.title}")
+    if units != generation.compute_units:
+        raise UnknownPeak(f"no MFU: {units} of the {generation.compute_units} compute units of {generation.title}")
     return Mfu(
         causal=causal, non_causal=non_causal, peak_tflops=published.tflops, dtype=dtype, gpu=generation.title,
         source=published.source,
@@ -157,32 +137,32 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def rows(series: Series, done: Work) -> list[dict[str, Any]]:
+def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the fields of each :class:`Step`, and its TFLOP/s in both conventions, for JSON."""
-    lines = []
+    lines, flops = [], of_run(recipe, facts)
     for step in series.steps:
-        line = {key: plain(value) for key, value in asdict(step).items()}
-        tflops = done.tflops(done.rate(step))
-        for convention in ("causal", "non_causal"):
-            line[f"tflops_{convention}"] = getattr(tflops, convention) if tflops else None
-        lines.append(line)
+        tflops = _tflops(flops, _rate(recipe, step))
+        rates = asdict(tflops) if tflops else {"causal": None, "non_causal": None}
+        line = asdict(step) | {f"tflops_{convention}": rate for convention, rate in rates.items()}
+        lines.append({key: plain(value) for key, value in line.items()})
     return lines
 
 
-def summarize(series: Series, warmup_steps: int, done: Work) -> Summary:
-    """Aggregate ``series`` of the work ``done``. If it is not longer than the warm-up, its last step is used."""
+def summarize(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> Summary:
+    """Aggregate the steps of a run. If there are no more than its warm-up has, the last one is used."""
+    warmup_steps = recipe.get("validation.warmup_steps", int)
     steps = series.steps
     measured = steps[warmup_steps:] or steps[-1:]
     tokens = [step.tokens_per_second for step in measured]
     images = [step.images_per_second for step in measured if step.images_per_second is not None]
     joules = [step.joules for step in measured if step.joules is not None]
-    rates = [rate for step in measured if (rate := done.rate(step)) is not None]
-    tflops = done.tflops(statistics.median(rates) if rates else None)
+    rates = [rate for step in measured if (rate := _rate(recipe, step)) is not None]
+    tflops = _tflops(of_run(recipe, facts), statistics.median(rates) if rates else None)
     losses = [(loss, step.step) for step in steps if (loss := plain(step.eval_loss)) is not None]
     least, best = min(losses, default=(None, None))
     utilization, why = None, None
     try:
-        utilization = _mfu(done, tflops)
+        utilization = _mfu(recipe, facts, tflops)
     except UnknownPeak as error:
         why = error.message
     return Summary(

@@ -15,7 +15,7 @@ from primus.training import checks, failure, logs, metrics, proof
 from primus.training.checks import Verdict
 from primus.training.job import Job
 from primus.training.logs import Series
-from primus.training.metrics import Summary, Work
+from primus.training.metrics import Summary
 from primus.training.ranks import expected_facts
 
 RESULT_FILE = "result.json"
@@ -68,8 +68,7 @@ class Outcome:
     """Everything that can be judged about a finished run.
 
     ``exit_code`` is the launcher's or, if that was 0, shows another failure. ``run`` is the result that the run wrote,
-    ``recipe_sha256`` the recipe that it resolved. A judged run has a ``proof``, the findings of the reference,
-    ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds of writing evidence).
+    ``recipe_sha256`` the recipe that it resolved. The evidence of a judged run is in ``folder``.
     """
 
     job: Job
@@ -79,19 +78,12 @@ class Outcome:
     run: RunResult = field(default_factory=lambda: RunResult(exit_code=1))
     recipe_sha256: str | None = None
     cause: str = ""
-    proof: Mapping[str, Any] = field(default_factory=dict)
-    arrivals: Mapping[int, float] = field(default_factory=dict)
-    busy: Mapping[int, float] = field(default_factory=dict)
-
-    @property
-    def work(self) -> Work:
-        """The work of the run."""
-        return metrics.work(self.job.recipe, self.facts)
+    folder: Path = Path()
 
     @property
     def summary(self) -> Summary:
         """The figures of the run."""
-        return metrics.summarize(self.series, self.job.recipe.get("validation.warmup_steps", int), self.work)
+        return metrics.summarize(self.series, self.job.recipe, self.facts)
 
 
 def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "") -> Outcome:
@@ -114,9 +106,7 @@ def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "")
         facts=document(folder / "facts.json") or document(job.output / "facts.json"),
         run=run,
         recipe_sha256=document(folder / "job.json").get("recipe", {}).get("sha256"),
-        proof=document(folder / "proof.json"),
-        arrivals={int(step): float(at) for step, at in document(folder / "clock.json").items()},
-        busy={int(step): float(spent) for step, spent in document(folder / "witness" / "seconds.json").items()},
+        folder=folder,
         cause=reason or str(failure.cause(folder, exit_code, job.output) or ""),
     )
 
@@ -151,11 +141,15 @@ def _proven(outcome: Outcome) -> list[Verdict]:
         return [checks.skipped(Verdict("reference", False, ""), "the job failed")]
     recipe = outcome.job.recipe
     tokens = recipe.global_batch * recipe.seq_len // recipe.world_size
-    peak = outcome.run.host_memory_gib
+    findings = document(outcome.folder / "proof.json")
+    arrivals, busy = (
+        {int(step): float(seconds) for step, seconds in document(outcome.folder / name).items()}
+        for name in ("clock.json", "witness/seconds.json")
+    )
     return [
-        *proof.verdicts(outcome.proof, outcome.series),
-        proof.figures(outcome.facts, outcome.proof, outcome.series, recipe, peak),
-        proof.clock(outcome.series, outcome.arrivals, outcome.busy, tokens),
+        *proof.verdicts(findings, outcome.series),
+        proof.figures(outcome.facts, findings, outcome.series, recipe, outcome.run.host_memory_gib),
+        proof.clock(outcome.series, arrivals, busy, tokens),
     ]
 
 

@@ -145,7 +145,7 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
     reason = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
     result = outcome.read(job, ended.exit_code, folder, reason)
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
-    lines = metrics.rows(result.series, result.work)
+    lines = metrics.rows(result.series, job.recipe, result.facts)
     write_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     passed = all(verdict.passed for verdict in verdicts)
     run = replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=result.summary)

@@ -285,7 +285,7 @@ def _job_entry(job: Job, outcome: Outcome | None) -> dict[str, Any]:
         **({"cause": outcome.cause} if outcome.cause else {}),
         "seconds": outcome.run.seconds,
         "exact": outcome.series.exact,
-        "series": metrics.rows(outcome.series, outcome.work),
+        "series": metrics.rows(outcome.series, job.recipe, outcome.facts),
     }
 
 

@@ -21,7 +21,6 @@ from primus.report.run import read
 from primus.training import logs, metrics, ranks, suite
 from primus.training.checks import Verdict
 from primus.training.job import Job
-from primus.training.metrics import work
 from primus.training.outcome import Outcome, RunResult
 
 # As madengine writes it.
@@ -58,18 +57,17 @@ def make(tmp_path: Path) -> Make:
     ) -> Path:  # fmt: skip
         job = Job(name=name, recipe=resolve(recipe, (), choices), output=tmp_path / name)
         job.output.mkdir()
-        done, series = work(job.recipe, facts), series_of(speed, images)
-        warm = job.recipe.get("validation.warmup_steps", int)
+        series = series_of(speed, images)
         left = {
             "exit_code": 0, "seconds": 61.5, "argv": [], "passed": passed,
             "verdicts": [vars(verdict) for verdict in verdicts(passed)],
-            "summary": {**vars(summary := metrics.summarize(series, warm, done)), "mfu": vars(summary.mfu)
+            "summary": {**vars(summary := metrics.summarize(series, job.recipe, facts)), "mfu": vars(summary.mfu)
                         if summary.mfu else None},
         }  # fmt: skip
         (job.output / "job.json").write_text(ranks.job_file(job), encoding="utf-8")
         (job.output / "result.json").write_text(json.dumps(left), encoding="utf-8")
         (job.output / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-        lines = "".join(json.dumps(row) + "\n" for row in metrics.rows(series, done))
+        lines = "".join(json.dumps(row) + "\n" for row in metrics.rows(series, job.recipe, facts))
         (job.output / "metrics.jsonl").write_text(lines, encoding="utf-8")
         return job.output
 

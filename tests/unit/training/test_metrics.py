@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 from primus.recipes.architecture import Architecture, DiffusionTransformer, size
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import logs, machine, metrics
 from primus.training.logs import Series, Step
-from primus.training.metrics import Flops, Work, of_recipe_unit, work
+from primus.training.metrics import of_recipe_unit, of_run
 
-LLAMA = Architecture(
-    family="llama3", layers=32, hidden_size=4096, heads=32, kv_heads=8, ffn_size=14336, vocab_size=128256
-)
-H200 = Work(
-    flops=of_recipe_unit(LLAMA, 8192), per_image=False, precision="bf16", device="cuda", gpu="NVIDIA H200", units=132
-)
+FACTS = {"device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
+
+
+def llama(warmup: int = 0, precision: str = "bf16", **choices: Any) -> Recipe:
+    words = [f"validation.warmup_steps={warmup}"]
+    return resolve("llama3.1-8b", words, Choices(gpu="h200", precision=precision, **choices))
 
 
 def series(*speeds: float, images: float | None = None) -> Series:
@@ -37,7 +38,7 @@ def series(*speeds: float, images: float | None = None) -> Series:
 
 def test_figures_of_a_known_gpu_are_torchtitans_own() -> None:
     # Measured on an 8×H200 host: at 8,642 tokens/s torchtitan printed 500 TFLOP/s and 50.6 % MFU.
-    summary = metrics.summarize(series(10.0, 8642.0, 8642.0), 1, H200)
+    summary = metrics.summarize(series(10.0, 8642.0, 8642.0), llama(1), FACTS)
     assert summary.tflops_non_causal == pytest.approx(500.4, abs=0.1)
     assert summary.tflops_causal == pytest.approx(444.8, abs=0.1)
     assert summary.mfu is not None
@@ -49,56 +50,50 @@ def test_figures_of_a_known_gpu_are_torchtitans_own() -> None:
 
 
 def test_warm_up_counts_for_no_aggregate_but_the_peak_of_memory() -> None:
-    summary = metrics.summarize(series(1.0, 2.0, 30.0, 50.0, 40.0), 2, H200)
+    summary = metrics.summarize(series(1.0, 2.0, 30.0, 50.0, 40.0), llama(2), FACTS)
     assert summary.tokens_per_second == 40.0
     assert summary.joules_per_step == 400.0
     assert summary.memory_gib == 45.0
     assert summary.tflops_causal == pytest.approx(40.0 * 51.47e9 / 1e12, rel=1e-3)
-    assert metrics.summarize(series(70.0), 2, H200).tokens_per_second == 70
-    assert metrics.summarize(Series(), 2, H200).tokens_per_second is None
+    assert metrics.summarize(series(70.0), llama(2), FACTS).tokens_per_second == 70
+    assert metrics.summarize(Series(), llama(2), FACTS).tokens_per_second is None
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "precision", "says"),
     [
-        ({"device": "cpu", "gpu": None, "units": None}, "the run was on a CPU"),
-        ({"device": None, "gpu": None}, "did not report its GPU"),
-        ({"gpu": "NVIDIA H200 NVL"}, "the peak of 'NVIDIA H200 NVL' is unknown"),
-        ({"gpu": "NVIDIA A100-SXM4-80GB"}, "is unknown"),
-        ({"precision": "fp32"}, "no FP32 peak"),
-        ({"precision": "mxfp8"}, "does not compute mxfp8"),
-        ({"units": 66}, "66 of the 132 compute units"),
-        ({"units": None}, "None of the 132"),
-        ({"flops": None}, "FLOP/s are not known"),
+        ({"device": "cpu", "gpu": None}, "bf16", "the run was on a CPU"),
+        ({"device": None, "gpu": None}, "bf16", "did not report its GPU"),
+        ({"gpu": "NVIDIA H200 NVL"}, "bf16", "the peak of 'NVIDIA H200 NVL' is unknown"),
+        ({}, "fp32", "no FP32 peak"),
+        ({"gpu_units": 66}, "bf16", "66 of the 132 compute units"),
+        ({"gpu_units": None}, "bf16", "None of the 132"),
     ],
 )
-def test_no_mfu_is_a_sentence_and_no_number(change: dict[str, Any], says: str) -> None:
-    summary = metrics.summarize(series(8642.0), 0, replace(H200, **change))
+def test_no_mfu_is_a_sentence_and_no_number(change: dict[str, Any], precision: str, says: str) -> None:
+    summary = metrics.summarize(series(8642.0), llama(precision=precision, proxy=precision == "fp32"), FACTS | change)
     assert summary.mfu is None
     assert says in (summary.no_mfu or "")
     assert "MFU 4" not in metrics.sentence(summary, "GPU")
 
 
 def test_a_model_of_images_counts_images() -> None:
-    done = Work(flops=Flops(causal=2e12, non_causal=2e12), per_image=True, precision="bf16")
-    summary = metrics.summarize(series(9000.0, 9000.0, images=3.0), 1, done)
-    assert (summary.images_per_second, summary.tflops_causal) == (3.0, 6.0)
+    flux = resolve("flux.1-dev", ["validation.warmup_steps=1"], Choices(gpu="h200"))
+    per_image = of_recipe_unit(flux.architecture, flux.seq_len).causal
+    summary = metrics.summarize(series(9000.0, 9000.0, images=3.0), flux, FACTS)
+    assert (summary.images_per_second, summary.tflops_causal) == (3.0, pytest.approx(3 * per_image / 1e12))
     # The log lost its images: tokens are not taken for them.
-    assert metrics.summarize(series(9000.0), 0, done).tflops_causal is None
+    assert metrics.summarize(series(9000.0), flux, FACTS).tflops_causal is None
 
 
 def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
-    choices = Choices(backend="finetune", mode="lora", gpu="h200", precision="bf16")
-    recipe = resolve("llama3.1-8b", (), choices)
-    facts = {"trainable_parameters": 42_000_000, "device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
-    found = work(recipe, facts)
-    assert found == Work(
-        flops=of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=42_000_000),
-        per_image=False, precision="bf16", device="cuda", gpu="NVIDIA H200", units=132,
-    )  # fmt: skip
-    assert work(recipe, {}).flops is None
-    whole = resolve("llama3.1-8b", (), replace(choices, mode="full"))
-    assert work(whole, {}).flops == of_recipe_unit(whole.architecture, whole.seq_len)
+    recipe = llama(backend="finetune", mode="lora")
+    facts = FACTS | {"trainable_parameters": 42_000_000}
+    assert of_run(recipe, facts) == of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=42_000_000)
+    assert of_run(recipe, {}) is None
+    assert "FLOP/s are not known" in (metrics.summarize(series(8642.0), recipe, FACTS).no_mfu or "")
+    whole = llama(backend="finetune", mode="full")
+    assert of_run(whole, {}) == of_recipe_unit(whole.architecture, whole.seq_len)
 
 
 # -- FLOPs --------------------------------------------------------------------------------------------------------

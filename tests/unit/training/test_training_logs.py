@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primus.recipes.resolve import resolve
 from primus.training import logs, metrics
 
 HEAD = "[titan] 2026-11-20 15:08:39,146 - root - INFO - "
@@ -85,12 +86,12 @@ def test_the_summary_names_the_best_evaluation(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("".join(line(number, "7.5", "0.5") for number in range(1, 5)))
     rows = ('{"step": 2, "eval_loss": "0.5"}\n', '{"step": 3, "eval_loss": "nan"}\n', '{"step": 4, "eval_loss": "2"}\n')
     (tmp_path / "eval.jsonl").write_text("".join(rows))
-    summary = metrics.summarize(logs.read_run(tmp_path), 0, metrics.Work())
+    summary = metrics.summarize(logs.read_run(tmp_path), resolve("llama3-proxy"), {})
     assert (summary.eval_step, summary.eval_loss, summary.eval_perplexity) == (2, 0.5, math.exp(0.5))
 
 
 def test_rows_hold_no_nan() -> None:
-    (row,) = metrics.rows(logs.read_steps(line(1, "nan", "inf")), metrics.Work())
+    (row,) = metrics.rows(logs.read_steps(line(1, "nan", "inf")), resolve("llama3-proxy"), {})
     assert (row["step"], row["loss"], row["grad_norm"], row["memory_gib"]) == (1, None, None, 0.59)
     json.dumps(row, allow_nan=False)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primus.files import text_if_readable
-from primus.gpus.table import by_device_id, by_gfx, by_product_name
+from primus.gpus.table import by_product_name, load_table
 
 _SIMDS_PER_UNIT = 4
 
@@ -130,13 +130,14 @@ def _amd(root: Path) -> Found | None:
 
 def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
     arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+    same = [gpu for gpu in load_table().generations if gpu.arch == arch]
     if not device_id:
-        first, *rest = [g.title for g in by_gfx(arch)] or ["unknown AMD GPU"]
+        first, *rest = [gpu.title for gpu in same] or ["unknown AMD GPU"]
         # "AMD Instinct MI300X or MI325X": the vendor is named once.
         names = " or ".join([first, *(title.rpartition(" ")[2] for title in rest)])
         return f"{names} ({arch})", ""
-    product = by_device_id(device_id)
-    if product is None or product.arch != arch:
+    product = next((gpu for gpu in same if f"0x{device_id:04x}" in gpu.device_ids), None)
+    if product is None:
         return f"unknown AMD GPU ({arch}, device 0x{device_id:04x})", ""
     units = simds // _SIMDS_PER_UNIT
     if units != product.compute_units:

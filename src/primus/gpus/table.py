@@ -43,20 +43,6 @@ def by_product_name(text: str) -> Generation | None:
     return next((g for g in load_table().generations if name in map(plain_name, g.names)), None)
 
 
-def by_device_id(device_id: int) -> Generation | None:
-    """Return the generation with this PCI device id, or None."""
-    return next((g for g in load_table().generations if f"0x{device_id:04x}" in g.device_ids), None)
-
-
-def by_gfx(arch: str) -> tuple[Generation, ...]:
-    """Return every generation with ``arch`` (``gfx942``, or torch's ``gfx942:sramecc+:xnack-``).
-
-    An architecture never identifies a product, even if the result is a single generation: see ``Arch.others``.
-    """
-    target = arch.partition(":")[0]
-    return tuple(g for g in load_table().generations if g.arch == target)
-
-
 def arch_of(gpu: Generation) -> Arch:
     """Return the architecture of ``gpu``."""
     return next(a for a in load_table().archs if a.arch == gpu.arch)
@@ -76,8 +62,7 @@ def mfu(tflops: float, gpu: Generation | str, dtype: Dtype) -> float:
         raise ValueError(f"{tflops} TFLOP/s is not a throughput")
     product = by_product_name(gpu) if isinstance(gpu, str) else gpu
     if product is None:
-        hint = "known: " + ", ".join(g.title for g in load_table().generations)
-        raise UnknownPeak(f"no MFU: the peak of {gpu!r} is unknown", hint=hint)
+        raise UnknownPeak(f"no MFU: the peak of {gpu!r} is unknown")
     if dtype not in arch_of(product).dtypes:
         raise UnknownPeak(f"no MFU: {product.title} does not compute {dtype}")
     published = peak(product, dtype)

@@ -175,25 +175,19 @@ class Architecture:
         return self.layers - self.moe.dense_layers if self.moe.experts else 0
 
 
-def architecture(section: Mapping[str, Value]) -> Architecture:
-    """Return the architecture of a recipe's ``model`` section, given as dotted keys that were checked before."""
-    return built(Architecture, section)
-
-
-def rebuilt(tree: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a job file's ``model``, which :func:`dataclasses.asdict` wrote."""
-    return built(Architecture, dict(flat(tree)))
+def architecture(section: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of a ``model`` section that was checked before, with dotted keys or nested mappings."""
+    return built(Architecture, dict(flat(section)))
 
 
 def built(cls: type[Kind], section: Mapping[str, Value]) -> Kind:
     """Build a dataclass from dotted keys that were checked before. Other fields keep their defaults."""
     arguments: dict[str, object] = {}
     for entry in fields(cls):  # type: ignore[arg-type]
-        default = entry.default_factory() if callable(entry.default_factory) else None
-        if is_dataclass(default):
+        if isinstance(part := entry.default_factory, type) and is_dataclass(part):
             head = entry.name + "."
             inner = {key.removeprefix(head): value for key, value in section.items() if key.startswith(head)}
-            arguments[entry.name] = built(type(default), inner)
+            arguments[entry.name] = built(part, inner)
         elif entry.name in section:
             arguments[entry.name] = section[entry.name]
     return cls(**arguments)

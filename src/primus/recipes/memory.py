@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 
 from primus.recipes.architecture import Architecture, size
 from primus.recipes.recipe import Recipe
-from primus.turbo.optimizations import chosen
 
 FLOAT32, BFLOAT16 = 4, 2
 # Tokens per chunk of the optimization linear-cross-entropy.
@@ -63,16 +62,6 @@ class Memory:
         """The memory required at the start or end of the backward pass. Below ``peak``, training is slower."""
         states = self.weights + self.optimizer
         return max(states + self.activations + self.loss, states + self.gradients) + self.unsharded
-
-
-def chunked_loss(recipe: Recipe) -> bool:
-    """Whether the optimization linear-cross-entropy computes the loss in chunks."""
-    return "linear-cross-entropy" in chosen(recipe)
-
-
-def whole_weights(recipe: Recipe) -> bool:
-    """Whether every rank has all weights, in the computing precision, by the optimization frozen-weights."""
-    return "frozen-weights" in chosen(recipe)
 
 
 def fused_loss(model: Architecture, tokens: float) -> float:

@@ -10,8 +10,9 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from primus.errors import InputError
 from primus.recipes.load import beside, is_path
@@ -26,8 +27,7 @@ _GIB = 2**30
 _COMPARED = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """One candidate.
 
     ``words`` are the settings that differ from the start. ``peak`` is the predicted memory of one rank in bytes,
@@ -60,38 +60,40 @@ def candidates(
     share = start.global_batch // start.data_parallel
     batches = [size for size in range(1, share + 1) if share % size == 0]
     points = []
-    for turbo, of_turbo in _turbo(start):
-        for checkpointing, of_checkpointing in _checkpointing(start):
-            for batch in batches:
-                words = [*of_turbo, *of_checkpointing]
-                if words or batch != start.local_batch:
-                    # Named even where it is the start's: with other settings, another of a recipe's list may fit.
-                    words.append(f"{knows.key('local_batch')}={batch}")
-                if batch != start.local_batch and "global_batch" in knows.keys:
-                    # Otherwise the backend would use the new micro batch times the ranks as the global batch.
-                    words.append(f"{knows.key('global_batch')}={start.global_batch}")
-                if batch % start.find("validation.accumulation", 1):
-                    # Turn off checks that add accumulation steps.
-                    words.append("validation.accumulation=1")
-                point = Point(turbo=turbo, checkpointing=checkpointing, batch=batch, words=tuple(words))
-                points.append(_resolved(source, start, point, available, missing))
-    points.sort(key=lambda point: bool(point.words))
-    return points
+    for (turbo, of_turbo), (checkpointing, of_checkpointing), batch in product(
+        _turbo(start), _checkpointing(start), batches
+    ):
+        words = [*of_turbo, *of_checkpointing]
+        if words or batch != start.local_batch:
+            # Named even where it is the start's: with other settings, another of a recipe's list may fit.
+            words.append(f"{knows.key('local_batch')}={batch}")
+        if batch != start.local_batch and "global_batch" in knows.keys:
+            # Otherwise the backend would use the new micro batch times the ranks as the global batch.
+            words.append(f"{knows.key('global_batch')}={start.global_batch}")
+        if batch % start.find("validation.accumulation", 1):
+            # Turn off checks that add accumulation steps.
+            words.append("validation.accumulation=1")
+        peak: float | None = None
+        out, recipe = "", None
+        try:
+            recipe = resolve(source, start.overrides, start.choices, words)
+            # With `auto`, a missing package only turns its optimization off.
+            if not isinstance(requested(recipe), str) and (lacking := missing(chosen(recipe))):
+                out = f"{' and '.join(lacking)} not installed"
+            if available is not None and (peak := predict(recipe).peak) > available:
+                out = f"does not fit: {available / _GIB:,.1f} GiB can be used"
+        except InputError as error:
+            out = error.message
+        points.append(Point(turbo, checkpointing, batch, tuple(words), recipe, peak, out))
+    return sorted(points, key=lambda point: bool(point.words))
 
 
 def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the choices of optimizations, the recipe's own first: none, and ``auto``.
-
-    If the command line chooses, there is no other choice.
-    """
     names, setting = chosen(start), start.settings.get("turbo")
     title = setting.value if setting and isinstance(setting.value, str) else ",".join(names) if setting else AUTO
-    rows: list[tuple[str, tuple[str, ...]]] = [(title, ())]
-    if setting and setting.origin.startswith("command line"):
-        return rows
-    if usable(start):
-        rows += [(word, (f"turbo={word}",)) for word in (OFF, AUTO) if word != title]
-    return rows
+    searched = usable(start) and not (setting and setting.origin.startswith("command line"))
+    others = [word for word in (OFF, AUTO) if searched and word != title]
+    return [(title, ()), *((word, (f"turbo={word}",)) for word in others)]
 
 
 def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
@@ -106,25 +108,6 @@ def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
         else:
             others.append((title, tuple(f"{head}.{key}={value}" for key, value in row.items())))
     return [(current, ()), *others]
-
-
-def _resolved(
-    source: str, start: Recipe, point: Point, available: float | None,
-    missing: Callable[[tuple[str, ...]], Sequence[str]],
-) -> Point:  # fmt: skip
-    peak, out, recipe = None, "", None
-    try:
-        recipe = resolve(source, start.overrides, start.choices, point.words)
-        # With `auto`, a missing package only turns its optimization off.
-        if not isinstance(requested(recipe), str) and (lacking := missing(chosen(recipe))):
-            out = f"{' and '.join(lacking)} not installed"
-        if available is not None:
-            peak = predict(recipe).peak
-            if peak > available:
-                out = f"does not fit: {available / _GIB:,.1f} GiB can be used"
-    except InputError as error:
-        out = error.message
-    return replace(point, recipe=recipe, peak=peak, out=out)
 
 
 def search(points: Sequence[Point], measure: Callable[[Point], float | None]) -> Point | None:

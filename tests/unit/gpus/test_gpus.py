@@ -92,13 +92,6 @@ def test_other_gpus_are_unknown_and_get_no_mfu(text: str) -> None:
     assert caught.value.message == f"no MFU: the peak of {text!r} is unknown"
 
 
-@pytest.mark.parametrize("gpu", table.load_table().generations, ids=lambda gpu: gpu.name)
-def test_an_architecture_tells_no_product(gpu: Generation) -> None:
-    same = [other for other in table.load_table().generations if other.arch == gpu.arch]
-    assert list(table.by_gfx(f"{gpu.arch}:sramecc+:xnack-")) == same
-    assert table.by_gfx("gfx90a") == table.by_gfx("") == ()
-
-
 def test_mfu_is_the_share_of_the_dtypes_own_peak() -> None:
     assert table.mfu(500, "AMD Instinct MI355X", "bf16") == pytest.approx(0.2)
     assert table.mfu(500, table.generation("mi355x"), "fp8") == pytest.approx(0.1)

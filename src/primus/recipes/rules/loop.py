@@ -10,6 +10,7 @@ from primus.recipes.architecture import size
 from primus.recipes.faults import Fault
 from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
+from primus.turbo.optimizations import chosen
 
 # The precision of matrix products in a dtype of torch.
 DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
@@ -70,7 +71,8 @@ class Rules:
             eight = recipe.precision == "fp8" and trained > 0
             layer = terms.layer_elements(model, eight=eight) * (1 if compiled else terms.EAGER)
         saved = layers * model.hidden_size + layer * terms.RECOMPUTED if recomputed else layers * layer
-        whole = terms.whole_weights(recipe)
+        # Every rank has all weights, in the computing precision.
+        whole = "frozen-weights" in chosen(recipe)
         # Weights that never change stay in FP8 in both layouts, others in that of the backward pass.
         layouts = 2 if whole else int(not recomputed)
         copies = layouts * terms.copies_in_eight(model) if recipe.precision == "fp8" else 0.0
@@ -92,7 +94,7 @@ class Rules:
             # The gradient of the embedding is computed last, in the memory of activations, in both precisions.
             reused = min(activations, model.vocab_size * model.hidden_size * float(compute + terms.FLOAT32))
         loss: float = chunk * model.vocab_size * terms.EAGER_LOSS
-        if terms.chunked_loss(recipe):
+        if "linear-cross-entropy" in chosen(recipe):
             loss = terms.fused_loss(model, tokens)
         return Memory(
             weights=width * shard,

@@ -14,6 +14,7 @@ from primus.recipes.faults import Fault
 from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules.loop import DTYPES, Rules
+from primus.turbo.optimizations import chosen
 
 _DTYPE = "torchtitan.training.dtype"
 # Bytes per logit if the loss is compiled: only the logits in BF16. Their gradients have the same size and use the
@@ -135,7 +136,7 @@ class Torchtitan(Rules):
             unsharded=gathered,
             activations=activations,
             loss=terms.fused_loss(model, tokens)
-            if terms.chunked_loss(recipe)
+            if "linear-cross-entropy" in chosen(recipe)
             else tokens * model.vocab_size * (_COMPILED_LOSS if fused else terms.EAGER_LOSS) / tensor,
         )
 

@@ -19,7 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from primus.recipes import family
-from primus.recipes.architecture import Architecture, rebuilt
+from primus.recipes.architecture import Architecture, architecture
 from primus.training.identity import tensor_files
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
@@ -272,7 +272,7 @@ def main(folder: str, model: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        first = next(objections(Path(folder), rebuilt(json.loads(model))), None)
+        first = next(objections(Path(folder), architecture(json.loads(model))), None)
     except Exception as error:  # noqa: BLE001 - transformers raises many kinds of errors for odd settings
         lines = " ".join(str(error).split())
         first = {"why": f"transformers cannot build this model: {type(error).__name__}: {lines[:300]}"}

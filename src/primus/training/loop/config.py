@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from primus.recipes.architecture import Architecture, built, rebuilt
+from primus.recipes.architecture import Architecture, architecture, built
 from primus.recipes.setting import Value, bounded
 
 
@@ -131,7 +131,7 @@ def read_job(folder: Path) -> RankJob:
     values = {field.name: job[field.name] for field in fields(RankJob) if field.name in job}
     values |= {
         "output": Path(job["output"]),
-        "model": rebuilt(job["model"]),
+        "model": architecture(job["model"]),
         "training": built(LoopConfig, {key.removeprefix("training."): value for key, value in job["config"].items()}),
         "resume_from": Path(job["resume_from"]) if job["resume_from"] else None,
         "turbo": tuple(job["turbo"]),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primus.recipes.architecture import Architecture, rebuilt
+from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.choose import CPU
 from primus.training.reference import blocks, data, models, parameters, saved, update
 from primus.training.reference.model import Model, Transformer
@@ -53,7 +53,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
         "precision": job["precision"], "on_cpu": job["gpu"] == CPU, "unseen": not job["blocks"], "steps": []
     }  # fmt: skip
     steps = range(job["first_step"], job["last_step"] + 1)
-    sizes = rebuilt(job["model"])
+    sizes = architecture(job["model"])
     try:
         start = _weights(job, sizes, folder, steps[0] - 1)
         findings["parameters"] = parameters.describe(job, sizes, start)

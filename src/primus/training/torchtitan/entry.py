@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from primus.recipes.architecture import rebuilt
+from primus.recipes.architecture import architecture
 from primus.training import facts, gloo, identity, tokens
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
@@ -220,7 +220,7 @@ def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
         sample_processor=lambda row: row["document"],
     )
     documents = SimpleNamespace(encode=lambda number, **_: written.tokens[written.document(number)].tolist())
-    model = rebuilt(job["model"])
+    model = architecture(job["model"])
     name = render.model_name(model)
     spec = get_train_spec(name)
     kind = type(next(iter(spec.model_args.values())))

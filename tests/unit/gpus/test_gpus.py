@@ -135,18 +135,14 @@ def small() -> Table:
     real = table.generation("h200")
     peaks = (Peak(dtype="bf16", tflops=None, source="nobody"), Peak(dtype="fp8", tflops=1234.5, source="a page"))
     gpu: Generation = replace(real, name="one", title="One|Two", arch="gfx1", device_ids=(), peaks=peaks)
-    one, seven = (Statement(by="x", value="1"),), (Statement(by="y", value="7"),)
-    variables = (
-        Variable(name="B", value="1", for_=("gfx1",), why="reason of B", stated=one),
-        Variable(name="A", value=None, for_=("one",), why="reason of A", stated=seven, choice="no 7"),
-    )
+    seven = (Statement(by="y", value="7"),)
+    variables = (Variable(name="A", value=None, for_=("one",), why="reason of A", stated=seven, choice="no 7"),)
     return Table(archs=(arch,), generations=(gpu,), environment=variables)
 
 
 def test_the_page_shows_figures_reasons_and_decisions() -> None:
     page = gpu_page(small())
     assert "| `one` | One\\|Two | gfx1 | 132 | 141 GB | 4.8 TB/s | bf16 not known, fp8 1,234.5 | – |" in page
-    assert "| `B` | `1` | gfx1 | reason of B | x | – | – |" in page
     assert "| `A` | unset | one | reason of A | – | `7`: y | no 7 |" in page
 
 

@@ -7,7 +7,6 @@ import pytest
 from docs.site.published import outcomes
 
 from primus.cli.main import main
-from primus.recipes.catalogue import entries
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import Choices
@@ -47,15 +46,6 @@ def test_most_published_batches_are_met_within_one():
         recipe = resolve(cell["recipe"], ["turbo=off"], choices)
         near += abs(largest_batch(recipe, USABLE * gpu_bytes(cell["gpu"])) - cell["micro_batch"]) <= 1
     assert near >= 0.8 * len(cells)
-
-
-@pytest.mark.parametrize("entry", [e for e in entries() if not e.only_proxy], ids=lambda e: f"{e.recipe} {e.mode}")
-def test_every_default_starts_on_its_gpu(entry):
-    for precision, gpus in entry.precisions.items():
-        for gpu in gpus:
-            choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
-            recipe = resolve(entry.recipe, (), choices)
-            assert fits(predict(recipe), USABLE * gpu_bytes(gpu)), (precision, gpu)
 
 
 def test_what_was_published_is_not_called_impossible():

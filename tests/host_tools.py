@@ -97,11 +97,12 @@ def install_unstable(package: str) -> None:
 def main() -> int:
     """Install what is missing; always 0, because each test says for itself what it lacks."""
     lacking = {program: package for program, package in PACKAGES.items() if not there(program)}
-    try:
-        if lacking:
-            programs.install(lacking, say=print)
-    except HostError as error:
-        print(error.message, file=sys.stderr)
+    for program, package in lacking.items():
+        # A package that the archive does not have must not keep apt from installing the others.
+        try:
+            programs.install({program: package}, say=print)
+        except HostError as error:
+            print(error.message, file=sys.stderr)
     for program, package in UNSTABLE.items():
         if not there(program):
             with contextlib.suppress(OSError, subprocess.CalledProcessError, StopIteration):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import pwd
+import re
 import shlex
 import shutil
 import subprocess
@@ -43,30 +44,20 @@ def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
 def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
     """Install the Debian package of each tool (``packages``: tool → package). ``say`` is called with a line first.
 
-    Raises HostError, with the command to type, if one fails. The others are installed nevertheless.
+    Raises HostError, with the command to type, if that fails.
     """
     tools = " and ".join(filter(None, (", ".join(list(packages)[:-1]), list(packages)[-1])))
-    verb = "is" if len(packages) == 1 else "are"
-    command = ["apt-get", "install", "-y", "--no-install-recommends"]
-    typed = shlex.join([*command, *packages.values()])
+    missing = f"{tools} {'is' if len(packages) == 1 else 'are'} missing"
+    command = ["apt-get", "install", "-y", "--no-install-recommends", *packages.values()]
+    typed = shlex.join(command)
     if not _has_apt():
         names = ", ".join(packages.values())
-        raise HostError(
-            f"{tools} {verb} missing", hint=f"install {names} (the names of the packages on Debian and Ubuntu)"
-        )
+        raise HostError(missing, hint=f"install {names} (the names of the packages on Debian and Ubuntu)")
     if os.geteuid() != 0:
-        raise HostError(f"{tools} {verb} missing", hint=f"sudo {typed}")
-    say(f"{tools} {verb} missing: installing with `{typed}`")
-    reason = _apt(["apt-get", "-q", "update"]) if _has_old_lists() else ""
-    if not reason and (reason := _apt([*command, *packages.values()])) and len(packages) > 1:
-        # A package that the archive does not have would keep apt from installing the others.
-        failed = [(tool, why) for tool, package in packages.items() if (why := _apt([*command, package]))]
-        tools, reason = ", ".join(tool for tool, _ in failed), failed[0][1] if failed else ""
-        verb = "is" if len(failed) == 1 else "are"
-    if reason:
-        raise HostError(
-            f"{tools} {verb} missing and could not be installed: {reason}", hint=f"try: apt-get update; {typed}"
-        )
+        raise HostError(missing, hint=f"sudo {typed}")
+    say(f"{missing}: installing with `{typed}`")
+    if reason := (_apt(["apt-get", "-q", "update"]) if _has_old_lists() else "") or _apt(command):
+        raise HostError(f"{missing} and could not be installed: {reason}", hint=f"try: apt-get update; {typed}")
 
 
 def with_packages(call: Callable[[], _T], *, say: Callable[[str], None]) -> _T:
@@ -102,16 +93,11 @@ def lacks_ids() -> tuple[str, str] | None:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:
         user = str(uid)
-    lacking = [
-        path
-        for path in ("/etc/subuid", "/etc/subgid")
-        if not any(line.startswith((f"{user}:", f"{uid}:")) for line in text_if_readable(Path(path)).splitlines())
-    ]
-    if lacking:
-        return (
-            f"user {user} has no subordinate ids in {' and '.join(lacking)}",
-            f"as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}",
-        )
+    entry = re.compile(rf"(?m)^(?:{re.escape(user)}|{uid}):")
+    files = ("/etc/subuid", "/etc/subgid")
+    if lacking := [path for path in files if not entry.search(text_if_readable(Path(path)))]:
+        remedy = f"as root: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
+        return f"user {user} has no subordinate ids in {' and '.join(lacking)}", remedy
     return None
 
 

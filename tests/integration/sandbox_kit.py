@@ -35,7 +35,6 @@ class Entry:
     uid: int = 0
     gid: int = 0
     link: str | None = None
-    hard: str | None = None
     kind: bytes | None = None
     mtime: int = 315532800
     pax: Mapping[str, str] = field(default_factory=dict)
@@ -54,8 +53,6 @@ def tar(entries: Iterable[Entry]) -> bytes:
             info.pax_headers = dict(entry.pax)
             if entry.link is not None:
                 info.type, info.linkname = tarfile.SYMTYPE, entry.link
-            elif entry.hard is not None:
-                info.type, info.linkname = tarfile.LNKTYPE, entry.hard
             elif entry.kind is not None:
                 info.type = entry.kind
             info.size = len(entry.data or b"")

@@ -65,13 +65,6 @@ def test_several_tools_come_by_one_command(host: Path) -> None:
     assert (host / "log").read_text().splitlines()[1:] == [f"noninteractive {command}"]
 
 
-def test_one_package_that_the_archive_lacks_keeps_no_other_out(host: Path) -> None:
-    with pytest.raises(HostError) as error:
-        programs.install({"x": "unheard", "mytool": "mypackage"}, say=silent)
-    assert error.value.message == "x is missing and could not be installed: Unable to locate package unheard"
-    assert (host / "bin/mytool").exists()
-
-
 @pytest.mark.parametrize(
     ("user", "release", "message"),
     [

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from primus.errors import HostError
-from primus.oci.layer import read_paths, write_layer
+from primus.oci.layer import write_layer
 from primus.oci.store import LeftOut, Store, storage_error
 from primus.oci.tar import Entry
 
@@ -32,18 +32,6 @@ def store(tmp_path: Path) -> Store:
 
 def entries(data: bytes = b"hello") -> list[Entry]:
     return [Entry(path="opt/a", size=len(data), source=data), Entry(path="opt/b", mode=0o755, size=0, source=b"")]
-
-
-def test_same_entries_same_bytes_in_two_stores(tmp_path: Path) -> None:
-    layers = []
-    for name in ("one", "two"):
-        store = Store(tmp_path / name)
-        store.prepare()
-        data = os.urandom(0) + bytes(range(256)) * 20_000
-        layers.append(write_layer(store, entries(data)))
-        assert store.check(layers[-1].blob.digest) is None
-    assert layers[0].blob == layers[1].blob
-    assert layers[0].diff_id == layers[1].diff_id
 
 
 def test_large_and_small_files_are_read_back_by_tarfile(store: Store) -> None:
@@ -66,15 +54,6 @@ def test_zstd_bytes_do_not_depend_on_the_number_of_processors(store: Store, monk
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
         digests.add(write_layer(store, entries(data)).blob.digest)
     assert len(digests) == 1
-
-
-def test_paths_are_kept_for_the_overlap_rule(store: Store) -> None:
-    layer = write_layer(store, entries())
-    assert read_paths(store, layer) == {
-        "opt": "dir 755 0:0",
-        "opt/a": "file 644 0:0",
-        "opt/b": "file 755 0:0",
-    }
 
 
 def test_record_without_its_whole_blob_does_not_count(store: Store) -> None:

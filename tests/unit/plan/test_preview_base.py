@@ -21,7 +21,7 @@ from primus.gpucode.bundles import FORMAT
 from primus.oci.store import LeftOut
 from primus.oci.tar import Entry
 from primus.plan.project import Project
-from primus.plan.resolve import resolve
+from primus.plan.resolve import resolve, with_lock
 from primus.plan.skeleton import trim
 from primus.versions.lock import Lock, LockedFile
 from project_kit import plan_over
@@ -171,14 +171,9 @@ def project(tmp_path: Path) -> Project:
 
 
 def _lock(version: str) -> Lock:
+    sha256 = hashlib.sha256(b"").hexdigest()
     file = LockedFile(
-        kind="deb",
-        name="python3-torch",
-        version=version,
-        file="a.deb",
-        size=1,
-        sha256=hashlib.sha256(b"").hexdigest(),
-        base="debs",
+        kind="deb", name="python3-torch", version=version, file="a.deb", size=1, sha256=sha256, base="debs"
     )
     return Lock(target="one", channel="debian", pins={}, files=(file,))
 
@@ -197,10 +192,15 @@ def test_a_base_that_brings_another_version_or_none_is_named(project: Project) -
     with pytest.raises(InputError, match=r"python3-torch 2\.14\.1 is pinned, but base debs has 2\.15\.0") as caught:
         plan_over(project.root, "one", _lock("2.15.0-1"))
     assert (caught.value.where or "").startswith("versions.yaml:12:")
-    lock = _lock("2.14.1-1")
-    other = Lock(target="one", channel="debian", pins={}, files=tuple(f for f in lock.files if f.name == "x"))
     with pytest.raises(InputError, match=r"has no packages|does not contain python3-torch"):
-        plan_over(project.root, "one", other)
+        plan_over(project.root, "one", replace(_lock("2.14.1-1"), files=()))
+
+
+def test_a_stale_lock_names_the_line_of_the_pin(project: Project) -> None:
+    resolved = replace(resolve(project, "one"), lock=_lock("2.14.1-1"))
+    with pytest.raises(InputError, match="the lock of one is stale") as caught:
+        with_lock(resolved)
+    assert (caught.value.where or "").startswith("versions.yaml:")
 
 
 @pytest.mark.parametrize(

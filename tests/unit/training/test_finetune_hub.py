@@ -23,37 +23,18 @@ from primus.training.backend import backend_of
 from primus.training.finetune import backend
 from primus.training.flux.backend import check_transformer
 
-# As their makers publish them, without keys that are about something else.
-LLAMA31: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000, "hidden_act": "silu",
-    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
-}  # fmt: skip
-LLAMA2 = {
-    "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-05,
-    "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 32000,
-}  # fmt: skip
-MISTRAL = {
-    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000,
-}  # fmt: skip
-MIXTRAL = {
-    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
-    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None,
-    "vocab_size": 32000,
-}  # fmt: skip
-QWEN25 = {
-    "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
-    "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
-    "use_sliding_window": False, "vocab_size": 152064,
-}  # fmt: skip
+
+def published(name: str) -> dict[str, Any]:
+    """The facts of a publisher's config.json."""
+    path = Path(__file__).parents[3] / "recipes/published" / f"{name}.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {key: value for key, value in config.items() if key != "parameters"}
+
+
+LLAMA31 = published("meta-llama--Llama-3.1-8B")
+LLAMA2 = published("meta-llama--Llama-2-7b-hf")
+QWEN25 = published("Qwen--Qwen2.5-7B")
+MISTRAL, MIXTRAL = published("mistralai--Mistral-7B-v0.1"), published("mistralai--Mixtral-8x7B-v0.1")
 
 
 def whole(name: str) -> Architecture:

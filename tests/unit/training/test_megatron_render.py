@@ -11,7 +11,6 @@ from primus.recipes.rules import rules_of
 from primus.recipes.setting import Choices
 from primus.training import start
 from primus.training.job import Job
-from primus.training.megatron import render
 
 FSDP2 = ["megatron.torch_fsdp2=true", "ddp.use_distributed_optimizer=false"]
 
@@ -57,19 +56,6 @@ def test_gloo_does_not_gather_the_unequal_shares_of_experts() -> None:
     with pytest.raises(InputError, match="gloo"):
         proxy(*words, name="mixtral-8x7b")
     assert proxy(*words, name="mixtral-8x7b", gpu="mi355x").degree("ep") == 2
-
-
-def test_fsdp2_keeps_gradients_in_float32_and_has_no_distributed_optimizer() -> None:
-    recipe = proxy(*FSDP2)
-    assert render.ddp({"torch_fsdp2": True}) == {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
-    assert render.ddp({})["use_distributed_optimizer"] is True
-    assert recipe.section("megatron")["torch_fsdp2"] is True
-
-
-def test_sizes_and_precision_are_set_in_one_place_only() -> None:
-    for key in ("megatron.model.num_layers=2", "megatron.model.bf16=true", "megatron.optimizer.adam_beta1=0.5"):
-        with pytest.raises(InputError, match="is set by primus"):
-            proxy(key)
 
 
 def test_fp8_without_transformer_engine_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,46 +178,3 @@ def test_amds_counters_are_read_when_every_card_is_a_ranks(tmp_path: Path) -> No
     assert machine.energy_meter("h200", 1, {}, tmp_path) is None
     card(tmp_path, 3, None)
     assert machine.energy_meter("h200", 3, {}, tmp_path) is None
-
-
-class Nvml:
-    """The driver's library with four GPUs, whose counters stand at 1, 2, 3 and 4 kJ, in mJ."""
-
-    def __init__(self) -> None:
-        self.nvmlInit_v2: Callable[[], int] = lambda: 0
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = 4
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, number: Any, handle: Any) -> int:
-        handle._obj.value = number.value + 1
-        return 0 if number.value < 4 else 2
-
-    def nvmlDeviceGetHandleByUUID(self, word: bytes, handle: Any) -> int:
-        handle._obj.value = 4
-        return 0 if word == b"GPU-four" else 2
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, used: Any) -> int:
-        used._obj.value = handle.value * 1_000_000
-        return 0
-
-
-@pytest.mark.parametrize(
-    ("visible", "ranks", "joules"),
-    [
-        (None, 4, 2500.0),
-        (None, 2, 1500.0),
-        ("3,0", 2, 2500.0),
-        ("GPU-four", 1, 4000.0),
-        ("GPU-five", 1, None),
-        (None, 5, None),
-        ("", 4, None),
-    ],
-)
-def test_nvidias_counters_are_those_of_the_visible_gpus(
-    visible: str | None, ranks: int, joules: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml())
-    read = machine.energy_meter("h200", ranks, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path)
-    assert (read() if read else None) == joules

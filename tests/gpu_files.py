@@ -15,7 +15,7 @@ import zstandard
 
 from primus.gates.examined import LayerFacts
 from primus.oci.contents import Member
-from primus.oci.store import NOTHING, LeftOut
+from primus.oci.store import LeftOut
 
 HOST = "host-x86_64-unknown-linux-gnu-"
 
@@ -117,6 +117,6 @@ def member(path: str, data: bytes | str = b"", kind: str = "file") -> Member:
     return Member(path=path, kind=kind, size=len(content), open=lambda: io.BytesIO(content))  # type: ignore[arg-type]
 
 
-def image_with(layers: Mapping[str, LayerFacts], arch: str | None = None, left_out: LeftOut = NOTHING) -> Any:
+def image_with(layers: Mapping[str, LayerFacts], arch: str | None = None, left_out: LeftOut | None = None) -> Any:
     """An image as a gate sees it: layer → facts."""
-    return SimpleNamespace(facts=layers, arch=arch, left_out=left_out)
+    return SimpleNamespace(facts=layers, arch=arch, left_out=left_out or LeftOut())

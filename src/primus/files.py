@@ -147,7 +147,7 @@ def path_fault(path: str) -> str | None:
     A valid path is relative, stays inside the root, is UTF-8 without control characters, respects Linux's limits,
     and contains no name that begins with ``.wh.``, which would remove files of other layers.
     """
-    if fault := _text_fault(path):
+    if fault := link_fault(path):
         return fault
     if path.startswith("/"):
         return "it is absolute"
@@ -165,16 +165,12 @@ def path_fault(path: str) -> str | None:
 
 def link_fault(target: str) -> str | None:
     """Return what is wrong with ``target`` as the target of a symbolic link; None if nothing is. It may be absolute."""
-    return _text_fault(target)
-
-
-def _text_fault(text: str) -> str | None:
-    if not text:
+    if not target:
         return "it is empty"
-    if _CONTROL.search(text):
+    if _CONTROL.search(target):
         return "it has a control character"
     try:
-        size = len(text.encode())
+        size = len(target.encode())
     except UnicodeEncodeError:
         return "it is not UTF-8"
     return f"it is longer than {_MOST_PATH} bytes" if size > _MOST_PATH else None

@@ -17,7 +17,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,9 +83,6 @@ class LeftOut:
         return "; ".join(sentences)
 
 
-NOTHING: LeftOut = LeftOut()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """The result of an action: the blob, the digest and size of the tar inside it, the paths.
@@ -98,7 +95,7 @@ class Layer:
     unpacked: int
     paths: str = described("", pattern=_DIGEST, shape="a sha256 digest")
     seconds: float = 0.0
-    left_out: LeftOut = NOTHING
+    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 def manifest_of(config: bytes, layers: Iterable[Blob], annotations: Mapping[str, str]) -> bytes:

@@ -4,6 +4,7 @@ old → new, with their lines.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from primus.plan.action import Action, ImagePlan, tree_record
 from primus.terminal import PLAIN, Screen, Styled, bytes_text
 
 _REASONS = 2  # The number of reasons listed beside a layer; `primus explain` lists all.
-_DIGITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,7 @@ class Change:
 
 
 def _short(value: str) -> str:
-    words = []
-    for word in value.split(" "):
-        head, colon, digits = word.rpartition(":")
-        is_hash = len(digits) == _DIGITS and all(c in "0123456789abcdef" for c in digits)
-        words.append(f"{head}{colon}{digits[:12]}" if is_hash else word)
-    return " ".join(words)
+    return re.sub(r"(?<![^ :])([0-9a-f]{12})[0-9a-f]{52}(?![^ ])", r"\1", value)
 
 
 def changes(record: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:

@@ -87,11 +87,8 @@ class Project:
         """The names of the targets, one file each in images/."""
         return _names(self.root / "images")
 
-    def target(self, name: str) -> Target:
-        """Return the target called ``name``. InputError suggests the nearest name."""
-        return self._target(name)[0]
-
-    def _target(self, name: str) -> tuple[Target, Document]:
+    def target(self, name: str) -> tuple[Target, Document]:
+        """Return the target called ``name``, and its file with places. InputError suggests the nearest name."""
         if name not in self._targets:
             path = self.root / "images" / f"{name}.yaml"
             names = self.target_names()
@@ -110,10 +107,6 @@ class Project:
         return self._targets[name]
 
     def _recipes(self, target: Target, document: Document) -> Iterator[str]:
-        """Yield the recipes of a target, with ``all`` replaced by the project's other recipes.
-
-        Raises InputError, with the place, for a recipe that recipes/ does not contain.
-        """
         recipes = _names(self.root / "recipes")
         for index, name in enumerate(target.recipes):
             if name == _ALL_RECIPES:
@@ -124,10 +117,6 @@ class Project:
             else:
                 yield name
 
-    def target_document(self, name: str) -> Document:
-        """Return the parsed text of the target's file, with places."""
-        return self._target(name)[1]
-
     @cached_property
     def gpus(self) -> Table:
         """The table of GPU generations."""
@@ -135,25 +124,20 @@ class Project:
 
     def choice(self, name: str) -> Choice:
         """Return the channel that builds the target."""
-        return choose(name, self.target(name), self._channel, lambda channel: self._lock_path(name, channel).is_file())
+        target, _ = self.target(name)
+        return choose(name, target, self._channel, lambda channel: self.lock_path(name, channel).is_file())
 
-    def lock_path(self, name: str) -> Path:
-        """Return the path of the target's committed lock."""
-        return self._lock_path(name, self.choice(name).channel)
-
-    def _lock_path(self, name: str, channel: str) -> Path:
+    def lock_path(self, name: str, channel: str) -> Path:
+        """Return the path of the target's committed lock for the channel."""
         return self.root / "images" / "locks" / channel / f"{name}.json"
 
     def locked_files(self) -> set[str]:
         """The SHA-256 hashes of the files in the locks of all targets and channels."""
-        locks = map(self._lock, sorted((self.root / "images" / "locks").glob("*/*.json")))
+        locks = map(self.lock, sorted((self.root / "images" / "locks").glob("*/*.json")))
         return {file.sha256 for lock in locks if lock for file in lock.files}
 
-    def lock(self, name: str) -> Lock | None:
-        """Return the target's lock, or None if it has none yet."""
-        return self._lock(self.lock_path(name))
-
-    def _lock(self, path: Path) -> Lock | None:
+    def lock(self, path: Path) -> Lock | None:
+        """Return the lock at ``path``, or None if there is none yet."""
         return load_lock(path, str(path.relative_to(self.root)))
 
     def _document(self, path: Path, name: str | None = None) -> Document:

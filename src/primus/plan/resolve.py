@@ -150,8 +150,9 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     Raises InputError, with its place, for an unknown target, component, base or GPU, for a component without a pin
     for this target, and for a lock that cannot be read.
     """
-    target, document = project.target(name), project.target_document(name)
+    target, document = project.target(name)
     choice, versions = project.choice(name), project.versions
+    lock_path = project.lock_path(name, choice.channel)
 
     def place(*key: str | int) -> str:
         return document.where(key)
@@ -178,8 +179,8 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         gpu=gpu,
         environment=environment_of(target, project.gpus),
         request=request_of(versions, name, choice.channel, choice.base, pins, extras),
-        lock=project.lock(name),
-        lock_path=project.lock_path(name),
+        lock=project.lock(lock_path),
+        lock_path=lock_path,
         versions_document=project.versions_document,
         target_document=document,
     )

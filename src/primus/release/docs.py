@@ -87,7 +87,7 @@ def _gates() -> list[str]:
 def _targets(root: Path) -> list[str]:
     rows = []
     for name in Project(root).target_names():
-        for channel in Project(root).target(name).channels:
+        for channel in Project(root).target(name)[0].channels:
             resolved = resolve(Project(root, channel=channel), name)
             lock, preview = resolved.lock, resolved.choice.preview
             status = "not locked yet" if lock is None else "stale lock" if resolved.stale else "locked"

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_cpu_target_trains_every_recipe() -> None:
-    recipes = Project.find(ROOT).target("cpu").recipes
+    recipes = Project.find(ROOT).target("cpu")[0].recipes
     assert recipes[0] == "llama3-proxy"
     assert sorted(recipes) == names()
 
@@ -46,7 +46,7 @@ def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
 
 
 def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Path) -> None:
-    cells = cells_of(Project.find(ROOT).target("cpu").recipes, every=True)
+    cells = cells_of(Project.find(ROOT).target("cpu")[0].recipes, every=True)
     plans = {str(cell): suite.plan(cell.recipe, tmp_path, (), cell.choices, "full") for cell in cells}
     assert len(plans) == len(cells) > 30
     assert all({"base", "repeat", "resume", "accumulation"} <= {j.name for j in jobs} for jobs in plans.values())
@@ -115,7 +115,7 @@ def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(tmp_path: Path,
 @pytest.mark.parametrize("target", ["mi300x", "mi355x"])
 def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: str, tmp_path: Path) -> None:
     project = Project.find(ROOT)
-    assert sorted(project.target(target).recipes) == names()
+    assert sorted(project.target(target)[0].recipes) == names()
     planned = _cells(pinned(project, target), "cpu", recipe=None, level=None)
     (first, level), *rest = planned
     assert (first.recipe, level) == ("llama3-proxy", "standard")

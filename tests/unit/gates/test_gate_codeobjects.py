@@ -18,7 +18,7 @@ from primus.gates.codeobjects import Code, code_in, library_of
 from primus.gates.examined import GateReport, LayerFacts
 from primus.gates.rules import coverage, pruning
 from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
-from primus.oci.store import NOTHING, LeftOut
+from primus.oci.store import LeftOut
 
 SOURCE = Path(examined.__file__).parents[1]
 GFX942, GFX950 = 0x4C, 0x4F
@@ -259,7 +259,7 @@ def test_what_cannot_be_examined_is_a_warning() -> None:
 # Pruning
 
 
-def pruned(arch: str | None, codes: list[Code], left_out: LeftOut = NOTHING) -> GateReport:
+def pruned(arch: str | None, codes: list[Code], left_out: LeftOut | None = None) -> GateReport:
     report = pruning.judge(image_with({"blas": facts(codes)}, arch, left_out))
     assert report.passed
     return report

@@ -217,5 +217,5 @@ def test_pins_that_do_not_belong_together_stop_a_build_with_their_line(tmp_path:
 
 def target_with(root: Path, files: tuple[LockedFile, ...]) -> ResolvedTarget:
     lock = Lock(target="mi300x", channel="amd", pins={}, files=files)
-    write_file(Project(root).lock_path("mi300x"), dumps(lock))
+    write_file(Project(root).lock_path("mi300x", "amd"), dumps(lock))
     return resolve(Project(root), "mi300x")

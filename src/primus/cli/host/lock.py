@@ -172,7 +172,7 @@ def _resolved(args: argparse.Namespace) -> Sequence[ResolvedTarget]:
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
-        names = [name for name in names if args.channel in project.target(name).channels]
+        names = [name for name in names if args.channel in project.target(name)[0].channels]
     return resolve_all(project, names)
 
 

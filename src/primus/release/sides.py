@@ -120,12 +120,8 @@ def _of_pins(project: Project, target: str, origin: str) -> Side:
     # An image does not tell from which folder it has its local components.
     local = {key_of(name) for name, item in project.versions.components.items() if item.pins[0].path}
     components = {name: "local" if name in local else version for name, version in release.components.items()}
-    curves = [c for t in targets.values() for c in golden.recorded(project.root, t.name + t.choice.suffix)[:1]]
-    return Side(
-        release=replace(release, components=components),
-        parts=parts,
-        curves=curves[0] if curves else {},
-    )
+    recorded = (c for t in targets.values() for c in golden.recorded(project.root, t.name + t.choice.suffix))
+    return Side(release=replace(release, components=components), parts=parts, curves=next(recorded, {}))
 
 
 def _in_image(lock: Lock) -> list[LockedFile]:
@@ -154,11 +150,11 @@ def _of_revision(root: Path, word: str, target: str) -> Side | None:
                 archive.extraction_filter = getattr(tarfile, "data_filter", None)
                 archive.extractall(folder, [member for member in archive if member.name.startswith(_OF_REVISION)])
             return _of_pins(Project(Path(folder)), target_of(word) or target, f"commit {short}")
-        except (PrimusError, tarfile.TarError) as error:
-            where = f"{short}:{getattr(error, 'where', None) or 'versions.yaml'}"
-            message = str(getattr(error, "message", error))
-            hint = getattr(error, "hint", None) or f"compare it with the primus of {short}"
-            raise InputError(message, where=where, hint=hint) from None
+        except tarfile.TarError as error:
+            raise InputError(str(error), where=short, hint=f"compare it with the primus of {short}") from None
+        except PrimusError as error:
+            hint = error.hint or f"compare it with the primus of {short}"
+            raise InputError(error.message, where=f"{short}:{error.where or 'versions.yaml'}", hint=hint) from None
 
 
 def _of_store(project: Project, ref: str) -> Side:
@@ -181,9 +177,8 @@ def _of_store(project: Project, ref: str) -> Side:
             if member.path == STATUS:
                 packages |= debs(member.open().read().decode("utf-8", "replace"))
             elif re.fullmatch(f"{_RECIPES}[^/]+[.]yaml", member.path):
-                recipes.append(
-                    (Path(member.path).stem, parse(member.open().read().decode("utf-8", "replace"), member.path).data)
-                )
+                text = member.open().read().decode("utf-8", "replace")
+                recipes.append((Path(member.path).stem, parse(text, member.path).data))
     parts = {"packages": packages, "recipes": _recipes(recipes)}
     record = store.record("targets", ref.partition("-")[2]) or {}
     if record.get("digest") == digest:
@@ -239,20 +234,13 @@ def _of_config(
     settings = config.get("config") or {}
     labels = settings.get("Labels") or {}
     pinned = {key_of(n[len(_PINS) :]): str(version) for n, version in labels.items() if n.startswith(_PINS)}
+    date, size = str(config.get("created", ""))[:10] or None, sum(sizes.values()) or None
     release = Release(
-        image=image,
-        tag=tag,
-        date=str(config.get("created", ""))[:10] or None,
-        digest=digest,
-        content_size_bytes=sum(sizes.values()) or None,
-        components=pinned,
-        origin=origin,
+        image=image, tag=tag, date=date, digest=digest, content_size_bytes=size, components=pinned, origin=origin
     )
     environment = dict(entry.partition("=")[::2] for entry in settings.get("Env") or ())
-    return Side(
-        release=release,
-        parts={"layers": {name: bytes_text(size) for name, size in sizes.items()}, "environment": environment},
-    )
+    layers = {name: bytes_text(size) for name, size in sizes.items()}
+    return Side(release=release, parts={"layers": layers, "environment": environment})
 
 
 def _gates(outcome: Mapping[str, Any]) -> dict[str, str]:
@@ -271,14 +259,12 @@ def _recipes(documents: Iterable[tuple[str, Any]]) -> Part:
     for name, data in documents:
         cases = data.get("cases") or ()
         whole = {key: value for key, value in data.items() if key != "cases"}
-        for case, when in ((whole, ""), *((case, _words(case.get("when") or {})) for case in cases)):
+        for case in (whole, *cases):
+            conditions = ", ".join(f"{key} {_word(value)}" for key, value in (case.get("when") or {}).items())
+            when = f" ({conditions})" if conditions else ""
             settings = {key: value for key, value in case.items() if key not in ("when", "because", "tuned")}
             rows |= {f"{name}: {key}{when}": _word(value) for key, value in flat(settings)}
     return rows
-
-
-def _words(when: Mapping[str, Any]) -> str:
-    return f" ({', '.join(f'{key} {_word(value)}' for key, value in when.items())})"
 
 
 def _word(value: Any) -> str:

@@ -13,6 +13,8 @@ from primus.report.run import Run, of_record
 
 MOST_RUNS = 8  # the number of distinguishable colours
 _NONE = "—"
+# The jobs of a suite whose curves must be equal.
+_DRAWN = ("base", "repeat", "resume")
 
 # With this policy, the browser refuses to load anything from outside the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -22,13 +24,14 @@ def page(record: Mapping[str, Any]) -> str:
     """Return the page. Everything shown comes from ``record`` (see :mod:`primus.training.suite`)."""
     recipe = record["recipe"]
     title = f"Validation of {record['target']} with {recipe['name']}"
+    drawn = {job["name"]: job["series"] for job in record["jobs"] if job["name"] in _DRAWN and job.get("series")}
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="sub">{escape(str(recipe.get("description", "")))}</p>',
         _outcome("the suite", record["passed"], record["verdicts"]),
         *(_box("note", f"<strong>Not run:</strong> {escape(text)}") for text in record.get("not_run", ())),
         f"<h2>Figures</h2>{_run_table([of_record(record)])}" if record["measurements"] else "",
-        f"<h2>Curves</h2>{_charts(record['jobs'])}",
+        f"<h2>Curves</h2>{_curves(drawn, 'rank')}",
         f"<h2>Checks</h2>{verdict_table(record['verdicts'])}",
         f"<h2>What ran</h2>{_what(record)}",
         f"<h2>Commands</h2>{_commands(record['jobs'])}",
@@ -54,20 +57,10 @@ def comparison(runs: Sequence[Run]) -> str:
     title = f"{runs[0].label}: {runs[0].recipe}" if len(runs) == 1 else f"{len(runs)} runs compared"
     verdicts = {(run.label, verdict.name): asdict(verdict) for run in runs for verdict in run.verdicts}
     units = "/".join(dict.fromkeys(run.unit for run in runs))
-
-    def curve(title: str, y_title: str, key: str) -> str:
-        lines = [_line(run.label, colour, run.series, key) for colour, run in enumerate(runs)]
-        return chart(title, "step", y_title, lines)
-
     parts = [
         f"<h1>{escape(title)}</h1>",
         *(_outcome(run.label, run.passed, [asdict(verdict) for verdict in run.verdicts]) for run in runs),
-        f"<h2>Figures</h2>{_run_table(runs)}<h2>Curves</h2>",
-        charts(
-            curve("Loss", "loss of the step", "loss"),
-            curve("Throughput", f"tokens/s per {units}", "tokens_per_second"),
-            curve("Gradient norm", "norm before clipping", "grad_norm"),
-        ),
+        f"<h2>Figures</h2>{_run_table(runs)}<h2>Curves</h2>{_curves({run.label: run.series for run in runs}, units)}",
         f"<h2>Checks</h2>{grid(verdicts, 'Check')}",
     ]
     return document(title, "".join(parts))
@@ -109,7 +102,6 @@ def _shown(run: Run, name: str, form: str, unit: str = "") -> str:
 
 
 def _against(run: Run, first: Run) -> str:
-    """Return the throughput relative to the first run, if both train the same recipe on the same kind of device."""
     mine, others = run.figure("tokens_per_second"), first.figure("tokens_per_second")
     if run is first or not mine or not others or (run.unit, run.recipe) != (first.unit, first.recipe):
         return _NONE
@@ -157,22 +149,19 @@ def charts(*elements: str) -> str:
     return f'{asset("controls.html")}<div class="charts">{"".join(elements)}</div>'
 
 
-def _charts(jobs: Sequence[Mapping[str, Any]]) -> str:
-    colours = {"base": 0, "repeat": 1, "resume": 2}
-
-    def lines(key: str, *names: str) -> list[Line]:
-        drawn = [job for job in jobs if job["name"] in names and job.get("series")]
-        return [_line(job["name"], colours[job["name"]], job["series"], key) for job in drawn]
+def _curves(series: Mapping[str, Sequence[Mapping[str, Any]]], unit: str) -> str:
+    def curve(title: str, y_title: str, key: str) -> str:
+        lines = [
+            Line(label=label, colour=colour, points=[(step["step"], step[key]) for step in steps])
+            for colour, (label, steps) in enumerate(series.items())
+        ]
+        return chart(title, "step", y_title, lines)
 
     return charts(
-        chart("Loss", "step", "cross entropy, nats", lines("loss", *colours)),
-        chart("Gradient norm", "step", "norm before clipping", lines("grad_norm", *colours)),
-        chart("Throughput", "step", "tokens/s per rank", lines("tokens_per_second", "base")),
+        curve("Loss", "loss of the step", "loss"),
+        curve("Throughput", f"tokens/s per {unit}", "tokens_per_second"),
+        curve("Gradient norm", "norm before clipping", "grad_norm"),
     )
-
-
-def _line(label: str, colour: int, series: Sequence[Mapping[str, Any]], key: str) -> Line:
-    return Line(label=label, colour=colour, points=[(step["step"], step[key]) for step in series])
 
 
 def verdict_table(verdicts: Sequence[Mapping[str, Any]]) -> str:

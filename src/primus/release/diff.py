@@ -86,7 +86,8 @@ def diff(
     names = component_order([*old.components, *new.components])
     sections = [
         _compare("facts", release_facts(old), release_facts(new), release_facts(old)),
-        _compare("components", _with_locked(old, names), _with_locked(new, names), names),
+        # The locked version counts for a component that only the other side names.
+        _compare("components", {**old.locked, **old.components}, {**new.locked, **new.components}, names),
         *(
             _compare(name, before[name], after[name], sorted({*before[name], *after[name]}, key=_natural))
             for name in after
@@ -106,11 +107,6 @@ def diff(
         curves=curves,
         issues=issues,
     )
-
-
-def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None]:
-    """Return the release's components and, for components that only the other side names, the locked versions."""
-    return {**{name: release.locked[name] for name in names if name in release.locked}, **release.components}
 
 
 def contradictions(release: Release) -> tuple[str, ...]:

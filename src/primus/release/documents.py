@@ -244,5 +244,4 @@ def _relation(element: str, kind: str, related: str) -> dict[str, str]:
 
 
 def _identifier(text: str) -> str:
-    """Return an SPDX identifier, which may contain letters, digits, dots and hyphens."""
     return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", lambda match: f"-{ord(match[0]):x}-", text)

@@ -11,6 +11,8 @@ from primus.release.history import History, Release, newest_first
 from primus.terminal import PLAIN, Screen, Styled
 
 _NONE = "–"
+# What is said of a missing value: of a release that AMD published, and of pins or an image.
+_ABSENT = ("not published", "not there")
 _HEAD = ("tag", "date", "ROCm", "PyTorch", "GPUs", "size")
 # The most rows of one section as text, such as files.
 _MOST = 60
@@ -23,10 +25,6 @@ def _heading(text: str, screen: Screen) -> list[str]:
     return ["", *screen.wrap(Styled(text, "bold"))]
 
 
-def _absent(origin: str) -> str:
-    return "not there" if origin else "not published"
-
-
 def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
     """Return a table with one row per release, newest first."""
     rows = [_row(release) for release in newest_first(releases)]
@@ -36,7 +34,7 @@ def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
 
 def release_page(release: Release, screen: Screen = PLAIN) -> str:
     """Return everything that is known about one release."""
-    absent = _absent(release.origin)
+    absent = _ABSENT[bool(release.origin)]
     facts = {**release_facts(release), **({"same table as": release.same_as} if release.same_as else {})}
     names = component_order([*release.components])
     sections = {
@@ -56,10 +54,12 @@ def release_page(release: Release, screen: Screen = PLAIN) -> str:
 def diff_page(difference: Diff, screen: Screen = PLAIN) -> str:
     """Return the differences."""
     lines = _heading(_title(difference), screen)[1:]
+    absent = [_ABSENT[bool(origin)] for origin in (difference.old_origin, difference.new_origin)]
     for part in difference.sections:
         lines += _heading(f"{part.name}: {_counts(part.changes, len(part.same))}", screen)
         rows: list[tuple[str, str, str]] = [
-            (_MARK[change.kind], change.what, _text(change, difference)) for change in part.changes[:_MOST]
+            (_MARK[change.kind], change.what, f"{change.old or absent[0]} → {change.new or absent[1]}")
+            for change in part.changes[:_MOST]
         ]
         if part.name == "facts" or (part.name == "components" and len(difference.sections) == 2):
             rows += [("=", what, value) for what, value in part.same.items()]
@@ -69,16 +69,12 @@ def diff_page(difference: Diff, screen: Screen = PLAIN) -> str:
     return "\n".join([*lines, *_items(_remarks(difference), screen)])
 
 
-def _text(change: Change, difference: Diff) -> str:
-    return f"{change.old or _absent(difference.old_origin)} → {change.new or _absent(difference.new_origin)}"
-
-
 def notes(difference: Diff) -> str:
     """Return the differences as release notes in Markdown."""
     lines = [f"# {_escaped(_title(difference))}", ""]
     for part in difference.sections:
         rows = [(c.what, *((side or _NONE).replace("\n", " ") for side in (c.old, c.new))) for c in part.changes]
-        lines += _section(part.name.capitalize(), ("name", "old", "new"), rows) if rows else []
+        lines += section(part.name.capitalize(), ("name", "old", "new"), _escaped_rows(rows)) if rows else []
     for title, items in _remarks(difference).items():
         bullets = [f"- {_escaped(item)}" for item in items]
         lines += [f"## {_escaped(title.capitalize())}", "", *bullets, ""] if items else []
@@ -118,28 +114,24 @@ def page(history: History) -> str:
         "",
         *history.deprecations,
         "",
-        *table(_HEAD, [map(_escaped, row) for row in rows]),
+        *table(_HEAD, _escaped_rows(rows)),
         "",
         " ".join(map(_escaped, _legend(rows))),
         "",
-        *_section(
+        *section(
             "Components",
-            ("tag", *columns),
-            [(r.reference, *(r.components.get(name) or _NONE for name in columns)) for r in every],
+            ("tag", *map(_escaped, columns)),
+            _escaped_rows((r.reference, *(r.components.get(name) or _NONE for name in columns)) for r in every),
             "Versions as published. Newer releases list more components; see `primus releases NAME`.",
         ),
-        *_section(
+        *section(
             "Contradicting tables",
             ("tag", "other table"),
-            [(r.reference, line) for r in every for line in contradictions(r)],
+            _escaped_rows((r.reference, line) for r in every for line in contradictions(r)),
             "Some tags have several published tables that differ. The tables above show the best known value.",
         ),
     ]
     return "\n".join(lines)
-
-
-def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], intro: str = "") -> list[str]:
-    return section(title, [_escaped(name) for name in head], [map(_escaped, row) for row in rows], intro)
 
 
 def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
@@ -176,6 +168,10 @@ def _counts(changes: Sequence[Change], same: int) -> str:
         (same, "the same"),
     ]
     return ", ".join(f"{count} {words}" for count, words in parts if count) or "none is named"
+
+
+def _escaped_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    return [[_escaped(cell) for cell in row] for row in rows]
 
 
 def _escaped(text: str) -> str:

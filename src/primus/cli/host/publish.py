@@ -6,10 +6,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +83,24 @@ def publish(args: argparse.Namespace) -> int:
     file = args.policy or targets[0].root / _POLICY
     rules = policy.load(file) if args.policy or file.exists() else policy.Policy()
     records = (args.records or targets[0].root / "out" / "validation").absolute()
-    plans = [plan_image(resolved, workspace.stats) for resolved in targets]
     done: list[dict[str, Any]] = []
     with choose_progress(args.json) as progress:
         every = [
-            prepare(plan, workspace, records=records, policy=rules, preview=args.preview, progress=progress)
-            for plan in plans
+            prepare(
+                plan_image(resolved, workspace.stats),
+                workspace,
+                records=records,
+                policy=rules,
+                preview=args.preview,
+                progress=progress,
+            )
+            for resolved in targets
         ]
         refused = any(ready.objections for ready in every)
         if not refused and not args.dry_run:
-            sending = partial(upload, signer=signer, later=args.sign_later)
-            done = [sending(ready, workspace.store, args.to, progress) for ready in every]
-    lines = _judgement(every, args.to) if refused or args.dry_run else []
+            later = args.sign_later
+            done = [upload(r, workspace.store, args.to, progress, signer=signer, later=later) for r in every]
+    lines = [line for ready in every if refused or args.dry_run for line in _judgement(ready, args.to)]
     for image in done:
         sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
         sent = f"sent {sizes}" if image["new"] else "already published"
@@ -103,7 +108,16 @@ def publish(args: argparse.Namespace) -> int:
         if image["to_sign"] and not args.json:
             print(f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`", file=sys.stderr)
         lines.append(f"{args.to}@{image['digest']}")
-    answer(args, {"published": done, "judged": [_row(ready) for ready in every], "passed": not refused}, lines)
+    judged = [
+        {
+            "tag": ready.tag,
+            "digest": ready.image.digest,
+            "documents": [document.name for document in ready.documents],
+            "objections": ready.objections,
+        }
+        for ready in every
+    ]
+    answer(args, {"published": done, "judged": judged, "passed": not refused}, lines)
     return 1 if refused else 0
 
 
@@ -221,16 +235,8 @@ def _signer(args: argparse.Namespace) -> Signer | None:
     return Signer(key=args.key) if args.key or args.keyless else None
 
 
-def _row(ready: Ready) -> dict[str, object]:
-    names = [document.name for document in ready.documents]
-    return {"tag": ready.tag, "digest": ready.image.digest, "documents": names, "objections": list(ready.objections)}
-
-
-def _judgement(every: Sequence[Ready], repository: str) -> list[str]:
-    lines = []
-    for ready in every:
-        sign = "✗" if ready.objections else "✓"
-        lines.append(f"{sign} {repository}:{ready.tag}  {ready.image.digest}  {ready.image.size / 1e6:.1f} MB")
-        lines += [f"    ✗ {objection}" for objection in ready.objections]
-        lines += [f"    + {document.name}" for document in ready.documents]
-    return lines
+def _judgement(ready: Ready, repository: str) -> Iterator[str]:
+    sign = "✗" if ready.objections else "✓"
+    yield f"{sign} {repository}:{ready.tag}  {ready.image.digest}  {ready.image.size / 1e6:.1f} MB"
+    yield from (f"    ✗ {objection}" for objection in ready.objections)
+    yield from (f"    + {document.name}" for document in ready.documents)

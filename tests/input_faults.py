@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from primus.cli.main import main
 from primus.engine.pipeline import KINDS
 from primus.engine.workshop import Workshop
@@ -36,6 +38,9 @@ from primus.progress import Progress
 from primus.versions.lock import Lock, LockedFile, dumps
 from project_kit import Kit, make_project
 
+_PLANTED: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parent / "fixtures/hostile_inputs.yaml").read_text()
+)
 # Longer than any of this takes, even on a machine with other work; what waits for a pipe waits forever.
 _HANG_S = 60
 _MOST_CPU_S = 5.0
@@ -341,32 +346,7 @@ def _inputs() -> Iterator[Fault]:
                 yield Fault(f"project: {file}, {what}", make, words=("plan", "demo"), codes=frozenset((0, 2)))
             else:
                 yield Fault(f"project: {file}, {what}", make, codes=_READ)
-    edits = {
-        "a month 13": ("created: 2026-11-20", "created: 2026-13-20"),
-        "30 February": ("created: 2026-11-20", "created: 2026-02-30"),
-        "a date and time": ("created: 2026-11-20", "created: 2026-11-20T10:00:00"),
-        "a release that is a path": ("release: v26.11", "release: ../../x"),
-        "a path that leaves the project": ("path: parts/alpha", "path: ../../etc/ssl"),
-        "an absolute path": ("path: parts/alpha", "path: /etc/ssl"),
-        "a path with dots inside": ("path: parts/alpha", "path: parts/../../clean/parts/alpha"),
-        "a path with a control character": ("path: parts/alpha", 'path: "parts/al\\tpha"'),
-        "a path that is a file": ("path: parts/alpha", "path: recipes/one.yaml"),
-        "a path that is not there": ("path: parts/alpha", "path: parts/gamma"),
-        "an empty path": ("path: parts/alpha", 'path: ""'),
-        "no target at all": ("to: /opt/alpha,", "to: /opt/alpha, targets: [],"),
-        "no child at all": ("to: /opt/alpha,", "to: /opt/alpha, include: [],"),
-        "a place with dots": ("to: /opt/alpha", "to: /opt/../../alpha"),
-        "a place that is a whiteout": ("to: /opt/alpha", "to: /opt/.wh.alpha"),
-        "a place with a control character": ("to: /opt/alpha", 'to: "/opt/al\\u0007pha"'),
-        "a place that is relative": ("to: /opt/alpha", "to: opt/alpha"),
-        "a place among packages that are not there": ("to: /opt/alpha", 'to: "{site}/alpha"'),
-        "a child that leaves its folder": ("to: /opt/alpha,", "to: /opt/alpha, include: [../beta],"),
-        "a child that is absolute": ("to: /opt/alpha,", "to: /opt/alpha, include: [/etc/passwd],"),
-        "a child that is not there": ("to: /opt/alpha,", "to: /opt/alpha, include: [nothing],"),
-        "an unknown key": ("release: v26.11", "release: v26.11\ncolour: red"),
-        "an unknown channel": ("to: /opt/alpha, channel: local", "to: /opt/alpha, channel: moon"),
-        "two components at one place": ("to: /opt/beta", "to: /opt/alpha"),
-    }
+    edits = _PLANTED["pins"]
     for what, (old, new) in edits.items():
         yield Fault(
             f"pins: {what}", lambda kit, old=old, new=new: kit.edit("versions.yaml", old, new), codes=frozenset((1, 2))
@@ -381,21 +361,7 @@ def _odd_name(name: bytes, kit: Kit) -> None:
 
 def _trees() -> Iterator[Fault]:
     """What may not lie in a component's folder."""
-    names = {
-        "a whiteout": b".wh.torch",
-        "an opaque whiteout": b".wh..wh..opq",
-        "a whiteout folder": b".wh.folder/file",
-        "a line break": b"a\nb",
-        "a tab": b"a\tb",
-        "an escape": b"a\x1b[2Jb",
-        "DEL": b"a\x7f",
-        "C1 control": "a\x9bb".encode(),
-        "NEL": "a\x85b".encode(),
-        "Latin-1": b"caf\xe9",
-        "half a character": b"\xf0\x9f\x98",
-        "a surrogate": b"\xed\xa0\x80",
-        "a folder with a line break": b"a\nb/file",
-    }
+    names = {what: name.encode("latin-1") for what, name in _PLANTED["names"].items()}
     for what, name in names.items():
         yield Fault(f"names: {what}", partial(_odd_name, name), codes=_INPUT)
     kinds: Mapping[str, Callable[[Path], object]] = {
@@ -474,23 +440,7 @@ def _locks() -> Iterator[Fault]:
         changes[f"a file without {key}"] = lambda data, key=key: data["files"][1].pop(key)
         for what, value in {"null": None, "a list": ["x"]}.items():
             changes[f"a file's {key} is {what}"] = partial(_set_in_file, key, value)
-    values: Mapping[str, tuple[str, object]] = {
-        "a negative size": ("size", -1),
-        "a size with a point": ("size", 1.5),
-        "a huge size": ("size", 10**30),
-        "a size in text": ("size", "10"),
-        "a short hash": ("sha256", "ab"),
-        "a hash in capitals": ("sha256", "C" * 64),
-        "a hash that is a path": ("sha256", "../" * 21 + "x"),
-        "a file that leaves its folder": ("file", "../../x.whl"),
-        "a file that is absolute": ("file", "/etc/passwd"),
-        "a file with a line break": ("file", "a\nb.whl"),
-        "a file that is a dot": ("file", ".."),
-        "an unknown kind": ("kind", "rpm"),
-        "a name with a slash": ("name", "a/b"),
-        "another version": ("version", "2.0"),
-        "an unknown key": ("colour", "red"),
-    }
+    values = _PLANTED["locks"]
     for what, (key, value) in values.items():
         changes[what] = partial(_set_in_file, key, value)
     changes["another format"] = lambda data: data.update(format=99)
@@ -504,32 +454,14 @@ def _locks() -> Iterator[Fault]:
     for what, damage in _DAMAGES.items():
         codes = frozenset((0, 2)) if "bit" in what else _READ
         yield Fault(f"locks: the file is damaged, {what}", partial(_damage, _LOCK, damage), words=words, codes=codes)
-    texts = {
-        "duplicate keys": b'{"format": 1, "format": 2}',
-        "not a number": b'{"format": NaN}',
-        "a comment": b'{"format": 1} // one',
-        "UTF-16": '{"format": 1}'.encode("utf-16"),
-        "a byte order mark": b'\xef\xbb\xbf{"format": 1}',
-        "a conflict": b"<<<<<<< HEAD\n{}\n=======\n",
-    }
+    texts = {what: text.encode("latin-1") for what, text in _PLANTED["lock texts"].items()}
     for what, data in texts.items():
         yield Fault(f"locks: {what}", partial(_write, _LOCK, data), words=words, codes=_INPUT)
 
 
 # -- wheels and layers: through the same actions as a build, in a store of their own --------------------------------
 
-_PATHS = {
-    "a path that leaves the root": "../../etc/cron.d/x",
-    "a path with dots inside": "demo/../../x",
-    "a whiteout": ".wh.torch",
-    "an opaque whiteout": "demo/.wh..wh..opq",
-    "a path with a line break": "demo/a\nb",
-    "a path with an escape": "demo/\x1b[2J",
-    "a path with an empty part": "demo//x",
-    "a path with a dot part": "demo/./x",
-    "a very long name": "demo/" + "n" * 300,
-    "a very long path": "d/" * 2500 + "x",
-}
+_PATHS = {**_PLANTED["paths"], "a very long name": "demo/" + "n" * 300, "a very long path": "d/" * 2500 + "x"}
 _INFO = "demo_pkg-1.0.dist-info"
 _WHEEL = {
     f"{_INFO}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

@@ -124,7 +124,7 @@ def _amd(root: Path) -> Found | None:
     return Found(
         vendor="amd", names=tuple(names), generations=tuple(generations), usable=not obstacle, obstacle=obstacle,
         driver=_driver(root, "amdgpu"),
-        firmware=_each([f"{name} {version}" for name, version in files if version.strip("0x")]),
+        firmware=", ".join(sorted({f"{name} {version}" for name, version in files if version.strip("0x")})),
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def _nvidia(root: Path) -> Found | None:
     return Found(
         vendor="nvidia", names=tuple(names), generations=tuple(g.name if g else "" for g in products),
         usable=not obstacle, obstacle=obstacle, driver=_driver(root, "nvidia"),
-        firmware=_each([gpu.get("Video BIOS", "") for gpu in facts]),
+        firmware=", ".join(sorted({gpu["Video BIOS"] for gpu in facts if gpu.get("Video BIOS")})),
     )  # fmt: skip
 
 
@@ -172,7 +172,3 @@ def _driver(root: Path, module: str) -> str:
         return f"{module} {version}"
     kernel = text_if_readable(root / "proc/sys/kernel/osrelease").strip()
     return f"{module} of Linux {kernel}" if kernel else ""
-
-
-def _each(versions: list[str]) -> str:
-    return ", ".join(sorted(set(filter(None, versions))))

@@ -135,10 +135,7 @@ class Table:
         self._require_variables()
 
     def _require_variables(self) -> None:
-        """Check that a variable with entries for several AMD architectures has one for every AMD architecture.
-
-        Otherwise the images of a new architecture would silently lack the variable.
-        """
+        # Otherwise the images of a new architecture would silently lack a variable that others have.
         archs = {a.arch: a.arch for a in self.archs if a.vendor == "amd"}
         of = archs | {g.name: g.arch for g in self.generations if g.arch in archs}
         stated: dict[str, set[str]] = {}

@@ -100,34 +100,34 @@ class Source:
 
 def read(path: Path) -> Source:
     """Read a recipe file after the files in its ``uses``, each of them once. Raises InputError with the place."""
-    whole = Source(settings={}, cases=[])
-    files: dict[Path, Path] = {}
-    _collect(path, whole, files, ())
-    return replace(whole, files=tuple(files.values()))
+    settings: dict[str, Setting] = {}
+    cases: list[Case] = []
+    files: dict[Path, Path] = {}  # the real path of each
+
+    def collect(path: Path, above: tuple[Path, ...]) -> None:
+        source, uses = parse(read_text(path), str(path))
+        here = path.resolve()
+        files[here] = path
+        for name in uses:
+            used = beside(path, str(name.value))
+            if used.resolve() in (*above, here):
+                raise InputError(f"{used.name} uses itself", where=name.origin)
+            if used.resolve() in files:
+                continue
+            if used.is_dir() or not (used.exists() or used.is_symlink()):
+                raise InputError(f"there is no file {name.value!r}, which `uses` names", where=name.origin)
+            collect(used, (*above, here))
+        settings.update(source.settings)
+        cases.extend(source.cases)
+
+    collect(path, ())
+    return Source(settings=settings, cases=cases, files=tuple(files.values()))
 
 
 def beside(path: Path, name: str) -> Path:
     """Return the file that the recipe at ``path`` calls ``name``: next to it, or else among primus's own recipes."""
     near = path.parent / name
     return near if near.exists() or not (folder() / name).exists() else folder() / name
-
-
-def _collect(path: Path, whole: Source, seen: dict[Path, Path], above: tuple[Path, ...]) -> None:
-    """Add the file at ``path``, and the files that it uses, to ``whole``. ``seen``: real path → path of each file."""
-    source, uses = parse(read_text(path), str(path))
-    here = path.resolve()
-    seen[here] = path
-    for name in uses:
-        used = beside(path, str(name.value))
-        if used.resolve() in (*above, here):
-            raise InputError(f"{used.name} uses itself", where=name.origin)
-        if used.resolve() in seen:
-            continue
-        if used.is_dir() or not (used.exists() or used.is_symlink()):
-            raise InputError(f"there is no file {name.value!r}, which `uses` names", where=name.origin)
-        _collect(used, whole, seen, (*above, here))
-    whole.settings.update(source.settings)
-    whole.cases.extend(source.cases)
 
 
 @lru_cache(maxsize=256)  # listing all recipes reads the same shared files many times
@@ -140,16 +140,17 @@ def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
     if not isinstance(document.data, dict):
         raise InputError("a recipe must be a mapping of keys to values", where=document.origin())
     settings = _settings(document, (), document.data, ("cases", "uses"))
-    uses: dict[str, Setting] = {}
+    uses = []
     for index, item in enumerate(_items(document, "uses")):
-        _flatten(document, ("uses", index), str(index), item, uses)
+        origin = document.origin(("uses", index))
         if not isinstance(item, str):
-            raise InputError(f"uses must name files, not {item!r}", where=document.origin(("uses", index)))
+            raise InputError(f"uses must name files, not {item!r}", where=origin)
+        uses.append(Setting(value=item, origin=origin))
     cases = [_case(document, index, item) for index, item in enumerate(_items(document, "cases"))]
     for key, setting in settings.items():
         if key.startswith("default."):
             check_choice(key.removeprefix("default."), setting)
-    return Source(settings=settings, cases=cases), list(uses.values())
+    return Source(settings=settings, cases=cases), uses
 
 
 def _items(document: Document, key: str) -> list[Tree]:

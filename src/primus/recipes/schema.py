@@ -89,12 +89,11 @@ def recipe_rules() -> Mapping[str, Rule]:
 
 
 def _rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
-    """Build rules from entries of a file, whose lists become tuples or, for types, sets."""
-    shapes: Mapping[str, type] = {"types": frozenset, "items": frozenset, "choices": tuple}
-    return {
-        key: Rule(**{name: shapes.get(name, lambda item: item)(value) for name, value in entry.items()})
-        for key, entry in entries.items()
-    }
+    rules = {}
+    for key, entry in entries.items():
+        names = {name: frozenset(entry.get(name, ())) for name in ("types", "items")}
+        rules[key] = Rule(**{**entry, **names, "choices": tuple(entry.get("choices", ()))})
+    return rules
 
 
 @cache

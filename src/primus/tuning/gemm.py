@@ -29,6 +29,7 @@ _RECORDED = ("Gemm", "ScaledGemm")
 _PART = 16
 # Results are read per device: PyTorch replaces %d by the device's number.
 _DEVICES = 16
+_READING = {"PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_TUNING": "0"}
 _WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
 # Settings that change no matrix product, only the length of a run or the location of its files.
 _NEUTRAL = ("steps", "seed", "deterministic", "checkpoint", "lr")
@@ -92,14 +93,10 @@ class Result:
 def dumping(place: Place, node: str) -> dict[str, str]:
     """Return the environment variables that make a run record its GEMMs. PyTorch adds the device's number."""
     return {
-        **_environment(tuning=False),
+        **_READING,
         "PYTORCH_TUNABLEOP_RECORD_UNTUNED": "1",
         "PYTORCH_TUNABLEOP_UNTUNED_FILENAME": str(place.shapes / f"tunableop_untuned_node{node}_gpu.csv"),
     }
-
-
-def _environment(*, tuning: bool) -> dict[str, str]:
-    return {"PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_TUNING": "1" if tuning else "0"}
 
 
 def read_shapes(folder: Path) -> list[str]:
@@ -151,7 +148,8 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
     result.unlink(missing_ok=True)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")},
-        **_environment(tuning=True),
+        **_READING,
+        "PYTORCH_TUNABLEOP_TUNING": "1",
         "PYTORCH_TUNABLEOP_FILENAME": str(raw),
         # Each vendor's driver reads its own variable.
         "HIP_VISIBLE_DEVICES": gpu,
@@ -204,11 +202,11 @@ def check(place: Place, key: Key) -> Mapping[str, str]:
             if stored.get(name) != value
         ]
     except (OSError, ValueError, AttributeError):
-        hint = "tune again"
-        raise InputError(f"{tuned} has no valid key: {place.key} is missing or damaged", hint=hint) from None
+        why = f"{tuned} has no valid key: {place.key} is missing or damaged"
+        raise InputError(why, hint="tune again") from None
     if differences:
         raise InputError(f"{tuned} was measured with {', '.join(differences)}", hint="tune again")
-    return {**_environment(tuning=False), "PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
+    return {**_READING, "PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
 
 
 def _of_device(name: Path, device: int) -> Path:

@@ -55,7 +55,7 @@ class Compared:
             ("in one value", _ELEMENTS, [_largest(e, exact) for e in (error, accepted)]),
         ):
             here, there = ratios
-            if not here <= limit * there + self.floor + _resolution(self.out.dtype):
+            if not here <= limit * there + self.floor + float(torch.finfo(self.out.dtype).eps) / 16:
                 return f"is {here:.2g} from float64 {part}, and plain PyTorch {there:.2g}"
         factor, usual = (float((t * exact).sum() / (exact * exact).sum()) - 1 for t in (out, plain))
         if abs(factor) > 2 * abs(usual) + self.factor + self.floor:
@@ -84,10 +84,6 @@ def _relative(error: torch.Tensor, exact: torch.Tensor, dim: int | None) -> floa
 
 def _largest(error: torch.Tensor, exact: torch.Tensor) -> float:
     return float(error.abs().max() / exact.square().mean().sqrt().clamp(min=1e-300))
-
-
-def _resolution(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps) / 16
 
 
 Rows = Iterator[Compared]

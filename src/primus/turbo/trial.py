@@ -22,16 +22,8 @@ from primus.files import read_sealed, write_sealed
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
-from primus.turbo.optimizations import (
-    AUTO,
-    Shapes,
-    candidates,
-    compatible,
-    excluded,
-    missing_packages,
-    requested,
-    shapes_of,
-)  # fmt: skip
+from primus.turbo import optimizations as catalogue
+from primus.turbo.optimizations import AUTO, Shapes, compatible, missing_packages
 
 KEPT = "selftest.json"
 # Compiling one kernel takes seconds, so a minute is a hang. The import of torch may read gigabytes from a cold disk.
@@ -64,7 +56,7 @@ def decide(
     missing, and CheckFailed if a self-test fails. With several nodes, a failed self-test is an error as well, because
     the nodes would train differently.
     """
-    names, strict = candidates(recipe), requested(recipe) != AUTO
+    names, strict = catalogue.candidates(recipe), catalogue.requested(recipe) != AUTO
     absent = {name: ", ".join(lacking) for name in names if (lacking := missing_packages((name,)))}
     if absent and strict:
         name, packages = next(iter(absent.items()))
@@ -82,7 +74,7 @@ def decide(
     faults: dict[str, str] = {}
     seconds: dict[str, float] = {}
     # What excludes another one is tested first; the other one only if it fails.
-    shapes = shapes_of(recipe)
+    shapes = catalogue.shapes_of(recipe)
     key = hashlib.sha256(json.dumps([asdict(shapes), gpus.driver, gpus.names[:1]]).encode()).hexdigest()
     while todo := [name for name in compatible([n for n in present if n not in faults]) if name not in seconds]:
         failed, took = _faults(todo, shapes, key, folder, environment, progress)
@@ -92,9 +84,9 @@ def decide(
         name, reason = next(iter(faults.items()))
         raise CheckFailed(f"{name} failed its self-test on this GPU: {reason}", hint="--turbo off trains without it")
     off |= {name: f"failed its self-test: {reason}" for name, reason in faults.items()}
-    used = compatible([name for name in present if name not in faults])
-    instead = {name: excluded(name, used) for name in present if name not in faults and name not in used}
-    off |= {name: f"{other} is used instead" for name, other in instead.items()}
+    passed = [name for name in present if name not in faults]
+    used = compatible(passed)
+    off |= {name: f"{catalogue.excluded(name, used)} is used instead" for name in passed if name not in used}
     return Trial(names=used, off=off, tested={name: spent for name, spent in seconds.items() if spent})
 
 

@@ -36,7 +36,9 @@ def main(job: RankJob, here: Process) -> None:
     if config.weights == "random":
         draw(model, job.training.seed)
     else:
-        _read(model, weights.Files(Path(config.weights)))
+        files = weights.Files(Path(config.weights))
+        for name, parameter in model.named_parameters():
+            weights.fill(parameter, files.rows_of(name))
     side = int(latents.image_tokens(job.model.dit) ** 0.5)
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -97,11 +99,6 @@ def draw(model: nn.Module, seed: int) -> None:
             weights.fill(parameter, weights.constant(parameter, 0.0))
         else:
             weights.draw_one(name, parameter, seed)
-
-
-def _read(model: nn.Module, files: weights.Files) -> None:
-    for name, parameter in model.named_parameters():
-        weights.fill(parameter, files.rows_of(name))
 
 
 if __name__ == "__main__":

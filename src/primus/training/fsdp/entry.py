@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from primus.recipes.family import family
 from primus.training.fsdp.llama import FsdpConfig, Llama
 from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
@@ -15,8 +14,6 @@ from primus.training.loop.session import Sharded, shard
 def main(job: RankJob, here: Process) -> None:
     """Train from random weights."""
     config = job.section(FsdpConfig)
-    if "fsdp" not in family(job.model.family).backends:
-        raise SystemExit(f"the fsdp backend has no model for the family {job.model.family}")
     with weights.empty():
         attend = next((name for name in ("flash-attention-4", "flex-attention") if name in job.turbo), "torch")
         model = Llama(job.model, job.training.seq_len, config.loss_chunk, attend)

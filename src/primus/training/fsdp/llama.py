@@ -138,8 +138,6 @@ def _rotation(model: Architecture, seq_len: int) -> tuple[Tensor, Tensor]:
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     if scaling.kind == "none":
         return frequencies
-    if scaling.kind != "llama3":
-        raise SystemExit(f"the fsdp backend does not support rope scaling {scaling.kind}")
     waves = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     part = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)

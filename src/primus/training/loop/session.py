@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -139,13 +139,9 @@ def _summed(head: nn.Linear, states: Tensor, labels: Tensor) -> Tensor:
 
 
 def shard(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    job: RankJob,
-    process: Process,
-    *,
+    model: nn.Module, blocks: Sequence[nn.Module], job: RankJob, process: Process, *,
     wide: Callable[[str], bool] = lambda _name: False,
-) -> None:
+) -> None:  # fmt: skip
     """Set up recomputation, compilation and sharding of ``model``, built inside :func:`weights.empty`, and allocate it.
 
     Each of ``blocks`` is recomputed, compiled and gathered separately. Linear layers for which ``wide`` is true keep
@@ -173,7 +169,11 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
     )
-    mesh = _mesh(process, sharding)
+    shape: tuple[int, ...] = (process.world_size,)
+    names: tuple[str, ...] = ("shard",)
+    if sharding.replicas > 1:
+        shape, names = (sharding.replicas, process.world_size // sharding.replicas), ("replicate", "shard")
+    mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
     if config.compile:
         keep_graphs()
     for block in blocks:
@@ -200,14 +200,6 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(forward, *inputs, use_reentrant=False, **named)
 
     return again
-
-
-def _mesh(process: Process, sharding: ShardingConfig) -> DeviceMesh:
-    kind, replicas = process.device.type, sharding.replicas
-    if replicas == 1:
-        return init_device_mesh(kind, (process.world_size,), mesh_dim_names=("shard",))
-    shape = (replicas, process.world_size // replicas)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 class Sharded(Session):

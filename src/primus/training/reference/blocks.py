@@ -18,12 +18,13 @@ from torch import Tensor
 from primus.training.reference.data import Samples
 from primus.training.reference.model import Model, Transformer
 from primus.training.reference.models import Part, Trial, products_of_blocks
-from primus.training.reference.names import Tensors
+from primus.training.reference.names import Job, Tensors
 
 # One call of a module: its inputs, outputs and their gradients, by the names of primus.training.witness.
 Call = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
 Shape = tuple[int, ...]
+Rows = list[dict[str, Any]]
 # Name of a module's input or output → its shape [samples, length, size].
 Shapes = Mapping[str, Shape]
 
@@ -101,9 +102,7 @@ class Pair:
             return {name: compute(trial.model) - (exact if trial.rounds else plain) for name, trial in shown.items()}
 
 
-def compare(
-    folder: Path, job: Mapping[str, Any], step: int, samples: Samples, pair: Pair
-) -> tuple[list[dict[str, Any]], list[Part]]:
+def compare(folder: Path, job: Job, step: int, samples: Samples, pair: Pair) -> tuple[Rows, list[Part]]:
     """Return for each module how its errors at ``step`` compare with the noise, see :func:`_figures`; and with the
     effects of changed constants. Raises Unlike if the run's modules were not called as they should be.
     """

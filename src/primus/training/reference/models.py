@@ -119,7 +119,7 @@ def _fp8(tensor: Tensor) -> Tensor:
 
 _ROUNDED = "rotary angles rounded to BF16"
 # The other backends round the angles of a BF16 run; that share is fitted, but not judged.
-_EXACT_ANGLES = ("torchtitan",)
+_EXACT_ANGLES = "torchtitan"
 # Rounding errors add to the mean square of the states, as an epsilon does.
 _EPSILON = "norm epsilon + 0.001"
 _BOTH = {
@@ -185,7 +185,7 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
         change("balancing loss of other groups of tokens", "gradients", rounds=True, dialect=other)
     for name, (constants, shows) in _OF_EIGHT.items() if model.eight is not None else ():
         change(name, shows, rounds=True, constants=constants)
-    if backend in _EXACT_ANGLES and model.eight is None:
+    if backend == _EXACT_ANGLES and model.eight is None:
         # The smallest of these changes needs all evidence. FP8 hides it in any case.
         variants[_ROUNDED] = replace(variants[_ROUNDED], shows=("outputs", "gradients"))
     return variants
@@ -261,5 +261,5 @@ def fit(backend: str, names: Sequence[str], parts: Sequence[Part]) -> dict[str, 
             "biased": name == _EPSILON, "eight": name in _OF_EIGHT,
         }
         for name, share, alone, deviation in rows
-        if name != _ROUNDED or backend in _EXACT_ANGLES
+        if name != _ROUNDED or backend == _EXACT_ANGLES
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from primus.recipes.architecture import Architecture
 from primus.recipes.family import family, renamed
 
 Tensors = dict[str, Tensor]
+# The content of the run's ``job.json``.
+Job = Mapping[str, Any]
 # The name of a router bias ends so. It is no parameter.
 BIAS = ".e_score_correction_bias"
 

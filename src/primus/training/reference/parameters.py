@@ -14,7 +14,7 @@ from torch import Tensor
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import weights_of
-from primus.training.reference.names import BIAS, Tensors, to_canonical
+from primus.training.reference.names import BIAS, Job, Tensors, to_canonical
 
 
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
@@ -64,7 +64,7 @@ _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 _INTO_STREAM = re.compile(r"\.(o_proj|down_proj)\.weight$")
 
 
-def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, Tensor]) -> list[str]:
+def strange(job: Job, sizes: Architecture, weights: Mapping[str, Tensor]) -> list[str]:
     """Return which of the first ``weights``, by canonical names, do not follow the backend's rule."""
     if not _begins_random(job):
         return []
@@ -86,7 +86,7 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, T
     return findings
 
 
-def _begins_random(job: Mapping[str, Any]) -> bool:
+def _begins_random(job: Job) -> bool:
     return job["config"].get("weights", "random") == "random" and not job["resume_from"] and job["first_step"] == 1
 
 
@@ -95,7 +95,7 @@ def _repeats(tensor: Tensor, ranks: int) -> bool:
     return any(torch.equal(first, other) for first, *others in shares for other in others)
 
 
-def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
+def other_seeds(job: Job, sizes: Architecture, folder: Path) -> list[str]:
     """Return the weights in ``folder/weights-0.pt``, and the ranks, that use random numbers of another seed. A GPU
     draws other numbers than a CPU, so that only the seeds of its ranks are compared.
     """
@@ -124,9 +124,7 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
     return findings
 
 
-def _by_name(
-    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, Tensor], seed: int
-) -> Iterator[tuple[str, Tensor]]:
+def _by_name(job: Job, sizes: Architecture, stored: Tensors, seed: int) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in stored.items():
         plain, mark = name, "/"
         if job["backend"] != "megatron":
@@ -136,26 +134,20 @@ def _by_name(
         if not ours or constant(job, ours, part) is not None:
             continue
         number = int.from_bytes(hashlib.sha256(f"{seed}{mark}{plain}".encode()).digest()[:7], "big")
-        drawn = torch.empty(tensor.shape).normal_(
-            0, _deviation(job, sizes, ours, part), generator=torch.Generator().manual_seed(number)
-        )
+        std, generator = _deviation(job, sizes, ours, part), torch.Generator().manual_seed(number)
+        drawn = torch.empty(tensor.shape).normal_(0, std, generator=generator)
         # Megatron's float32 weights are converted from those of the model.
         narrow = tensor.dtype == torch.bfloat16 or (job["backend"] == "megatron" and job["precision"] != "fp32")
         yield name, drawn.bfloat16().float() if narrow else drawn
 
 
-def _of_torchtitan(
-    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, Tensor], seed: int
-) -> Iterator[tuple[str, Tensor]]:
+def _of_torchtitan(job: Job, sizes: Architecture, stored: Tensors, seed: int) -> Iterator[tuple[str, Tensor]]:
     if any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
         return
     plain = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in stored}
-    names = ["tok_embeddings.weight"]
-    names += [f"layers.{layer}.{part}" for layer in range(sizes.layers) for part in _DRAWN]
+    matrices = (f"layers.{layer}.{part}" for layer in range(sizes.layers) for part in _DRAWN)
     generator = torch.Generator().manual_seed(seed)
-    for name in (*names, "output.weight"):
-        if name not in plain:
-            continue
+    for name in filter(plain.__contains__, ("tok_embeddings.weight", *matrices, "output.weight")):
         tensor = stored[plain[name]]
         whole = torch.empty(tensor.shape)
         ours, part = next(iter(to_canonical("torchtitan", sizes, {name: tensor}).items()))
@@ -170,7 +162,7 @@ def _of_torchtitan(
         yield plain[name], whole
 
 
-def constant(job: Mapping[str, Any], name: str, tensor: Tensor) -> float | None:
+def constant(job: Job, name: str, tensor: Tensor) -> float | None:
     """Return the initial value of each element of a weight; None if they are random."""
     if ".lora_B." in name or name.endswith(("bias", BIAS)):
         return 0.0
@@ -179,7 +171,7 @@ def constant(job: Mapping[str, Any], name: str, tensor: Tensor) -> float | None:
     return 1.0 if tensor.ndim == 1 else None
 
 
-def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: Tensor) -> float:
+def _deviation(job: Job, sizes: Architecture, name: str, tensor: Tensor) -> float:
     backend, config = job["backend"], job["config"]
     outer = name in ("model.embed_tokens.weight", "lm_head.weight")
     if ".lora_A." in name:
@@ -198,7 +190,7 @@ def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: T
     return 0.5 / math.sqrt(tensor.shape[-1]) if outer else 0.02
 
 
-def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:
+def describe(job: Job, sizes: Architecture, weights: Tensors) -> dict[str, Any]:
     """Return which parameters are missing, unexpected or of another shape; and findings about first values."""
     expected = shapes(sizes)
     if job["mode"] == "lora":
@@ -229,7 +221,7 @@ def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> d
     }
 
 
-def moved(job: Mapping[str, Any], first: Tensors, last: Tensors, moving: Collection[str]) -> dict[str, list[str]]:
+def moved(job: Job, first: Tensors, last: Tensors, moving: Collection[str]) -> dict[str, list[str]]:
     """Return trained weights that no step changed, and frozen ones that changed. Weights in bfloat16 may stay the same
     if rounding loses every update; ``moving`` are those that must change.
     """
@@ -240,13 +232,13 @@ def moved(job: Mapping[str, Any], first: Tensors, last: Tensors, moving: Collect
     return {"still": still, "frozen_moved": [name for name in frozen if not name.endswith(BIAS)]}
 
 
-def kept_dtype(job: Mapping[str, Any]) -> str:
+def kept_dtype(job: Job) -> str:
     """Return the dtype of the stored weights, which may differ from that of the computation."""
     key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
     return str(job["config"].get(key, "float32"))
 
 
-def is_trained(job: Mapping[str, Any], name: str) -> bool:
+def is_trained(job: Job, name: str) -> bool:
     """Return whether the job trains the weight ``name``: all, or with LoRA only adapters."""
     return not name.endswith(BIAS) and (job["mode"] != "lora" or ".lora_" in name)
 

@@ -165,7 +165,7 @@ def test_what_is_gone_is_locked_again_by_name(world: tuple[Kit, Server]) -> None
     assert "no source offers any more: python3.11-minimal 3.11.2-6" in gone.err
     assert (kit.root / LOCK).read_text() == text
     assert kit.primus("lock", "--refresh-package", "python3.11-minimal").code == 0
-    lock = Project.find(kit.root).lock("demo")
+    lock = Project.find(kit.root).lock(kit.root / LOCK)
     assert lock is not None
     versions = {f.name: f.version for f in lock.files if f.name != "usr-is-merged"}
     assert versions == {"python3.11-minimal": "3.11.2-7", "tool": "1.0", "helper": "1.0"}

@@ -120,9 +120,8 @@ def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None
 def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return one sentence per conflict between layers (name, path → ``kind mode uid:gid``), lowest layer first.
 
-    Several layers may contain a folder if kind, mode and owner agree. Only one may contain a file. No layer may
-    contain a path below another layer's symbolic link, because unpacking would replace the link (``/lib`` on a
-    merged /usr).
+    Folders may be shared if kind, mode and owner agree. No path may lie below another layer's symbolic link, because
+    unpacking would replace the link (``/lib`` on a merged /usr).
     """
     owners: dict[str, tuple[str, str]] = {}
     conflicts: list[str] = []

@@ -118,6 +118,19 @@ class ResolvedTarget:
         """Return ``versions.yaml:line:col`` of a base, or of one of its keys."""
         return self.versions_document.where(("bases", base, *key))
 
+    def drift_place(self, pin: str) -> tuple[str, str]:
+        """Return the component of a pin of the lock (empty for a base's) and its place; only the file if it is gone."""
+        kind, _, rest = pin.partition(" ")
+        name, _, key = rest.rpartition(" ")
+        base, _, extra = name.partition(" ")
+        if kind == "base" and base in self.versions.bases:
+            return "", self.base_place(base, *(("extras", extra) if extra in self.extras else (key,)))
+        for component, entry in self.pins.items():
+            package = entry.named(kind)
+            if package is not None and normalised(package) == rest.partition(" ")[0]:
+                return component if kind != "build" else "", self.pin_place(component, entry)
+        return "", "versions.yaml"
+
     def pin_of(self, about: str) -> tuple[str, str]:
         """Return the component that pins the package, image, repository or file ``about``, and its place.
 
@@ -235,17 +248,6 @@ def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
         return resolved
     what = "; ".join(map(str, stale[:5])) + (f"; and {len(stale) - 5} more" if len(stale) > 5 else "")
     sentence = f"the lock of {resolved.name} is stale: {what}" if resolved.lock else f"{resolved.name} has no lock yet"
-    raise InputError(sentence, where=_place(resolved), hint=f"{resolved.lock_command}, and commit the result")
-
-
-def _place(resolved: ResolvedTarget) -> str | None:
-    """Return the line of versions.yaml of the first changed pin that still exists."""
-    for item in resolved.stale:
-        kind, _, rest = item.pin.partition(" ")
-        if kind == "base" and rest.split(" ")[0] in resolved.versions.bases:
-            return resolved.base_place(rest.split(" ")[0])
-        for component, entry in resolved.versions.components.items():
-            for pin in entry.pins:
-                if pin.named(kind) == rest and pin.version == (item.wanted or "").partition(" ")[0]:
-                    return resolved.pin_place(component, pin)
-    return None
+    places = (resolved.drift_place(item.pin)[1] for item in stale)
+    where = next((place for place in places if ":" in place), None)
+    raise InputError(sentence, where=where, hint=f"{resolved.lock_command}, and commit the result")

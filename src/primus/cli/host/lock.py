@@ -29,7 +29,7 @@ from primus.release.bump import Outlook, Outlooks, Place, edit, trial
 from primus.release.documents import checkout
 from primus.terminal import PLAIN, Screen, counted
 from primus.versions.components import Component
-from primus.versions.lock import Drift, Lock, dumps, normalised
+from primus.versions.lock import Drift, Lock, dumps
 from primus.versions.traffic import LOG
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
         new = tuple(Drift(pin=pin, locked=None, wanted=text) for pin, text in pins)
         drifts = new if resolved.lock is None else resolved.stale
         for drift in drifts:
-            component, where = _where(resolved, drift.pin)
+            component, where = resolved.drift_place(drift.pin)
             stale.append({"lock": name, **asdict(drift), "component": component, "where": where})
             changed = f"{component or drift.pin}: {drift.locked or 'nothing'} → {drift.wanted or 'nothing'}"
             lines.append(f"{where}: {name} is stale: {changed}")
@@ -274,20 +274,6 @@ def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
         for c in changes
     ]
     return "\n".join([f"{head}; {len(changes)} changed", *PLAIN.table(rows, right=(2,), indent="  ")])
-
-
-def _where(resolved: ResolvedTarget, pin: str) -> tuple[str, str]:
-    """Return the component of a pin (empty for a base's) and its place, or only the file for a pin that was removed."""
-    kind, _, rest = pin.partition(" ")
-    name, _, key = rest.rpartition(" ")
-    base, _, extra = name.partition(" ")
-    if kind == "base" and base in resolved.versions.bases:
-        return "", resolved.base_place(base, *(("extras", extra) if extra in resolved.extras else (key,)))
-    for component, entry in resolved.pins.items():
-        package = entry.named(kind)
-        if package is not None and normalised(package) == rest.partition(" ")[0]:
-            return component if kind != "build" else "", resolved.pin_place(component, entry)
-    return "", "versions.yaml"
 
 
 @contextmanager

@@ -184,15 +184,12 @@ def openvex(findings: Sequence[Vulnerability], name: str, now: str) -> dict[str,
 
 def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:
     """Return the licences and vulnerabilities that a policy forbids, and an SPDX document names, one sentence each."""
-    return [r for d in documents if d.media_type == SPDX for r in _forbidden(json.loads(d.data), policy, date.today())]
-
-
-def _forbidden(bill: Mapping[str, Any], policy: Policy, today: date) -> list[str]:
-    reasons = []
-    for package in bill["packages"]:
-        licences = set(re.findall(r"[A-Za-z0-9.+-]+", package["licenseDeclared"])) & {*policy.refused_licences}
-        reasons += [f"{package['name']} {package['versionInfo']} is under {name}" for name in sorted(licences)]
-    if policy.osv:
-        findings = audit(bill, Path(policy.osv), load_accepted(Path(policy.accepted) if policy.accepted else None))
-        reasons += [finding.sentence(today) for finding in findings if finding.is_open(today)]
+    reasons, today = [], date.today()
+    for bill in (json.loads(document.data) for document in documents if document.media_type == SPDX):
+        for package in bill["packages"]:
+            licences = set(re.findall(r"[A-Za-z0-9.+-]+", package["licenseDeclared"])) & {*policy.refused_licences}
+            reasons += [f"{package['name']} {package['versionInfo']} is under {name}" for name in sorted(licences)]
+        if policy.osv:
+            findings = audit(bill, Path(policy.osv), load_accepted(Path(policy.accepted) if policy.accepted else None))
+            reasons += [finding.sentence(today) for finding in findings if finding.is_open(today)]
     return reasons

@@ -78,7 +78,6 @@ class Outlooks:
         return self.uses[place][0].pins[place[0]]
 
     def _steps(self, place: Place, wanted: str | None) -> Iterator[dict[Place, str]]:
-        """Yield what the pin and its train can move to, newest first."""
         pin = self._pin(place)
         old = Version(pin.version or "")
         for version in sorted(self._offered(place), key=partial(_order, pin), reverse=True):

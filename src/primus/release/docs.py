@@ -68,7 +68,6 @@ def write(root: Path) -> tuple[str, ...]:
 
 
 def _filled(root: Path, name: str, part: str, lines: Sequence[str]) -> str:
-    """Return the text of a written page with new lines between the comment ``part`` and the next ``end``."""
     begin, end = f"<!-- {part} -->\n", "<!-- end -->"
     head, opened, rest = (root / name).read_text(encoding="utf-8").partition(begin)
     _, closed, tail = rest.partition(end)

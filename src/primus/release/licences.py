@@ -90,7 +90,6 @@ def _words(name: str, bodies: Mapping[str, str], texts: dict[str, str]) -> str:
 
 
 def _named(name: str, text: str, texts: dict[str, str]) -> str:
-    """Return SPDX's name of a licence, or a reference to ``text``."""
     name = name.strip().partition("\n")[0].strip()
     if gnu := re.fullmatch(_GNU, name):
         version = gnu[2] if "." in gnu[2] else f"{gnu[2]}.0"
@@ -108,7 +107,6 @@ def _reference(name: str, text: str, texts: dict[str, str]) -> str:
 
 
 def _expression(text: str) -> str:
-    """Return the text if it is an expression of SPDX licences, else nothing."""
     try:
         return str(_spdx().parse(text, validate=True, strict=True))
     except ExpressionError:

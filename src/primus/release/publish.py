@@ -216,7 +216,6 @@ def _push(ready: Ready, store: Store, repository: str, missing: list[str], progr
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    """Read all validation records below ``folder``, sorted by path. Raises InputError for a file in another format."""
     records = []
     for path in sorted(folder.glob("*/record.json")):
         try:

@@ -327,7 +327,6 @@ class Repository:
         return request
 
     def _log_in(self, answer: Response) -> bool:
-        """Answer the registry's authentication challenge. Returns False if that is not possible."""
         kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
         username, password = _login(self._host)
         basic = f"Basic {b64encode(f'{username}:{password}'.encode()).decode()}" if username else ""
@@ -377,7 +376,6 @@ def _bare(url: str) -> str:
 
 
 def _read(answer: Response, **_: object) -> None:
-    """Read the body of an answer, within the budgets of bytes and seconds."""
     body, begin = b"", time.monotonic()
     for chunk in answer.iter_content(1 << 16):
         body += chunk

@@ -135,7 +135,6 @@ def page(history: History) -> str:
 
 
 def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
-    """Return the sections that have items, with one paragraph for each item."""
     narrow = replace(screen, width=min(screen.width or _PROSE, _PROSE))
     lines = []
     for title, items in sections.items():

@@ -244,7 +244,6 @@ def _of_config(
 
 
 def _gates(outcome: Mapping[str, Any]) -> dict[str, str]:
-    """Return the summary of every gate, and its errors by path."""
     rows: dict[str, str] = {}
     for gate in outcome["gates"]:
         rows[gate["gate"]] = ("" if gate["passed"] else "fails: ") + gate["summary"]

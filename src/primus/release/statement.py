@@ -61,10 +61,6 @@ def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
     Raises KeyError, TypeError or AttributeError if it is not a record.
     """
     recipe, facts, verdicts = record["recipe"], record["facts"], record["verdicts"]
-    names = {
-        passed: [v["name"] for v in verdicts if v["passed"] is passed and not v.get("skipped")]
-        for passed in (True, False)
-    }
     return {
         "result": "PASSED" if record["passed"] else "FAILED",
         "configuration": [
@@ -72,8 +68,8 @@ def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
             {"name": "suite", "digest": {"sha256": record["suite"]["sha256"]}},
             {"name": "record", "digest": {"sha256": canonical.digest_of(data).removeprefix("sha256:")}},
         ],
-        "passedTests": names[True],
-        "failedTests": names[False],
+        "passedTests": [v["name"] for v in verdicts if v["passed"] and not v.get("skipped")],
+        "failedTests": [v["name"] for v in verdicts if not v["passed"] and not v.get("skipped")],
         "primus": {
             "image": record["image"],
             "made": record["made"],

@@ -27,6 +27,7 @@ from primus.sandbox.container import Command, Mount
 from primus.sandbox.engines import choose
 from primus.sandbox.processes import stop_all
 from primus.schema import read_json
+from primus.terminal import PLAIN
 from primus.training import outcome, proof, suite
 from primus.training.checks import Verdict
 from primus.training.outcome import read_result
@@ -253,12 +254,10 @@ def _evidence(
 
 
 def _suite_rates(root: Path) -> dict[str, Any] | None:
-    """Return how many injected faults the suite named, and how many healthy runs it refused, as they were last
-    recorded in the repository, with the dates; None without the records.
-    """
+    """Return what the repository last recorded of the suite itself; None without such records."""
     try:
         faults, healthy = (
-            _json(root / f"benchmarks/results/{name}.json") for name in ("silent-faults", "healthy-seeds")
+            read_json(root / f"benchmarks/results/{name}.json").data for name in ("silent-faults", "healthy-seeds")
         )
         return {
             "faults": len(faults["faults"]),
@@ -269,10 +268,6 @@ def _suite_rates(root: Path) -> dict[str, Any] | None:
         }
     except (OSError, InputError, KeyError, TypeError):
         return None
-
-
-def _json(path: Path) -> Any:
-    return read_json(path).data
 
 
 def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
@@ -297,8 +292,7 @@ def _say(text: str) -> None:
 
 def table(validated: Sequence[Validated]) -> str:
     """Return one line per cell, and a summary line."""
-    width = max(len(v.folder.name) for v in validated)
-    lines = []
+    rows = []
     for cell in validated:
         record = cell.record
         losses = _losses(record)
@@ -306,17 +300,16 @@ def table(validated: Sequence[Validated]) -> str:
         failed = [v["name"] for v in record["verdicts"] if not v["passed"] and not v.get("skipped")]
         cause = next((f": {job['cause']}" for job in record["jobs"] if job.get("cause")), "")
         checks = f"✗ {', '.join(failed)}{cause}" if failed else f"{len(record['verdicts'])} checks"
-        lines.append(
-            f"{_mark(record)} {cell.folder.name:<{width}}  {record['recipe']['precision']:<5}  "
-            f"{len(record['jobs'])} runs  {curve}  {checks}{'  (kept)' if cell.earlier else ''}"
-        )
+        runs, kept = f"{len(record['jobs'])} runs", "  (kept)" if cell.earlier else ""
+        name = f"{_mark(record)} {cell.folder.name}"
+        rows.append((name, record["recipe"]["precision"], runs, curve, f"{checks}{kept}"))
     passed = sum(cell.record["passed"] for cell in validated)
     faults = {v["name"] for cell in validated for v in cell.record["verdicts"] if not v["passed"]}
     # Gates concern the image and fail in every cell, which must not hide that the jobs passed.
     image_only = faults and all(name.startswith(_GATE) for name in faults)
     because = f"; every job passed, but the image fails {', '.join(sorted(faults))}" if image_only else ""
     summary = "passed" if passed == len(validated) else "FAILED"
-    return "\n".join([*lines, f"{summary}: {passed} of {len(validated)} passed{because}"])
+    return "\n".join([*PLAIN.table(rows), f"{summary}: {passed} of {len(validated)} passed{because}"])
 
 
 def _mark(verdict: Mapping[str, Any]) -> str:

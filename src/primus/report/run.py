@@ -185,7 +185,6 @@ def _common(
 
 
 def _readable(data: Any) -> Any:
-    """Return JSON data without characters that a file or terminal cannot show."""
     if isinstance(data, dict):
         return {key: _readable(value) for key, value in data.items()}
     if isinstance(data, list):

@@ -310,19 +310,7 @@ _YAML: Mapping[str, str] = {
     "deep indentation": "".join(" " * n + "a:\n" for n in range(500)),
     "a hundred thousand keys": "".join(f"k{n}: 1\n" for n in range(100_000)),
     "three million characters": "# " + "x" * 3_000_000,
-    "a tag that makes objects": "release: !!python/object/apply:os.system [id]\n",
-    "a merge key": "a: &a {b: c}\nd:\n  <<: *a\n",
-    "duplicate keys": "release: v26.11\nrelease: v26.12\n",
-    "a second document": "release: v26.11\n---\nrelease: v26.12\n",
-    "an anchor in itself": "release: &a [*a]\n",
-    "an unknown alias": "release: *nowhere\n",
-    "a null character": 'release: "a\\0b"\n',
-    "a control character": "release: a\x07b\n",
-    "a list": "- a\n",
-    "a scalar": "only text\n",
-    "nothing": "",
-    "a tab": "a:\n\tb: c\n",
-    "an open quote": "release: 'v26.11\n",
+    **_PLANTED["YAML"],
 }
 
 
@@ -346,8 +334,7 @@ def _inputs() -> Iterator[Fault]:
                 yield Fault(f"project: {file}, {what}", make, words=("plan", "demo"), codes=frozenset((0, 2)))
             else:
                 yield Fault(f"project: {file}, {what}", make, codes=_READ)
-    edits = _PLANTED["pins"]
-    for what, (old, new) in edits.items():
+    for what, (old, new) in _PLANTED["pins"].items():
         yield Fault(
             f"pins: {what}", lambda kit, old=old, new=new: kit.edit("versions.yaml", old, new), codes=frozenset((1, 2))
         )
@@ -361,9 +348,8 @@ def _odd_name(name: bytes, kit: Kit) -> None:
 
 def _trees() -> Iterator[Fault]:
     """What may not lie in a component's folder."""
-    names = {what: name.encode("latin-1") for what, name in _PLANTED["names"].items()}
-    for what, name in names.items():
-        yield Fault(f"names: {what}", partial(_odd_name, name), codes=_INPUT)
+    for what, name in _PLANTED["names"].items():
+        yield Fault(f"names: {what}", partial(_odd_name, name.encode("latin-1")), codes=_INPUT)
     kinds: Mapping[str, Callable[[Path], object]] = {
         "a pipe": os.mkfifo,
         "a socket": _socket,
@@ -440,8 +426,7 @@ def _locks() -> Iterator[Fault]:
         changes[f"a file without {key}"] = lambda data, key=key: data["files"][1].pop(key)
         for what, value in {"null": None, "a list": ["x"]}.items():
             changes[f"a file's {key} is {what}"] = partial(_set_in_file, key, value)
-    values = _PLANTED["locks"]
-    for what, (key, value) in values.items():
+    for what, (key, value) in _PLANTED["locks"].items():
         changes[what] = partial(_set_in_file, key, value)
     changes["another format"] = lambda data: data.update(format=99)
     changes["another target"] = lambda data: data["pins"].update({"wheel demo-pkg": "2.0"})
@@ -454,9 +439,8 @@ def _locks() -> Iterator[Fault]:
     for what, damage in _DAMAGES.items():
         codes = frozenset((0, 2)) if "bit" in what else _READ
         yield Fault(f"locks: the file is damaged, {what}", partial(_damage, _LOCK, damage), words=words, codes=codes)
-    texts = {what: text.encode("latin-1") for what, text in _PLANTED["lock texts"].items()}
-    for what, data in texts.items():
-        yield Fault(f"locks: {what}", partial(_write, _LOCK, data), words=words, codes=_INPUT)
+    for what, text in _PLANTED["lock texts"].items():
+        yield Fault(f"locks: {what}", partial(_write, _LOCK, text.encode("latin-1")), words=words, codes=_INPUT)
 
 
 # -- wheels and layers: through the same actions as a build, in a store of their own --------------------------------

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from primus.cli.main import main
 from primus.errors import InputError
@@ -16,36 +17,8 @@ from primus.recipes.published import facts_of, published_faults
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 
-# Recipe, the field that is wrong, and its wrong value; another field, if that one is named.
-WRONG = [
-    *(("llama3.1-8b", f"model.{key}", value) for key, value in {
-        "family": "mistral", "layers": 31, "hidden_size": 2048, "heads": 16, "kv_heads": 32, "head_dim": 64,
-        "ffn_size": 11008, "vocab_size": 128000, "max_seq_len": 8192, "rope_theta": 10000.0, "norm_eps": 1e-6,
-        "rope_scaling.kind": "none", "rope_scaling.factor": 32.0, "rope_scaling.low_freq_factor": 2.0,
-        "rope_scaling.high_freq_factor": 8.0, "rope_scaling.original_max_position": 4096, "qkv_bias": True,
-        "qk_norm": True, "window": 4096, "tied_embeddings": True, "mla.kv_lora_rank": 512,
-        "hf_repo": "meta-llama/Meta-Llama-3-8B",
-    }.items()),
-    *(("qwen2.5-7b", f"model.{key}", value) for key, value in {
-        "family": "qwen3", "qkv_bias": False, "qk_norm": True, "tied_embeddings": True, "window": 131072,
-        "head_dim": 64, "vocab_size": 151936, "norm_eps": 1e-5,
-    }.items()),
-    *(("qwen3-8b", f"model.{key}", value) for key, value in {
-        "family": "qwen2", "qk_norm": False, "qkv_bias": True, "head_dim": 64, "rope_theta": 10000.0, "heads": 64,
-    }.items()),
-    ("qwen3-8b", "torchtitan.parallelism.pipeline_parallel_degree", 2),
-    ("mistral-7b", "model.window", 0), ("mistral-7b", "model.kv_heads", 32), ("mistral-7b", "model.family", "llama3"),
-    *(("mixtral-8x7b", f"model.{key}", value) for key, value in {
-        "moe.experts": 16, "moe.top_k": 1, "moe.ffn_size": 7168, "moe.normalize_top_k": False, "moe.score": "sigmoid",
-        "moe.shared_experts": 1, "moe.dense_layers": 1, "window": 4096,
-    }.items()),
-    *(("deepseek-v3", f"model.{key}", value) for key, value in {
-        "moe.experts": 128, "moe.top_k": 6, "moe.shared_experts": 2, "moe.dense_layers": 1, "moe.score": "softmax",
-        "moe.groups": 4, "moe.top_groups": 2, "moe.route_scale": 1.0, "mla.q_lora_rank": 0, "mla.kv_lora_rank": 256,
-        "mla.qk_nope_head_dim": 64, "mla.qk_rope_head_dim": 32, "mla.v_head_dim": 64, "rope_scaling.mscale": 0.707,
-        "rope_scaling.beta_fast": 16.0, "moe.ffn_size": 1408,
-    }.items()),
-]  # fmt: skip
+FIXTURE = Path(__file__).parents[2] / "fixtures/wrong_models.yaml"
+WRONG = [(name, key, value) for name, row in yaml.safe_load(FIXTURE.read_text()).items() for key, value in row.items()]
 NAMED = {"model.hf_repo": "model.max_seq_len"}
 CASE = "uses: [{0}.yaml]\nname: wrong\ndescription: a wrong model\ncases: [{{when: {{proxy: false}}, {1}: {2}}}]\n"
 

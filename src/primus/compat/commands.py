@@ -12,7 +12,7 @@ from typing import Any
 from primus.compat.experiment import is_experiment, read_experiment
 from primus.compat.translate import options, table, translate
 from primus.errors import HostError, InputError, nearest
-from primus.recipes.backends import backend as backend_named
+from primus.recipes.backends import backends
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -46,7 +46,7 @@ class Request:
 
     def for_proxy(self) -> Request:
         """Return the request for the proxy. It keeps its own sizes, so only the number of steps and the seed remain."""
-        knows = backend_named(self.choices.backend or "torchtitan")
+        knows = backends()[self.choices.backend or "torchtitan"]
         words = tuple(w for w in self.words if w.partition("=")[0] in (knows.key("steps"), knows.key("seed")))
         dropped = [word for word in self.words if word not in words]
         says = (f"the proxy keeps its own sizes: {' '.join(dropped)} left out",) if dropped else ()
@@ -157,7 +157,7 @@ def _pretrain(
     nodes, ranks = _count(environment, "NNODES"), _count(environment, "GPUS_PER_NODE")
     words = [f"ranks={ranks}"] if ranks else []
     if environment.get("PRIMUS_DETERMINISTIC", "0") not in ("", "0"):
-        words.append(f"{backend_named(str(request.choices.backend)).key('deterministic')}=true")
+        words.append(f"{backends()[str(request.choices.backend)].key('deterministic')}=true")
     # The script's default is one node, whereas the recipe's default may be more; its rendezvous port was 1234.
     port = {"MASTER_PORT": environment.get("MASTER_PORT", "1234")} if nodes and nodes > 1 else {}
     return replace(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from primus.compat.translate import Option, Translation, table, translate, typed
 from primus.errors import InputError, nearest
-from primus.recipes.backends import backend as backend_named
+from primus.recipes.backends import backends
 from primus.recipes.setting import Value
 from primus.yamlfile import Document, Scalar, Tree, read_values, spell
 
@@ -90,7 +90,7 @@ def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
         f"description: {spell(f'{source.recipe} as {source.path.name} has it')}",
         f"default: {{backend: {source.backend}, mode: pretrain, precision: {done.precision}{several}}}",
     ]
-    key = f"{source.backend}.{backend_named(source.backend).keys['global_batch']}"
+    key = f"{source.backend}.{backends()[source.backend].keys['global_batch']}"
     exact: list[str] = []
     if several and isinstance(batch := settings.get(key), int) and batch > 0:
         exact = [f"{case}{several}}}", f"    {key}: {spell(settings.pop(key))}"]

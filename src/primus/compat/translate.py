@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from primus.errors import InputError, nearest
-from primus.recipes.backends import backend as backend_named
+from primus.recipes.backends import backends
 from primus.recipes.schema import backend_rules
 from primus.recipes.setting import Value
 from primus.yamlfile import Scalar, read_values, spell, value
@@ -161,7 +161,7 @@ def _translate_listed(option: Option, entry: Entry, done: Translation) -> None:
 
 
 def _translate_native(backend: str, option: Option, done: Translation) -> None:
-    rules, owned = backend_rules(backend), backend_named(backend).owned
+    rules, owned = backend_rules(backend), backends()[backend].owned
     flat = backend == "megatron" and "." not in option.key
     names = [f"{section}.{option.key}" for section in _SECTIONS] if flat else [option.key]
     if owner := next((name for name in names if name in owned), None):

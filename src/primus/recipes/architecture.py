@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from primus.recipes.family import families, family, weights_of
 from primus.recipes.setting import Value, bounded
@@ -231,8 +231,8 @@ def readable(count: int) -> str:
 
 
 @cache
-def _tables(file: Path) -> Mapping[str, Mapping[str, Any]]:
-    return cast(Mapping[str, Mapping[str, Any]], read_values(file).data)
+def _tables(file: Path) -> Any:
+    return read_values(file).data
 
 
 def arguments(source: Any, file: Path, *tables: str) -> dict[str, Any]:

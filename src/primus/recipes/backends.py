@@ -53,8 +53,3 @@ def backends() -> Mapping[str, Backend]:
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
         table[name] = Backend(name=name, **fields)  # type: ignore[arg-type]
     return table
-
-
-def backend(name: str) -> Backend:
-    """Return one backend. Raises KeyError if there is none; callers check names before."""
-    return backends()[name]

@@ -14,7 +14,7 @@ from typing import TypeVar
 from primus.errors import InputError
 from primus.files import below
 from primus.recipes.architecture import Architecture, architecture
-from primus.recipes.backends import Backend, backend
+from primus.recipes.backends import Backend, backends
 from primus.recipes.load import beside
 from primus.recipes.setting import WORDS, Choices, Setting, Value
 
@@ -96,7 +96,7 @@ class Recipe:
     @property
     def knows(self) -> Backend:
         """The backend's entry in the table of backends."""
-        return backend(self.backend)
+        return backends()[self.backend]
 
     @property
     def architecture(self) -> Architecture:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primus.errors import InputError, nearest
 from primus.recipes import load, schema
-from primus.recipes.backends import Backend, backend, backends
+from primus.recipes.backends import Backend, backends
 from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import families, family
 from primus.recipes.faults import Fault, data_faults, layout_faults, model_faults, size_faults
@@ -60,7 +60,7 @@ def resolve(
         if "nodes" in case.settings and case.holds(facts):
             chosen["nodes"] = case.settings["nodes"]
             facts["nodes"] = str(chosen["nodes"].value)
-    knows = backend(facts["backend"])
+    knows = backends()[facts["backend"]]
     spelled: dict[str, str] = {}
     overriding: dict[str, Setting] = {}
     for number, word in enumerate([*words, *replacing]):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from primus.recipes.architecture import Architecture
-from primus.recipes.backends import backend
+from primus.recipes.backends import backends
 from primus.recipes.setting import WORDS, Setting, Value, outside
 from primus.yamlfile import LARGEST, read_values
 
@@ -123,7 +123,7 @@ def _fields(cls: type[Any], prefix: str) -> Iterator[tuple[str, Rule]]:
 def backend_rules(name: str) -> Mapping[str, Rule]:
     """Return the rules of every key of a backend at its pinned version. Keys omit the backend's name."""
     content = json.loads((Path(__file__).parent / "keys" / f"{name}.json").read_text(encoding="utf-8"))
-    knows = backend(name)
+    knows = backends()[name]
     return {
         key: replace(
             rule,

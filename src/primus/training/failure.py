@@ -9,7 +9,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,9 +203,9 @@ def end_ranks(launcher: int, output: Path, seconds: float) -> None:
 
     A stopped rank cannot print: it is noted as hung, and killed.
     """
-    every = processes()
-    for pid, rank in _ranks(pid for pid, (parent, _) in every.items() if parent == launcher).items():
-        _, state = every[pid]
+    for pid, (parent, state) in processes().items():
+        if parent != launcher or (rank := _rank(pid)) is None:
+            continue
         if state in "TtD":
             what = "stopped (SIGSTOP, or a debugger)" if state in "Tt" else "waiting for a disk or a device"
             note(output, rank, f"hung: no progress for {seconds:g} s; its process is {what}")
@@ -237,10 +237,8 @@ def name_hung(output: Path, seconds: float) -> list[int]:
     return hung
 
 
-def _ranks(pids: Iterable[int]) -> dict[int, int]:
-    ranks = {}
-    for pid in pids:
-        with suppress(OSError, KeyError):
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            ranks[pid] = int(dict(word.split(b"=", 1) for word in words if b"=" in word)[b"RANK"])
-    return ranks
+def _rank(pid: int) -> int | None:
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next((int(word.removeprefix(b"RANK=")) for word in words if word.startswith(b"RANK=")), None)
+    return None

@@ -34,7 +34,6 @@ def job_file(job: Job) -> str:
     content = {
         **{name: getattr(job, name) for name in ("name", "first_step", "last_step", "examined")},
         "output": str(job.output),
-        "threads": 1,
         "witness": job.judged,
         "resume_from": str(job.resume_from) if job.resume_from else None,
         # Hooks on a compiled block would compile it again; with context parallelism, ranks hold parts of a sequence.

@@ -130,7 +130,7 @@ def prepare(*, on_cpu: bool = True) -> None:
 
     if on_cpu:
         # torchtitan chooses its device when it is imported.
-        cpu.apply(1)
+        cpu.apply()
     torch.set_num_threads(1)
     for name in ("torchtitan.train", "primus.training.torchtitan.entry", "primus.training.loop.train",
                  "primus.training.fsdp.entry", "primus.training.finetune.entry", "transformers", "peft",

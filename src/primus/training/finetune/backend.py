@@ -89,8 +89,14 @@ def check(folder: Path, model: Architecture) -> None:
         raise InputError(objection["why"], where=objection.get("where", str(file)), hint=objection.get("hint"))
 
 
+def source_of(name: str, *, offline: bool) -> Path | None:
+    """Return the folder of initial weights, None if they are random; those of the hub are downloaded once."""
+    if name == "random":
+        return None
+    return downloaded(name, *FILES, offline=offline) if name.startswith(HUB) else Path(name)
+
+
 def check_weights(recipe: Recipe) -> None:
     """Raise InputError if the recipe's initial weights are missing, damaged or of another model."""
-    name = recipe.find("finetune.weights", "random")
-    if name != "random":
-        check(downloaded(name, *FILES) if name.startswith(HUB) else Path(name), recipe.architecture)
+    if source := source_of(recipe.find("finetune.weights", "random"), offline=False):
+        check(source, recipe.architecture)

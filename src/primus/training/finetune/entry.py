@@ -11,10 +11,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from primus.recipes.recipe import MOCK
-from primus.recipes.weights import FILES, HUB, downloaded
 from primus.training.corpus import TOKENIZER_FILES, tokenizer_folder
 from primus.training.finetune import models
-from primus.training.finetune.backend import FinetuneConfig
+from primus.training.finetune.backend import FinetuneConfig, source_of
 from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.evaluation import Evaluation
@@ -26,7 +25,7 @@ from primus.turbo.attention import attend_in_transformers
 def main(job: RankJob, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""
     config = job.section(FinetuneConfig)
-    source = _source(config.weights)
+    source = source_of(config.weights, offline=True)
     attention = attend_in_transformers() if "flash-attention-4" in job.turbo else config.attention
     causal = models.causal_model(job.model, attention, source)
     model = models.FineTuned(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)
@@ -48,12 +47,6 @@ def main(job: RankJob, here: Process) -> None:
         if evaluation and evaluation.best:
             train.load_checkpoint(evaluation.best, sharded)
         _save(model, job, source)
-
-
-def _source(name: str) -> Path | None:
-    if name == "random":
-        return None
-    return downloaded(name, *FILES, offline=True) if name.startswith(HUB) else Path(name)
 
 
 def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:

@@ -106,7 +106,6 @@ class RankJob:
     world_size: int
     data_parallel: int
     accumulation: int
-    threads: int
     witness: bool
     examined: Sequence[int]
     blocks: bool

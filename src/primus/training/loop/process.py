@@ -56,7 +56,7 @@ def start(job: RankJob) -> Process:
         dist.init_process_group("nccl", device_id=device, timeout=_PATIENCE)
     else:
         device = torch.device("cpu")
-        use_cpu(job.threads)
+        use_cpu()
         dist.init_process_group("gloo", timeout=_PATIENCE)
     if job.training.deterministic:
         # cuBLAS reads it when its handle is created, which has not happened yet.
@@ -67,9 +67,9 @@ def start(job: RankJob) -> Process:
     return Process(rank=rank, world_size=world_size, device=device)
 
 
-def use_cpu(threads: int) -> None:
-    """Prepare a rank on a CPU, before its process group. With fixed threads, sums always have the same order."""
-    torch.set_num_threads(threads)
+def use_cpu() -> None:
+    """Prepare a rank on a CPU, before its process group. With one thread, sums always have the same order."""
+    torch.set_num_threads(1)
     # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gloo.complete()

@@ -16,9 +16,9 @@ from primus.training.loop.process import use_cpu
 from primus.training.loop.weights import fill
 
 
-def apply(threads: int) -> None:
+def apply() -> None:
     """Make the CPU torchtitan's device in this process."""
-    use_cpu(threads)
+    use_cpu()
     _device()
     _barrier()
     _gradient_reduction()

@@ -172,7 +172,7 @@ def main(argv: list[str]) -> None:
     choose_store(folder)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
-        cpu.apply(int(job["threads"]))
+        cpu.apply()
     if job["config"].get("compile.enable"):
         keep_graphs()
     written = tokens.stored(folder / "cache")

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from primus.errors import HostError
+from primus.files import text_if_readable
 from primus.gpus.detect import Found, detect, memory_bytes
 from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import readable, size
@@ -158,12 +159,12 @@ def _amd(ranks: int, root: Path) -> Meter | None:
     files = [
         file
         for card in sorted((root / "sys/class/drm").glob("card[0-9]*"))
-        if _word(card / "device/vendor") == _AMD
+        if text_if_readable(card / "device/vendor").strip() == _AMD
         for file in sorted((card / "device/hwmon").glob("*/energy1_input"))
     ]
 
     def joules(file: Path) -> float | None:
-        word = _word(file)
+        word = text_if_readable(file).strip()
         return int(word) / 1e6 if word.isdigit() else None
 
     return _mean([partial(joules, file) for file in files], ranks)
@@ -175,10 +176,3 @@ def _mean(counters: Sequence[Meter], ranks: int) -> Meter | None:
         return sum(values) / ranks if len(values) == ranks else None
 
     return read if len(counters) == ranks and read() is not None else None
-
-
-def _word(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""

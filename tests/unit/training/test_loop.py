@@ -10,7 +10,6 @@ import pytest
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import ranks
-from primus.training.finetune.backend import FinetuneConfig
 from primus.training.job import Job
 from primus.training.loop import config
 from primus.training.loop.config import LoopConfig, ShardingConfig, learning_rate
@@ -59,13 +58,6 @@ def test_a_rank_reads_the_job_as_the_recipe_means_it(tmp_path: Path, recipe: str
     assert read.global_batch == made.recipe.global_batch
     assert read.section(ShardingConfig, "sharding") == ShardingConfig(replicas=2)
     assert read.resume_from is None
-
-
-def test_nested_keys_reach_the_backends_own_section(tmp_path: Path) -> None:
-    made = job(tmp_path, "finetune", "lora", "lora.rank=4", "lora.targets=[q_proj, v_proj]")
-    (tmp_path / "job.json").write_text(ranks.job_file(made))
-    settings = config.read_job(tmp_path).section(FinetuneConfig)
-    assert (settings.lora.rank, settings.lora.targets, settings.weights) == (4, ["q_proj", "v_proj"], "random")
 
 
 def test_only_what_the_hub_holds_needs_the_hub(tmp_path: Path) -> None:

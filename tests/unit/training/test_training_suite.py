@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from primus.training import outcome, ranks, start, suite
 from primus.training.job import Job
 from primus.training.metrics import of_recipe_unit
 from primus.training.outcome import Outcome
-from primus.training.torchtitan import render
 from proof_kit import evidence
 
 LINEARS: dict[str, Any] = {
@@ -244,20 +242,6 @@ def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
 def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leaves no step of 10 to resume"):
         suite.plan("llama3-proxy", tmp_path, ["training.steps=10"])
-
-
-def test_the_toml_is_what_torchtitan_reads(jobs: tuple[Job, ...]) -> None:
-    config = tomllib.loads(render.toml(jobs[2]))
-    assert config["training"]["steps"] == 20
-    assert config["metrics"] == {"log_freq": 1, "disable_color_printing": True}
-    assert config["checkpoint"]["initial_load_path"].endswith("/base/checkpoint/step-10")
-    assert config["checkpoint"]["initial_load_model_only"] is False
-    assert config["model"]["flavor"] == "recipe"
-    assert tomllib.loads(render.toml(jobs[0]))["checkpoint"] == {
-        "enable": True,
-        "interval": 10,
-        "last_save_model_only": False,
-    }
 
 
 def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: tuple[Job, ...]) -> None:

@@ -56,7 +56,7 @@ def judged(run: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, ..
         verdicts.append(checks.loss_falls(run.series, recipe.get("validation.loss_drop", float)))
     if check == "accumulation":
         tolerance = recipe.get("validation.accumulation_tolerance", float)
-        verdicts.append(checks.same_step(check, healthy.series, run.series, tolerance))
+        verdicts.append(checks.same_steps(check, healthy.series, run.series, tolerance, last=1))
     elif check == "resume":
         tolerance = recipe.get("validation.resume_tolerance", float)
         verdicts.append(checks.same_steps(check, healthy.series, run.series, tolerance, first=KEPT + 1))

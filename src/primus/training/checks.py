@@ -229,11 +229,12 @@ def ran_as_asked(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> Verdi
 
 
 def same_steps(
-    name: str, base: Series, other: Series, tolerance: float, *, first: int = 1, advice: str = ""
-) -> Verdict:
-    """Check that two runs have the same loss and gradient norm at every step from ``first`` on."""
+    name: str, base: Series, other: Series, tolerance: float, *,
+    first: int = 1, last: float = math.inf, advice: str = "",
+) -> Verdict:  # fmt: skip
+    """Check that two runs have the same loss and gradient norm at every step from ``first`` to ``last``."""
     limit = "equal to the last bit" if tolerance == 0 else _relative(tolerance)
-    compared = [step for step in base.steps if step.step >= first]
+    compared = [step for step in base.steps if first <= step.step <= last]
     if not compared:
         return Verdict(name, False, "the base run has no steps to compare with", limit=limit)
     twins = [(step, other.at(step.step)) for step in compared]
@@ -247,18 +248,6 @@ def same_steps(
         fine += ", as far as the log's digits go"
     reason = "; ".join([*faults, advice] if advice else faults) if faults else fine
     return Verdict(name, not faults, reason, measured=f"largest relative gap {worst:.2g}", limit=limit)
-
-
-def same_step(name: str, base: Series, other: Series, tolerance: float, *, at: int = 1) -> Verdict:
-    """Check that two runs that divide the same batch in other ways have the same loss and norm at step ``at``."""
-    limit = _relative(tolerance)
-    step, twin = base.at(at), other.at(at)
-    if step is None or twin is None:
-        return Verdict(name, False, f"step {at} was not logged", limit=limit)
-    loss, norm = _gaps(step, twin)
-    reason = f"gradient norm {step.grad_norm:.6f} before and {twin.grad_norm:.6f} after the batch was divided"
-    measured = f"loss {loss:.1e}, gradient norm {norm:.1e}"
-    return Verdict(name, max(loss, norm) <= tolerance, reason, measured=measured, limit=limit)
 
 
 def same_loss(precisions: tuple[str, str], base: Series, other: Series, tolerance: float) -> Verdict:

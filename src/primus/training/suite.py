@@ -171,11 +171,11 @@ def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Iterato
         resumed, first = series["resume"], planned["resume"].first_step
         yield ("base", "resume"), checks.same_steps("resume", base, resumed, limit("resume_tolerance"), first=first)
         split, tolerance = series["accumulation"], limit("accumulation_tolerance")
-        yield ("base", "accumulation"), checks.same_step("accumulation", base, split, tolerance)
+        yield ("base", "accumulation"), checks.same_steps("accumulation", base, split, tolerance, last=1)
     if "tensor-parallel" in planned:
         names = ("one-rank", "tensor-parallel")
         at, tolerance = planned[names[1]].first_step, limit("layout_tolerance")
-        yield names, checks.same_step("layout", series[names[0]], series[names[1]], tolerance, at=at)
+        yield names, checks.same_steps("layout", series[names[0]], series[names[1]], tolerance, first=at, last=at)
     for name in sorted(planned):
         if name.startswith(_PRECISION_JOB):
             words = (recipe.precision, name.removeprefix(_PRECISION_JOB))

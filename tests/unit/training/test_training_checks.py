@@ -198,10 +198,10 @@ def test_a_resumed_run_is_compared_from_its_first_step() -> None:
 
 
 def test_one_step_of_a_divided_batch() -> None:
-    base = series(7.0, norms=(0.6748,))
-    assert checks.same_step("x", base, series(7.0000001, norms=(0.67480001,)), 1e-4).passed
+    base = series(7.0, 6.0, norms=(0.6748, 0.5))
+    assert checks.same_steps("x", base, series(7.0000001, 5.0, norms=(0.67480001, 0.5)), 1e-4, last=1).passed
     for other in (series(3.5, norms=(0.41,)), series(7.0, norms=(1.3496,)), Series(), series(NAN)):
-        assert not checks.same_step("x", base, other, 1e-4).passed
+        assert not checks.same_steps("x", base, other, 1e-4, last=1).passed
 
 
 def test_every_check_has_a_row_in_the_documentation() -> None:

@@ -25,18 +25,8 @@ from primus.training.witness import Blocks
 
 def main() -> None:
     torch.manual_seed(0)
-    proxies = [
-        resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture
-        for name in (
-            "llama2-7b",
-            "llama3.1-8b",
-            "mistral-7b",
-            "qwen2.5-7b",
-            "mixtral-8x7b",
-            "deepseek-v2-lite",
-            "deepseek-v3",
-        )
-    ]
+    names = ["llama2-7b", "llama3.1-8b", "mistral-7b", "qwen2.5-7b", "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3"]
+    proxies = [resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture for name in names]
     normed = replace(proxies[3], family="qwen3", qkv_bias=False, qk_norm=True, head_dim=32)
     moe = replace(proxies[4].moe, ffn_size=48, normalize_top_k=False)
     proxies += [normed, replace(normed, family="qwen3_moe", moe=moe), replace(proxies[1], tied_embeddings=True)]
@@ -52,17 +42,14 @@ def main() -> None:
         weights = to_canonical("finetune", sizes, mine)
         assert {key: tuple(value.shape) for key, value in without_bias(weights).items()} == shapes(sizes), name
         tokens = torch.randint(0, sizes.vocab_size, (2, 33))
+        wide, batch = {key: value.double() for key, value in weights.items()}, {"inputs": tokens}
         with torch.no_grad():
-            ours, _ = Model(sizes).prediction(
-                {key: value.double() for key, value in weights.items()}, {"inputs": tokens}
-            )
+            ours, _ = Model(sizes).prediction(wide, batch)
             theirs = model(tokens).logits
         gap = float((ours - theirs).abs().max() / theirs.abs().max())
         assert gap < 1e-5, (name, gap)
         for wrong in _wrong(sizes):
-            other, _ = Model(wrong).prediction(
-                {key: value.double() for key, value in weights.items()}, {"inputs": tokens}
-            )
+            other, _ = Model(wrong).prediction(wide, batch)
             assert float((other.detach() - theirs).abs().max() / theirs.abs().max()) > 1e-4, (name, wrong)
 
 

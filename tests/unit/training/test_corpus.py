@@ -36,8 +36,6 @@ def texts(path: Path, column: str | None = None) -> list[str]:
     [
         ("marks.txt", b"\xef\xbb\xbfone\r\ntwo\r\n \n\n three\n\nfour", ["one\r\ntwo", " three", "four"]),
         ("separator.jsonl", '{"text": "a\u2028b"}\n\n{"text": "c"}'.encode(), ["a\u2028b", "c"]),
-        ("list.json", json.dumps([{"text": "a"}, {"text": "[b"}], indent=1).encode(), ["a", "[b"]),
-        ("texts.json", b'["a", "b"]', ["a", "b"]),
     ],
 )
 def test_every_form_gives_its_documents(tmp_path: Path, name: str, content: bytes, wanted: list[str]) -> None:

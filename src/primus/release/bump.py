@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from packaging.version import Version
@@ -64,12 +65,10 @@ class Outlooks:
         outlook = Outlook(component=place[0], channel=pin.channel, package=_package(pin), targets=targets,
                           pinned=pin.version or "", moves={})  # fmt: skip
         try:
-            for number, versions in enumerate(self._steps(place, wanted)):
+            for versions in islice(self._steps(place, wanted), _TRIES):
                 outlook = replace(outlook, newest=outlook.newest or versions[place])
                 if (moves := versions if wanted else self._fit(versions)) is not None:
                     return replace(outlook, compatible=versions[place], moves=moves)
-                if number + 1 == _TRIES:
-                    break
         except HostError as error:
             return replace(outlook, error=error.message)
         return outlook

@@ -98,11 +98,7 @@ def publish(
     missing = [blob for blob in blobs if not there.has_blob(blob)]
     if missing or there.digest(digest) is None:
         _push(ready, store, repository, missing, progress)
-    artifacts = there.attach(ready.documents, ready.subject)
-    attached = [
-        {"type": document.media_type, "name": document.name, "digest": artifact}
-        for document, artifact in zip(ready.documents, artifacts, strict=True)
-    ]
+    there.attach(ready.documents, ready.subject)
     ref, about = f"{repository}:{ready.tag}", statements(ready.documents, ready.tag, digest)
     request = write_request(later, ref, ready.subject, about) if later else None
     if not later:
@@ -114,7 +110,7 @@ def publish(
         "new": before != digest,
         "bytes_sent": sum(sizes.get(blob, 0) for blob in missing),
         "bytes": ready.image.size,
-        "attached": attached,
+        "attached": [document.name for document in ready.documents],
         "signed": signer is not None,
         "to_sign": str(request) if request else None,
     }

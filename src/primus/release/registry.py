@@ -223,8 +223,8 @@ class Repository:
         index = self._index(f"referrers/{digest}") or self._index(f"manifests/{digest_tag(digest)}")
         return list(index["manifests"]) if index else []
 
-    def attach(self, documents: Sequence[Document], subject: Mapping[str, Any]) -> list[str]:
-        """Attach ``documents`` to the image ``subject``, unless they already are. Returns the artifacts' digests.
+    def attach(self, documents: Sequence[Document], subject: Mapping[str, Any]) -> None:
+        """Attach ``documents`` to the image ``subject``, unless they already are.
 
         Raises HostError if the registry does not list them afterwards.
         """
@@ -234,7 +234,7 @@ class Repository:
             there = {descriptor["digest"] for descriptor in self.referrers(about)}
             absent = [pair for digest, pair in manifests.items() if digest not in there]
             if not absent:
-                return list(manifests)
+                return
             if number < _LISTINGS:
                 time.sleep(number * 0.5)
                 self._add(absent, about)

@@ -40,11 +40,10 @@ def releases(args: argparse.Namespace) -> int:
     history, project = load_history(), _project(args)
     if args.name is not None:
         shown = _choices(args.name, project)
+        text = "\n\n".join(show.release_page(release, Screen.of()) for release in shown)
     else:
-        pinned = [_pinned(project, project.versions.release)] if project else []
-        shown = (*pinned, *history.releases)
-    pages = [show.release_page(release, Screen.of()) for release in shown] if args.name is not None else []
-    text = "\n\n".join(pages) or show.release_list(shown, Screen.of())
+        shown = (*([_pinned(project, project.versions.release)] if project else []), *history.releases)
+        text = show.release_list(shown, Screen.of())
     answer(args, {"releases": [asdict(release) for release in shown]}, [text])
     return 0
 
@@ -70,10 +69,10 @@ def diff(args: argparse.Namespace) -> int:
         project.workspace.hold()
     target = target_of(args.old) or target_of(args.new)
     old, new = (side(word, project, target) for word in (args.old, args.new))
-    parts = [dict(one.parts) for one in (old, new)]
+    parts = [old.parts, new.parts]
     if old.layers and new.layers and project is not None:
-        for one, other, part in ((old, new, parts[0]), (new, old, parts[1])):
-            part["files"] = files(one, other, project.workspace.store)
+        pairs = ((old, new), (new, old))
+        parts = [{**one.parts, "files": files(one, other, project.workspace.store)} for one, other in pairs]
     curves = golden.between(old.curves, new.curves, old.release.reference, new.release.reference)
     gpus = new.release.gpus or (target_of(args.new),)
     known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)

@@ -21,9 +21,6 @@ _RACY_NS = 50_000_000
 _DIGITS = 64
 _RENAME = "rename it, or leave it out with `include`"
 
-TreeFile = tuple[str, str, str]
-"""A path of a tree: relative path, ``file``/``exec``/``link``, sha256 of the content or the link's target."""
-
 
 class StatIndex:
     """The cache, stored in one file. Losing it costs only time."""
@@ -34,7 +31,7 @@ class StatIndex:
         self.trusted = True
         self._changed = False
         # Targets that share trees walk each tree once.
-        self._trees: dict[tuple[str, tuple[str, ...]], list[TreeFile]] = {}
+        self._trees: dict[tuple[str, tuple[str, ...]], list[tuple[str, str, str]]] = {}
         entries = read_sealed(path)
         # Path → size, mtime, ctime, inode, SHA-256.
         self._entries: dict[str, object] = entries if isinstance(entries, dict) else {}
@@ -61,18 +58,17 @@ class StatIndex:
             self._changed = True
         return digest
 
-    def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[TreeFile]:
-        """Return every file below ``root`` in order, except caches. ``include`` restricts it to some of its
-        children.
+    def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
+        """Return every file below ``root`` in order, except caches, as in :data:`primus.plan.action.Tree`.
 
-        Raises InputError if the folder or a child in ``include`` is missing or unreadable, and for files that
-        an image may not contain: pipes, devices, sockets and unclean paths.
+        ``include`` restricts it to some of its children. Raises InputError for one that is missing or unreadable, and
+        for files that an image may not contain: pipes, devices, sockets and unclean paths.
         """
         if (str(root), include) in self._trees:
             return self._trees[str(root), include]
         if not root.is_dir():
             raise InputError("there is no such folder", where=str(root))
-        files: list[TreeFile] = []
+        files: list[tuple[str, str, str]] = []
         try:
             for name in include:
                 path = f"{root}/{name}"
@@ -89,7 +85,7 @@ class StatIndex:
         self._trees[str(root), include] = sorted(files)
         return self._trees[str(root), include]
 
-    def _walk(self, folder: str, prefix: str, files: list[TreeFile]) -> None:
+    def _walk(self, folder: str, prefix: str, files: list[tuple[str, str, str]]) -> None:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -98,7 +94,7 @@ class StatIndex:
                 elif not entry.name.endswith(".pyc"):
                     self._file(entry.path, prefix + entry.name, files)
 
-    def _file(self, path: str, name: str, files: list[TreeFile]) -> None:
+    def _file(self, path: str, name: str, files: list[tuple[str, str, str]]) -> None:
         if fault := path_fault(name):
             raise InputError(f"{name!r} cannot be in an image: {fault}", where=path[: -len(name) - 1], hint=_RENAME)
         status = os.lstat(path)

@@ -83,11 +83,11 @@ def cdi_names(folders: Sequence[Path] = CDI_FOLDERS) -> list[str]:
 
 def _first(names: Sequence[str], count: int | None) -> Sequence[str]:
     kind = names[0].partition("=")[0]
-    numbers = sorted(int(number) for number in (name.partition("=")[2] for name in names) if number.isdigit())
-    if count is None:
-        return [f"{kind}=all"] if f"{kind}=all" in names else [f"{kind}={number}" for number in numbers] or names
+    if count is None and f"{kind}=all" in names:
+        return [f"{kind}=all"]
+    numbers = sorted(int(number) for name in names if (number := name.partition("=")[2]).isdigit())
     _check_count(count, len(numbers))
-    return [f"{kind}={number}" for number in numbers[:count]]
+    return [f"{kind}={number}" for number in numbers[:count]] or names
 
 
 def _check_count(count: int | None, available: int) -> None:

@@ -210,6 +210,7 @@ def _generator(seed: int, number: int) -> torch.Generator:
 
 # A document's tokens, and whether each is trained; None if all are.
 _Piece = tuple[list[int], list[bool] | None]
+_Turns = list[dict[str, Any]]
 _SPLITS = {
     "train": {"train", "training"}, "validation": {"validation", "valid", "dev", "val"},
     "test": {"test", "testing", "eval", "evaluation"},
@@ -332,7 +333,7 @@ class _Words:
         trained[-1] |= tokens[-1] == self._marks.get("eos_token_id")
         return tokens, trained if answers else None
 
-    def chat(self, turns: list[dict[str, Any]], row: dict[str, Any], first: int, answers: bool) -> _Piece:
+    def chat(self, turns: _Turns, row: dict[str, Any], first: int, answers: bool) -> _Piece:
         roles = {"human": "user", "gpt": "assistant"}
         if "from" in turns[0]:
             turns = [turn | {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
@@ -359,9 +360,7 @@ class _Words:
         ]
         return encoded["input_ids"], inside if answers else None
 
-    def _span(
-        self, text: str, before: list[dict[str, Any]], turn: dict[str, Any], tools: list[Any] | None
-    ) -> tuple[int, int]:
+    def _span(self, text: str, before: _Turns, turn: dict[str, Any], tools: Any) -> tuple[int, int]:
         asked = self._rendered(before, tools, add_generation_prompt=True)
         answered = self._rendered([*before, turn], tools)
         start = len(asked if text.startswith(asked) else re.sub(r"<think>\s*(</think>\s*)?$", "", asked))
@@ -372,7 +371,7 @@ class _Words:
             rest = rest if text.startswith(rest, start) else rest.removesuffix(self._tokenizer.eos_token or "")
         return start, start + len(rest)
 
-    def _rendered(self, turns: list[dict[str, Any]], tools: Any, **more: Any) -> str:
+    def _rendered(self, turns: _Turns, tools: Any, **more: Any) -> str:
         return str(self._tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **more))
 
 

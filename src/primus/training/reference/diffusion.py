@@ -22,6 +22,8 @@ _WAVES = 256
 _PERIOD = 10_000.0
 # The model's times range from 0 to this value.
 _TIMES = 1000.0
+# Cosine and sine of the angles by which heads are rotated.
+Turn = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -61,8 +63,7 @@ class Diffusion(Transformer):
         turn = self._angles(text.shape[1], image)
         if name.startswith("single"):
             return self._single(weights, f"{name}.", states, condition, turn), none
-        image, text = self._double(weights, f"{name}.", image, text, condition, turn)
-        return torch.cat((text, image), 1), none
+        return self._double(weights, f"{name}.", image, text, condition, turn), none
 
     @override
     def head(self, weights: Weights, states: Tensor, context: Tensor | None) -> Tensor:
@@ -95,9 +96,8 @@ class Diffusion(Transformer):
         return total
 
     def _double(
-        self, weights: Weights, block: str, image: Tensor, text: Tensor, condition: Tensor,
-        turn: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, weights: Weights, block: str, image: Tensor, text: Tensor, condition: Tensor, turn: Turn
+    ) -> Tensor:
         streams = (("", "to_", "norm_", "to_out.0", image), ("_context", "add_", "norm_added_", "to_add_out", text))
         modulations, heads = [], []
         for which, to, norm, _, states in streams:
@@ -117,18 +117,14 @@ class Diffusion(Transformer):
             hidden = self._linear(weights, f"{block}ff{which}.net.0.proj", self._normed(states, shift, scale))
             fed = self._linear(weights, f"{block}ff{which}.net.2", self.between(_gelu(hidden)))
             outputs.append(self.between(states + self.between(gate_fed * fed)))
-        return outputs[0], outputs[1]
+        return torch.cat((outputs[1], outputs[0]), 1)
 
-    def _single(
-        self, weights: Weights, block: str, states: Tensor, condition: Tensor,
-        turn: tuple[Tensor, Tensor],
-    ) -> Tensor:  # fmt: skip
+    def _single(self, weights: Weights, block: str, states: Tensor, condition: Tensor, turn: Turn) -> Tensor:
         shift, scale, gate = self._modulation(weights, f"{block}norm.linear", condition, 3)
         normed = self._normed(states, shift, scale)
         fed = self.between(_gelu(self._linear(weights, f"{block}proj_mlp", normed)))
-        query, key, value = self._heads(
-            weights, [f"{block}attn.to_{kind}" for kind in "qkv"], f"{block}attn.norm_", normed
-        )
+        names = [f"{block}attn.to_{kind}" for kind in "qkv"]
+        query, key, value = self._heads(weights, names, f"{block}attn.norm_", normed)
         both = torch.cat((self._mixed(query, key, value, turn), fed), -1)
         return self.between(states + self.between(gate * self._linear(weights, f"{block}proj_out", both)))
 
@@ -142,7 +138,7 @@ class Diffusion(Transformer):
             heads.append(projected)
         return heads
 
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, turn: Turn) -> Tensor:
         query, key = (self.between(_turned(part, *turn)) for part in (query, key))
         scale = query.shape[-1] ** -0.5
         if self.between is not exact:

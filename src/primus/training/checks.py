@@ -239,7 +239,7 @@ def same_steps(
         return Verdict(name, False, "the base run has no steps to compare with", limit=limit)
     twins = [(step, other.at(step.step)) for step in compared]
     missing = [step.step for step, twin in twins if twin is None]
-    worst, at = max(((max(_gaps(step, twin)), step.step) for step, twin in twins if twin), default=(0.0, first))
+    worst, at = max(((_gap(step, twin), step.step) for step, twin in twins if twin), default=(0.0, first))
     faults = [f"not logged in the second run: {_ranges(missing)}"] if missing else []
     if worst > tolerance:
         faults.append(f"differs most at step {at}")
@@ -271,8 +271,8 @@ def throughput(measured: float | None, reference: float, tolerance: float) -> Ve
     return Verdict("throughput", measured >= least, reason, measured=f"{measured:,.0f}", limit=limit)
 
 
-def _gaps(step: Step, twin: Step) -> tuple[float, float]:
-    return relative_gap(step.loss, twin.loss), relative_gap(step.grad_norm, twin.grad_norm)
+def _gap(step: Step, twin: Step) -> float:
+    return max(relative_gap(step.loss, twin.loss), relative_gap(step.grad_norm, twin.grad_norm))
 
 
 def _relative(tolerance: float) -> str:

@@ -189,6 +189,20 @@ def test_a_lasting_fault_is_a_sentence_and_the_next_run_heals(
     assert_published(built[0], proxy, name)
 
 
+def test_a_damaged_layer_is_not_sent(built: tuple[Ready, Store], proxy: Proxy) -> None:
+    ready, store = built
+    path = store.blob_path(ready.image.layers[0].blob.digest)
+    data = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    try:
+        with pytest.raises(HostError, match="a blob in the store is damaged: Digest did not match") as refused:
+            publish(ready, store, repository(proxy), Progress())
+        assert refused.value.hint == "primus build --rehash rebuilds it"
+    finally:
+        path.write_bytes(data)
+
+
 def assert_published(ready: Ready, proxy: Proxy, name: str) -> None:
     """The registry itself has the tag, the image and all documents."""
     there = Repository(name.replace(f":{proxy.server_port}/", f":{proxy.port}/"))

@@ -86,7 +86,7 @@ def publish(
     """Push the image and its documents, sign it as ``signer``, and set its tag last, so that no tag lacks evidence.
 
     With ``later``, what must be signed is written to that folder, and no tag is set before it is. The tag of a preview
-    is moved; that of a release never is. Blobs are hashed before they are sent. Raises CheckFailed if the tag of a
+    is moved; that of a release never is. Raises CheckFailed if the tag of a
     release already names another image, or if there are objections.
     """
     if ready.objections:
@@ -96,19 +96,20 @@ def publish(
     before = _free(there, ready.tag, digest)
     blobs = [canonical.digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
     missing = [blob for blob in blobs if not there.has_blob(blob)]
+    sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
+    sent = sum(sizes.get(blob, 0) for blob in missing)
     if missing or there.digest(digest) is None:
-        _push(ready, store, repository, missing, progress)
+        _push(ready, store, repository, len(missing), sent, progress)
     there.attach(ready.documents, ready.subject)
     ref, about = f"{repository}:{ready.tag}", statements(ready.documents, ready.tag, digest)
     request = write_request(later, ref, ready.subject, about) if later else None
     if not later:
         finish(there, ready.tag, ready.subject, about, signer)
-    sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
     return {
         "ref": ref,
         "digest": digest,
         "new": before != digest,
-        "bytes_sent": sum(sizes.get(blob, 0) for blob in missing),
+        "bytes_sent": sent,
         "bytes": ready.image.size,
         "attached": [document.name for document in ready.documents],
         "signed": signer is not None,
@@ -193,21 +194,18 @@ def _free(there: Repository, tag: str, digest: str) -> str | None:
     return before
 
 
-def _push(ready: Ready, store: Store, repository: str, missing: list[str], progress: Progress) -> None:
-    digest = ready.image.digest
-    sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
-    total = sum(sizes.get(blob, 0) for blob in missing)
-    progress.start("hash", "read and hash", total)
-    for blob in (*missing, digest):
-        if wrong := store.check(blob):
-            raise HostError(wrong, hint="primus build --rehash rebuilds it")
-        progress.advance("hash", sizes.get(blob, 0))
-    progress.finish("hash")
-    progress.start("push", f"push {len(missing)} of {len(sizes) + 1} blobs, {total / 1e6:.1f} MB", None)
+def _push(ready: Ready, store: Store, repository: str, missing: int, size: int, progress: Progress) -> None:
+    progress.start("push", f"push {missing} of {len(ready.image.layers) + 1} blobs, {size / 1e6:.1f} MB", None)
     Repository(repository).check_uploads()
     trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
-    skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{digest}")
+    try:
+        skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{ready.image.digest}")
+    except HostError as error:
+        if "Digest did not match" not in error.message:
+            raise
+        reason = error.message.rpartition(": ")[2]
+        raise HostError(f"a blob in the store is damaged: {reason}", hint="primus build --rehash rebuilds it") from None
     progress.finish("push")
 
 

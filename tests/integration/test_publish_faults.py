@@ -16,6 +16,7 @@ import pytest
 from amd_channel import registry
 from host_tools import needs
 from primus.errors import HostError
+from primus.oci import canonical
 from primus.oci.store import Store
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
@@ -189,14 +190,20 @@ def test_a_lasting_fault_is_a_sentence_and_the_next_run_heals(
     assert_published(built[0], proxy, name)
 
 
-def test_a_damaged_layer_is_not_sent(built: tuple[Ready, Store], proxy: Proxy) -> None:
+@pytest.mark.parametrize("part", ["layer", "config", "manifest"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-9] + b"?" + data[-8:], lambda data: data[:-30], None])
+def test_a_damaged_image_is_not_sent(
+    built: tuple[Ready, Store], proxy: Proxy, part: str, damage: Callable[[bytes], bytes] | None
+) -> None:
     ready, store = built
-    path = store.blob_path(ready.image.layers[0].blob.digest)
+    digests = {"layer": ready.image.layers[0].blob.digest, "config": canonical.digest_of(ready.image.config)}
+    path = store.blob_path(digests.get(part, ready.image.digest))
     data = path.read_bytes()
-    path.chmod(0o644)
-    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    path.unlink()
+    if damage:
+        path.write_bytes(damage(data))
     try:
-        with pytest.raises(HostError, match="a blob in the store is damaged: Digest did not match") as refused:
+        with pytest.raises(HostError, match=path.name[:8]) as refused:
             publish(ready, store, repository(proxy), Progress())
         assert refused.value.hint == "primus build --rehash rebuilds it"
     finally:

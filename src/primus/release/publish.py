@@ -99,7 +99,7 @@ def publish(
     sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
     sent = sum(sizes.get(blob, 0) for blob in missing)
     if missing or there.digest(digest) is None:
-        _push(ready, store, repository, len(missing), sent, progress)
+        _push(ready, store, repository, missing, sent, progress)
     there.attach(ready.documents, ready.subject)
     ref, about = f"{repository}:{ready.tag}", statements(ready.documents, ready.tag, digest)
     request = write_request(later, ref, ready.subject, about) if later else None
@@ -194,18 +194,18 @@ def _free(there: Repository, tag: str, digest: str) -> str | None:
     return before
 
 
-def _push(ready: Ready, store: Store, repository: str, missing: int, size: int, progress: Progress) -> None:
-    progress.start("push", f"push {missing} of {len(ready.image.layers) + 1} blobs, {size / 1e6:.1f} MB", None)
+def _push(ready: Ready, store: Store, repository: str, missing: list[str], size: int, progress: Progress) -> None:
+    progress.start("push", f"push {len(missing)} of {len(ready.image.layers) + 1} blobs, {size / 1e6:.1f} MB", None)
     Repository(repository).check_uploads()
     trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     try:
         skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{ready.image.digest}")
-    except HostError as error:
-        if "Digest did not match" not in error.message:
-            raise
-        reason = error.message.rpartition(": ")[2]
-        raise HostError(f"a blob in the store is damaged: {reason}", hint="primus build --rehash rebuilds it") from None
+    except HostError:
+        # skopeo also refuses damaged blobs, but says that the registry failed.
+        if wrong := next(filter(None, map(store.check, (*missing, ready.image.digest))), ""):
+            raise HostError(wrong, hint="primus build --rehash rebuilds it") from None
+        raise
     progress.finish("push")
 
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from browser import CHROMIUM, Browser
-from primus.report.html import charts, document, verdict_table
-from primus.report.plot import Line, chart
+from primus.report.html import Line, chart, charts, document, verdict_table
 
 ROOT = Path(__file__).parents[3]
 STEPS = range(1, 101)

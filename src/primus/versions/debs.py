@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from primus.errors import HostError, InputError, LacksPackages
 from primus.progress import Progress
 from primus.terminal import counted
-from primus.versions.lock import GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
+from primus.versions.lock import ARCHITECTURE, GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
 from primus.versions.traffic import bare_url, run_tool
 
 # Suites without pockets that are never released. A frozen archive keeps them beyond the date until which its index is
@@ -32,6 +32,7 @@ _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-up
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 # Ubuntu's apt has no Debian mirror configured, but its package debootstrap contains one.
 _DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
+_CONFIGURATION = Path(__file__).with_name("apt.conf")
 # What apt-get prints with --print-uris.
 _URI = re.compile(r"^'([^']*)' ([^_ ]+)_(\S+)_[^_ ]+\.deb ([0-9]+)(?: SHA256:([0-9a-f]{64}))?", re.M)
 
@@ -43,42 +44,25 @@ class Archive:
     """apt with private indexes. Created by :func:`open_archive`, and valid as long as its folder."""
 
     folder: Path
-    architecture: str
     maker: str = "debian"
     mirrors: tuple[str, ...] = ()
 
     @property
     def options(self) -> list[str]:
         """Return the options that make apt private. The rest of its configuration is the host's."""
-        at = self.folder
-        pairs = {
-            "Dir::State": f"{at}/state",
-            "Dir::State::lists": f"{at}/state/lists",
-            "Dir::State::status": f"{at}/state/status",
-            "Dir::State::extended_states": f"{at}/state/extended_states",
-            "Dir::Cache": f"{at}/cache",
-            "Dir::Cache::archives": f"{at}/cache/archives",
-            "Dir::Etc::sourcelist": "/dev/null",
-            "Dir::Etc::sourceparts": f"{at}/sources",
-            # Preferences and a default release select packages for this host, and must not affect an image.
-            "Dir::Etc::preferences": "/dev/null",
-            "Dir::Etc::preferencesparts": f"{at}/preferences",
-            "APT::Default-Release": "",
-            "APT::Architecture": self.architecture,
-            "APT::Architectures": self.architecture,
-            "APT::Sandbox::User": "",
-            "APT::Install-Recommends": "false",
-            "APT::Install-Suggests": "false",
-            "APT::Get::Show-User-Simulation-Note": "false",
-            "Acquire::Languages": "none",
-            "Acquire::Retries": "1",
-            "Acquire::http::Timeout": "6",
-            "Acquire::https::Timeout": "6",
-            "Acquire::ForceHash": "SHA256",
-            # apt would treat itself as essential, but the image does not need it.
-            "pkgCacheGen::ForceEssential": ",",
+        folders = {
+            "Dir::State": "state",
+            "Dir::State::lists": "state/lists",
+            "Dir::State::status": "state/status",
+            "Dir::State::extended_states": "state/extended_states",
+            "Dir::Cache": "cache",
+            "Dir::Cache::archives": "cache/archives",
+            "Dir::Etc::sourceparts": "sources",
+            "Dir::Etc::preferencesparts": "preferences",
         }
-        return [word for name, value in pairs.items() for word in ("-o", f"{name}={value}")]
+        settings = [f"{name}={self.folder / path}" for name, path in folders.items()]
+        settings += [f"APT::Architecture={ARCHITECTURE}", f"APT::Architectures={ARCHITECTURE}"]
+        return ["-c", str(_CONFIGURATION), *(word for setting in settings for word in ("-o", setting))]
 
     def run(self, tool: str, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``apt-get`` or ``apt-cache`` on this archive. The caller checks the exit code."""
@@ -101,9 +85,7 @@ class Archive:
 
 
 @contextmanager
-def open_archive(
-    suites: tuple[str, ...], architecture: str, preferences: str = "", status: str = ""
-) -> Iterator[Archive]:
+def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "") -> Iterator[Archive]:
     """Return the archive of ``suites`` with fresh indexes, in a temporary folder.
 
     ``preferences`` select the source of a package, ``status`` (dpkg's) lists the installed ones. Raises HostError
@@ -129,7 +111,7 @@ def open_archive(
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
         mirrors = dict.fromkeys(bare_url(uri) for stanza in stanzas for uri in stanza["URIs"].split())
-        archive = Archive(folder=folder, architecture=architecture, maker=maker, mirrors=tuple(mirrors))
+        archive = Archive(folder=folder, maker=maker, mirrors=tuple(mirrors))
         archive.update()
         yield archive
 
@@ -257,9 +239,7 @@ def _reason(text: str) -> str:
     return re.sub(r"(Failed to fetch )?\S+://\S+\s*", "", error[1]).strip() if error else "no reason given"
 
 
-def resolve_debs(
-    base_name: str, base: BaseRequest, architecture: str, *, progress: Progress, status: str = ""
-) -> tuple[LockedFile, ...]:
+def resolve_debs(base_name: str, base: BaseRequest, *, progress: Progress, status: str = "") -> tuple[LockedFile, ...]:
     """Return every deb of the base's root file system: essential and requested packages and their dependencies.
 
     For a base over an image, whose dpkg ``status`` lists the installed packages, return only the missing ones.
@@ -269,7 +249,7 @@ def resolve_debs(
     key = f"debs {base_name}"
     suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
     progress.start(key, f"resolve {' and '.join(suites)}", unit="files")
-    with open_archive(suites, architecture, preferences(base.suite, base.packages), status) as archive:
+    with open_archive(suites, preferences(base.suite, base.packages), status) as archive:
         # usrmerge converts a running system and depends on all of perl. A root file system that is merged from the
         # start fulfills the same dependency with a marker package, which mmdebstrap's hook for it installs.
         essential = ["?essential", *(() if "usrmerge" in names else ("usr-is-merged",))]
@@ -291,15 +271,13 @@ def resolve_debs(
     return files
 
 
-def download_debs(
-    files: Sequence[LockedFile], suites: tuple[str, ...], architecture: str, folder: Path
-) -> dict[LockedFile, Path]:
+def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: Path) -> dict[LockedFile, Path]:
     """Let apt download the debs to ``folder``. Returns those that the archive still has; their hashes are unchecked.
 
     Raises HostError if the archive is not available.
     """
     locked = {(f.name, f.version): f for f in files}
-    with open_archive(suites, architecture) as archive:
+    with open_archive(suites) as archive:
         words = [f"{name}={version}" for name, version in locked]
         records = archive.run("apt-cache", "show", *words).stdout
         present = locked.keys() & set(re.findall(r"^Package: (\S+)$.*?^Version: (\S+)$", records, re.M | re.S))

@@ -35,7 +35,6 @@ from primus.versions.traffic import bare_url, cause
 from primus.versions.wheels import locate
 
 _JOBS = 4
-_ARCHITECTURE = "amd64"
 _FAULTS = 4
 _FIRST_WAIT_S = 0.4
 # "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
@@ -59,7 +58,7 @@ class Sources:
         if file.kind == "layer":
             name, addresses = file.base, self.images
         elif file.kind == "git":
-            name, addresses = Path(file.file).stem.rpartition("-")[2], self.repositories
+            name, addresses = _commit(file), self.repositories
         else:
             name, addresses = file.index, self.indexes
         if name is None:
@@ -165,9 +164,9 @@ class _Fetch:
             if kind == "deb":
                 yield partial(self._debs, group, suites[source])
             elif kind == "layer":
-                yield partial(self._layers, group, source)
+                yield partial(self._copy, group, source)
             elif kind == "git":
-                yield from (partial(self._commit, file, source) for file in group)
+                yield from (partial(self._copy, [file], source) for file in group)
             else:
                 host = Indexes.of_host()
                 indexes = host.only(source) if source else host
@@ -249,24 +248,21 @@ class _Fetch:
 
     def _debs(self, files: Sequence[LockedFile], suites: tuple[str, ...]) -> None:
         with self._growing(files) as folder:
-            paths = with_packages(partial(download_debs, files, suites, _ARCHITECTURE, folder), say=self._progress.say)
+            paths = with_packages(partial(download_debs, files, suites, folder), say=self._progress.say)
             for file in files:
                 if file in paths:
                     self._put(file, paths[file], f"the archive of {' and '.join(suites)}")
                 else:
                     self.gone.append(file)
 
-    def _layers(self, files: Sequence[LockedFile], image: str) -> None:
+    def _copy(self, files: Sequence[LockedFile], source: str) -> None:
         with self._growing(files) as folder:
-            copy_image(image, _ARCHITECTURE, folder)
+            if files[0].kind == "layer":
+                copy_image(source, folder)
+            else:
+                archive_commit(source, _commit(files[0]), folder / files[0].sha256)
             for file in files:
-                self._put(file, folder / file.sha256, image)
-
-    def _commit(self, file: LockedFile, repository: str) -> None:
-        with self._growing([file]) as folder:
-            target = folder / file.file
-            archive_commit(repository, target.stem.rpartition("-")[2], target)
-            self._put(file, target, repository)
+                self._put(file, folder / file.sha256, source)
 
     def _put(self, file: LockedFile, path: Path, source: str) -> None:
         with _disk_errors(self._cache.root, file):
@@ -322,6 +318,10 @@ def _refusal(file: LockedFile, offer: str, source: str) -> HostError:
         f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} ({file.size} bytes) is locked",
         hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
     )
+
+
+def _commit(file: LockedFile) -> str:
+    return Path(file.file).stem.rpartition("-")[2]
 
 
 def _names(files: Sequence[LockedFile]) -> str:

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,13 +71,9 @@ class FileCache:
 
     @contextmanager
     def part(self, sha256: str) -> Iterator[BinaryIO | None]:
-        """Yield the file's locked ``.part``, open for appending to the bytes of an interrupted fetch. Waits while
-        another process fetches it.
-
-        Yields None if the file is complete when the lock is acquired.
-        """
+        """Yield the locked ``.part`` with the bytes of an interrupted fetch; None if another process completed it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        path, final = self._part(sha256), self.path(sha256)
+        path, final = self._folder / f"{sha256}.part", self.path(sha256)
         while True:
             with path.open("a+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -98,20 +94,15 @@ class FileCache:
         if digest == sha256:
             # A cached file is recognized by its size alone, so flush its bytes before the rename.
             os.fsync(part.fileno())
-            path = self._part(sha256)
+            path = Path(part.name)
             path.chmod(0o444)
             path.replace(self.path(sha256))
         else:
             part.truncate(0)
         return digest
 
-    def _part(self, sha256: str) -> Path:
-        return self._folder / f"{sha256}.part"
-
 
 def _same_file(path: Path, file: BinaryIO) -> bool:
-    try:
-        there, here = path.stat(), os.fstat(file.fileno())
-    except FileNotFoundError:
-        return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    return False

@@ -45,10 +45,7 @@ _RETRIES = Retry(
 
 @dataclass(frozen=True, kw_only=True)
 class Indexes:
-    """The places that pip would search, first to last, and how it would reach them.
-
-    Addresses may contain credentials, so they are shown only by :attr:`shown`.
-    """
+    """The places that pip would search, first to last, and how it would reach them. They may contain credentials."""
 
     urls: tuple[str, ...] = field(repr=False)
     find_links: tuple[str, ...] = field(default=(), repr=False)
@@ -133,8 +130,7 @@ class Indexes:
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         parts, began, outcome = urlsplit(url), time.monotonic(), "no answer"
         session = requests.Session()
-        for scheme in ("https://", "http://"):
-            session.mount(scheme, HTTPAdapter(max_retries=_RETRIES))
+        session.mount(f"{parts.scheme}://", HTTPAdapter(max_retries=_RETRIES))
         try:
             response = session.request(
                 method,
@@ -149,7 +145,8 @@ class Indexes:
                 cert=self.client_cert,
                 timeout=_TIMEOUT,
             )
-            outcome = f"{response.status_code} {response.headers.get('Content-Type', '')} {_length(response)}"
+            headers = response.headers
+            outcome = f"{response.status_code} {headers.get('Content-Type')} {headers.get('Content-Length')}"
         except requests.RequestException as error:
             outcome = cause(error)
             raise
@@ -221,9 +218,9 @@ class Indexes:
                 if path := local_path(url):
                     return path.stat().st_size, sha256
                 with self.get(url, method="HEAD") as response:
-                    size = _length(response)
-                    if response.ok and size is not None and not _is_page(response):
-                        return size, sha256
+                    length = response.headers.get("Content-Length", "")
+                    if response.ok and length.isdigit() and not _is_page(response):
+                        return int(length), sha256
             digest, size = hashlib.sha256(), 0
             for _, block in self.read(url):
                 digest.update(block)
@@ -260,11 +257,6 @@ class Indexes:
 
 def _is_page(response: requests.Response) -> bool:
     return response.headers.get("Content-Type", "").startswith("text/html")
-
-
-def _length(response: requests.Response) -> int | None:
-    text = response.headers.get("Content-Length", "")
-    return int(text) if text.isdigit() else None
 
 
 def local_path(url: str) -> Path | None:

@@ -21,8 +21,9 @@ FORMAT = 1
 _GENERATED = "by `primus lock`; do not edit"
 # Every supported suite → minor version of its glibc 2. A wheel that was built for a newer glibc does not work there.
 GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
-# Debian's architectures, and their names in the kernel and in wheels.
-MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+# The architecture of every image, as Debian and registries call it, and as the kernel and wheels do.
+ARCHITECTURE = "amd64"
+MACHINE = "x86_64"
 
 Kind = Literal["wheel", "sdist", "git", "deb", "layer"]
 
@@ -93,7 +94,6 @@ class Request:
 
     target: str
     channel: str
-    architecture: str = "amd64"
     python: str
     bases: Mapping[str, BaseRequest] = field(default_factory=dict)
     wheels: Mapping[str, str] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Request:
 
     def flat(self) -> dict[str, str]:
         """Return the request as one flat mapping, which the lock stores and in which changes are detected."""
-        result = {"architecture": self.architecture, "python": self.python}
+        result = {"architecture": ARCHITECTURE, "python": self.python}
         for name, base in self.bases.items():
             result[f"base {name} suite"] = base.suite
             result[f"base {name} python"] = base.python

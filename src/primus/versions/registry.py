@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError, InputError
-from primus.versions.lock import LockedFile
+from primus.versions.lock import ARCHITECTURE, LockedFile
 from primus.versions.traffic import run_tool
 
 _STATUS = "var/lib/dpkg/status"
 
 
-def resolve_image(base: str, image: str, architecture: str) -> tuple[tuple[LockedFile, ...], str]:
+def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
     """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it (empty without dpkg).
 
     Raises InputError for an image of another platform or with unsupported layers, HostError if the registry does
@@ -36,12 +36,12 @@ def resolve_image(base: str, image: str, architecture: str) -> tuple[tuple[Locke
     with tempfile.TemporaryDirectory(prefix="primus-image-") as name:
         folder = Path(name)
         try:
-            copy_image(image, architecture, folder)
+            copy_image(image, folder)
         except HostError as error:
             if "no image found" not in error.message:
                 raise
             raise InputError(
-                f"{image} has no image for linux/{architecture}", hint=f"choose another for base {base}", about=image
+                f"{image} has no image for linux/{ARCHITECTURE}", hint=f"choose another for base {base}", about=image
             ) from None
         layers = _layers(base, image, json.loads((folder / "manifest.json").read_bytes()))
         return layers, _dpkg_status(image, layers, folder)
@@ -71,9 +71,9 @@ def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedF
     )
 
 
-def copy_image(image: str, architecture: str, folder: Path) -> None:
+def copy_image(image: str, folder: Path) -> None:
     """Copy the image to ``folder``: one file per layer, named by the 64 digits of its digest, with unchanged bytes."""
-    platform = ("--override-os", "linux", "--override-arch", architecture)
+    platform = ("--override-os", "linux", "--override-arch", ARCHITECTURE)
     skopeo("copy", "--quiet", *platform, f"docker://{image}", f"dir:{folder}")
 
 

@@ -136,16 +136,16 @@ def _bases(request: Request, parts: Collection[str], shared: Shared, progress: P
     bases = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
     lacking = {base: name for name, base in reversed(bases.items()) if base not in shared}
     with ThreadPoolExecutor() as pool:
-        files = pool.map(lambda base: _base(lacking[base], base, request.architecture, progress), lacking)
+        files = pool.map(lambda base: _base(lacking[base], base, progress), lacking)
         shared.update(zip(lacking, files, strict=True))
     return [replace(file, base=name) for name, base in bases.items() for file in shared[base]]
 
 
-def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:
+def _base(name: str, base: BaseRequest, progress: Progress) -> tuple[LockedFile, ...]:
     assumed = _FOR_SCRIPTS if base.over else ""
     if base.image is None:
-        return resolve_debs(name, base, architecture, progress=progress, status=assumed)
-    layers, status = resolve_image(name, base.image, architecture)
+        return resolve_debs(name, base, progress=progress, status=assumed)
+    layers, status = resolve_image(name, base.image)
     if not base.packages:
         return layers
-    return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status + assumed))
+    return (*layers, *resolve_debs(name, base, progress=progress, status=status + assumed))

@@ -27,10 +27,6 @@ _UNKNOWN = ("not our ref", "unadvertised object", "remote ref")
 _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding\n"
 
 
-def _short_name(url: str) -> str:
-    return url.rstrip("/").rpartition("/")[2].removesuffix(".git")
-
-
 def resolve_commit(name: str, pin: Commit) -> LockedFile:
     """Return the archive of the commit of package ``name``. Raises InputError if the repository has no such commit."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
@@ -55,22 +51,13 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
             for path in map(Path, map(os.fsdecode, names)):
                 # The repository of a submodule is a file or folder of the name .git.
                 if ".git" not in path.parts:
-                    _add(archive, source, path)
+                    archive.add(source / path, f"source/{path}", recursive=False, filter=_plain)
 
 
-def _add(archive: tarfile.TarFile, source: Path, path: Path) -> None:
-    place = source / path
-    member = tarfile.TarInfo(f"source/{path}")
-    member.mtime = _MTIME
-    if place.is_symlink():
-        # A Path would normalize it.
-        member.type, member.linkname, member.mode = tarfile.SYMTYPE, os.readlink(place), 0o777  # noqa: PTH115
-        archive.addfile(member)
-        return
-    status = place.stat()
-    member.size, member.mode = status.st_size, 0o755 if status.st_mode & 0o100 else 0o644
-    with place.open("rb") as file:
-        archive.addfile(member, file)
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.mtime, member.uid, member.gid, member.uname, member.gname = _MTIME, 0, 0, "", ""
+    member.mode = 0o777 if member.issym() else 0o755 if member.mode & 0o100 else 0o644
+    return member
 
 
 def _check_out(source: Path, url: str, commit: str) -> None:
@@ -95,10 +82,10 @@ def _check_out(source: Path, url: str, commit: str) -> None:
     except HostError as error:
         if not any(words in error.message for words in _UNKNOWN):
             raise
-        hint = (
-            "correct `commit` in versions.yaml; the server must send single commits, as those of git 2.26 or newer do"
-        )
-        raise InputError(f"{bare_url(url)} sends no commit {commit}", hint=hint, about=_short_name(url)) from None
+        hint = "correct `commit` in versions.yaml; the server must send single commits (git 2.26 or newer does)"
+        raise InputError(
+            f"{bare_url(url)} sends no commit {commit}", hint=hint, about=Path(url).name.removesuffix(".git")
+        ) from None
     git("checkout", "--quiet", "--detach", commit)
     git("submodule", "--quiet", "update", "--init", "--recursive", "--depth=1")
 
@@ -118,5 +105,5 @@ def _git(words: list[str], url: str, template: Path, method: str, timeout: float
     raise HostError(
         f"the repository {bare_url(url)} does not answer: {reason.replace(url, bare_url(url))}",
         hint="check the address and the network, or give git a login for it",
-        about=_short_name(url),
+        about=Path(url).name.removesuffix(".git"),
     )

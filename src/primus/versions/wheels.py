@@ -33,7 +33,7 @@ from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.indexes import Indexes
-from primus.versions.lock import GLIBC, MACHINES, BaseRequest, Kind, LockedFile, Request
+from primus.versions.lock import GLIBC, MACHINE, BaseRequest, Kind, LockedFile, Request
 from primus.versions.traffic import bare_url, run_tool
 
 # The newest glibc 2 that uv knows.
@@ -395,31 +395,27 @@ def _base(request: Request) -> BaseRequest:
         raise InputError(f"no base of target {request.target} has Python {request.python}")
     # If there are several bases with this Python, what works on the oldest works on all.
     base = min(bases, key=lambda b: GLIBC.get(b.suite, 0))
-    if base.suite not in GLIBC or request.architecture not in MACHINES:
-        raise InputError(
-            f"no glibc version is known for suite {base.suite!r} on {request.architecture}",
-            hint=f"known: {', '.join(GLIBC)}",
-        )
+    if base.suite not in GLIBC:
+        raise InputError(f"no glibc version is known for suite {base.suite!r}", hint=f"known: {', '.join(GLIBC)}")
     return base
 
 
 def _platform(request: Request) -> tuple[str, ...]:
     base = _base(request)
-    platform = f"{MACHINES[request.architecture]}-manylinux_2_{min(GLIBC[base.suite], _NEWEST_GLIBC)}"
+    platform = f"{MACHINE}-manylinux_2_{min(GLIBC[base.suite], _NEWEST_GLIBC)}"
     return ("--python-platform", platform, "--python-version", base.python)
 
 
 def _tags(request: Request) -> dict[Tag, int]:
-    base, machine = _base(request), MACHINES[request.architecture]
-    major, minor = map(int, request.python.split("."))
-    platforms = [f"manylinux_2_{glibc}_{machine}" for glibc in range(GLIBC[base.suite], 4, -1)]
-    for glibc, legacy in ((17, "manylinux2014"), (12, "manylinux2010"), (5, "manylinux1")):
-        platforms.insert(platforms.index(f"manylinux_2_{glibc}_{machine}") + 1, f"{legacy}_{machine}")
-    platforms.append(f"linux_{machine}")
-    tags = [
-        *cpython_tags((major, minor), platforms=platforms),
-        *compatible_tags((major, minor), f"cp{major}{minor}", platforms),
+    python, interpreter = tuple(map(int, request.python.split("."))), f"cp{request.python.replace('.', '')}"
+    legacy = {17: ["manylinux2014"], 12: ["manylinux2010"], 5: ["manylinux1"]}
+    names = [
+        name
+        for glibc in range(GLIBC[_base(request).suite], 4, -1)
+        for name in [f"manylinux_2_{glibc}", *legacy.get(glibc, [])]
     ]
+    platforms = [f"{name}_{MACHINE}" for name in [*names, "linux"]]
+    tags = [*cpython_tags(python, platforms=platforms), *compatible_tags(python, interpreter, platforms)]
     return {tag: rank for rank, tag in reversed(list(enumerate(tags)))}
 
 

@@ -86,9 +86,9 @@ def test_a_bare_url_drops_every_secret(user: str, secret: str) -> None:
     assert shown == "https://host/path/file.whl"
 
 
-def _request(suite: str = "bookworm", architecture: str = "amd64", **more: object) -> Request:
+def _request(suite: str = "bookworm", **more: object) -> Request:
     base = BaseRequest(suite=suite, python="3.11.2", packages=())
-    return Request(target="t", channel="pypi", python="3.11", architecture=architecture, bases={"b": base}, **more)  # type: ignore[arg-type]
+    return Request(target="t", channel="pypi", python="3.11", bases={"b": base}, **more)  # type: ignore[arg-type]
 
 
 def test_tags_stop_at_the_glibc_of_the_suite() -> None:
@@ -98,7 +98,6 @@ def test_tags_stop_at_the_glibc_of_the_suite() -> None:
     assert {"cp37-abi3-manylinux1_x86_64", "py3-none-manylinux2014_x86_64", "py3-none-any"} <= set(tags)
     assert "cp311-cp311-manylinux_2_37_x86_64" not in tags
     assert "cp311-cp311-manylinux_2_37_x86_64" in map(str, _tags(_request("trixie")))
-    assert not any("x86" in str(tag) for tag in _tags(_request(architecture="arm64")))
     with pytest.raises(InputError, match="no glibc version is known for suite 'jammy'"):
         _tags(_request("jammy"))
 

@@ -39,7 +39,7 @@ def resolved(script: Path, layer: bytes = b"", **fields: object) -> tuple[tuple[
     (files / sha256).write_bytes(layer)
     (files / "manifest.json").write_text(json.dumps({"layers": [row], **fields}))
     script.write_text(f'#!/bin/sh\nfor last in "$@"; do :; done\ncp {files}/* "${{last#dir:}}" 2>/dev/null || true\n')
-    return resolve_image("based", IMAGE, "amd64")
+    return resolve_image("based", IMAGE)
 
 
 def tar(text: bytes = b"Package: x\n", **fields: object) -> bytes:
@@ -110,6 +110,6 @@ def test_a_failure_has_skopeos_own_words_and_a_next_step(skopeo: Path, log: str,
     (skopeo.parent / "log").write_text(log)
     skopeo.write_text(f"#!/bin/sh\ncat {skopeo.parent}/log >&2\nexit 1\n")
     with pytest.raises(HostError) as caught:
-        resolve_image("based", IMAGE, "amd64")
+        resolve_image("based", IMAGE)
     assert caught.value.message.startswith(f"the registry of r.example/image does not answer: {reason}")
     assert hint in (caught.value.hint or "")

@@ -87,9 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(("wheels", dict(keep)))
         return (_file("wheel", "numpy", "9"), _file("wheel", "torch", request.wheels["torch"]))
 
-    def debs(
-        name: str, base: BaseRequest, architecture: str, *, progress: object, status: str
-    ) -> tuple[LockedFile, ...]:
+    def debs(name: str, base: BaseRequest, *, progress: object, status: str) -> tuple[LockedFile, ...]:
         seen.append(("debs", name))
         more = (_file("deb", "tool", "adduser" if "adduser" in status else "none", base=name),) if base.over else ()
         return (_file("deb", "bash", "9", base=name), *more)

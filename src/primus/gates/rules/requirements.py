@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 from primus.gates.contents import Stated
 from primus.gates.examined import Examined, Finding, GateReport
-from primus.versions.lock import MACHINES, normalised, upstream
+from primus.versions.lock import normalised, upstream
 
 
 def judge(examined: Examined) -> GateReport:
@@ -30,7 +30,6 @@ def judge(examined: Examined) -> GateReport:
             if f.name.startswith("python3-")
         },
         python=python,
-        machine=MACHINES.get(request.architecture, request.architecture),
     )
 
 

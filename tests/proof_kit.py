@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# Of one token.
+FLOPS = 3e6
+
 
 def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     """The content of ``proof.json`` for step → (loss, gradient norm) of a healthy run in float32."""
@@ -25,7 +28,9 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         }
         for step, (loss, norm) in seen.items()
     ]  # fmt: skip
-    parameters = {"missing": [], "besides": [], "shapes": [], "first_values": [], "count": 10, "trained": 10}
+    parameters = {
+        "missing": [], "besides": [], "shapes": [], "first_values": [], "count": 10, "trained": 10, "flops": FLOPS,
+    }  # fmt: skip
     moved: dict[str, list[str]] = {"still": [], "frozen_moved": []}
     return {
         "precision": "fp32",

@@ -20,7 +20,6 @@ from primus.recipes.schema import backend_rules
 from primus.recipes.weights import config_of
 from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.logs import Series
-from primus.training.metrics import of_recipe_unit
 from primus.yamlfile import read_values, spell
 
 # Why blocks are not compared one by one: what they pass on is not recorded, or not rounded as the reference does.
@@ -323,9 +322,7 @@ def figures(
     for key, count in (("parameters", parameters.get("count")), ("trainable_parameters", parameters.get("trained"))):
         if not shared and facts.get(key) != count:
             wrong.append(f"{key}: {facts.get(key)}, not {count}")
-    adapters = parameters.get("trained") if recipe.mode == "lora" else None
-    flops = of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=adapters).non_causal
-    reported = facts.get("flops_per_unit", math.nan)
+    flops, reported = parameters.get("flops", math.nan), facts.get("flops_per_unit", math.nan)
     if relative_gap(reported, flops) > _LIMITS["flops"]:
         wrong.append(f"FLOPs of a token or image: {reported:.4g}, not {flops:.4g}")
     # Even in the narrowest precision, and without gradients and moments.

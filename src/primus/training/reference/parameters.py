@@ -31,6 +31,26 @@ def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in expected.items() if not name.endswith(BIAS)}
 
 
+def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
+    """Return the floating-point operations per token of a sequence of ``length``, or per image, attention in full.
+
+    Each weight that a token meets takes 2 operations forward and 4 backward; frozen ones beside ``adapters`` (the
+    number of weights that LoRA trains) take 2 less.
+    """
+    if model.of_images:
+        width, blocks = model.hidden_size, model.dit.double_layers + model.dit.single_layers
+        tokens = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
+        return blocks * tokens * (6 * 12 * width**2 + 12 * width * tokens)
+    count = 0.0
+    for name, shape in shapes(model).items():
+        share = model.moe.top_k / model.moe.experts if ".experts." in name else 1.0
+        count += 0.0 if name == "model.embed_tokens.weight" and not model.tied_embeddings else share * math.prod(shape)
+    weights = 6 * count if adapters is None else 4 * count + 6 * adapters
+    # Queries with keys, and the shares with values.
+    sizes, seen = model.query_size + model.value_size, min(model.window or length, length)
+    return weights + 6 * model.layers * model.heads * sizes * seen
+
+
 def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer."""
     adapters: dict[str, tuple[int, ...]] = {}
@@ -211,13 +231,16 @@ def describe(job: Job, sizes: Architecture, weights: Tensors) -> dict[str, Any]:
             same = [other for other, value in matrices if torch.equal(value, tensor)]
             strange += [f"{name} equals {other}" for other in same[:1]]
             matrices.append((name, tensor))
+    trained = sum(tensor.numel() for name, tensor in weights.items() if is_trained(job, name))
+    length = int(job["config"].get("training.seq_len", 2048))
     return {
+        "flops": operations(sizes, length, trained if job["mode"] == "lora" else None),
         "missing": sorted(set(expected) - set(present)),
         "besides": sorted(set(present) - set(expected)),
         "shapes": [f"{n}: {list(present[n])}, not {list(s)}" for n, s in expected.items() if present.get(n, s) != s],
         "first_values": strange,
         "count": sum(math.prod(shape) for shape in expected.values()),
-        "trained": sum(tensor.numel() for name, tensor in weights.items() if is_trained(job, name)),
+        "trained": trained,
     }
 
 

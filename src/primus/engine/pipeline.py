@@ -18,6 +18,7 @@ from primus.engine.workshop import Kind, Workshop, require_space_for
 from primus.errors import CheckFailed
 from primus.gates.check import Gatekeeper
 from primus.gates.examined import rules_hash
+from primus.gates.rules.coherence import check_pins
 from primus.oci import canonical
 from primus.oci.layer import check_overlap, read_paths
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE
@@ -124,7 +125,8 @@ def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Opti
     with choose_progress(options.quiet) as progress, contextlib.closing(Gatekeeper(workspace)) as gates:
         workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine)
         if options.judge:
-            gates.admit(plans)
+            for plan in plans:
+                check_pins(plan.resolved)
             workshop = replace(workshop, look=gates.look)
         with options.stage("fetch"):
             _fetch_files(workshop, plans, offline=options.offline)

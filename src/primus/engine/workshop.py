@@ -175,10 +175,6 @@ class Workshop:
         self.progress.follow(action.key, log)
         return log
 
-    def prepare_sandbox(self) -> None:
-        """Check that this machine can isolate a command. Raises HostError that names what is missing."""
-        choose(self.engine, self.progress.say).prepare_host()
-
     def run_isolated(
         self,
         action: Action,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from threading import Event
@@ -12,10 +11,8 @@ from typing import Any
 from primus.errors import CheckFailed
 from primus.gates.examined import Examined, GateReport, LayerFacts, examine_layer
 from primus.gates.rules import gates
-from primus.gates.rules.coherence import check_pins
 from primus.gates.rules.coverage import gpu_libraries
 from primus.oci.store import Layer
-from primus.plan.action import ImagePlan
 from primus.plan.image import Composed
 from primus.plan.workspace import Workspace
 from primus.terminal import PLAIN, Screen, Styled
@@ -88,12 +85,6 @@ class Gatekeeper:
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="gates")
         self._facts: dict[str, Future[LayerFacts]] = {}
         self._stop = Event()
-
-    def admit(self, plans: Sequence[ImagePlan]) -> None:
-        """Raise CheckFailed for a release whose pins contradict each other."""
-        for plan in plans:
-            if not plan.resolved.choice.preview:
-                check_pins(plan.resolved)
 
     def look(self, layer: Layer) -> None:
         """Examine the layer in a worker thread. Errors are raised when an image with the layer is judged."""

@@ -44,8 +44,7 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
     return replace(shop.write(action, kernels.entries), left_out=kernels.left_out)
 
 
-def is_for(path: str, arch: str) -> bool:
-    """Whether the path names the architecture. gfx90 does not match gfx90a."""
+def _is_for(path: str, arch: str) -> bool:
     return re.search(rf"{arch}(?![0-9a-f])", path) is not None
 
 
@@ -71,7 +70,7 @@ class KernelFiles:
             path = member.name.removeprefix("./").strip("/")
             if member.isdir() or not any(fnmatch.fnmatchcase("/" + path, pattern) for pattern in patterns):
                 continue
-            if self.arch and "gfx" in path and not is_for(path, self.arch):
+            if self.arch and "gfx" in path and not _is_for(path, self.arch):
                 self.left_out += LeftOut(files=1, size=member.size)
             elif member.issym():
                 self.entries.append(Entry(path=path, kind="symlink", mode=0o777, link=member.linkname))

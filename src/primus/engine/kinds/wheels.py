@@ -34,6 +34,7 @@ from primus.oci.tar import Entry, open_part
 from primus.plan.action import Action
 from primus.plan.compile_bytecode import is_compiled
 from primus.plan.skeleton import BYTECODE, ORDER, Prefix
+from primus.sandbox.engines import choose
 from primus.schema import read_json
 from primus.versions.lock import normalised
 
@@ -53,7 +54,7 @@ if __name__ == "__main__":
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     """Check that the sandbox can compile the bytecode or build the wheel."""
-    shop.prepare_sandbox()
+    choose(shop.engine, shop.progress.say).prepare_host()
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Layer:

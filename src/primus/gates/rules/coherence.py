@@ -91,8 +91,8 @@ def coherence(packages: Sequence[Package], arch: str | None) -> GateReport:
 
 
 def check_pins(resolved: ResolvedTarget) -> None:
-    """Raise CheckFailed if the target's packages contradict each other. Needs no built layer."""
-    if errors := coherence(pinned_packages(resolved), resolved.arch).errors:
+    """Raise CheckFailed if the packages of a release contradict each other. Needs no built layer."""
+    if not resolved.choice.preview and (errors := coherence(pinned_packages(resolved), resolved.arch).errors):
         raise CheckFailed(
             f"{resolved.name}: " + "; ".join(f.message for f in errors[:5]),
             where=errors[0].path or None,

@@ -1,7 +1,7 @@
 """No secrets, insecure apt settings, caches or paths of the build machine are in the image.
 
-Everyone can download the files of a published package. A key or a path of its maker's machine in such a layer is a
-warning or a note. In a layer whose files this project made it is an error.
+Everyone can download the files of a published package. A key in such a layer is a warning, and a path of its maker's
+machine is nothing. In a layer whose files this project made both are errors.
 """
 
 from __future__ import annotations
@@ -14,26 +14,18 @@ _FIXED: dict[Rule, Severity] = {"insecure apt": "error", "credentials": "error",
 
 
 def judge(examined: Examined) -> GateReport:
-    """Return errors for secrets in the image's settings, and for traces in its files that must be removed.
-
-    Traces from published packages are a warning, or one note per layer.
-    """
+    """Return errors for secrets in the image's settings, and for traces in its files that must be removed."""
     findings = list[Finding]()
     here = tuple(path.decode("utf-8", "replace") for path in machine_paths(examined.workspace))
     for action in examined.image.plan.layers:
-        layer, paths = action.name, dict[str, str]()
+        layer = action.name
         for trace in examined.facts[layer].traces:
             ours = _is_ours(action, trace, here)
             severity = _FIXED.get(trace.rule) or ("error" if ours else "warning")
             if trace.rule == "build path" and not ours:
-                paths.setdefault(trace.path, trace.seen)
                 continue
             message = f"{trace.rule}: {trace.seen}" + ("" if severity == "error" else " (as its package is published)")
             findings.append(Finding(severity=severity, layer=layer, path=trace.path, message=message))
-        if paths:
-            first = next(iter(paths))
-            message = f"{len(paths)} published files name the machine they were made on, as {paths[first]}"
-            findings.append(Finding(severity="note", layer=layer, path=first, message=message))
     findings += [
         Finding(severity="error", path="config", message=f"secret: {what} in the image's settings")
         for what in dict.fromkeys(secrets_in(examined.image.config))

@@ -65,6 +65,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping[str, Any]) -> object:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return data
     if origin in (Union, types.UnionType):
         if data is None and type(None) in args:
             return None

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from primus.compat.experiment import is_experiment, read_experiment
-from primus.compat.translate import options, table, translate
+from primus.compat.translate import options, recipe_of, table, translate
 from primus.errors import HostError, InputError, nearest
 from primus.recipes.backends import backends
 from primus.recipes.load import names
@@ -100,8 +100,7 @@ def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
         if word and word not in listed:
             message = f"no document has a {what} {word!r}" + nearest(word, listed)
             raise InputError(message, where=name, hint=f"there are: {', '.join(listed)}")
-    row = paths["stems"][backend][match[1]]
-    recipe, settings = (row, {}) if isinstance(row, str) else (row["recipe"], row["settings"])
+    recipe, settings = recipe_of(backend, match[1])
     request = Request(
         recipe=recipe,
         choices=Choices(backend=backend, mode="pretrain", precision=paths["precisions"].get(match[2], "bf16")),
@@ -140,9 +139,7 @@ def _pretrain(
         request = Request(recipe=name, choices=Choices(backend=recipe.backend))
     else:
         request, settings = documented(name)
-        done = translate(str(request.choices.backend), arguments)
-        done.settings = {**settings, **done.settings}
-        done.precision = done.precision or request.choices.precision
+        done = translate(str(request.choices.backend), arguments, settings, str(request.choices.precision))
         if (precision or done.precision) == request.choices.precision:
             says += request.says
     if backend and frameworks[backend] != request.choices.backend:

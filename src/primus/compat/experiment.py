@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from primus.compat.translate import Option, Translation, table, translate, typed
+from primus.compat.translate import Option, Translation, recipe_of, table, translate, typed
 from primus.errors import InputError, nearest
 from primus.recipes.backends import backends
 from primus.recipes.setting import Value
+from primus.schema import build
 from primus.yamlfile import Document, Scalar, Tree, read_values, spell
 
-_HEAD = ("work_group", "user_name", "exp_name", "workspace")
-_TRAINER = ("framework", "config", "model", "overrides")
 _PLACE = ("modules", "pre_trainer")
 _PLACEHOLDER = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trainer:
+    framework: str
+    model: str
+    config: str = "pre_trainer.yaml"
+    overrides: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Modules:
+    pre_trainer: _Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    modules: _Modules
+    exp_name: str | None = None
+    work_group: Any = None
+    user_name: Any = None
+    workspace: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +55,7 @@ class Experiment:
 
     def translated(self, more: Sequence[Option] = ()) -> Translation:
         """Translate the file's overrides, and ``more`` after them, to settings of the recipe."""
-        done = translate(self.backend, [*self.overrides, *more])
-        done.settings = {**self.settings, **done.settings}
-        done.precision = done.precision or self.precision
-        return done
+        return translate(self.backend, [*self.overrides, *more], self.settings, self.precision)
 
 
 def is_experiment(path: Path) -> bool:
@@ -48,31 +67,32 @@ def is_experiment(path: Path) -> bool:
 def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     """Read an experiment file. Raises InputError with the place of what no recipe has."""
     document = read_values(path)
-    _check_keys(document, (), [*_HEAD, "modules"])
-    _check_keys(document, _PLACE[:1], _PLACE[1:])
-    trainer = _check_keys(document, _PLACE, _TRAINER)
-    backend = _text(document, (*_PLACE, "framework"), environment)
-    stems = table("paths")["stems"]
-    if backend not in stems:
-        raise _no("framework", backend, stems, document.where((*_PLACE, "framework")))
-    config = _text(document, (*_PLACE, "config"), environment) if "config" in trainer else "pre_trainer.yaml"
-    if re.sub(r"\.ya?ml$", "", config) != "pre_trainer":
-        raise InputError(
-            f"{config} is not Primus's own pre_trainer.yaml", where=document.where((*_PLACE, "config")),
-            hint="write what it sets under overrides",
-        )  # fmt: skip
-    model = re.sub(r"\.ya?ml$", "", _text(document, (*_PLACE, "model"), environment))
+    file = build(_File, document)
+    trainer = file.modules.pre_trainer
+
+    def text(name: str) -> str:
+        return str(_filled(getattr(trainer, name), document.where((*_PLACE, name)), environment))
+
+    backend, model = text("framework"), re.sub(r"\.ya?ml$", "", text("model"))
     stem = model.removesuffix("-fp8")
-    if stem not in stems[backend]:
-        raise _no("model", model, stems[backend], document.where((*_PLACE, "model")))
-    row = stems[backend][stem]
-    overrides: list[Option] = []
-    if trainer.get("overrides") is not None:
-        _flatten(document, (*_PLACE, "overrides"), environment, overrides)
+    stems = table("paths")["stems"]
+    for name, word, what, choices in (
+        ("framework", backend, "framework", stems),
+        ("model", stem, "recipe for the model", stems.get(backend, ())),
+    ):
+        if word not in choices:
+            message = f"there is no {what} {word!r}" + nearest(word, choices)
+            raise InputError(message, where=document.where((*_PLACE, name)), hint=f"there are: {', '.join(choices)}")
+    if re.sub(r"\.ya?ml$", "", config := text("config")) != "pre_trainer":
+        where = document.where((*_PLACE, "config"))
+        hint = "write what it sets under overrides"
+        raise InputError(f"{config} is not Primus's own pre_trainer.yaml", where=where, hint=hint)
+    recipe, settings = recipe_of(backend, stem)
+    overrides = () if trainer.overrides is None else _flat(document, (), trainer.overrides, environment)
     return Experiment(
-        path=path, backend=backend, overrides=tuple(overrides), precision="fp8" if model != stem else "bf16",
-        name=_text(document, ("exp_name",), environment) if _at(document, ("exp_name",)) is not None else path.stem,
-        recipe=row if isinstance(row, str) else row["recipe"], settings={} if isinstance(row, str) else row["settings"],
+        path=path, backend=backend, recipe=recipe, settings=settings, overrides=tuple(overrides),
+        precision="bf16" if model == stem else "fp8",
+        name=str(_filled(file.exp_name or path.stem, document.where(("exp_name",)), environment)),
     )  # fmt: skip
 
 
@@ -106,21 +126,20 @@ def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _flatten(document: Document, key: tuple[str, ...], environment: Mapping[str, str], overrides: list[Option]) -> None:
-    tree, where = _at(document, key), document.where(key)
+def _flat(document: Document, key: tuple[str, ...], tree: Tree, environment: Mapping[str, str]) -> Iterator[Option]:
     if isinstance(tree, dict):
-        for name in tree:
-            _flatten(document, (*key, str(name)), environment, overrides)
+        for name, inner in tree.items():
+            yield from _flat(document, (*key, str(name)), inner, environment)
         return
-    name = ".".join(key[len(_PLACE) + 1 :])
-    if not name:
+    where = document.where((*_PLACE, "overrides", *key))
+    if not key:
         raise InputError("overrides must be a mapping of keys to values", where=where)
     if isinstance(tree, list) and any(isinstance(item, list | dict) for item in tree):
         raise InputError("a list may contain plain values only", where=where)
     items = [_filled(item, where, environment) for item in (tree if isinstance(tree, list) else [tree])]
     setting: Value = [item for item in items if not isinstance(item, list)] if isinstance(tree, list) else items[0]
     # Primus reads the text "null" as null in overrides.
-    overrides.append(Option(key=name, value=None if setting == "null" else setting, where=where))
+    yield Option(key=".".join(key), value=None if setting == "null" else setting, where=where)
 
 
 def _filled(tree: Tree, where: str, environment: Mapping[str, str]) -> Value:
@@ -138,34 +157,3 @@ def _filled(tree: Tree, where: str, environment: Mapping[str, str]) -> Value:
     if "${" in text:
         raise InputError(f"{tree!r} has an unclosed ${{", where=where)
     return typed(text)
-
-
-def _at(document: Document, key: tuple[str, ...]) -> Tree:
-    tree: Tree = document.data
-    for part in key:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
-
-
-def _check_keys(document: Document, key: tuple[str, ...], allowed: Sequence[str]) -> Mapping[str, Tree]:
-    tree = _at(document, key)
-    if not isinstance(tree, dict):
-        what = ".".join(key) or "an experiment"
-        raise InputError(f"{what} must be a mapping of keys to values", where=document.where(key))
-    for name in tree:
-        if name not in allowed:
-            raise _no("key", name, allowed, document.where((*key, name)))
-    return tree
-
-
-def _text(document: Document, key: tuple[str, ...], environment: Mapping[str, str]) -> str:
-    tree = _at(document, key)
-    if not isinstance(tree, str):
-        raise InputError(f"{'.'.join(key)} is missing", where=document.where(key))
-    return str(_filled(tree, document.where(key), environment))
-
-
-def _no(what: str, name: str, choices: Iterable[str], where: str) -> InputError:
-    recipe, here = "recipe for the " if what == "model" else "", " here" if what == "key" else ""
-    message = f"there is no {recipe}{what} {name!r}{here}" + nearest(name, choices)
-    return InputError(message, where=where, hint=f"there are: {', '.join(choices)}")

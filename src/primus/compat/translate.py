@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from primus.errors import InputError, nearest
@@ -121,9 +122,17 @@ def keys(backend: str) -> Mapping[str, Entry]:
     return {key: Entry(**({"to": row} if isinstance(row, str) else row)) for key, row in rows.items()}
 
 
-def translate(backend: str, arguments: Sequence[Option]) -> Translation:
-    """Translate options in order. A null has no effect: the recipe keeps its own value."""
-    done = Translation()
+def recipe_of(backend: str, stem: str) -> tuple[str, Mapping[str, Scalar]]:
+    """Return the recipe of Primus's model ``stem``, and the settings that the model adds to it."""
+    row = table("paths")["stems"][backend][stem]
+    return (row, {}) if isinstance(row, str) else (row["recipe"], row["settings"])
+
+
+def translate(
+    backend: str, arguments: Sequence[Option], defaults: Mapping[str, Value] = MappingProxyType({}), precision: str = ""
+) -> Translation:
+    """Translate options in order, over ``defaults`` and ``precision``. A null keeps the recipe's own value."""
+    done = Translation(precision=precision or None)
     entries, values = keys(backend), {option.key: option.value for option in arguments}
     for option in arguments:
         if option.value is None:
@@ -134,6 +143,7 @@ def translate(backend: str, arguments: Sequence[Option]) -> Translation:
             _translate_native(backend, option, done)
         elif not entry.needs or any(values.get(key) not in (None, False) for key in entry.needs):
             _translate_listed(option, entry, done)
+    done.settings = {**defaults, **done.settings}
     return done
 
 

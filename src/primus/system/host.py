@@ -49,10 +49,6 @@ class Finding:
         """Whether it would fail a job or slow it down."""
         return self.level in ("failed", "slow")
 
-    def as_json(self) -> dict[str, str]:
-        """Return the finding for JSON output."""
-        return {"check": self.check, "level": self.level, "said": self.message, "remedy": self.remedy}
-
 
 def ok(check: str, message: str) -> Finding:
     """Return the result of a check that found no problem."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.report import html
-from primus.schema import read_json
+from primus.schema import build, read_json
 from primus.system.host import Finding, Level, failed, slow
 from primus.system.speed import APART, Measurement
 
@@ -36,40 +36,18 @@ class Node:
 
     def document(self) -> dict[str, Any]:
         """Return the node as JSON, which :func:`read` reads."""
-        return {
-            "passed": not self.problems,
-            "node": self.name,
-            "gpus": list(self.gpus),
-            "driver": self.driver,
-            "findings": [finding.as_json() for finding in self.findings],
-            "measurements": [asdict(measurement) for measurement in self.measurements],
-        }
+        return {"passed": not self.problems, **asdict(self)}
 
 
 def read(path: Path) -> Node:
-    """Read a document that ``preflight --json`` wrote. Raises InputError for any other file."""
+    """Read a document that ``preflight --json`` wrote. Raises InputError, with the place, for any other file."""
     try:
-        document: Any = read_json(path).data
-        return Node(
-            name=str(document["node"]), gpus=tuple(map(str, document["gpus"])), driver=str(document["driver"]),
-            findings=tuple(_finding(row) for row in document["findings"]),
-            measurements=tuple(
-                Measurement(**{**row, "figures": tuple(map(float, row["figures"]))})
-                for row in document.get("measurements", ())
-            ),
-        )  # fmt: skip
+        document = read_json(path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {(error.strerror or '').lower()}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        hint = "run `primus preflight --json` again on that node"
-        raise InputError(f"{path} is not a document of `primus preflight --json`", hint=hint) from error
-
-
-def _finding(row: Mapping[str, Any]) -> Finding:
-    if row["level"] not in MARKS or row.keys() - {"check", "level", "said", "remedy"}:
-        raise ValueError(row["level"])
-    check, level, message = (str(row[key]) for key in ("check", "level", "said"))
-    return Finding(check=check, level=level, message=message, remedy=str(row["remedy"]))  # type: ignore[arg-type]
+    if isinstance(document.data, dict):
+        document.data.pop("passed", None)
+    return build(Node, document)
 
 
 def compare(nodes: Sequence[Node]) -> list[tuple[str, Finding]]:

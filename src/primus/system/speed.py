@@ -18,6 +18,7 @@ from typing import Any, cast
 from primus.files import text_if_readable
 from primus.gpus.detect import visible
 from primus.gpus.table import arch_of, generation, load_table, peak
+from primus.schema import described
 from primus.system.host import Finding, Host, failed, ok, skipped, slow
 from primus.training import launch
 from primus.yamlfile import read_values
@@ -52,7 +53,7 @@ class Measurement:
 
     what: str
     unit: str
-    figures: tuple[float, ...]
+    figures: tuple[float, ...] = described("one for each GPU", least=1)
     least: float | None
     most: float | None
     source: str

@@ -178,14 +178,14 @@ def test_the_node_with_the_problem_is_named(
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[" * 100_000, "[]", "{}", '{"node": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}',
+        "", "[" * 100_000, "[]", "{}", '{"name": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}',
         '{"node": 1',
     ],
 )  # fmt: skip
 def test_what_is_no_document_is_a_sentence(text: str, tmp_path: Path) -> None:
     file = tmp_path / "n.json"
     file.write_text(text)
-    with pytest.raises(InputError, match=r"is not a document of|not JSON|nested too deeply"):
+    with pytest.raises(InputError, match=r"n\.json:1:\d+: |nested too deeply|not JSON"):
         nodes.read(file)
     assert main(["preflight", "--nodes", str(file)]) == 2
     assert main(["preflight", "--nodes", str(tmp_path / "none")]) == 2
@@ -212,5 +212,5 @@ def test_the_scheduler_names_the_node(
     for variable, name in (("NODE_NAME", "pool-7"), ("SLURMD_NODENAME", "gpu-12")):
         monkeypatch.setenv(variable, name)
         main(["preflight", "--quick", "--json", "--root", str(tmp_path), "--output", "/", "--html", str(page)])
-        assert json.loads(capsys.readouterr().out)["node"] == name
+        assert json.loads(capsys.readouterr().out)["name"] == name
         assert name in page.read_text()

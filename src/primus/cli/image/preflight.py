@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from primus.cli.image.common import choice
@@ -75,11 +76,11 @@ def _compare(options: argparse.Namespace) -> int:
     passed = not between and not any(node.problems for node in compared)
     if options.html:
         write_file(options.html, nodes.page(compared, between))
-    more = [
-        {"node": name, "check": finding.check, "level": finding.level, "said": finding.message}
-        for name, finding in between
-    ]
-    document = {"passed": passed, "nodes": [node.document() for node in compared], "between": more}
+    document = {
+        "passed": passed,
+        "nodes": [node.document() for node in compared],
+        "between": [{"node": name, **asdict(finding)} for name, finding in between],
+    }
     table = nodes.rows(compared, between)
     bad = sum(row[0] != nodes.MARKS["ok"] for row in table)
     verdict = f"{counted(len(compared), 'node')}: " + (f"{bad} with problems" if bad else "ready")

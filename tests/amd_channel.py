@@ -265,10 +265,7 @@ def make_base(folder: Path) -> str:
         *((f"usr/bin/{t}", b"", {"type": tarfile.SYMTYPE, "linkname": "busybox"}) for t in tools),
         ("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", {"mode": 0o644}),
     ]
-    upper = [
-        ("etc", b"", folders),
-        ("etc/passwd", b"root:x:0:0::/:/bin/sh\n", {}),
-    ]
+    upper = [("etc", b"", folders), ("etc/passwd", b"root:x:0:0::/:/bin/sh\n", {})]
     made = [layer(lower), layer(upper)]
     oci = "application/vnd.oci.image"
     layers = [blob(data, f"{oci}.layer.v1.tar+gzip") for data, _ in made]
@@ -383,12 +380,7 @@ def copy_project(kit: Kit) -> None:
 def loopback_environment(pypi: str, home: Path) -> dict[str, str]:
     """Variables under which pip and skopeo know loopback alone."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    return kept | {
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_INDEX_URL": pypi,
-        "NO_PROXY": "127.0.0.1",
-        "HOME": str(home),
-    }
+    return kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": pypi, "NO_PROXY": "127.0.0.1", "HOME": str(home)}
 
 
 @contextmanager

@@ -60,11 +60,7 @@ def test_every_layout_trains_the_same_model(
 @SLOW
 @pytest.mark.parametrize(
     ("name", "precision", "words"),
-    [
-        ("deepseek-v2-lite", "fp32", []),
-        ("llama3.1-8b", "bf16", []),
-        ("llama3.1-8b", "bf16", FSDP2),
-    ],
+    [("deepseek-v2-lite", "fp32", []), ("llama3.1-8b", "bf16", []), ("llama3.1-8b", "bf16", FSDP2)],
 )
 def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precision: str, words: list[str]) -> None:
     choices = Choices(backend="megatron", gpu="cpu", proxy=True, precision=precision)

@@ -142,10 +142,7 @@ def test_host_network(engine, tiny, tmp_path):
 
 def test_memory_limit(engine, tiny, tmp_path):
     assert sh(engine, tiny, "dd if=/dev/zero of=/dev/null bs=300M count=1", tmp_path)[0] == 0
-    command = Command(
-        argv=("dd", "if=/dev/zero", "of=/dev/null", "bs=300M", "count=1"),
-        memory_bytes=64 << 20,
-    )
+    command = Command(argv=("dd", "if=/dev/zero", "of=/dev/null", "bs=300M", "count=1"), memory_bytes=64 << 20)
     with (tmp_path / "e").open("wb") as e, Path(os.devnull).open("rb") as nothing:
         assert engine.run(tiny, command, stdin=nothing, stdout=e, stderr=e) == 137
     assert "memory limit of 64 MiB" in (tmp_path / "e").read_text()

@@ -135,8 +135,7 @@ def test_a_lock_of_a_better_channel_takes_over_from_a_no_op(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "command"),
-    [("[amd, debian]", "primus lock demo --channel amd"), ("[amd]", "primus lock demo")],
+    ("channels", "command"), [("[amd, debian]", "primus lock demo --channel amd"), ("[amd]", "primus lock demo")]
 )
 def test_a_missing_lock_is_made_for_the_channel_that_was_asked_for(kit: Kit, channels: str, command: str) -> None:
     kit.edit("versions.yaml", "channel: local}", "channel: local}\n  wheel:\n    name: W\n    pins:\n      - "

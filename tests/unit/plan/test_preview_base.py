@@ -230,10 +230,7 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project, monkey
     ("kernels", "sentence"),
     [
         ("{librocblas5: [/usr/lib/*gfx*]}", "librocblas5 is listed under `kernels` but not under `packages`"),
-        (
-            "{python3-torch: [usr/*gfx*]}",
-            "'usr/*gfx*' is not an absolute pattern that ends in a file name",
-        ),
+        ("{python3-torch: [usr/*gfx*]}", "'usr/*gfx*' is not an absolute pattern that ends in a file name"),
         ("{python3-torch: [/usr/*]}", "'/usr/*' is not an absolute pattern that ends in a file name"),
     ],
 )

@@ -5,14 +5,7 @@ from pathlib import Path
 import pytest
 
 from primus.errors import HostError, InputError, LacksPackages
-from primus.versions.debs import (
-    _default_mirror,
-    check_python,
-    debian_stanzas,
-    parse_sources,
-    parse_uris,
-    preferences,
-)
+from primus.versions.debs import _default_mirror, check_python, debian_stanzas, parse_sources, parse_uris, preferences
 from primus.versions.lock import BaseRequest, suites_of, upstream
 
 HOST = """\

@@ -144,25 +144,6 @@ def test_validation_passes_and_leaves_its_evidence(cpu_image: Kit, validated: Pa
     assert '<figure class="chart">' in (folder / "report.html").read_text()
 
 
-# It trains every cell of the recipe; what becomes of the curves is tested in unit/release/test_golden.py.
-@pytest.mark.slow
-def test_a_curve_that_changed_is_recorded_anew(cpu_image: Kit, tmp_path: Path) -> None:
-    kit = committed(cpu_image, tmp_path / "project")
-    file = kit.root / "benchmarks/golden/v26.11-cpu.json"
-    before = json.loads(file.read_text())
-    name = "llama3-proxy-torchtitan-pretrain"
-    losses = before["curves"][name]["loss"]
-    changed = {**before["curves"], name: {**before["curves"][name], "loss": [loss + 0.1 for loss in losses]}}
-    file.write_text(json.dumps({**before, "curves": changed}))
-    words = ("validate", "cpu", "--recipe", "llama3-proxy", "--suite", "quick", "--record-golden")
-    paths = ("--store", str(cpu_image.root / ".primus/store"), "--output", str(tmp_path / "out"))
-    result = kit.primus(*words, *paths, timeout=900)
-    assert result.code == 0, result.out + result.err
-    after = json.loads(file.read_text())["curves"]
-    assert after[name]["loss"] == pytest.approx(losses, rel=2e-4)
-    assert {**after, name: {}} == {**before["curves"], name: {}}
-
-
 # htpasswd -B: the word is "word".
 LOGIN_OF_ME = "me:$2b$04$Xex9Ua1VK1ho5O/jNcv2EO6fi2m4Wgwt0dmw3UGppMUUUjAWbrt0K\n"
 

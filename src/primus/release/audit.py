@@ -148,7 +148,7 @@ def _affects(affected: Mapping[str, Any], ecosystem: str, version: str) -> str |
     listed, inside = version in affected.get("versions", ()), False
     try:
         ranges = [r["events"] for r in affected.get("ranges", ()) if r.get("type") == "ECOSYSTEM"]
-        events = [[next(iter(event.items())) for event in events] for events in ranges]
+        events = [[pair for event in events for pair in [*event.items()][:1]] for events in ranges]
         mine, fixes = order(version), []
         for kind, at in itertools.chain(*(sorted(of, key=lambda e: (e[1] != "0", order(e[1]))) for of in events)):
             reached = at == "0" or mine >= order(at)

@@ -86,8 +86,8 @@ def publish(
     """Push the image and its documents, sign it as ``signer``, and set its tag last, so that no tag lacks evidence.
 
     With ``later``, what must be signed is written to that folder, and no tag is set before it is. The tag of a preview
-    is moved; that of a release never is. Raises CheckFailed if the tag of a
-    release already names another image, or if there are objections.
+    is moved; that of a release never is. Raises CheckFailed if the tag of a release already names another image, or
+    if there are objections.
     """
     if ready.objections:
         raise CheckFailed(f"{ready.tag} may not be published: {'; '.join(ready.objections)}")

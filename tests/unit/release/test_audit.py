@@ -30,7 +30,7 @@ def bill(version: str, deb: str = "1.0-1") -> dict[str, Any]:
 
 
 def entry(name: str, ecosystem: str = "PyPI", *, versions: tuple[str, ...] = (), **events: str) -> dict[str, Any]:
-    ranges = [{"type": "ECOSYSTEM", "events": [{kind: at} for kind, at in events.items()]}] if events else []
+    ranges = [{"type": "ECOSYSTEM", "events": [{kind: at} if at else {} for kind, at in events.items()]}]
     affected = {"package": {"name": name, "ecosystem": ecosystem}, "ranges": ranges, "versions": list(versions)}
     return {"id": "GHSA-1", "aliases": ["CVE-2026-1"], "summary": "It breaks", "affected": [affected]}
 
@@ -60,6 +60,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
     "deb with an epoch": (entry("demo", "Debian", introduced="0", fixed="2:0.1-1"), "1", "1.0-1", "2:0.1-1"),
     "withdrawn": ({**entry("small", introduced="0"), "withdrawn": "2026-01-01"}, "1.0", "1.0-1", None),
     "odd version": (entry("small", introduced="0"), "not a version", "1.0-1", None),
+    "odd fix": (entry("small", versions=("1.0",), introduced="0", fixed="not a version"), "1.0", "1.0-1", ""),
+    "empty event": (entry("small", introduced=""), "1.0", "1.0-1", None),
 }
 
 
@@ -81,13 +83,11 @@ def test_a_finding_fails_until_it_is_accepted_and_again_when_its_review_is_late(
     (said,) = json.loads((tmp_path / "bad.json").read_text())["statements"]
     assert (said["status"], said["action_statement"]) == ("affected", "update to 2.0")
     for day, code in (("2999-01-01", 0), ("2020-01-01", 1)):
-        rule = f"accepted:\n  - {{id: CVE-2026-1, reason: its code is never called, review: {day}}}\n"
-        kit.write("accepted.yaml", rule)
+        kit.write("accepted.yaml", f"accepted:\n  - {{id: CVE-2026-1, reason: it is never called, review: {day}}}\n")
         vex = f"vex-{code}.json"
         assert kit.primus(*words, "--accepted", "accepted.yaml", "--vex", vex).code == code
         (said,) = json.loads((tmp_path / vex).read_text())["statements"]
-        assert said["status"] == "not_affected"
-        assert said["products"] == [{"@id": "pkg:pypi/small@1.0"}]
+        assert (said["status"], said["products"]) == ("not_affected", [{"@id": "pkg:pypi/small@1.0"}])
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,7 @@ def _host_parts(store: Store, layer: Layer) -> Iterator[tuple[str, int]]:
     for member in walk(reference(layer), store.blob_path(layer.blob.digest)):
         if member.kind != "file":
             continue
-        with member.open() as stream:
-            data = stream.read()
+        data = b"".join(member.chunks)
         if not data.startswith(b"\x7fELF") or (elf := read_elf(io.BytesIO(data))).machine == AMDGPU:
             continue
         offset, size = elf.places().get(".hip_fatbin", (0, 0))

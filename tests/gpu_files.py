@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,8 @@ import msgpack
 import zstandard
 
 from primus.gates.examined import LayerFacts
-from primus.oci.contents import Member
 from primus.oci.store import LeftOut
+from primus.oci.tar import Member
 
 HOST = "host-x86_64-unknown-linux-gnu-"
 
@@ -114,7 +113,7 @@ def pack_host(kernel: str, *packs: str) -> bytes:
 def member(path: str, data: bytes | str = b"", kind: str = "file") -> Member:
     """A file as a gate sees it."""
     content = data.encode() if isinstance(data, str) else data
-    return Member(path=path, kind=kind, size=len(content), open=lambda: io.BytesIO(content))  # type: ignore[arg-type]
+    return Member(path=path, kind=kind, size=len(content), chunks=[content])  # type: ignore[arg-type]
 
 
 def image_with(layers: Mapping[str, LayerFacts], arch: str | None = None, left_out: LeftOut | None = None) -> Any:

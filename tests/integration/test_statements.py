@@ -20,7 +20,7 @@ from amd_channel import registry
 from host_tools import needs
 from primus.engine.pipeline import Options, build
 from primus.gates.check import judge
-from primus.gates.examined import Examined, examine_layer
+from primus.gates.examined import examine_image
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
 from primus.plan.image import compose
@@ -75,11 +75,9 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     plan = replace(plan, resolved=replace(plan.resolved, lock=lock))
     image = compose(project.workspace.store, plan)
     assert image
-    layers = image.rows
-    facts = {action.name: examine_layer(project.workspace, layer) for action, layer in layers}
-    outcome = judge(Examined(image=image, facts=facts, workspace=project.workspace))
+    examined = examine_image(image, project.workspace, Progress())
     evidence = (
-        *documents(image, outcome, facts, "c" * 40, ()),
+        *documents(image, judge(examined), examined.facts, "c" * 40, ()),
         record(canonical.digest_of(image.config), image.digest),
     )
     return Ready(image=image, tag=TAG, documents=evidence, objections=()), project.workspace.store

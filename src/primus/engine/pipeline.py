@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from primus.engine.kinds import debs, files, kernels, wheels
 from primus.engine.upkeep import remove_damage
 from primus.engine.workshop import Kind, Workshop, require_space_for
 from primus.errors import CheckFailed
-from primus.gates.check import Gatekeeper
-from primus.gates.examined import rules_hash
+from primus.gates.check import admit
+from primus.gates.examined import examine_image, rules_hash
 from primus.gates.rules.coherence import check_pins
 from primus.oci import canonical
 from primus.oci.layer import check_overlap, read_paths
@@ -122,21 +122,21 @@ def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Opti
         return [complete[plan.key] for plan in plans]
     store.prepare()
     _check_recipes(store, plans)
-    with choose_progress(options.quiet) as progress, contextlib.closing(Gatekeeper(workspace)) as gates:
-        workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine)
-        if options.judge:
-            for plan in plans:
-                check_pins(plan.resolved)
-            workshop = replace(workshop, look=gates.look)
+    if options.judge:
+        for plan in plans:
+            check_pins(plan.resolved)
+    with choose_progress(options.quiet) as progress:
+        workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine, judge=options.judge)
         with options.stage("fetch"):
             _fetch_files(workshop, plans, offline=options.offline)
         with options.stage("build"):
             ran = _run_actions(workshop, _missing(plans, workshop.done))
         with options.stage("check"):  # compose → gates → index
-            return [complete.get(plan.key) or _image(store, plan, ran, gates, rules) for plan in plans]
+            return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
 
 
-def _image(store: Store, plan: ImagePlan, ran: Collection[str], gates: Gatekeeper, rules: str) -> Built:
+def _image(workshop: Workshop, plan: ImagePlan, ran: Collection[str], rules: str) -> Built:
+    store = workshop.workspace.store
     image = compose(store, plan)
     if image is None:
         raise CheckFailed(f"a layer of {plan.ref} was removed from the store while it was in use", hint="build again")
@@ -144,7 +144,7 @@ def _image(store: Store, plan: ImagePlan, ran: Collection[str], gates: Gatekeepe
     apart = [[action.kind == "image", layer.paths] for action, layer in image.rows]
     if (store.record("targets", plan.state) or {}).get("apart") != apart:
         check_overlap([(action.name, action.kind == "image", read_paths(store, layer)) for action, layer in image.rows])
-    failed = gates.judge(image) if rules else ()
+    failed = admit(examine_image(image, workshop.workspace, workshop.progress)) if rules else ()
     store.put(image.config, CONFIG_TYPE)
     store.tag(plan.ref, store.put(image.manifest, MANIFEST_TYPE))
     record = {

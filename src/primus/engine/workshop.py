@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed, HostError, InputError
+from primus.gates.examined import LayerFacts, machine_paths, observe, save
 from primus.oci.contents import root_of_layers
 from primus.oci.layer import write_layer
 from primus.oci.store import Layer, Store
@@ -75,12 +76,12 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What actions work with: the store, the fetched files, a progress callback. ``look`` is called with each layer."""
+    """What actions work with: the store, the fetched files, the progress. ``judge`` collects facts for the gates."""
 
     workspace: Workspace
     progress: Progress
     engine: str = "auto"
-    look: Callable[[Layer], None] = lambda _: None
+    judge: bool = True
 
     @property
     def files(self) -> FileCache:
@@ -116,12 +117,18 @@ class Workshop:
     def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
         """Write the entries as the action's layer; see :func:`primus.oci.layer.write_layer` for what it raises."""
         self.progress.start(action.key, action.name, sum(BLOCK + entry.size for entry in entries))
+        store, places = self.workspace.store, machine_paths(self.workspace)
+
+        def advance(count: int) -> None:
+            self.progress.advance(action.key, count)
+
+        if not self.judge:
+            return write_layer(store, entries, advance=advance)
+        facts: list[LayerFacts] = []
         layer = write_layer(
-            self.workspace.store,
-            entries,
-            advance=lambda count: self.progress.advance(action.key, count),
+            store, entries, advance=advance, look=lambda members: facts.append(observe(members, places))
         )
-        self.look(layer)
+        save(self.workspace, layer, *facts)
         return layer
 
     def done(self, action: Action) -> bool:

@@ -1,20 +1,14 @@
-"""Run all gates on an image: on request, or while a build creates its layers."""
+"""Run all gates on an image, and decide whether a build may name it."""
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from threading import Event
 from typing import Any
 
 from primus.errors import CheckFailed
-from primus.gates.examined import Examined, GateReport, LayerFacts, examine_layer
+from primus.gates.examined import Examined, GateReport
 from primus.gates.rules import gates
 from primus.gates.rules.coverage import gpu_libraries
-from primus.oci.store import Layer
-from primus.plan.image import Composed
-from primus.plan.workspace import Workspace
 from primus.terminal import PLAIN, Screen, Styled
 
 _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
@@ -72,45 +66,18 @@ def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     return "\n".join(lines)
 
 
-class Gatekeeper:
-    """Decides which images of a build get their name.
+def admit(examined: Examined) -> tuple[str, ...]:
+    """Return one sentence for each gate that a preview fails; the build reports them.
 
-    Worker threads examine the layers while the build runs. A release that fails a gate gets no name. A preview gets its
-    name, and the build reports the failed gates.
+    Raises CheckFailed with all findings if a release fails a gate. It then gets no name.
     """
-
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-        # The pool starts no thread before the first submission.
-        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="gates")
-        self._facts: dict[str, Future[LayerFacts]] = {}
-        self._stop = Event()
-
-    def look(self, layer: Layer) -> None:
-        """Examine the layer in a worker thread. Errors are raised when an image with the layer is judged."""
-        if layer.blob.digest not in self._facts:
-            self._facts[layer.blob.digest] = self._pool.submit(examine_layer, self._workspace, layer, self._stop)
-
-    def judge(self, image: Composed) -> tuple[str, ...]:
-        """Judge an image by the facts about its layers.
-
-        Raises CheckFailed with all findings if a release fails a gate, HostError if a layer is damaged.
-        """
-        for layer in image.layers:
-            self.look(layer)
-        facts = {action.name: self._facts[layer.blob.digest].result() for action, layer in image.rows}
-        outcome = judge(Examined(image=image, facts=facts, workspace=self._workspace))
-        if not outcome.passed and not image.plan.resolved.choice.preview:
-            raise CheckFailed(
-                f"{image.plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
-                hint="only an image of a preview channel may fail one",
-            )
-        return tuple(_sentence(report) for report in outcome.reports if not report.passed)
-
-    def close(self) -> None:
-        """Stop all examinations. Called when the build ends or is interrupted."""
-        self._stop.set()
-        self._pool.shutdown(cancel_futures=True)
+    outcome, plan = judge(examined), examined.image.plan
+    if not outcome.passed and not plan.resolved.choice.preview:
+        raise CheckFailed(
+            f"{plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
+            hint="only an image of a preview channel may fail one",
+        )
+    return tuple(_sentence(report) for report in outcome.reports if not report.passed)
 
 
 def _sentence(report: GateReport) -> str:

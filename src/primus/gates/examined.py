@@ -1,8 +1,8 @@
 """The input of a gate, an image with the facts about its layers, and its output, a report with findings.
 
-Facts are collected in one pass over the files of a layer. They depend only on the layer's bytes and on the rules, so
-they are cached by its digest and the hash of this package's code: a second check reads no blob, and after a change of a
-rule every layer is read again.
+Facts are collected in one pass over the files of a layer, while the layer is written. They depend only on the layer's
+bytes and on the rules, so they are cached by its digest and the hash of this package's code: a check reads no blob, and
+after a change of a rule every blob is read.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from threading import Event
 from typing import IO, Literal
 
 from primus.errors import InputError
@@ -36,8 +34,9 @@ from primus.gates.contents import (
     text_traces,
     traces_in,
 )
-from primus.oci.contents import Member, reference, walk
+from primus.oci.contents import reference, walk
 from primus.oci.store import Layer, LeftOut
+from primus.oci.tar import Member
 from primus.plan.action import ImagePlan
 from primus.plan.image import Composed, stored
 from primus.plan.workspace import Workspace
@@ -45,7 +44,6 @@ from primus.progress import Progress
 from primus.schema import build
 from primus.yamlfile import Document
 
-_CHUNK = 1 << 20
 # Files that a gate reads as text are short; even the dpkg status of a large image is well below this limit.
 _TEXT_SIZE = 32 << 20
 _IN_MEMORY = 16 << 20
@@ -132,17 +130,12 @@ def rules_hash() -> str:
     return code.hexdigest()
 
 
-def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), stop: Event | None = None) -> LayerFacts:
-    """Examine every member once. ``machine_paths`` are paths of the build machine, which no file may contain.
-
-    Raises InterruptedError once ``stop`` is set.
-    """
+def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = ()) -> LayerFacts:
+    """Examine every member once. ``machine_paths`` are paths of the build machine, which no file may contain."""
     folders: dict[str, tuple[int, int]] = {}
     code, libraries = list[Code](), list[Library]()
     stated, traces, unreadable, copyrights = list[Stated](), list[Trace](), dict[str, str](), dict[str, str]()
     for member in members:
-        if stop is not None and stop.is_set():
-            raise InterruptedError
         path, size = member.path, member.size
         traces += path_traces(path, member.kind)
         documented = COPYRIGHT.fullmatch(path)
@@ -179,16 +172,15 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), stop
 @contextlib.contextmanager
 def _contents(member: Member) -> Iterator[tuple[IO[bytes], bytes | mmap]]:
     """Yield the bytes of a file, to read and to search. A large file is on disk."""
-    with member.open() as stream:
-        if member.size <= _IN_MEMORY:
-            data = stream.read()
-            yield io.BytesIO(data), data
-            return
-        with tempfile.TemporaryFile() as copy:
-            shutil.copyfileobj(stream, copy, _CHUNK)
-            copy.flush()
-            with mmap(copy.fileno(), 0, access=ACCESS_READ) as mapped:
-                yield copy, mapped
+    if member.size <= _IN_MEMORY:
+        data = b"".join(member.chunks)
+        yield io.BytesIO(data), data
+        return
+    with tempfile.TemporaryFile() as copy:
+        copy.writelines(member.chunks)
+        copy.flush()
+        with mmap(copy.fileno(), 0, access=ACCESS_READ) as mapped:
+            yield copy, mapped
 
 
 def machine_paths(workspace: Workspace) -> Sequence[bytes]:
@@ -202,39 +194,42 @@ def _cache_path(workspace: Workspace, layer: Layer) -> Path:
     return workspace.facts / f"{layer.blob.digest.removeprefix('sha256:')}-{key}.json"
 
 
-def examine_layer(workspace: Workspace, layer: Layer, stop: Event | None = None) -> LayerFacts:
-    """Return the layer's facts: from the cache, or by reading the blob, whose digest is verified.
-
-    Raises HostError if the blob cannot be read or is damaged, InterruptedError once ``stop`` is set.
-    """
+def save(workspace: Workspace, layer: Layer, facts: LayerFacts) -> None:
+    """Write the facts about the layer to the cache. Failures are ignored: the next check reads the blob."""
     path = _cache_path(workspace, layer)
-    with contextlib.suppress(InputError):
-        return build(LayerFacts, Document(name=path.name, data=read_sealed(path), places={}, typed=True))
-    blob = workspace.store.blob_path(layer.blob.digest)
-    facts = observe(walk(reference(layer), blob), machine_paths(workspace), stop)
     with contextlib.suppress(OSError):
         for old in path.parent.glob(path.name.partition("-")[0] + "-*"):
             old.unlink(missing_ok=True)
         write_sealed(path, asdict(facts))
+
+
+def examine_layer(workspace: Workspace, name: str, layer: Layer, progress: Progress) -> LayerFacts:
+    """Return the layer's facts: from the cache, or by reading the blob, whose digest is verified.
+
+    Raises HostError if the blob cannot be read or is damaged.
+    """
+    path = _cache_path(workspace, layer)
+    with contextlib.suppress(InputError):
+        return build(LayerFacts, Document(name=path.name, data=read_sealed(path), places={}, typed=True))
+    progress.start(layer.blob.digest, f"examine {name}", None)
+    blob = workspace.store.blob_path(layer.blob.digest)
+    facts = observe(walk(reference(layer), blob), machine_paths(workspace))
+    save(workspace, layer, facts)
+    progress.finish(layer.blob.digest)
     return facts
 
 
-def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examined:
-    """Examine every layer of the plan's image, bottom first.
+def examine_image(image: Composed, workspace: Workspace, progress: Progress) -> Examined:
+    """Examine every layer of the image, bottom first, as :func:`examine_layer` does."""
+    facts = {action.name: examine_layer(workspace, action.name, layer, progress) for action, layer in image.rows}
+    return Examined(image=image, facts=facts, workspace=workspace)
 
-    Raises InputError if the store does not hold exactly this image, HostError if a layer is damaged.
-    """
+
+def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examined:
+    """Examine the stored image of the plan. Raises InputError if the store does not hold exactly this image."""
     image = stored(workspace.store, plan)
     if image is None:
         raise InputError(
             f"{plan.ref} is not built from the current versions.yaml and lock", hint=f"primus build {plan.target}"
         )
-    facts: dict[str, LayerFacts] = {}
-    for action, layer in image.rows:
-        is_new = not _cache_path(workspace, layer).is_file()
-        if is_new:
-            progress.start(layer.blob.digest, f"examine {action.name}", None)
-        facts[action.name] = examine_layer(workspace, layer)
-        if is_new:
-            progress.finish(layer.blob.digest)
-    return Examined(image=image, facts=facts, workspace=workspace)
+    return examine_image(image, workspace, progress)

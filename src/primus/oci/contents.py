@@ -10,9 +10,8 @@ import json
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -21,7 +20,7 @@ from primus.files import open_regular
 from primus.oci import canonical
 from primus.oci.layer import save_paths
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, manifest_of, storage_error
-from primus.oci.tar import Entry, Kind
+from primus.oci.tar import Entry, Kind, Member, chunks_of
 from primus.sandbox.container import LayerRef, RootFs
 
 KINDS: Mapping[bytes, Kind] = {
@@ -36,19 +35,6 @@ _CHUNK = 1 << 18
 _FREE = 100 << 20
 # Real archives reach about 20, such as licence texts and GPU libraries padded with zeros.
 _MOST_RATIO = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One path of a layer, without a leading slash. ``open`` streams a file's bytes, once, while the file is the
-    current member. ``link`` is where a symlink leads.
-    """
-
-    path: str
-    kind: Kind | Literal["other"] = "file"
-    size: int = 0
-    link: str = ""
-    open: Callable[[], IO[bytes]]
 
 
 def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -86,7 +72,7 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
                         kind=KINDS.get(info.type, "other"),
                         size=info.size if info.isreg() else 0,
                         link=info.linkname,
-                        open=lambda info=info: _open(archive, info),  # type: ignore[misc]
+                        chunks=chunks_of(cast("IO[bytes]", archive.extractfile(info))) if info.isreg() else (),
                     )
         # ValueError is for the numbers of a sparse file, RecursionError for thousands of extended headers in a row.
         except (tarfile.TarError, ValueError, RecursionError) as error:
@@ -126,13 +112,6 @@ class _BlobReader:
             f"blob {self._layer.digest} is damaged: {reason} ({self._path})",
             hint="delete that file and build the image again; nothing of it was kept",
         )
-
-
-def _open(archive: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
-    stream = archive.extractfile(info)
-    if stream is None:
-        raise HostError(f"/{info.name} is not a regular file")
-    return stream
 
 
 def require_sane(unpacked: int, packed: int) -> None:

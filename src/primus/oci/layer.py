@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,7 +13,7 @@ import zstandard
 
 from primus.errors import CheckFailed, HostError
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
-from primus.oci.tar import Entry, in_order, write_tar
+from primus.oci.tar import Entry, Member, in_order, write_tar
 
 # Part of every key. Increase it whenever the same entries would give other bytes.
 _FORMAT = 1
@@ -34,13 +34,14 @@ class _Packer(io.RawIOBase):
         threads = max(1, min(4, (os.cpu_count() or 1) // 2))
         compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=threads, write_checksum=True)
         self._compressor = compressor.compressobj()
-        self.tar, self.blob, self.size = hashlib.sha256(), hashlib.sha256(), 0
+        self.tar, self.blob, self.unpacked, self.size = hashlib.sha256(), hashlib.sha256(), 0, 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
         self.tar.update(data)
+        self.unpacked += len(data)
         self._emit(self._compressor.compress(data))
         self._advance(len(data))
         return len(data)
@@ -55,8 +56,14 @@ class _Packer(io.RawIOBase):
         self._out.flush()
 
 
-def write_layer(store: Store, entries: Iterable[Entry], *, advance: Callable[[int], None] = lambda _: None) -> Layer:
-    """Write the entries as a layer blob into the store.
+def write_layer(
+    store: Store,
+    entries: Iterable[Entry],
+    *,
+    advance: Callable[[int], None] = lambda _: None,
+    look: Callable[[Iterator[Member]], object] = list,
+) -> Layer:
+    """Write the entries as a layer blob into the store. ``look`` gets each as it is written, and must take them all.
 
     Raises InputError for paths that an image may not contain, CheckFailed if a source changes while it is read,
     HostError if the disk is full or an archive is damaged. The store is then unchanged.
@@ -67,7 +74,7 @@ def write_layer(store: Store, entries: Iterable[Entry], *, advance: Callable[[in
             packer = _Packer(out, advance)
             # Headers have 512 bytes: hash and compressor get few large pieces.
             pipe = io.BufferedWriter(packer, _LARGE)
-            unpacked = write_tar(ordered, pipe.write)
+            look(write_tar(ordered, pipe.write))
             pipe.flush()
             packer.finish()
             blob = Blob(digest=f"sha256:{packer.blob.hexdigest()}", media_type=LAYER_TYPES["zstd"], size=packer.size)
@@ -78,7 +85,10 @@ def write_layer(store: Store, entries: Iterable[Entry], *, advance: Callable[[in
         raise storage_error(error, Path(error.filename or store.root)) from None
     lines = (f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in ordered)
     return Layer(
-        blob=blob, diff_id=f"sha256:{packer.tar.hexdigest()}", unpacked=unpacked, paths=save_paths(store, lines)
+        blob=blob,
+        diff_id=f"sha256:{packer.tar.hexdigest()}",
+        unpacked=packer.unpacked,
+        paths=save_paths(store, lines),
     )
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, BinaryIO, Literal
+from typing import IO, Literal
 
 from primus.errors import CheckFailed, InputError
 from primus.files import link_fault, open_regular, path_fault
@@ -27,7 +26,24 @@ _CHUNK = 1 << 20
 _TYPES = {"file": b"0", "hardlink": b"1", "symlink": b"2", "dir": b"5"}
 
 Kind = Literal["file", "hardlink", "symlink", "dir"]
-Source = bytes | Path | Callable[[], IO[bytes]] | None
+Source = bytes | Path | Callable[[], Iterable[bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One path of a layer, without a leading slash. ``chunks`` are a file's bytes, which can be read once, while it is
+    the current member. ``link`` is where a symlink leads.
+    """
+
+    path: str
+    kind: Kind | Literal["other"] = "file"
+    size: int = 0
+    link: str = ""
+    chunks: Iterable[bytes] = ()
+
+    def text(self) -> str:
+        """Read the whole file as UTF-8."""
+        return b"".join(self.chunks).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +63,7 @@ class Entry:
     size: int = 0
     link: str = ""
     xattrs: Mapping[str, bytes] = field(default_factory=dict)
-    source: Source = field(default=None, compare=False, repr=False)
+    source: Source = field(default=b"", compare=False, repr=False)
     sha256: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,18 +93,19 @@ class Entry:
     def _pieces(self) -> Iterator[bytes]:
         if isinstance(self.source, bytes):
             yield self.source
-        elif self.source is not None:
+        elif isinstance(self.source, Path):
             try:
-                stream = open_regular(self.source, follow=False) if isinstance(self.source, Path) else self.source()
+                stream = open_regular(self.source, follow=False)
             except (FileNotFoundError, NotADirectoryError, InputError):
                 raise self._changed() from None
             except OSError as error:
                 if error.errno == errno.ELOOP:
                     raise self._changed() from None
                 raise
-            with closing(stream):
-                while chunk := stream.read(_CHUNK):
-                    yield chunk
+            with stream:
+                yield from chunks_of(stream)
+        else:
+            yield from self.source()
 
     def _changed(self) -> CheckFailed:
         what = self.source if isinstance(self.source, Path) else self.path
@@ -97,25 +114,18 @@ class Entry:
         )
 
 
-class _Part(io.RawIOBase):
-    def __init__(self, path: Path, offset: int, size: int) -> None:
-        self._file = path.open("rb")
-        self._file.seek(offset)
-        self._left = size
-
-    def read(self, amount: int = -1) -> bytes:
-        data = self._file.read(self._left if amount < 0 else min(amount, self._left))
-        self._left -= len(data)
-        return data
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+def chunks_of(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield the rest of the stream."""
+    return iter(partial(stream.read, _CHUNK), b"")
 
 
-def open_part(path: Path, offset: int, size: int) -> BinaryIO:
-    """Open the ``size`` bytes of the file that begin at ``offset``, as an entry's source."""
-    return _Part(path, offset, size)  # type: ignore[return-value]
+def part(path: Path, offset: int, size: int) -> Iterator[bytes]:
+    """Yield the ``size`` bytes of the file that begin at ``offset``, for an entry's source."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        while size and (chunk := file.read(min(size, _CHUNK))):
+            size -= len(chunk)
+            yield chunk
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
@@ -138,22 +148,25 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(by_path.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
 
 
-def write_tar(entries: Iterable[Entry], write: Callable[[bytes], object]) -> int:
-    """Write the entries in the given order and the end mark, and return the number of bytes."""
-    total = 0
+def write_tar(entries: Iterable[Entry], write: Callable[[bytes], object]) -> Iterator[Member]:
+    """Write the entries in the given order and the end mark. Yields each entry while it is written, so that its bytes,
+    which exist only now, can be examined.
+    """
     for entry in entries:
-        head = _header(entry)
-        write(head)
-        total += len(head)
-        # An empty file may have changed, too.
-        if entry.kind == "file" and (entry.size or entry.sha256):
-            for chunk in entry.chunks():
-                write(chunk)
-            padding = bytes(-entry.size % BLOCK)
-            write(padding)
-            total += entry.size + len(padding)
+        write(_header(entry))
+        chunks = _written(entry, write) if entry.kind == "file" else iter(())
+        yield Member(path=entry.path, kind=entry.kind, size=entry.size, link=entry.link, chunks=chunks)
+        # What the caller has not read.
+        for _ in chunks:
+            pass
     write(bytes(2 * BLOCK))
-    return total + 2 * BLOCK
+
+
+def _written(entry: Entry, write: Callable[[bytes], object]) -> Iterator[bytes]:
+    for chunk in entry.chunks():
+        write(chunk)
+        yield chunk
+    write(bytes(-entry.size % BLOCK))
 
 
 def _header(entry: Entry) -> bytes:

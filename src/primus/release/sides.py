@@ -93,8 +93,10 @@ def files(side: Side, other: Side, store: Store) -> Part:
     for layer in (layer for layer in side.layers.values() if layer.digest not in shared):
         for member in walk(layer, store.blob_path(layer.digest)):
             if member.kind == "file" and not member.path.endswith(".pyc"):
-                digest = hashlib.file_digest(member.open(), "sha256").hexdigest()  # type: ignore[arg-type]
-                result[member.path] = f"{member.size:,} bytes, {digest[:8]}"
+                digest = hashlib.sha256()
+                for chunk in member.chunks:
+                    digest.update(chunk)
+                result[member.path] = f"{member.size:,} bytes, {digest.hexdigest()[:8]}"
     return result
 
 
@@ -175,9 +177,9 @@ def _of_store(project: Project, ref: str) -> Side:
             continue
         for member in walk(ref_of_layer, store.blob_path(ref_of_layer.digest)):
             if member.path == STATUS:
-                packages |= debs(member.open().read().decode("utf-8", "replace"))
+                packages |= debs(member.text())
             elif re.fullmatch(f"{_RECIPES}[^/]+[.]yaml", member.path):
-                text = member.open().read().decode("utf-8", "replace")
+                text = member.text()
                 recipes.append((Path(member.path).stem, parse(text, member.path).data))
     parts = {"packages": packages, "recipes": _recipes(recipes)}
     record = store.record("targets", ref.partition("-")[2]) or {}

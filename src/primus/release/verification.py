@@ -163,7 +163,7 @@ def _contents(
             say(f"layer {name}: {layer['size'] / 1e6:.1f} MB")
             try:
                 files = (m for m in walk(ref, path) if m.kind == "file" and states_versions(m.path))
-                items = [i for m in files for i in stated_in(m.path, m.open().read().decode("utf-8", "replace"))]
+                items = [i for m in files for i in stated_in(m.path, m.text())]
                 # The packages of a registry's image are locked as layers, not individually.
                 stated[name] = [item for item in items if kind != "image" or item.kind != "deb"]
             except HostError as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +23,7 @@ from primus.oci.layer import write_layer
 from primus.oci.store import Layer, Store
 from primus.oci.tar import Entry
 from primus.plan.workspace import Workspace
+from primus.progress import Progress
 from primus.sandbox.container import LayerRef
 
 SITE = "opt/venv/lib/python3.11/site-packages"
@@ -325,7 +326,15 @@ def layer_of(tmp_path: Path, files: dict[str, bytes]) -> tuple[Workspace, Layer]
     workspace.store.prepare()
     entries = [Entry(path=p, size=len(d), source=d) for p, d in files.items()]
     links = [Entry(path="l", kind="symlink", link="x"), Entry(path="tmp/more", kind="hardlink", link=min(files))]
-    return workspace, write_layer(workspace.store, [*entries, *links])
+    seen = list[LayerFacts]()
+    layer = write_layer(workspace.store, [*entries, *links], look=lambda members: seen.append(observe(members)))
+    assert facts_of(workspace, layer) == seen[0], "what is seen while it is written is what the blob has"
+    shutil.rmtree(workspace.facts)
+    return workspace, layer
+
+
+def facts_of(workspace: Workspace, layer: Layer) -> LayerFacts:
+    return examine_layer(workspace, "layer", layer, Progress())
 
 
 def blob_of(workspace: Workspace, layer: Layer) -> Path:
@@ -342,7 +351,7 @@ FILES = {
 
 
 def test_facts_of_a_layer_are_those_of_its_files(tmp_path: Path) -> None:
-    facts = examine_layer(*layer_of(tmp_path, FILES))
+    facts = facts_of(*layer_of(tmp_path, FILES))
     assert {c.path: c.targets for c in facts.code} == {"lib/libx.so": ("gfx942",), "lib/y_gfx950.dat": ("gfx950",)}
     assert [lib.soname for lib in facts.libraries] == ["libx.so.1"]
     assert facts.unreadable.keys() == {"lib/broken.so"}
@@ -352,21 +361,21 @@ def test_facts_of_a_layer_are_those_of_its_files(tmp_path: Path) -> None:
 
 def test_a_second_look_reads_no_blob_unless_the_rules_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace, layer = layer_of(tmp_path, FILES)
-    first = examine_layer(workspace, layer)
+    first = facts_of(workspace, layer)
     (cached,) = workspace.facts.iterdir()
     cached.write_text('{"folders": 1}')
-    assert examine_layer(workspace, layer) == first, "a damaged file is made again"
+    assert facts_of(workspace, layer) == first, "a damaged file is made again"
     blob = blob_of(workspace, layer)
     data = blob.read_bytes()
     blob.unlink()
-    assert examine_layer(workspace, layer) == first
+    assert facts_of(workspace, layer) == first
     for name in ("rules_hash", "machine_paths"):
         with monkeypatch.context() as changed, pytest.raises(HostError):
             changed.setattr(examined, name, {"rules_hash": lambda: "another", "machine_paths": lambda _: [b"/x"]}[name])
-            examine_layer(workspace, layer)
+            facts_of(workspace, layer)
     monkeypatch.setattr(examined, "rules_hash", lambda: "another rule")
     blob.write_bytes(data)
-    examine_layer(workspace, layer)
+    facts_of(workspace, layer)
     (other,) = workspace.facts.iterdir()
     assert other.name != cached.name
 
@@ -378,19 +387,10 @@ def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
     with pytest.raises(HostError, match="damaged"):
-        examine_layer(workspace, layer)
+        facts_of(workspace, layer)
     assert not workspace.facts.exists()
     blob.write_bytes(b"no tar" * 999)
     digest = "sha256:" + hashlib.sha256(blob.read_bytes()).hexdigest()
     plain = LayerRef(digest=digest, diff_id=digest, size=1, media_type="application/vnd.oci.image.layer.v1.tar")
     with pytest.raises(HostError, match="no tar is in it"):
         list(walk(plain, blob))
-
-
-def test_a_look_that_is_called_off_leaves_nothing(tmp_path: Path) -> None:
-    workspace, layer = layer_of(tmp_path, FILES)
-    stop = Event()
-    stop.set()
-    with pytest.raises(InterruptedError):
-        examine_layer(workspace, layer, stop)
-    assert not workspace.facts.exists()

@@ -51,8 +51,7 @@ def tree(draw: st.DrawFn) -> list[Entry]:
 
 def written(entries: list[Entry]) -> bytes:
     out = io.BytesIO()
-    size = write_tar(in_order(entries), out.write)
-    assert size == len(out.getvalue())
+    list(write_tar(in_order(entries), out.write))
     return out.getvalue()
 
 
@@ -111,7 +110,7 @@ def test_size_beyond_ustar_goes_into_a_pax_header() -> None:
     huge = Entry(path="huge", size=9 << 30)
     head: list[bytes] = []
     with pytest.raises(CheckFailed):
-        write_tar([huge], head.append)
+        list(write_tar([huge], head.append))
     assert b"size=9663676416\n" in head[0]
 
 

@@ -29,7 +29,7 @@ from primus.engine.workshop import Workshop, disk_is_full, log_tail
 from primus.errors import CheckFailed, HostError
 from primus.oci.contents import KINDS, members
 from primus.oci.store import Layer, storage_error
-from primus.oci.tar import MTIME, Entry, open_part
+from primus.oci.tar import MTIME, Entry, part
 from primus.plan.action import Action
 from primus.plan.skeleton import VARIANT, trim
 from primus.programs import lacks_ids, need
@@ -192,7 +192,7 @@ def _tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
                 size=member.size if kind == "file" else 0,
                 link=member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname,
                 xattrs=_xattrs(member),
-                source=functools.partial(open_part, tar, member.offset_data, member.size) if kind == "file" else None,
+                source=functools.partial(part, tar, member.offset_data, member.size) if kind == "file" else b"",
             )
 
 

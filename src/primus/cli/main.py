@@ -15,45 +15,9 @@ from pathlib import Path
 from primus import __version__
 from primus.cli.verb import Verb
 from primus.errors import HostError, InputError, PrimusError, nearest
+from primus.yamlfile import read_values
 
-# verb → (its function, one line). Only the module of the requested verb is imported. An image contains none of
-# `cli.host`.
-VERBS = {
-    "plan": ("host.build.plan", "show what a build would do, layer by layer"),
-    "build": ("host.build.build", "build images; the last line is the manifest digest"),
-    "explain": ("host.build.explain", "show which inputs changed since the last build, old → new"),
-    "lock": ("host.lock.lock", "resolve versions.yaml to exact files"),
-    "outdated": ("host.lock.outdated", "list the pins that have newer versions"),
-    "bump": ("host.lock.bump", "move pins to newer versions, and lock"),
-    "run": ("host.run.run", "run a command in an image"),
-    "launch": ("host.launch.launch", "run a recipe on several machines with Slurm or Kubernetes"),
-    "load": ("host.run.load", "load an image into a Docker engine"),
-    "validate": ("host.validate.validate", "train in the image and check the results"),
-    "check": ("host.inspect.check", "check the contents of an image: GPU code, versions, secrets, size"),
-    "verify": ("host.inspect.verify", "rebuild and compare digests, or check a published image and its evidence"),
-    "publish": ("host.publish.publish", "publish images with their evidence to a registry"),
-    "tag": ("host.publish.tag", "move a tag such as latest-cpu to a published release, also back"),
-    "sign": ("host.publish.sign", "sign published images elsewhere than where they were built"),
-    "sbom": ("host.inspect.sbom", "list the files an image is made of; --json prints SPDX"),
-    "audit": ("host.publish.audit", "look up an image's packages in OSV data of known vulnerabilities"),
-    "why-size": ("host.inspect.why_size", "show which layers and folders make an image large"),
-    "releases": ("host.releases.releases", "list published images, or show one"),
-    "diff": ("host.releases.diff", "compare two releases: components, sizes, GPUs"),
-    "clean": ("host.build.clean", "free disk space: remove what no image, lock or last build needs"),
-    "docs": ("host.releases.docs", "generate the documents, or check that they are up to date"),
-    "list": ("image.recipes.list_recipes", "list the recipes with their backends, modes, precisions and GPUs"),
-    "show": ("image.recipes.show", "show every setting of a recipe, its source and its reason"),
-    "fit": ("image.recipes.fit", "predict a recipe's memory and its largest micro batch"),
-    "train": ("image.train.train", "run a recipe on this machine"),
-    "finetune": ("image.finetune.finetune", "fine-tune a model on your own data"),
-    "data": ("image.finetune.data", "report a corpus: documents, tokens, what is cut, and what is trained"),
-    "preflight": ("image.preflight.preflight", "check this machine before a job"),
-    "tune": ("image.tune.tune", "find the fastest settings of a recipe, or the fastest GEMM solutions"),
-    "import-exp": ("image.compat.import_exp", "convert a Primus experiment file to a recipe"),
-    "compat": ("image.compat.compat", "run a command of older documents, such as run_pretrain.sh"),
-    "report": ("image.report.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),
-    "turbo": ("image.turbo.turbo", "list the optimizations of a training run"),
-}
+VERBS: dict[str, list[str]] = read_values(Path(__file__).with_name("verbs.yaml")).data
 _ADVICE = {
     errno.EACCES: "check its owner and permissions",
     errno.EPERM: "check its owner and permissions",
@@ -64,7 +28,7 @@ _ADVICE = {
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
 
 
-def installed_verbs() -> dict[str, tuple[str, str]]:
+def installed_verbs() -> dict[str, list[str]]:
     """Return verb → (function, one line) for the verbs of this installation."""
     has_host = (Path(__file__).parent / "host").is_dir()
     return {verb: entry for verb, entry in VERBS.items() if has_host or not entry[0].startswith("host.")}

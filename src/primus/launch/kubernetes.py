@@ -6,14 +6,13 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from primus.errors import HostError, InputError, PrimusError
+from primus.errors import HostError, InputError
 from primus.gpus.table import generation
 from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus.recipes import load
@@ -23,13 +22,14 @@ from primus.yamlfile import read_values
 Manifest = dict[str, Any]
 ACTIONS = ("status", "logs", "delete", "nodes")
 LABEL = "app.kubernetes.io/name"
-_COLUMNS = (
-    r"NAME:.metadata.name,READY:.status.conditions[?(@.type=='Ready')].status,"
-    r"AMD:.status.allocatable.amd\.com/gpu,NVIDIA:.status.allocatable.nvidia\.com/gpu,"
-    r"PRODUCT:.metadata.labels.amd\.com/gpu\.product-name"
-)
+_COMMON = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
+# What kubectl prints for invalid input, and what to do about it. Any other error is the cluster's or the machine's.
+_BAD_INPUT = {
+    "server (NotFound)": "--namespace names another",
+    "server (AlreadyExists)": "delete it first, or choose another --name",
+    **dict.fromkeys(("server (BadRequest)", "server (Invalid)", " is invalid: ", "error validating")),
+}
 _RUNS = "/workspace/runs"
-_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
 _DNS = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
@@ -91,14 +91,9 @@ class Cluster:
 
 
 def name_of(plan: Plan, cluster: Cluster) -> str:
-    """Return the name of the job."""
-    return cluster.name or default_name(plan.recipe.name)
-
-
-def default_name(recipe: str) -> str:
-    """Return the default name of a job of the recipe."""
-    text = re.sub(r"[^a-z0-9]+", "-", recipe.rpartition("/")[2].removesuffix(".yaml").lower())
-    return f"primus-{text}".strip("-")[:42].rstrip("-")
+    """Return the name of the job; the default is made from the recipe's name."""
+    text = re.sub(r"[^a-z0-9]+", "-", plan.recipe.name.rpartition("/")[2].removesuffix(".yaml").lower())
+    return cluster.name or f"primus-{text}".strip("-")[:42].rstrip("-")
 
 
 def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
@@ -108,67 +103,65 @@ def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
     """
     _refuse_unseen(plan.recipe)
     name = name_of(plan, cluster)
-    labels = {LABEL: name, "app.kubernetes.io/managed-by": "primus"}
-    common = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
-    service, job = common["service"], common["job"]
-    for manifest in (service, job):
-        manifest["metadata"] = {"name": name, "namespace": cluster.namespace, "labels": dict(labels)}
-    service["spec"]["selector"] = {LABEL: name}
-    job["spec"] |= {
-        "completions": plan.nodes, "parallelism": plan.nodes, "ttlSecondsAfterFinished": cluster.ttl,
+    values = {
+        "name": name, "namespace": cluster.namespace, "nodes": plan.nodes, "ttl": cluster.ttl, "shm": cluster.shm,
         # The pods of all nodes end together, and each counts.
-        "backoffLimit": plan.nodes * cluster.restarts if cluster.claim else 0,
-        "template": {"metadata": {"labels": {LABEL: name}}, "spec": _pod(plan, cluster, name, common)},
+        "failures": plan.nodes * cluster.restarts if cluster.claim else 0,
+        "image": cluster.image, "script": _script(plan, cluster, name), "address": f"{name}-0.{name}",
     }  # fmt: skip
+    service, job = _filled(_COMMON["service"], values), _filled(_COMMON["job"], values)
     if cluster.queue:
         # Kueue starts the job when its quota allows.
         job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
         job["spec"]["suspend"] = True
+    _add_options(job["spec"]["template"]["spec"], plan, cluster)
     return [service, job]
 
 
-def _pod(plan: Plan, cluster: Cluster, name: str, common: dict[str, Manifest]) -> Manifest:
-    container, maker = common["container"], vendor(plan.recipe.gpu)
-    limits: Manifest = {}
-    volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm}}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
-    apart = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
-    affinity: Manifest = {"podAntiAffinity": {_REQUIRED: [apart]}}
-    pod: Manifest = {**common["pod"], "containers": [container], "subdomain": name, "affinity": affinity}
+def _filled(tree: Any, values: Manifest) -> Any:
+    if isinstance(tree, dict):
+        return {key: _filled(below, values) for key, below in tree.items()}
+    if isinstance(tree, list):
+        return [_filled(below, values) for below in tree]
+    return values[tree[1:]] if isinstance(tree, str) and tree.startswith("$") else tree
+
+
+def _add_options(pod: Manifest, plan: Plan, cluster: Cluster) -> None:
+    (container,) = pod["containers"]
+    limits, requests = container["resources"]["limits"], container["resources"]["requests"]
     if cluster.claim:
-        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}})
-        mounts.append({"name": "runs", "mountPath": _RUNS})
-    if maker:
-        gpu, resource = generation(plan.recipe.gpu), common["makers"][maker]["resource"]
+        pod["volumes"].append({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}})
+        container["volumeMounts"].append({"name": "runs", "mountPath": _RUNS})
+    if maker := vendor(plan.recipe.gpu):
+        gpu, resource = generation(plan.recipe.gpu), _COMMON["makers"][maker]["resource"]
         limits[resource] = plan.gpus
         pod["tolerations"] = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
         # AMD's node labeller names the device id, NVIDIA's feature discovery the product.
         ids = [number.removeprefix("0x") for number in gpu.device_ids]
         values = ids if maker == "amd" else [product.replace(" ", "-") for product in gpu.names]
-        match = {"key": common["makers"][maker]["label"], "operator": "In", "values": values}
-        affinity["nodeAffinity"] = {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [match]}]}}
+        match = {"key": _COMMON["makers"][maker]["label"], "operator": "In", "values": values}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [match]}]}
+        pod["affinity"]["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
     if cluster.rdma:
         resource, _, count = cluster.rdma.partition("=")
         limits[resource] = int(count or 1)
-    requests = {key: value for key, value in (("cpu", cluster.cpu), ("memory", cluster.memory)) if value}
+    if cluster.cpu:
+        requests["cpu"] = cluster.cpu
     if cluster.memory:
-        limits["memory"] = cluster.memory
-    variables = {"MASTER_ADDR": f"{name}-0.{name}", **dict(word.split("=", 1) for word in cluster.environment)}
-    environment = [*container["env"], *({"name": key, "value": value} for key, value in variables.items())]
+        requests["memory"] = limits["memory"] = cluster.memory
+    variables = dict(word.split("=", 1) for word in cluster.environment)
+    container["env"] = [row for row in container["env"] if row["name"] not in variables]
+    container["env"] += [{"name": name, "value": value} for name, value in variables.items()]
     if cluster.token_secret:
         secret, _, key = cluster.token_secret.partition(":")
-        environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": key or "token"}}})
-    container |= {
-        "image": cluster.image, "command": ["bash", "-c", _script(plan, cluster, name)], "env": environment,
-        "resources": {"limits": limits, **({"requests": requests} if requests else {})}, "volumeMounts": mounts,
-    }  # fmt: skip
+        source = {"secretKeyRef": {"name": secret, "key": key or "token"}}
+        container["env"].append({"name": "HF_TOKEN", "valueFrom": source})
     if cluster.selector:
         pod["nodeSelector"] = dict(word.split("=", 1) for word in cluster.selector)
     if cluster.pull_secret:
         pod["imagePullSecrets"] = [{"name": cluster.pull_secret}]
     if cluster.host_network:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return pod | {"volumes": volumes}
 
 
 def _script(plan: Plan, cluster: Cluster, name: str) -> str:
@@ -229,32 +222,19 @@ def _refuse_unseen(recipe: Recipe) -> None:
             )  # fmt: skip
 
 
-def _kubectl(*words: str, stdin: str | None = None) -> str:
-    program = shutil.which("kubectl")
-    if program is None:
+def _kubectl(*words: str, stdin: str = "") -> str:
+    command = ["kubectl", "--request-timeout=20s", *words]
+    try:
+        ended = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
         hint = "install it, or run: primus launch k8s … --dry-run, which prints the manifests"
-        raise HostError("kubectl is not installed", hint=hint)
-    command = [program, "--request-timeout=20s", *words]
-    ended = subprocess.run(command, input=stdin or "", capture_output=True, text=True, check=False)
+        raise HostError("kubectl is not installed", hint=hint) from None
     if ended.returncode:
-        raise _refused(ended.stderr)
+        sentence = " ".join(ended.stderr.split())[:400]
+        if bad := next((words for words in _BAD_INPUT if words in sentence), None):
+            raise InputError(f"kubectl: {sentence}", hint=_BAD_INPUT[bad])
+        raise HostError(f"kubectl: {sentence}", hint="check KUBECONFIG; `kubectl cluster-info` shows more")
     return ended.stdout
-
-
-def _refused(errors: str) -> PrimusError:
-    text = " ".join(errors.split())[:400]
-    match = re.search(r"Error from server \((\w+)\): (.*)", text)
-    reason, sentence = match.groups() if match else ("", text)
-    if reason == "NotFound":
-        return InputError(f"the cluster has no such object: {sentence}", hint="--namespace names another")
-    if reason == "AlreadyExists":
-        return InputError(f"the object cannot be created: {sentence}", hint="delete it first, or choose another --name")
-    if reason in ("BadRequest", "Invalid") or " is invalid: " in text or "error validating" in text:
-        return InputError(f"the cluster refuses the manifest: {sentence}")
-    if reason:
-        return HostError(f"the cluster refused the request: {sentence} ({reason})")
-    hint = "check KUBECONFIG; `kubectl cluster-info` shows more"
-    return HostError(f"kubectl cannot use the cluster: {sentence}", hint=hint)
 
 
 def create(objects: Sequence[Manifest]) -> None:
@@ -271,7 +251,8 @@ def manage(action: str, job: str, namespace: str, *, as_json: bool = False, dry_
     """
     pods, of = f"--selector={LABEL}={job}", f"--namespace={namespace}"
     if action == "nodes":
-        return _kubectl("get", "nodes", "--output=json" if as_json else f"--output=custom-columns={_COLUMNS}")
+        columns = ",".join(f"{name}:{path}" for name, path in _COMMON["columns"].items())
+        return _kubectl("get", "nodes", "--output=json" if as_json else f"--output=custom-columns={columns}")
     shown = _kubectl("get", "job", job, of)
     if action == "delete":
         dry = ["--dry-run=client"] if dry_run else []

@@ -147,16 +147,8 @@ def bash(name: str, variables: Mapping[str, object], command: str) -> str:
     return "\n".join([*head, f"run_ranks() {{ exec {command}; }}", *texts])
 
 
-def seconds_of(text: str) -> float:
-    """Return the seconds of a duration such as ``90m``, ``12h`` or ``2d``. Raises ValueError for any other text."""
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
-    if match is None or not float(match[1]):
-        raise ValueError(f"must be a duration such as 90m, 12h or 2d, not {text[:40]!r}")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-
-
 def span(seconds: float) -> str:
-    """Return a duration in its largest unit, as :func:`seconds_of` reads it."""
+    """Return a duration in its largest unit, as ``--train-for`` reads it: ``90m``, ``12h`` or ``2d``."""
     unit, size = next((pair for pair in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * pair[1]), ("s", 1))
     return f"{seconds / size:.3g}{unit}"
 

@@ -16,14 +16,12 @@ from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secr
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
-# What each task needs to find the others. The rest of the environment is not passed into a container.
-FORWARDED = (
+# Passed into a container by name if set when the job runs: what each task needs to find the others, and what the ranks
+# read. Their values are never written to the script.
+_FORWARDED = (
     "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME",
-    "NODE_ADDR",
-)  # fmt: skip
-# Passed on by name if set when the job runs. Their values are never written to the script.
-_BY_NAME = (
-    "HF_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_DEBUG",
+    "NODE_ADDR", "HF_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX",
+    "NCCL_DEBUG",
 )  # fmt: skip
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,@:+-]*")
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}")
@@ -56,7 +54,6 @@ class Site:
     mounts: tuple[Path, ...] = ()
     resume_from: str = ""
     extra: tuple[str, ...] = ()
-    command: str = "primus"
 
     def __post_init__(self) -> None:
         if self.container != "none" and not self.image:
@@ -132,11 +129,11 @@ def _task(plan: Plan, site: Site) -> str:
     train = f'{words} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
     address = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
     engine = "" if site.container in ("none", "pyxis") else f"{_engine(plan, site)} "
-    return shlex.quote(f"{address}; exec {engine}{site.command} {train}")
+    return shlex.quote(f"{address}; exec {engine}primus {train}")
 
 
 def _names(site: Site) -> list[str]:
-    return list(dict.fromkeys([*FORWARDED, *_BY_NAME, *(word.partition("=")[0] for word in site.environment)]))
+    return list(dict.fromkeys([*_FORWARDED, *(word.partition("=")[0] for word in site.environment)]))
 
 
 def _mounts(plan: Plan, site: Site) -> list[str]:

@@ -139,7 +139,7 @@ def test_a_job_is_applied_shown_and_deleted(objects: Path, capsys: pytest.Captur
     assert main(WORDS) == 0
     assert names_in(objects) == {f"job-{name}", f"service-{name}"}
     assert main(WORDS) == 2
-    assert "the object cannot be created: " in capsys.readouterr().err
+    assert "(AlreadyExists): there is one\n  → delete it first" in capsys.readouterr().err
     pods = f"--selector=app.kubernetes.io/name={name}"
     for words, shown in (
         (["status", name], f"get job {name} --namespace=default\n\nget pods {pods} --namespace=default --output=wide"),
@@ -151,7 +151,7 @@ def test_a_job_is_applied_shown_and_deleted(objects: Path, capsys: pytest.Captur
         assert capsys.readouterr().out.strip() == shown
     assert main(["launch", "k8s", "delete", name, "--dry-run"]) == 0
     assert (objects / f"job-{name}").exists()
-    assert main(["launch", "k8s", "llama3.1-8b", "delete"]) == 0
+    assert main(["launch", "k8s", "delete", name]) == 0
     assert names_in(objects) == set()
     assert main(["launch", "k8s", "delete", name]) == 2
     assert main(["launch", "k8s", "delete"]) == 2
@@ -167,23 +167,22 @@ def test_a_refused_job_leaves_no_service_behind(
 
 
 @pytest.mark.parametrize(
-    ("errors", "code", "sentence"),
+    ("error", "code"),
     [
-        ('The Job "x" is invalid: spec.x: Invalid value', 2, "the cluster refuses the manifest: The Job"),
-        ("Error from server (BadRequest): no", 2, "the cluster refuses the manifest: no"),
-        ('Error from server (NotFound): namespaces "a" not found', 2, "the cluster has no such object: namespaces"),
-        ("Error from server (Forbidden): no", 3, "the cluster refused the request: no (Forbidden)"),
-        ("error: You must be logged in to the server (Unauthorized)", 3, "kubectl cannot use the cluster: error: You"),
-        ("The connection to the server h:1 was refused", 3, "kubectl cannot use the cluster: The connection"),
+        ('The Job "x" is invalid: spec.x: Invalid value', 2),
+        ("Error from server (BadRequest): no", 2),
+        ('Error from server (NotFound): namespaces "a" not found', 2),
+        ("Error from server (Forbidden): no", 3),
+        ("error: You must be logged in to the server (Unauthorized)", 3),
+        ("The connection to the server h:1 was refused", 3),
     ],
 )
-def test_every_error_of_kubectl_is_a_sentence(
-    errors: str, code: int, sentence: str, objects: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setenv("BROKEN", errors)
+def test_an_error_of_kubectl_is_shown(
+    error: str, code: int, objects: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BROKEN", error)
     assert main(["launch", "k8s", "nodes"]) == code
-    assert sentence in capsys.readouterr().err
+    assert f"kubectl: {error}\n" in capsys.readouterr().err
 
 
 def test_without_kubectl_the_manifests_can_still_be_printed(

@@ -17,18 +17,17 @@ from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
 from primus.launch import kubernetes, slurm
-from primus.launch.plan import Plan, seconds_of
-from primus.recipes.load import names
+from primus.launch.plan import Plan
 from primus.recipes.recipe import Recipe
 
 _EXAMPLE = "primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run"
 
 
 def _duration(text: str) -> float:
-    try:
-        return seconds_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"must be a duration such as 90m, 12h or 2d, not {text[:40]!r}")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def _rate(text: str) -> float:
@@ -104,19 +103,14 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def _kubernetes(args: argparse.Namespace) -> int:
-    # Both `k8s status NAME` and `k8s NAME status` work.
-    words = [args.recipe, *args.overrides]
-    action = next((word for word in words if word in kubernetes.ACTIONS), "")
-    words = [word for word in words if word != action]
-    if action:
-        if action != "nodes" and not words:
+    if (action := args.recipe) in kubernetes.ACTIONS:
+        job = args.name or next(iter(args.overrides), "")
+        if action != "nodes" and not job:
             raise InputError(f"k8s {action}: no name is given")
-        job = args.name or next(iter(words), "")
-        job = kubernetes.default_name(job) if job in names() else job
         print(kubernetes.manage(action, job, args.namespace, as_json=args.json, dry_run=args.dry_run), end="")
         return 0
     site = kubernetes.Cluster(**_of_class(kubernetes.Cluster, args))
-    plan = _plan(args, here=False)
+    plan = _plan(args)
     objects = kubernetes.manifests(plan, site)
     if args.dry_run:
         text = yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True).rstrip("\n")
@@ -137,10 +131,10 @@ def _of_class(cls: type, args: argparse.Namespace) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
-def _plan(args: argparse.Namespace, *, here: bool = True) -> Plan:
+def _plan(args: argparse.Namespace) -> Plan:
 
     def plan() -> Plan:
-        return Plan(recipe=_recipe(args, here=here), stall_timeout=args.stall_timeout, rate=args.rate)
+        return Plan(recipe=_recipe(args), stall_timeout=args.stall_timeout, rate=args.rate)
 
     planned = plan()
     limit = slurm.limit_of(args.time) if args.system == "slurm" else None
@@ -157,8 +151,9 @@ def _plan(args: argparse.Namespace, *, here: bool = True) -> Plan:
     return planned
 
 
-def _recipe(args: argparse.Namespace, *, here: bool = True) -> Recipe:
+def _recipe(args: argparse.Namespace) -> Recipe:
     """Resolve the recipe for --gpu, or the GPU that the image's name contains, or else the first GPU of the table."""
+    here = args.system == "slurm"  # pods have other files than this machine
     if args.gpu is None:
         words = re.split(r"[-_.:/]", args.image)
         args.gpu = next((gpu.name for gpu in load_table().generations if gpu.name in words), None)

@@ -103,7 +103,7 @@ def test_a_resumed_run_of_torchtitan_follows_its_own_settings(python: list[str],
 
 
 def test_an_interrupted_validation_leaves_no_record(cpu_image: Kit, tmp_path: Path) -> None:
-    command = cpu_image.command("validate", "cpu", "--no-build", "--suite", "quick", "--output", str(tmp_path))
+    command = cpu_image.command("validate", "cpu", "--suite", "quick", "--output", str(tmp_path))
     command += ["--recipe", "llama3-proxy", "--again"]
     process = subprocess.Popen(
         command, cwd=cpu_image.root, env=cpu_image.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -121,10 +121,10 @@ def test_the_verb_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MINE", "mine")
     assert main(["run", "cpu"]) == 0
     assert capfd.readouterr().out == "hello\n"
-    words = ["-e", "MINE", "-e", "A=b=c", "-e", "NOT_SET", "-v", f"{tmp_path}:/there:ro", "--workdir", "/there"]
-    script = "pwd; ls; echo $MINE $A ${NOT_SET-unset}; exit 3"
+    words = ["-e", "MINE", "-e", "A=b=c", "-e", "NOT_SET", "-v", f"{tmp_path}:/there:ro"]
+    script = "cd /there; ls; echo $MINE $A ${NOT_SET-unset}; exit 3"
     assert main(["run", "cpu", *words, "--", "sh", "-c", script]) == 3
-    assert capfd.readouterr().out == "/there\ndeep\nimages\nversions.yaml\nmine b=c unset\n"
+    assert capfd.readouterr().out == "deep\nimages\nversions.yaml\nmine b=c unset\n"
     assert main(["run", "h200"]) == 2
     err = capfd.readouterr().err
     assert "v26.11-h200 is not built; the store has v26.11-cpu" in err
@@ -166,11 +166,11 @@ def test_the_verb_load(tmp_path, monkeypatch, capfd, binary):
         shown = capfd.readouterr()
         assert shown.out.splitlines()[-1] == f"sha256:{root.id}"
         assert "sent" in shown.err
-        assert main(["load", "cpu", "--tag", "rocm/primus:other", "--json"]) == 0
+        assert main(["load", "cpu", "--json"]) == 0
         told = json.loads(capfd.readouterr().out)
         assert told["bytes_sent"] == 0
         (inspected,) = json.loads(docker("image", "inspect", told["image_id"]).stdout)
-        assert sorted(inspected["RepoTags"]) == ["rocm/primus:other", "rocm/primus:v26.11-cpu"]
+        assert inspected["RepoTags"] == ["rocm/primus:v26.11-cpu"]
         # Every kind of layer arrives.
         for kind in ("tar", "tar+gzip"):
             other = image(tmp_path / kind, kind=kind, Cmd=[kind])
@@ -180,6 +180,5 @@ def test_the_verb_load(tmp_path, monkeypatch, capfd, binary):
         blob.write_bytes(blob.read_bytes()[:-10])
         with pytest.raises(HostError, match="damaged"):
             load(bad, "x:bad")
-        assert main(["load", "cpu", "--tag", "UPPER"]) == 2
     assert main(["load", "cpu"]) == 3
     assert "no Docker engine answers" in capfd.readouterr().err

@@ -194,7 +194,6 @@ def test_numbers_of_options_are_plain_digits(option: str, text: str, capsys: pyt
         (["run", "cpu", "-e", "", "--", "true"], "-e '' is not a variable"),
         (["run", "cpu", "-e", "=x", "--", "true"], "is not a variable"),
         (["run", "cpu", "--user", "", "--", "true"], "--user is empty"),
-        (["run", "cpu", "--workdir", "", "--", "true"], "--workdir is empty"),
         (["run", "cpu", "--memory", "9" * 30 + "g", "--", "true"], "is not a size"),
         (["run", "cpu", "--memory", "9" * 400 + "g", "--", "true"], "is not a size"),
         (["run", "cpu", "--shm-size", "٣m", "--", "true"], "is not a size"),

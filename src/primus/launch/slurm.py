@@ -43,10 +43,7 @@ class Site:
     name: str = ""
     partition: str = ""
     account: str = ""
-    qos: str = ""
     time: str = ""
-    exclude: str = ""
-    interface: str = ""
     grace: int = 60
     restarts: int = 20
     port: int = 0
@@ -58,13 +55,13 @@ class Site:
     def __post_init__(self) -> None:
         if self.container != "none" and not self.image:
             raise InputError(f"--container {self.container} needs --image", hint="--image rocm/primus:v26.11-mi300x")
-        names = {"partition": self.partition, "account": self.account, "qos": self.qos}
+        names = {"partition": self.partition, "account": self.account}
         refuse_unfit(names, _WORD, "a name of Slurm", "letters, digits and _.,@:+-")
         refuse_unfit({"time": self.time}, _TIME, "a duration of Slurm", "MINUTES, HH:MM:SS or D-HH:MM:SS")
         for word in self.environment:
             if not _VARIABLE.fullmatch(word):
                 raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")
-        texts = (self.image, self.exclude, self.interface, self.name, self.resume_from, *self.extra, str(self.output))
+        texts = (self.image, self.name, self.resume_from, *self.extra, str(self.output))
         for text in texts:
             if any(not character.isprintable() for character in text):
                 raise InputError(f"{text!r} contains a control character")
@@ -103,17 +100,13 @@ def script(plan: Plan, site: Site) -> str:
     name = site.name or "primus-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(plan.recipe.name).name.removesuffix(".yaml"))
     options = {
         "job-name": name, "nodes": plan.nodes, "ntasks-per-node": 1, "gpus-per-node": plan.gpus or None,
-        "exclusive": True, "partition": site.partition, "account": site.account, "qos": site.qos, "time": site.time,
-        "exclude": site.exclude, "requeue": True, "open-mode": "append", "signal": f"B:USR1@{site.grace}",
-        "output": f"{site.output / 'slurm-%j.txt'}",
+        "exclusive": True, "partition": site.partition, "account": site.account, "time": site.time, "requeue": True,
+        "open-mode": "append", "signal": f"B:USR1@{site.grace}", "output": f"{site.output / 'slurm-%j.txt'}",
     }  # fmt: skip
     chosen = {key: value for key, value in options.items() if value}
     flags = (f"--{key}" if value is True else f"--{key}={shlex.quote(str(value))}" for key, value in chosen.items())
     pairs = (word.partition("=") for word in site.environment)
     exports = [f"export {name}={shlex.quote(value)}" for name, equals, value in pairs if equals]
-    if site.interface:
-        interface = shlex.quote(site.interface)
-        exports.append(f"export NCCL_SOCKET_IFNAME={interface} GLOO_SOCKET_IFNAME={interface}")
     head = [*(f"#SBATCH {option}" for option in (*flags, *site.extra)), "#", *(f"# {line}" for line in plan.lines())]
     resume = shlex.quote(site.resume_from) if site.resume_from else ""
     variables = {

@@ -149,7 +149,7 @@ def test_run_options():
     assert (args.target, args.volume, args.gpus, args.device) == ("cpu", ["/a:/b"], "2", ["/dev/null"])
     assert args.command == ["train", "-v", "--"]
     assert (parsed("cpu").command, parsed("cpu").gpus) == ([], "none")
-    assert parsed("-t", "cpu", "--no-entrypoint").entrypoint is False
+    assert parsed("cpu", "--no-entrypoint").entrypoint is False
 
 
 @pytest.mark.parametrize(

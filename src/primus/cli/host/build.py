@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, SOURCE, open_project, resolved_targets
-from primus.cli.verb import JSON, answer, flag, print_json, several, verb
+from primus.cli.verb import JSON, answer, flag, several, verb
 from primus.engine import pipeline
 from primus.engine.pipeline import Built, Options
 from primus.engine.upkeep import find_waste, remove
@@ -78,10 +78,10 @@ def build(args: argparse.Namespace) -> int:
     images = pipeline.build(targets, workspace, options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
-    if args.json:
-        print_json({"images": [built.as_json() for built in images], "seconds": round(seconds, 3)})
-    else:
-        _summarize(images, seconds, options.spent)
+    if not args.json:
+        print(_summary(images, seconds, options.spent), file=sys.stderr, flush=True)
+    document = {"images": [built.as_json() for built in images], "seconds": round(seconds, 3)}
+    answer(args, document, [built.image.digest for built in images])
     return 0
 
 
@@ -139,25 +139,22 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namesp
     answer(args, document, [("\n\n" if full else "\n").join(texts)])
 
 
-def _summarize(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> None:
+def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> str:
     if not any(built.changed for built in images):
-        for built in images:
-            plan = built.image.plan
-            gates = ", ".join(sentence.partition(":")[0] for sentence in built.failed)
-            name = plan.ref + (f" (fails {gates}; see primus check {plan.target})" if gates else "")
-            print(f"{name}: nothing to do, {seconds:.2f} s", file=sys.stderr, flush=True)
-            print(built.image.digest, flush=True)
-        return
+        return "\n".join(_unchanged(built, seconds) for built in images)
     screen = Screen.of(sys.stderr)
-    for built in images:
-        print(_table(built, screen), file=sys.stderr)
+    tables = [_table(built, screen) for built in images]
     number = sum(len(built.image.layers) for built in images)
     ran = sum(action.key in built.ran for built in images for action in built.image.plan.layers)
     stages = ", ".join(f"{stage} {part:.1f}" for stage, part in spent.items() if part >= 0.05)
     total = f"{seconds:.2f} s" + (f" ({stages})" if stages else "")
-    print(f"{counted(ran, 'layer')} built, {number - ran} reused, {total}", file=sys.stderr)
-    for built in images:
-        print(built.image.digest)
+    return "\n".join([*tables, f"{counted(ran, 'layer')} built, {number - ran} reused, {total}"])
+
+
+def _unchanged(built: Built, seconds: float) -> str:
+    plan, gates = built.image.plan, ", ".join(sentence.partition(":")[0] for sentence in built.failed)
+    name = plan.ref + (f" (fails {gates}; see primus check {plan.target})" if gates else "")
+    return f"{name}: nothing to do, {seconds:.2f} s"
 
 
 def _table(built: Built, screen: Screen) -> str:

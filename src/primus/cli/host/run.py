@@ -18,25 +18,18 @@ from primus.sandbox.container import GIB, Command, Mount
 from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
 
-_TAG = re.compile(r"^[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-@verb(
-    *SINGLE,
-    option("--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)"),
-    example="primus load cpu --tag rocm/primus:v26.11-cpu",
-)
+@verb(*SINGLE, example="primus load cpu")
 def load(args: argparse.Namespace) -> int:
-    """Load an image into the Docker engine of DOCKER_HOST (or of the default socket).
+    """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine of DOCKER_HOST (or of the default socket).
 
     Nothing is sent if the engine already has the image. The last line is the image ID.
     """
     root = image_root(args)
-    tag = f"rocm/primus:{root.name}" if args.tag is None else args.tag
-    if not _TAG.match(tag):
-        raise InputError(f"--tag {tag!r} is not an image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
+    tag = f"rocm/primus:{root.name}"
     image_id, sent = images.load(root, tag)
     document = {"image_id": image_id, "tag": tag, "manifest": digest_of(root.manifest), "bytes_sent": sent}
     if not args.json:
@@ -73,10 +66,8 @@ def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
     option("--memory", metavar="SIZE", help="memory limit, e.g. 2g"),
     option("--shm-size", metavar="SIZE", help="size of /dev/shm (default: 8g)"),
     option("--user", metavar="NAME|UID[:GID]", help="user in the container (default: the image's)"),
-    option("--workdir", metavar="DIR", help="working directory (default: the image's)"),
     option("--network", choices=("none", "host"), default="none", help="none: loopback only; host: this machine's"),
     option("--no-entrypoint", action="store_false", dest="entrypoint", help="leave out the image's entrypoint"),
-    option("-t", "--tty", action="store_true", default=None, help="always allocate a terminal"),
     *SOURCE,
     example="primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10",
 )
@@ -88,17 +79,15 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.command and not args.command[0]:
         raise InputError("the command is empty", hint="leave it out to run the image's own command")
-    if "" in (args.user, args.workdir):
-        raise InputError(f"--{'user' if args.user == '' else 'workdir'} is empty")
+    if args.user == "":
+        raise InputError("--user is empty")
     command = Command(
         argv=tuple(args.command),
         env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ or not item),
-        cwd=args.workdir,
         mounts=tuple(_mount(item) for item in args.volume),
         devices=gpus(args.gpus) + listed(args.device),
         memory_bytes=_bytes("--memory", args.memory),
         network=args.network == "host",
-        tty=args.tty,
         user=args.user,
         entrypoint=args.entrypoint,
         shm_bytes=_bytes("--shm-size", args.shm_size) or 8 * GIB,

@@ -14,7 +14,6 @@ from primus.cli.host.common import ENGINE, OFFLINE, SINGLE, resolved_target
 from primus.cli.verb import answer, flag, folder, option, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
-from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import golden
@@ -42,7 +41,6 @@ from primus.training.suite import LEVELS
     ENGINE,
     option("--gpus", metavar="all|N|none", help="GPUs to use (default: all if the target is for them)"),
     flag("--dry-run", "print the jobs; build and train nothing"),
-    flag("--no-build", "validate the image in the store without building"),
     example="primus validate cpu --suite quick",
 )
 def validate(args: argparse.Namespace) -> int:
@@ -61,15 +59,11 @@ def validate(args: argparse.Namespace) -> int:
     if args.dry_run:
         _show(cells, resolved, args)
         return 0
-    if args.no_build:
-        plan = plan_image(resolved, workspace.stats)
-    else:
-        options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
-        (built,) = build([resolved], workspace, options)
-        plan = built.image.plan
-        workspace.stats.save()
+    options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
+    (built,) = build([resolved], workspace, options)
+    workspace.stats.save()
     validated = run_suites(
-        plan,
+        built.image.plan,
         workspace,
         cells,
         output=(args.output or resolved.root / "out" / "validation").absolute(),

@@ -40,9 +40,10 @@ class Request:
     benchmark: tuple[str, str] | None = None
     stage: str = ""
 
-    def train(self) -> list[str]:
-        """Return the equivalent arguments of ``primus train``."""
-        return [self.recipe, *self.choices.words(), *self.words]
+    def arguments(self) -> list[str]:
+        """Return the equivalent arguments of ``primus``."""
+        verb = ["tune", "gemm", f"--stage={self.stage}"] if self.stage else ["train"]
+        return [*verb, self.recipe, *self.choices.words(), *self.words]
 
     def for_proxy(self) -> Request:
         """Return the request for the proxy. It keeps its own sizes, so only the number of steps and the seed remain."""
@@ -67,8 +68,11 @@ def requested(
         request = _report(words)
     elif name == "train_fsdp.py":
         request = _fsdp(words, environment)
-    elif name in table("commands")["programs"]:
-        request = _program(name, words)
+    elif row := table("commands")["programs"].get(name):
+        if words:
+            hint = f"primus train {row['recipe']} takes settings as key=value"
+            raise InputError(f"{words[0]!r} is not supported here", where=name, hint=hint)
+        request = _of_row(row)
     elif name == "madengine":
         request = _tag(words)
     elif name == "pytorch_benchmark_setup.sh" and words:
@@ -231,15 +235,6 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
         words=tuple(f"{key}={setting}" for key, setting in settings.items()),
         says=tuple(says),
     )
-
-
-def _program(name: str, words: Sequence[str]) -> Request:
-    """Translate a command that names no model: FluxBenchmark's ``launcher.py``, torchtitan's ``run_llama_train.sh``."""
-    row = table("commands")["programs"][name]
-    if words:
-        hint = f"primus train {row['recipe']} takes settings as key=value"
-        raise InputError(f"{words[0]!r} is not supported here", where=name, hint=hint)
-    return _of_row(row)
 
 
 def _tag(words: Sequence[str]) -> Request:

@@ -146,7 +146,7 @@ def test_every_key_that_cannot_be_said_is_named_with_its_place(here: Path, capsy
     assert "exp.yaml:34:7: hidden_dropout: is set by primus" in said
     document = imported(capsys, "--allow-unmapped")
     keys = {"micro_batchsize", "enable_turbo_attention_float8", "attn_logit_softcapping", "hidden_dropout"}
-    assert {one["key"] for one in document["unmapped"]} == keys
+    assert {option["key"] for option, _ in document["unmapped"]} == keys
     assert "# not expressible: micro_batchsize: 3" in document["text"]
 
 

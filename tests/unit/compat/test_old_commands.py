@@ -183,7 +183,7 @@ def test_a_tuning_stage_never_starts_a_training_job(
     monkeypatch.delenv("SLURM_NODEID", raising=False)
     stage, gpu = {"PRIMUS_HIPBLASLT_TUNING_STAGE": "2"}, ["--gpu", "mi300x"]
     for words, code, says in (
-        (["compat", "run_slurm_pretrain.sh", *gpu], 3, "primus tune gemm llama2-7b --backend=megatron --mode=pretrain"),
+        (["compat", "run_slurm_pretrain.sh", *gpu], 3, "primus tune gemm --stage=tune llama2-7b --backend=megatron"),
         (["compat", "run_pretrain.sh", *gpu], 2, "no GEMM is recorded"),
     ):
         with monkeypatch.context() as shell:

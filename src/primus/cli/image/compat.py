@@ -64,25 +64,23 @@ def compat(options: argparse.Namespace) -> int:
     request = _for_this_machine(request, chosen)
     for sentence in request.says:
         print(f"{command}: {sentence}", file=sys.stderr)
-    verb = f"tune gemm --stage={request.stage}" if request.stage else "train"
-    print(f"{command}: → primus {verb} {' '.join(request.train())}", file=sys.stderr)
+    arguments = request.arguments()
+    print(f"{command}: → primus {' '.join(arguments)}", file=sys.stderr)
     if not chosen.dry_run:
         _check_startable(command, request, environment)
         for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
             os.environ.pop(name, None)
         os.environ.update(request.environment)
+    elif request.stage:  # `tune gemm` has no --dry-run
+        resolve(request.recipe, request.words, request.choices)
+        return 0
     more = [f"--{name.replace('_', '-')}" for name in ("dry_run", "json") if getattr(chosen, name)]
-    if request.stage:
-        if chosen.dry_run:
-            resolve(request.recipe, request.words, request.choices)
-            return 0
-        words = ["gemm", *request.train(), f"--stage={request.stage}", *more]
-        return tune(tune.parser(f"compat {command}").parse_args(words))
     more += ["--output", chosen.output] if chosen.output else []
-    arguments = train.parser(f"compat {command}").parse_args([*request.train(), *more])
-    code = train(arguments)
+    verb = tune if request.stage else train
+    parsed = verb.parser(f"compat {command}").parse_args([*arguments[1:], *more])
+    code = verb(parsed)
     if request.benchmark and not chosen.dry_run:
-        _write_csv(command, *request.benchmark, arguments.output)
+        _write_csv(command, *request.benchmark, parsed.output)
     return code
 
 
@@ -108,22 +106,19 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
 
 
 def _check_startable(command: str, request: Request, environment: Mapping[str, str]) -> None:
+    verb, *words = request.arguments()
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
         if request.stage:
-            words = ["primus", "tune", "gemm", *request.train(), f"--stage={request.stage}"]
-            hint = f"in the image, on a node with GPUs: {shlex.join(words)}"
+            hint = f"in the image, on a node with GPUs: primus {verb} {shlex.join(words)}"
             raise HostError("GEMMs are tuned on one node, and not by a job that is submitted", hint=hint)
         image = environment.get("DOCKER_IMAGE")
-        place = ["--image", image] if image else ["--container", "none"]
-        words = [*request.train(), *place, *(f"--env={name}={value}" for name, value in request.environment.items())]
-        raise HostError(
-            "the job is not submitted from here", hint=f"on a login node: primus launch slurm {shlex.join(words)}"
-        )
+        words += ["--image", image] if image else ["--container", "none"]
+        words += [f"--env={name}={value}" for name, value in request.environment.items()]
+        hint = f"on a login node: primus launch slurm {shlex.join(words)}"
+        raise HostError("the job is not submitted from here", hint=hint)
     if command == "madengine":
-        raise HostError(
-            f"{command} starts containers, which is not possible inside the image",
-            hint=f"run it on the host; here: primus train {shlex.join(request.train())}",
-        )
+        hint = f"run it on the host; here: primus {verb} {shlex.join(words)}"
+        raise HostError(f"{command} starts containers, which is not possible inside the image", hint=hint)
 
 
 def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
@@ -172,16 +167,7 @@ def import_exp(options: argparse.Namespace) -> int:
         raise done.placed(error) from error
     nodes = recipe.get("nodes", int)
     text = recipe_text(source, done, nodes)
-    document = {
-        "recipe": source.recipe,
-        "backend": source.backend,
-        "precision": done.precision,
-        "nodes": nodes,
-        "settings": done.settings,
-        "left_out": done.left_out,
-        "unmapped": [{**asdict(key), "why": reason} for key, reason in done.unmapped],
-        "text": text,
-    }
+    document = {"recipe": source.recipe, "backend": source.backend, "nodes": nodes, "text": text, **asdict(done)}
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")
     answer(options, document, [] if options.out else [text.rstrip("\n")])

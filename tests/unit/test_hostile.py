@@ -188,7 +188,7 @@ def test_numbers_of_options_are_plain_digits(option: str, text: str, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["train", "llama3-proxy", "--dry-run", "--output", ""], "--output is empty"),
+        (["train", "llama3-proxy", "--dry-run", "--output", ""], "--output: must not be empty"),
         (["train", "llama3-proxy", "--dry-run", "--output", "/dev/null"], "/dev/null is not a folder"),
         (["train", "llama3-proxy", "--dry-run", "--accept-change", "nope"], "--accept-change needs --resume-from"),
         (["run", "cpu", "-e", "", "--", "true"], "-e '' is not a variable"),
@@ -198,12 +198,12 @@ def test_numbers_of_options_are_plain_digits(option: str, text: str, capsys: pyt
         (["run", "cpu", "--memory", "9" * 400 + "g", "--", "true"], "is not a size"),
         (["run", "cpu", "--shm-size", "٣m", "--", "true"], "is not a size"),
         (["run", "cpu", "--", ""], "the command is empty"),
-        (["plan", "cpu", "--store", ""], "--store is empty"),
+        (["plan", "cpu", "--store", ""], "--store: must not be empty"),
         (["plan", "cpu", "--store", "/dev/null"], "/dev/null is not a folder"),
-        (["plan", "cpu", "--project", ""], "--project is empty"),
+        (["plan", "cpu", "--project", ""], "--project: must not be empty"),
         (["releases", "v26.4\n"], "no release is called"),
-        (["validate", "cpu", "--output", ""], "--output is empty"),
-        (["publish", "cpu", "--to", "localhost:1/x", "--records", ""], "--records is empty"),
+        (["validate", "cpu", "--output", ""], "--output: must not be empty"),
+        (["publish", "cpu", "--to", "localhost:1/x", "--records", ""], "--records: must not be empty"),
         (["publish", "cpu", "--to", "localhost:1/x", "--records", "/dev/null"], "/dev/null is not a folder"),
     ],
 )

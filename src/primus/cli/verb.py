@@ -130,46 +130,36 @@ def whole(*, least: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def path(option: str) -> Callable[[str], Path]:
-    """Return a parser for paths. It raises InputError if the path is empty or contains control characters."""
+def path(text: str) -> Path:
+    """Parse a path, which must not be empty or contain control characters."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", text):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must not contain control characters")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """Parse the path of a folder that exists or can be created."""
+    target = path(text)
+    nearest = next(part for part in (target, *target.parents) if os.path.lexists(part))
+    if not nearest.is_dir():
+        raise argparse.ArgumentTypeError(f"{nearest} is not a folder")
+    return target
+
+
+def new_file(suffix: str = "") -> Callable[[str], Path]:
+    """Return a parser for the path of a file that does not exist, in a folder that does. It ends with ``suffix``."""
 
     def read(text: str) -> Path:
-        if not text:
-            raise InputError(f"{option} is empty")
-        if re.search(r"[\x00-\x1f\x7f-\x9f]", text):
-            raise InputError(f"{option} {text[:80]!r} must not contain control characters")
-        return Path(text)
-
-    return read
-
-
-def folder(option: str) -> Callable[[str], Path]:
-    """Return a parser for folders that exist or can be created. It raises InputError if a file is in the way."""
-
-    def read(text: str) -> Path:
-        target = path(option)(text)
-        nearest = next(part for part in (target, *target.parents) if os.path.lexists(part))
-        if not nearest.is_dir():
-            raise InputError(f"{nearest} is not a folder", hint=f"choose another {option}")
-        return target
-
-    return read
-
-
-def new_file(option: str, suffix: str = "") -> Callable[[str], Path]:
-    """Return a parser for new files. It raises InputError if the file exists, its folder does not, or its name does not
-    end with ``suffix``.
-    """
-
-    def read(text: str) -> Path:
-        target = path(option)(text)
+        target = path(text)
         if os.path.lexists(target):
-            raise InputError(f"{target} already exists", hint=f"choose another {option}, or delete it")
-        if not folder(option)(str(target.parent)).exists():
-            hint = f"create it: mkdir -p {shlex.quote(str(target.parent))}"
-            raise InputError(f"{target.parent} does not exist", hint=hint)
+            raise argparse.ArgumentTypeError(f"{target} already exists")
+        if not folder(str(target.parent)).exists():
+            command = f"mkdir -p {shlex.quote(str(target.parent))}"
+            raise argparse.ArgumentTypeError(f"{target.parent} does not exist; create it: {command}")
         if not target.name.endswith(suffix):
-            raise InputError(f"{target.name} does not end with {suffix}", hint=f"choose another {option}")
+            raise argparse.ArgumentTypeError(f"{target.name} does not end with {suffix}")
         return target
 
     return read

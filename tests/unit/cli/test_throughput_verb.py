@@ -38,18 +38,17 @@ def test_start_and_winner_run_alternately(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message", "hint"),
+    ("name", "message"),
     [
-        ("tuned.txt", "tuned.txt does not end with .yaml", "choose another --output"),
-        ("new/tuned.yaml", "new does not exist", "create it: mkdir -p "),
-        ("file/tuned.yaml", "file is not a folder", "choose another --output"),
+        ("tuned.txt", "tuned.txt does not end with .yaml"),
+        ("new/tuned.yaml", "new does not exist; create it: mkdir -p "),
+        ("file/tuned.yaml", "file is not a folder"),
     ],
 )
 def test_an_output_that_cannot_be_a_recipe_file_is_refused_before_the_search(
-    name: str, message: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    assert main(["tune", "throughput", "llama3-proxy", "--gpu=cpu", "--output", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert hint in error
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", "throughput", "llama3-proxy", "--gpu=cpu", "--output", str(tmp_path / name)])
+    assert message in capsys.readouterr().err

@@ -25,10 +25,8 @@ TARGETS = (
     option("target", nargs="*", metavar="TARGET", help="names of images", complete=matching(_target_names)),
     flag("--all", "all targets in images/"),
 )
-PROJECT = option(
-    "--project", type=path("--project"), metavar="DIR", help="folder of versions.yaml (default: this one or a parent)"
-)
-STORE = option("--store", type=folder("--store"), metavar="DIR", help="image store (default: .primus/store)")
+PROJECT = option("--project", type=path, metavar="DIR", help="folder of versions.yaml (default: this one or a parent)")
+STORE = option("--store", type=folder, metavar="DIR", help="image store (default: .primus/store)")
 SOURCE = (
     PROJECT,
     STORE,

@@ -60,9 +60,9 @@ def _number(name: str, meaning: str, default: int, metavar: str | None = None) -
     JSON,
     group(
         "slurm",
-        option("--output", type=folder("--output"), default=Path("runs"), metavar="DIR", help="folder of all nodes"),
+        option("--output", type=folder, default=Path("runs"), metavar="DIR", help="folder of all nodes"),
         option("--container", choices=slurm.CONTAINERS, help="default: pyxis, or the first installed engine"),
-        several("--mount", "folder to mount", "DIR", type=path("--mount"), dest="mounts"),
+        several("--mount", "folder to mount", "DIR", type=path, dest="mounts"),
         _text("--partition", "partition to run in"),
         _text("--account", "account to charge"),
         _text("--time", "time limit, for example 12:00:00", "LIMIT"),

@@ -48,7 +48,7 @@ PUBLISHED = group(
     option("--key", metavar="KEY", help="public key of its signatures: file or key service"),
     option("--identity", metavar="NAME", help="who signed it without a key, as cosign's --certificate-identity"),
     option("--issuer", metavar="URL", help="who vouches for that identity"),
-    option("--policy", type=path("--policy"), metavar="FILE", help="policy.yaml: what the image must have"),
+    option("--policy", type=path, metavar="FILE", help="policy.yaml: what the image must have"),
 )
 
 
@@ -56,12 +56,10 @@ PUBLISHED = group(
     *SEVERAL,
     _TO,
     flag("--preview", "publish as -preview: no validation on the GPU is needed, and the coverage gate may fail"),
-    option("--records", type=folder("--records"), metavar="DIR", help="validation records (default: out/validation)"),
-    option("--policy", type=path("--policy"), metavar="FILE", help=f"what a release needs (default: {_POLICY})"),
+    option("--records", type=folder, metavar="DIR", help="validation records (default: out/validation)"),
+    option("--policy", type=path, metavar="FILE", help=f"what a release needs (default: {_POLICY})"),
     *_SIGNER,
-    option(
-        "--sign-later", type=folder("--sign-later"), metavar="DIR", help="push without the tag; `primus sign DIR` signs"
-    ),
+    option("--sign-later", type=folder, metavar="DIR", help="push without the tag; `primus sign DIR` signs"),
     flag("--dry-run", "check and print only; contact no registry"),
     example="primus publish cpu --to registry.example.com/rocm/primus --dry-run",
 )
@@ -150,7 +148,7 @@ def _check_repository(name: str, example: str) -> None:
 
 
 @verb(
-    option("folder", type=path("DIR"), metavar="DIR", help="folder that `primus publish --sign-later` wrote"),
+    option("folder", type=path, metavar="DIR", help="folder that `primus publish --sign-later` wrote"),
     *_SIGNER,
     JSON,
     example="primus sign to-sign --key cosign.key",
@@ -191,9 +189,9 @@ def verify_published(args: argparse.Namespace) -> int:
 @verb(
     option("what", metavar="SBOM|TARGET", help="SPDX file of `primus sbom --json`, or a built image"),
     *SOURCE,
-    option("--osv", type=path("--osv"), metavar="PATH", required=True, help="OSV data: file, folder or all.zip"),
-    option("--accepted", type=path("--accepted"), metavar="FILE", help="accepted ones, with reason and date"),
-    option("--vex", type=new_file("--vex", ".json"), metavar="FILE", help="write the result as OpenVEX"),
+    option("--osv", type=path, metavar="PATH", required=True, help="OSV data: file, folder or all.zip"),
+    option("--accepted", type=path, metavar="FILE", help="accepted ones, with reason and date"),
+    option("--vex", type=new_file(".json"), metavar="FILE", help="write the result as OpenVEX"),
     JSON,
     example="primus audit cpu --osv osv/ --accepted accepted.yaml",
 )

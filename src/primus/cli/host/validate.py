@@ -37,7 +37,7 @@ from primus.training.suite import LEVELS
     ),
     flag("--again", "also run what has already passed for the same image and recipe"),
     flag("--record-golden", "write the FP32 curves to benchmarks/golden; needs --suite, and implies --again"),
-    option("--output", type=folder("--output"), metavar="DIR", help="records and reports (default: out/validation)"),
+    option("--output", type=folder, metavar="DIR", help="records and reports (default: out/validation)"),
     ENGINE,
     option("--gpus", metavar="all|N|none", help="GPUs to use (default: all if the target is for them)"),
     flag("--dry-run", "print the jobs; build and train nothing"),

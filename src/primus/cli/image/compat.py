@@ -140,8 +140,8 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
 
 
 @verb(
-    option("file", type=path("FILE"), metavar="FILE", help="experiment file: modules.pre_trainer with overrides"),
-    option("--out", type=new_file("--out"), metavar="FILE", help="file to write (default: standard output)"),
+    option("file", type=path, metavar="FILE", help="experiment file: modules.pre_trainer with overrides"),
+    option("--out", type=new_file(), metavar="FILE", help="file to write (default: standard output)"),
     option("--nodes", type=whole(least=1), metavar="N", help="number of nodes it was written for (default: 1)"),
     flag("--allow-unmapped", "leave out keys that no recipe can express"),
     JSON,

@@ -17,8 +17,8 @@ from primus.terminal import Screen, Styled
 
 
 @verb(
-    option("runs", metavar="RUN", nargs="+", type=path("RUN"), help="folder of a run, or a record.json"),
-    option("--out", metavar="DIR", type=folder("--out"), default=Path("report"), help="folder (default: report)"),
+    option("runs", metavar="RUN", nargs="+", type=path, help="folder of a run, or a record.json"),
+    option("--out", metavar="DIR", type=folder, default=Path("report"), help="folder (default: report)"),
     JSON,
     example="primus report runs/before runs/after --out report",
 )

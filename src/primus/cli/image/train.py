@@ -24,9 +24,9 @@ from primus.training.outcome import Outcome
 
 # The options of one run, whichever verb starts it.
 RUN = (
-    option("--output", type=folder("--output"), metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"),
+    option("--output", type=folder, metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"),
     *choices(),
-    option("--resume-from", type=path("--resume-from"), metavar="DIR", help="a checkpoint, or a run (its newest one)"),
+    option("--resume-from", type=path, metavar="DIR", help="a checkpoint, or a run (its newest one)"),
     several(
         "--accept-change",
         "resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
@@ -40,7 +40,7 @@ RUN = (
         metavar="S",
         help="end the job after S seconds without output of a rank (default: 1800; 0: never)",
     ),
-    option("--compile-cache", type=folder("--compile-cache"), metavar="DIR", help="keep compiled kernels here"),
+    option("--compile-cache", type=folder, metavar="DIR", help="keep compiled kernels here"),
     option("--log", choices=start.TRACKERS, help="also write figures for TensorBoard or Weights & Biases (offline)"),
     flag("--no-preflight", "start without checking the machine"),
     flag("--judge", "afterwards, repeat every step in float64 and compare"),

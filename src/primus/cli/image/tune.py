@@ -46,7 +46,7 @@ def _count(name: str, meaning: str, metavar: str = "N", *, least: int = 1, defau
     option("what", choices=("gemm", "throughput"), help="what to tune"),
     *RECIPE,
     *choices(),
-    option("--folder", type=folder("--folder"), metavar="DIR", help="results (default: output/tune_gemm|throughput)"),
+    option("--folder", type=folder, metavar="DIR", help="results (default: output/tune_gemm|throughput)"),
     group(
         "gemm",
         option("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)"),
@@ -54,7 +54,7 @@ def _count(name: str, meaning: str, metavar: str = "N", *, least: int = 1, defau
     ),
     group(
         "throughput",
-        option("--output", type=new_file("--output", ".yaml"), metavar="FILE", help="recipe file to write"),
+        option("--output", type=new_file(".yaml"), metavar="FILE", help="recipe file to write"),
         flag("--dry-run", "print the candidates and run nothing"),
         _count("--pairs", "final runs of start and winner each (default: 3)", least=3, default=3),
         _count("--warmup", "first steps that do not count (default: 5)", default=5),

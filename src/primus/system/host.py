@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ _OWN = frozenset({"overlay", "tmpfs", "ramfs"})
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One result. ``failed``: a job would fail or compute wrong results; ``slow``: it would run slower than it
     could.
@@ -33,8 +34,8 @@ class Finding:
     ``remedy`` tells what to do about it. For a skipped check, ``message`` is the reason.
     """
 
-    check: str
     level: Level
+    check: str
     message: str
     remedy: str = ""
 
@@ -50,24 +51,9 @@ class Finding:
         return self.level in ("failed", "slow")
 
 
-def ok(check: str, message: str) -> Finding:
-    """Return the result of a check that found no problem."""
-    return Finding(check=check, level="ok", message=message)
-
-
-def failed(check: str, message: str, remedy: str) -> Finding:
-    """Return a problem that makes a job fail or compute wrong results."""
-    return Finding(check=check, level="failed", message=message, remedy=remedy)
-
-
-def slow(check: str, message: str, remedy: str) -> Finding:
-    """Return a problem that makes a job slower than it could be."""
-    return Finding(check=check, level="slow", message=message, remedy=remedy)
-
-
-def skipped(check: str, why: str) -> Finding:
-    """Return the result of a check that does not apply, or has nothing to read."""
-    return Finding(check=check, level="skipped", message=why)
+# Each takes the name of the check, the message and, of a problem, the remedy.
+ok, failed = partial(Finding, "ok"), partial(Finding, "failed")
+slow, skipped = partial(Finding, "slow"), partial(Finding, "skipped")
 
 
 def name_here() -> str:
@@ -130,18 +116,12 @@ class Host:
         rights = (mode.st_mode >> (6 if owner else 3 if group else 0)) & 0o6
         return self.uid == 0 or rights == 0o6
 
-    def bytes_of(self, folder: Path) -> tuple[int, int] | None:
-        """Return total and free bytes of the file system of ``folder``, which may not exist yet; None if unknown."""
+    def bytes_of(self, folder: Path) -> tuple[int, int]:
+        """Return total and free bytes of the file system of ``folder``, which may not exist yet. Raises OSError."""
         if str(folder) in self.space:
             return self.space[str(folder)]
-        for path in (folder, *folder.parents):
-            if path.exists():
-                try:
-                    usage = shutil.disk_usage(path)
-                except OSError:
-                    return None
-                return usage.total, usage.free
-        return None
+        usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+        return usage.total, usage.free
 
 
 def lost_warning(folder: Path) -> str:

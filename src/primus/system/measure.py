@@ -20,8 +20,6 @@ import torch.distributed as dist
 from primus.training import gloo
 
 _SECONDS = 1.0
-# Bus bandwidth as in NVIDIA's nccl-tests: what each rank sends and receives, per byte of the message.
-_ALL_REDUCE, _ALL_TO_ALL = 2.0, 1.0
 
 
 class _Bench:
@@ -84,18 +82,8 @@ def _copy_tb_s(bench: _Bench, size: int) -> float:
     return 2.0 * size / bench.seconds(lambda: target.copy_(source)) / 1e12
 
 
-def _all_reduce_gb_s(bench: _Bench, size: int) -> float:
-    data = torch.zeros(size // 4, device=bench.device)
-    taken = bench.seconds(lambda: dist.all_reduce(data), together=True)
-    return size * _ALL_REDUCE * (bench.world - 1) / bench.world / taken / 1e9
-
-
-def _all_to_all_gb_s(bench: _Bench, size: int) -> float:
-    size -= size % (4 * bench.world)
-    source = torch.zeros(size // 4, device=bench.device)
-    target = torch.empty_like(source)
-    taken = bench.seconds(lambda: dist.all_to_all_single(target, source), together=True)
-    return size * _ALL_TO_ALL * (bench.world - 1) / bench.world / taken / 1e9
+def _bus_gb_s(bench: _Bench, data: torch.Tensor, call: Callable[[], object]) -> float:
+    return float(data.nbytes) * (bench.world - 1) / bench.world / bench.seconds(call, together=True) / 1e9
 
 
 def _right_sum(bench: _Bench) -> None:
@@ -119,8 +107,12 @@ def main(folder: Path, fp8: str) -> None:
         _right_sum(bench)
         # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
         message = min(8 << 30, bench.free() // 4) if bench.on_gpu else 1 << 20
-        figures["all-reduce"] = _all_reduce_gb_s(bench, message)
-        figures["all-to-all"] = _all_to_all_gb_s(bench, min(message, 2 << 30))
+        # Bus bandwidth as in NVIDIA's nccl-tests: an all-reduce sends and receives each byte twice.
+        data = torch.zeros(message // 4, device=bench.device)
+        figures["all-reduce"] = 2 * _bus_gb_s(bench, data, lambda: dist.all_reduce(data))
+        part = data[: min(len(data), 1 << 29) // bench.world * bench.world]
+        target = torch.empty_like(part)
+        figures["all-to-all"] = _bus_gb_s(bench, part, lambda: dist.all_to_all_single(target, part))
     figures["device"] = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
     (folder / f"rank-{bench.rank}.json").write_text(json.dumps(figures), encoding="utf-8")
     dist.destroy_process_group()

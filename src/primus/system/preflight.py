@@ -155,7 +155,7 @@ def driver(host: Host) -> Iterator[Finding]:
 
 
 def settings(host: Host) -> Iterator[Finding]:
-    """Check the kernel's settings in ``settings.yaml``."""
+    """Check the settings of the kernel and its drivers in ``settings.yaml``."""
     for row in _table("settings.yaml")["settings"]:
         wrong = {host.text(path) for path in host.glob(row["file"])} - {""}
         wrong = {text for text in wrong if re.search(row["wrong"], text)}
@@ -184,39 +184,36 @@ def limits(host: Host) -> Iterator[Finding]:
 
 def shared_memory(host: Host) -> Iterator[Finding]:
     """Check that /dev/shm is large enough for the ranks."""
-    path = host.root / "dev/shm"
-    space = host.bytes_of(path) if path.is_dir() else None
-    gpus = len(host.gpus.names)
+    path, gpus = host.root / "dev/shm", len(host.gpus.names)
     # NCCL's ring buffers need the first size; the second one leaves room for data loaders.
     least, good = gpus * _GIB // 8 if gpus > 1 else _GIB // 32, 8 * _GIB if gpus else _GIB // 32
     remedy = "--shm-size 16g, or sudo mount -o remount,size=64g /dev/shm"
-    if space is None:
+    if not path.is_dir():
         yield failed("/dev/shm", "it is missing", "mount a tmpfs on it, or --shm-size 16g")
-    elif space[0] < least:
-        message = f"it has {space[0] / _GIB:.2f} GiB, and {gpus or 1} ranks need {least / _GIB:.2g}"
+        return
+    total, free = host.bytes_of(path)
+    if total < least:
+        message = f"it has {total / _GIB:.2f} GiB, and {gpus or 1} ranks need {least / _GIB:.2g}"
         yield failed("/dev/shm", message, remedy)
-    elif space[1] < least:
-        message = f"only {space[1] / _GIB:.2f} of {space[0] / _GIB:.2f} GiB are free"
-        yield failed("/dev/shm", message, "delete old files in it")
-    elif space[0] < good:
-        yield slow("/dev/shm", f"it has {space[0] / _GIB:.2f} GiB, and 8 are advised", remedy)
+    elif free < least:
+        yield failed("/dev/shm", f"only {free / _GIB:.2f} of {total / _GIB:.2f} GiB are free", "delete old files in it")
+    elif total < good:
+        yield slow("/dev/shm", f"it has {total / _GIB:.2f} GiB, and 8 are advised", remedy)
     else:
-        yield ok("/dev/shm", f"{space[1] / _GIB:.1f} GiB free")
+        yield ok("/dev/shm", f"{free / _GIB:.1f} GiB free")
 
 
 def disk(host: Host) -> Iterator[Finding]:
     """Check the free space of the output folder."""
-    space = host.bytes_of(host.output)
-    if space is None:
-        yield skipped("disk", "the file system does not tell")
-    elif space[1] < _GIB:
-        message = f"{host.output} has {space[1] / _GIB:.2f} GiB free"
+    _, free = host.bytes_of(host.output)
+    if free < _GIB:
+        message = f"{host.output} has {free / _GIB:.2f} GiB free"
         yield failed("disk", message, "free some space, or choose another folder")
-    elif space[1] < 20 * _GIB and host.gpus.names:
-        message = f"{host.output} has {space[1] / _GIB:.1f} GiB free, less than a checkpoint may take"
+    elif free < 20 * _GIB and host.gpus.names:
+        message = f"{host.output} has {free / _GIB:.1f} GiB free, less than a checkpoint may take"
         yield slow("disk", message, "free some space")
     else:
-        yield ok("disk", f"{space[1] / _GIB:,.0f} GiB free in {host.output}")
+        yield ok("disk", f"{free / _GIB:,.0f} GiB free in {host.output}")
 
 
 def container(host: Host) -> Iterator[Finding]:
@@ -239,7 +236,7 @@ def container(host: Host) -> Iterator[Finding]:
 
 
 def health(host: Host) -> Iterator[Finding]:
-    """Check AMD's GPUs for ECC errors, retired pages, PCIe links, clocks, memory in use and XGMI links."""
+    """Check AMD's GPUs for ECC errors, retired pages, PCIe links, memory in use and XGMI links."""
     devices = [path for path in host.glob("sys/class/drm/renderD*/device") if host.text(path / "vendor") in ("", _AMD)]
     if host.gpus.vendor != "amd" or not devices:
         yield skipped("GPU health", f"{host.gpus.vendor}: the driver names no such file")
@@ -247,7 +244,7 @@ def health(host: Host) -> Iterator[Finding]:
     for number, card in enumerate(devices):
         yield from _card(host, card, f"GPU {number}")
     yield from _links(host)
-    yield ok("GPU health", f"{len(devices)} GPUs: no uncorrected errors, links and clocks are full")
+    yield ok("GPU health", f"{len(devices)} GPUs: no uncorrected errors, links are full")
 
 
 def _links(host: Host) -> Iterator[Finding]:
@@ -276,11 +273,6 @@ def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
         now, most = host.text(card / f"current_link_{what}"), host.text(card / f"max_link_{what}")
         if now and most and _leading(now) < _leading(most):
             yield slow("PCIe link", f"{name}: {what} {now}, of {most}", "reseat the board, or check the BIOS")
-    level = host.text(card / "power_dpm_force_performance_level")
-    if level in ("low", "manual", "profile_min_sclk", "profile_min_mclk"):
-        yield slow("clocks", f"{name}: the performance level is {level}", "sudo amd-smi set --perf-level auto")
-    if (partition := host.text(card / "current_compute_partition")) not in ("", "SPX"):
-        yield slow("partition", f"{name}: compute partition {partition}", "sudo amd-smi set --compute-partition SPX")
     used, total = host.text(card / "mem_info_vram_used"), host.text(card / "mem_info_vram_total")
     if used.isdigit() and total.isdigit() and int(used) > 0.05 * int(total):
         report = failed if int(used) > 0.5 * int(total) else slow

@@ -39,15 +39,6 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
-    """The least that a GPU should reach, in the unit of ``what``; None if no source states it."""
-
-    least: float | None
-    source: str
-    gpus: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One benchmark: a figure per GPU in ``unit``, the expected range and its source."""
 
@@ -60,10 +51,10 @@ class Measurement:
 
 
 @cache
-def expected() -> Mapping[tuple[str, str], Expected]:
-    """Return (GPU, what) → the expected figure in ``expected.yaml``."""
+def expected() -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """Return (GPU, what) → its row in ``expected.yaml``."""
     rows = cast(dict[str, Any], read_values(Path(__file__).with_name("expected.yaml")).data)["figures"]
-    return {(row.pop("gpu"), row.pop("what")): Expected(**row) for row in map(dict, rows)}
+    return {(row["gpu"], row["what"]): row for row in rows}
 
 
 def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
@@ -106,17 +97,15 @@ def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurem
     """Group the figures of all ranks by benchmark, each with the range expected of the GPU ``name``."""
     rows = []
     for what, unit in UNITS.items():
-        figures = tuple(float(rank[what]) for rank in ranks if what in rank)
-        row = expected().get((name, what), Expected(least=None, source="no table knows this GPU"))
-        if row.gpus not in (None, len(ranks)):
-            row = Expected(least=None, source=f"the published figure is of {row.gpus} GPUs")
-        if figures:
-            # A collective has one figure, because all ranks wait for each other.
-            figures = (min(figures),) if what in _COLLECTIVES else figures
-            most = peak_of(name, what)
-            rows.append(
-                Measurement(what=what, unit=unit, figures=figures, least=row.least, most=most, source=row.source)
-            )
+        if not (figures := tuple(float(rank[what]) for rank in ranks if what in rank)):
+            continue
+        row = expected().get((name, what), {"least": None, "source": "no table knows this GPU"})
+        if row.get("gpus") not in (None, len(ranks)):
+            row = {"least": None, "source": f"the published figure is of {row['gpus']} GPUs"}
+        # A collective has one figure, because all ranks wait for each other.
+        figures = (min(figures),) if what in _COLLECTIVES else figures
+        most, least, source = peak_of(name, what), row["least"], row["source"]
+        rows.append(Measurement(what=what, unit=unit, figures=figures, least=least, most=most, source=source))
     return rows
 
 

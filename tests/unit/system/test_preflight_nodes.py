@@ -45,11 +45,11 @@ def test_every_gpu_and_benchmark_has_a_row_with_its_source() -> None:
     wanted = {(gpu.name, what) for gpu in load_table().generations for what in speed.UNITS}
     assert set(table) == wanted, "add or remove rows in src/primus/system/expected.yaml"
     for (gpu, what), row in table.items():
-        assert row.source, (gpu, what)
+        assert row["source"], (gpu, what)
         most = speed.peak_of(gpu, what)
-        assert row.least is None or most is None or 0 < row.least < most, (gpu, what)
+        assert row["least"] is None or most is None or 0 < row["least"] < most, (gpu, what)
         # A collective's figure is of a number of GPUs.
-        assert what not in ("all-reduce", "all-to-all") or row.least is None or row.gpus, (gpu, what)
+        assert what not in ("all-reduce", "all-to-all") or row["least"] is None or row["gpus"], (gpu, what)
 
 
 def test_a_figure_of_eight_gpus_does_not_judge_two() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from training_kit import SET, Python
 
 from host_tools import missing
 from project_kit import Kit
@@ -26,25 +28,17 @@ def cpu_image() -> Kit:
 
 
 @pytest.fixture(scope="session")
-def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """How to start Python with torch: that of PRIMUS_TEST_PYTHON, else the cpu image's, in the sandbox."""
-    chosen = os.environ.get("PRIMUS_TEST_PYTHON")
-    if chosen:
-        return ["env", f"PYTHONPATH={FAULTS}:{REPOSITORY / 'src'}", chosen]
-    kit = request.getfixturevalue("cpu_image")
-    outputs = tmp_path_factory.getbasetemp()
-    lend = [
-        "-v",
-        f"{outputs}:{outputs}",
-        "-v",
-        f"{FAULTS}:/faults:ro",
-        "-v",
-        f"{INSIDE}:{INSIDE}:ro",
-        "-v",
-        f"{REPOSITORY / 'docs'}:{REPOSITORY / 'docs'}:ro",
-        "-e",
-        "PYTHONPATH=/faults",
-        "-e",
-        "PRIMUS_FAULT",
-    ]
-    return kit.command("run", "cpu", "--project", str(kit.root), *lend, "--", "python3")
+def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    """Python with torch: that of PRIMUS_TEST_PYTHON, else the cpu image's, in the sandbox."""
+    if chosen := os.environ.get("PRIMUS_TEST_PYTHON"):
+        command = ["env", f"PYTHONPATH={FAULTS}:{REPOSITORY / 'src'}", chosen]
+    else:
+        kit = request.getfixturevalue("cpu_image")
+        outputs, docs = tmp_path_factory.getbasetemp(), REPOSITORY / "docs"
+        mounts = (f"{outputs}:{outputs}", f"{FAULTS}:/faults:ro", f"{INSIDE}:{INSIDE}:ro", f"{docs}:{docs}:ro")
+        lend = [word for mount in mounts for word in ("-v", mount)]
+        variables = [word for name in ("PYTHONPATH=/faults", *SET) for word in ("-e", name)]
+        command = kit.command("run", "cpu", "--project", str(kit.root), *lend, *variables, "--", "python3")
+    python = Python(command)
+    yield python
+    python.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training_kit import failing, run, train
+from training_kit import Python, failing, train
 
 from primus.recipes.architecture import size
 from primus.recipes.resolve import resolve
@@ -27,7 +27,7 @@ def choices(backend: str, mode: str, precision: str = "fp32") -> Choices:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
-def test_the_suite_passes(python: list[str], tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
+def test_the_suite_passes(python: Python, tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
     """Twice to the last bit, resumed to the last bit, the same in one micro-batch and in two."""
     jobs = suite.plan(recipe, tmp_path, choices=choices(backend, mode))
     left = suite.run(jobs, lambda job: train(python, job))
@@ -44,7 +44,7 @@ def test_the_suite_passes(python: list[str], tmp_path: Path, recipe: str, backen
     ],
 )
 def test_optimizations_change_no_loss_and_are_proven(
-    python: list[str], tmp_path: Path, recipe: str, backend: str, mode: str, turbo: str
+    python: Python, tmp_path: Path, recipe: str, backend: str, mode: str, turbo: str
 ) -> None:
     found = []
     for name, word in (("plain", "off"), ("turbo", turbo)):
@@ -57,7 +57,7 @@ def test_optimizations_change_no_loss_and_are_proven(
     assert left.facts["turbo"] == sorted(turbo.split(","))
 
 
-def test_saved_weights_are_where_adapters_start(python: list[str], tmp_path: Path) -> None:
+def test_saved_weights_are_where_adapters_start(python: Python, tmp_path: Path) -> None:
     """All weights are trained and saved; adapters beside the saved ones begin no worse than training ended."""
     words = ["finetune.save_weights=true", "training.steps=10"]
     whole = Job(
@@ -75,13 +75,13 @@ def test_saved_weights_are_where_adapters_start(python: list[str], tmp_path: Pat
     saved = {path.name for path in (beside.output / "weights").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
     folders = [str(job.output / "weights") for job in (whole, beside)]
-    ended = run(python, str(Path(__file__).with_name("inside") / "generate.py"), *folders)
+    ended = python.run(str(Path(__file__).with_name("inside") / "generate.py"), *folders)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("The carpenter asked") == 2
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_torchtitan_reports_all_stages(python: list[str], tmp_path: Path) -> None:
+def test_a_pipeline_of_torchtitan_reports_all_stages(python: Python, tmp_path: Path) -> None:
     """Each rank has other layers, and only the last stage knows the loss."""
     recipe = resolve("llama3.1-8b", ["steps=3", "pp=2"], choices("torchtitan", "pretrain"))
     job = Job(name="train", recipe=recipe, output=tmp_path / "run")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training_kit import started, train
+from training_kit import Python, started, train
 
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -33,7 +33,7 @@ def proxy(output: Path, *words: str, backend: str = "fsdp", steps: int = 4, resu
         ("import_error", "ModuleNotFoundError: No module named 'fast_kernels'"),
     ],
 )  # fmt: skip
-def test_the_first_cause_is_told(python: list[str], tmp_path: Path, fault: str, told: str) -> None:
+def test_the_first_cause_is_told(python: Python, tmp_path: Path, fault: str, told: str) -> None:
     job = proxy(tmp_path / "job")
     left = train(python, job, fault)
     first, *others = outcome.basic_verdicts(left)
@@ -43,7 +43,7 @@ def test_the_first_cause_is_told(python: list[str], tmp_path: Path, fault: str, 
 
 # The ranks import for some seconds in silence, more on a busy machine.
 @pytest.mark.slow
-def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: list[str], tmp_path: Path) -> None:
+def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: Python, tmp_path: Path) -> None:
     job = proxy(tmp_path / "job")
     ended = started(python, job, "--stall-timeout", "30", fault="loop_hangs")
     assert ended.returncode == 1
@@ -56,7 +56,7 @@ def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: list[str],
 
 # All refuse checkpoints by the same code as our own loop. That torchtitan resumes, the suite of the cpu image shows.
 @pytest.mark.parametrize("backend", [pytest.param("torchtitan", marks=pytest.mark.slow), "fsdp", "megatron"])
-def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path: Path, backend: str) -> None:
+def test_a_run_goes_on_from_its_own_checkpoint_alone(python: Python, tmp_path: Path, backend: str) -> None:
     base = proxy(tmp_path / "base", "checkpoint=2", backend=backend)
     whole = train(python, base)
     kept = base.output / "checkpoint" / "step-2"
@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_torchtitan_follows_its_own_settings(python: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_of_torchtitan_follows_its_own_settings(python: Python, tmp_path: Path) -> None:
     """torchtitan's checkpoint brings the learning rate, its schedule and the weight decay of the run that saved it."""
     base = proxy(tmp_path / "base", "checkpoint=2", backend="torchtitan")
     train(python, base)
@@ -95,9 +95,8 @@ def test_a_resumed_run_of_torchtitan_follows_its_own_settings(python: list[str],
         "state = dict.fromkeys(names, 0.0); dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True);"
         "print(sorted({round(value, 6) for value in state.values()}))"
     )
-    shown = subprocess.run(
-        [*python, "-c", read, str(job.output / "checkpoint" / "step-3")], capture_output=True, text=True, check=True
-    )
+    shown = python.run("-c", read, str(job.output / "checkpoint" / "step-3"))
+    assert shown.returncode == 0, shown.stderr
     # The rate of step 4, after 3 steps of warm-up: the whole one.
     assert shown.stdout.splitlines()[-1] == "[0.02, 0.7]"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training_kit import run
+from training_kit import Python
 
 pytestmark = pytest.mark.integration
 
@@ -17,7 +17,7 @@ SCRIPTS = (
 )  # fmt: skip
 
 
-def test_every_script_ends_well(python: list[str]) -> None:
+def test_every_script_ends_well(python: Python) -> None:
     paths = [str(INSIDE / f"{script}.py") for script in SCRIPTS]
-    ended = run(python, "-W", "ignore", str(INSIDE / "every_script.py"), *paths)
+    ended = python.run("-W", "ignore", str(INSIDE / "every_script.py"), *paths)
     assert sorted(ended.stdout.splitlines()) == sorted(f"{script}: 0" for script in SCRIPTS), ended.stderr

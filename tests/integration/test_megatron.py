@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training_kit import failing, train
+from training_kit import Python, failing, train
 
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -19,7 +19,7 @@ SLOW = pytest.mark.slow
 CPU = Choices(backend="megatron", gpu="cpu", proxy=True)
 
 
-def three_steps(python: list[str], name: str, output: Path, *words: str) -> Outcome:
+def three_steps(python: Python, name: str, output: Path, *words: str) -> Outcome:
     job = Job(name="train", recipe=resolve(name, ["training.steps=3", *words], CPU), output=output)
     left = train(python, job)
     assert failing(outcome.basic_verdicts(left)) == []
@@ -41,7 +41,7 @@ ALONE = "model.expert_model_parallel_size=1"
     ],
 )
 def test_every_layout_trains_the_same_model(
-    python: list[str], tmp_path: Path, name: str, layouts: list[list[str]]
+    python: Python, tmp_path: Path, name: str, layouts: list[list[str]]
 ) -> None:
     runs = [
         three_steps(python, name, tmp_path / str(number), "model.layers=4", *words)
@@ -62,19 +62,16 @@ def test_every_layout_trains_the_same_model(
     ("name", "precision", "words"),
     [("deepseek-v2-lite", "fp32", []), ("llama3.1-8b", "bf16", []), ("llama3.1-8b", "bf16", FSDP2)],
 )
-def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precision: str, words: list[str]) -> None:
+def test_the_suite_passes(python: Python, tmp_path: Path, name: str, precision: str, words: list[str]) -> None:
     choices = Choices(backend="megatron", gpu="cpu", proxy=True, precision=precision)
     jobs = suite.plan(name, tmp_path, words, choices)
     assert failing(suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))) == []
 
 
-def test_an_images_choices_for_gpus_are_no_error_without_one(
-    python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_images_choices_for_gpus_are_no_error_without_one(python: Python, tmp_path: Path) -> None:
     """Transformer Engine is there and not used. Images for AMD GPUs choose its attention, too; Megatron's ``auto``
     refuses any choice but its own.
     """
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
     job = Job(name="run", recipe=resolve("qwen2.5-7b", ["training.steps=2"], CPU), output=tmp_path / "run")
-    assert failing(outcome.basic_verdicts(train(python, job, "transformer_engine"))) == []
+    left = train(python, job, "transformer_engine", NVTE_FLASH_ATTN="0", NVTE_FUSED_ATTN="1")
+    assert failing(outcome.basic_verdicts(left)) == []

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from training_kit import run
+from training_kit import Python
 
 pytestmark = pytest.mark.integration
 
@@ -18,12 +18,12 @@ EXPERTS = "turbo-attention,turbo-grouped-gemm"
 
 
 def train(
-    python: list[str], recipe: str, backend: str, turbo: str, output: Path, fault: str = STAND_IN
+    python: Python, recipe: str, backend: str, turbo: str, output: Path, fault: str = STAND_IN
 ) -> subprocess.CompletedProcess[str]:
     """Three steps of the proxy for an AMD GPU, in BF16 on this CPU."""
     words = (recipe, "--backend", backend, "--gpu", "mi300x", "--proxy", "--precision", "bf16", "--ranks", "2")
     asked = ("--steps", "3", "--turbo", turbo, "--output", str(output), "--json")
-    return run(python, "-m", "primus.cli.main", "train", *words, *asked, fault=fault)
+    return python.run("-m", "primus.cli.main", "train", *words, *asked, fault=fault)
 
 
 def losses(output: Path) -> list[float]:
@@ -40,7 +40,7 @@ def losses(output: Path) -> list[float]:
     ],
 )
 def test_the_loss_is_that_of_the_plain_run_and_the_run_names_what_was_called(
-    python: list[str], tmp_path: Path, recipe: str, backend: str, turbo: str
+    python: Python, tmp_path: Path, recipe: str, backend: str, turbo: str
 ) -> None:
     plain = train(python, recipe, backend, "off", tmp_path / "plain")
     assert plain.returncode == 0, plain.stderr
@@ -52,14 +52,14 @@ def test_the_loss_is_that_of_the_plain_run_and_the_run_names_what_was_called(
     assert "turbo" not in json.loads((tmp_path / "plain/facts.json").read_text())
 
 
-def test_what_was_asked_for_and_did_not_run_fails_the_run(python: list[str], tmp_path: Path) -> None:
+def test_what_was_asked_for_and_did_not_run_fails_the_run(python: Python, tmp_path: Path) -> None:
     ended = train(python, "llama3.1-8b", "torchtitan", ATTENTION, tmp_path / "run", f"{STAND_IN},turbo_left_out")
     assert ended.returncode == 1, ended.stderr
     failed = [verdict for verdict in json.loads(ended.stdout)["verdicts"] if not verdict["passed"]]
     assert any("turbo is [], not ['turbo-attention']" in verdict["reason"] for verdict in failed)
 
 
-def test_without_the_package_the_job_is_refused_before_it_starts(python: list[str], tmp_path: Path) -> None:
+def test_without_the_package_the_job_is_refused_before_it_starts(python: Python, tmp_path: Path) -> None:
     ended = train(python, "llama3.1-8b", "torchtitan", ATTENTION, tmp_path / "none", fault="")
     assert ended.returncode == 3, ended.stderr
     assert "primus_turbo" in ended.stderr
@@ -95,7 +95,7 @@ print(sorted(CALLS))
 """
 
 
-def test_every_call_computes_what_its_definition_says(python: list[str]) -> None:
-    ended = run(python, "-c", CALLS, fault=STAND_IN)
+def test_every_call_computes_what_its_definition_says(python: Python) -> None:
+    ended = python.run("-c", CALLS, fault=STAND_IN)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "['turbo_attention', 'turbo_fp8_linear']"

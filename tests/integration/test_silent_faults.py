@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from training_kit import Python
 
 pytestmark = pytest.mark.integration
 
@@ -22,10 +22,9 @@ QUICK = (
 )  # fmt: skip
 
 
-def harness(python: list[str], out: Path, *words: str, timeout: int) -> str:
+def harness(python: Python, out: Path, *words: str, timeout: int) -> str:
     """Run ``inside/every_fault.py`` and return what it printed."""
-    command = [*python, str(INSIDE / "every_fault.py"), str(out), "--together", "2", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    ended = python.run(str(INSIDE / "every_fault.py"), str(out), "--together", "2", *words, timeout=timeout)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -38,7 +37,7 @@ def wrong(out: Path, expected: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(900)
-def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(python: list[str], tmp_path: Path) -> None:
+def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(python: Python, tmp_path: Path) -> None:
     """A fault that sets a name that a module has lost would change nothing, or fail when it is run months later."""
     said = harness(python, tmp_path / "out", "--patches", "--names", *QUICK, timeout=900)
     assert said.splitlines() == [f"{len(QUICK)} runs, {len(QUICK)} to do"]
@@ -47,6 +46,6 @@ def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(python: list[str
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_every_silent_fault_is_named(python: list[str], tmp_path: Path) -> None:
+def test_every_silent_fault_is_named(python: Python, tmp_path: Path) -> None:
     runs = int(harness(python, tmp_path / "out", timeout=5400).split()[0])
     assert wrong(tmp_path / "out", runs) == []

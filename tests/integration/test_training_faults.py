@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from training_kit import failing, train
+from training_kit import Python, failing, train
 
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -67,7 +67,7 @@ def judged(run: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, ..
 
 
 @pytest.fixture(scope="module")
-def healthy(python: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+def healthy(python: Python, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     """Backend → its run without a fault, made when first asked for."""
 
     @cache
@@ -87,7 +87,7 @@ def test_the_healthy_run_passes(healthy: Callable[[str], Outcome], backend: str)
 
 @pytest.mark.parametrize(("backend", "fault", "check", "words"), CASES)
 def test_a_fault_is_caught_by_the_check_meant_for_it(
-    python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path,
+    python: Python, healthy: Callable[[str], Outcome], tmp_path: Path,
     backend: str, fault: str, check: str, words: tuple[str, ...],
 ) -> None:  # fmt: skip
     base = healthy(backend)

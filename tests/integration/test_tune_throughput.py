@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from training_kit import Python
 
 pytestmark = pytest.mark.integration
 
@@ -26,9 +27,9 @@ def words(folder: Path, *more: str) -> list[str]:
             "--steps", "3", "--warmup", "1", "--folder", str(folder), *more]  # fmt: skip
 
 
-def test_a_start_that_does_not_fit_into_memory_is_said_to(python: list[str], tmp_path: Path) -> None:
+def test_a_start_that_does_not_fit_into_memory_is_said_to(python: Python, tmp_path: Path) -> None:
     large = words(tmp_path, "model.vocab_size=500000", "training.local_batch_size=8")
-    ended = subprocess.run([*python, "-c", LIMITED, *large], capture_output=True, text=True, check=False)
+    ended = subprocess.run([*python.command, "-c", LIMITED, *large], capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended.stderr
     assert "the recipe's own settings failed" in ended.stderr
     assert "can't allocate memory" in ended.stderr
@@ -36,10 +37,10 @@ def test_a_start_that_does_not_fit_into_memory_is_said_to(python: list[str], tmp
 
 
 @pytest.mark.slow  # 12 runs, two minutes
-def test_a_search_goes_on_after_an_interruption_and_its_file_trains(python: list[str], tmp_path: Path) -> None:
+def test_a_search_goes_on_after_an_interruption_and_its_file_trains(python: Python, tmp_path: Path) -> None:
     file = tmp_path / "tuned.yaml"
     command = [
-        *python,
+        *python.command,
         "-m",
         "primus.cli.main",
         *words(tmp_path / "kept", "training.local_batch_size=2", "--output", str(file), "--json"),
@@ -63,5 +64,7 @@ def test_a_search_goes_on_after_an_interruption_and_its_file_trains(python: list
         assert len(found["winner_tokens_per_second"]) == len(found["start_tokens_per_second"]) == 3
     if file.exists():
         train = ["train", str(file), "--gpu", "cpu", "--steps", "2", "--output", str(tmp_path / "run")]
-        ended = subprocess.run([*python, "-m", "primus.cli.main", *train], capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [*python.command, "-m", "primus.cli.main", *train], capture_output=True, text=True, check=False
+        )
         assert ended.returncode == 0, ended.stderr

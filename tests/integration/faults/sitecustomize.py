@@ -151,9 +151,22 @@ class Breaker(importlib.abc.MetaPathFinder):
         return spec
 
 
-for fault in filter(None, os.environ.get("PRIMUS_FAULT", "").split(",")):
-    if fault in ("primus_turbo", "transformer_engine"):
-        # No fault: a package that stands in for the real one is installed.
-        sys.path.append(str(Path(__file__).with_name("stand_in") / fault))
-    else:
-        sys.meta_path.insert(0, Breaker(*FAULTS[fault]))
+installed: set[str] = set()
+
+
+def install() -> None:
+    """Put the faults in place that PRIMUS_FAULT names and that neither this process nor one it is a fork of has."""
+    for fault in filter(None, os.environ.get("PRIMUS_FAULT", "").split(",")):
+        if fault in ("primus_turbo", "transformer_engine"):
+            # No fault: a package that stands in for the real one is installed.
+            sys.path.append(str(Path(__file__).with_name("stand_in") / fault))
+        elif fault not in installed:
+            module, change = FAULTS[fault]
+            if module in sys.modules:
+                change(sys.modules[module])
+            else:
+                sys.meta_path.insert(0, Breaker(module, change))
+        installed.add(fault)
+
+
+install()

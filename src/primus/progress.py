@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -84,9 +85,10 @@ class Progress:
     def _beat(self) -> None:
         while not self._closed.wait(self._heartbeat_s):
             for task in self._bars.tasks:
-                if (task.elapsed or 0) >= self._heartbeat_s / 2:
+                if (seconds := task.elapsed or 0) >= self._heartbeat_s / 2:
                     share = f"{int(task.percentage)} %" if task.total else ""
-                    words = (f"… {task.description}", clock(task.elapsed or 0), share, last_line(task.fields["log"]))
+                    line = last_line(task.fields["log"])
+                    words = (f"… {task.description}", str(timedelta(seconds=int(seconds))), share, line)
                     self.say("  ".join(filter(None, words)))
 
 
@@ -108,19 +110,12 @@ class _Amount(ProgressColumn):
         if task.speed and text is decimal:
             words.append(f"{decimal(int(task.speed))}/s")
         if task.time_remaining is not None:
-            words.append(f"{clock(task.time_remaining)} left")
+            words.append(f"{timedelta(seconds=int(task.time_remaining))} left")
         return Text("  ".join(words))
 
 
-def clock(seconds: float) -> str:
-    """Format seconds as ``2:05`` or ``1:02:05``."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def last_line(log: Path | None, most: int = 100) -> str:
-    """Return the last non-empty line of a tool's log, without escape sequences, cut to ``most`` characters."""
+def last_line(log: Path | None) -> str:
+    """Return the last non-empty line of a tool's log, without escape sequences, cut to 100 characters."""
     try:
         with (log or Path(os.devnull)).open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 4096))
@@ -128,6 +123,6 @@ def last_line(log: Path | None, most: int = 100) -> str:
     except OSError:
         return ""
     text = re.sub(r"\033(?:\[[0-9;?]*[A-Za-z]|.)", "", text)
-    lines = ["".join(c for c in line if c.isprintable()).strip() for line in re.split(r"[\r\n]+", text)]
-    line = next((line for line in reversed(lines) if line), "")
-    return line if len(line) <= most else line[: most - 1] + "…"
+    lines = ("".join(c for c in line if c.isprintable()).strip() for line in re.split(r"[\r\n]+", text))
+    line = next(filter(None, reversed([*lines])), "")
+    return line if len(line) <= 100 else line[:99] + "…"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from primus.progress import Progress, choose_progress, clock, last_line
+from primus.progress import Progress, choose_progress, last_line
 
 
 def _console() -> tuple[Console, io.StringIO]:
@@ -69,8 +69,8 @@ def test_a_log_gets_a_heartbeat_with_elapsed_time_and_the_tools_last_line(tmp_pa
             time.sleep(0.01)
         lines = stream.getvalue().splitlines()
         progress.finish("a", "wheel")
-    assert "… transformer-engine  0:00  [2/9] Building CUDA object x.o" in lines
-    assert "… torch  0:00  25 %" in lines
+    assert "… transformer-engine  0:00:00  [2/9] Building CUDA object x.o" in lines
+    assert "… torch  0:00:00  25 %" in lines
     after = stream.getvalue()
     assert after.endswith("✓ transformer-engine  wheel\n")
     time.sleep(0.2)
@@ -83,5 +83,4 @@ def test_the_last_line_of_a_log(tmp_path: Path) -> None:
     log.write_bytes(b"x" * 10_000 + b"\n10 %\r20 %\r\xff\r\n  \n")
     assert last_line(log) == "\ufffd"
     log.write_text("y" * 300)
-    assert last_line(log, 100) == "y" * 99 + "…"
-    assert [clock(5), clock(125.9), clock(3725)] == ["0:05", "2:05", "1:02:05"]
+    assert last_line(log) == "y" * 99 + "…"

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from primus.cli.image.common import OVERRIDES, choices, resolved
 from primus.cli.image.train import RUN, train
-from primus.cli.verb import JSON, answer, option, verb, whole
+from primus.cli.verb import JSON, answer, option, verb
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.recipes.recipe import MOCK, Recipe
@@ -26,8 +26,8 @@ from primus.training.corpus import corpus_of
 
 # A larger micro batch is hardly faster, and a step would train on more samples than fine-tuning wants.
 _LARGEST = 8
-# Tokens of a document that are shown.
-_SHOWN = 2000
+# Documents that are shown, and tokens of each.
+_SAMPLES, _SHOWN = 5, 2000
 _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
 
@@ -106,7 +106,6 @@ def _batch(recipe: Recipe) -> int:
     option("recipe", metavar="RECIPE|WEIGHTS", help="name of a recipe, or folder of weights, or hf:OWNER/NAME"),
     *OVERRIDES,
     *choices(),
-    option("--samples", type=whole(least=0), metavar="N", default=5, help="documents to show (default: 5)"),
     JSON,
     example="primus data /models/llama-3.1-8b corpus=chats.jsonl seq_len=2048",
 )
@@ -130,7 +129,7 @@ def data(options: argparse.Namespace) -> int:
         tokens.write(reader, Path(folder), progress=lambda line: print(f"primus: {line}", file=sys.stderr))
         written = tokens.stored(Path(folder))
         figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
-        count = min(options.samples, figures.documents)
+        count = min(_SAMPLES, figures.documents)
         samples = [_sample(reader, written, number * figures.documents // count) for number in range(count)]
     document = {
         "corpus": corpus.name, "tokenizer": corpus.tokenizer, "seq_len": recipe.seq_len,

@@ -146,17 +146,14 @@ def _preflight(job: Job) -> None:
 
     alone = job.recipe.get("nodes", int) == 1
     where = "" if alone else f"node {host.name_here()}: "
-    findings = [
-        (finding.level, f"{where}{finding.check}: {finding.message}", finding.remedy)
-        for finding in preflight.preflight(host.Host(output=job.output))
-        if not (alone and finding.check in preflight.OF_SEVERAL_NODES)
-    ]
-    for level, message, remedy in findings:
-        if level == "failed":
-            raise HostError(message, hint=f"{remedy}; --no-preflight starts the job without this check")
-    for level, message, remedy in findings:
-        if level == "slow":
-            print(f"primus: {message}\n  → {remedy}", file=sys.stderr)
+    for finding in sorted(preflight.preflight(host.Host(output=job.output)), key=lambda each: each.level != "failed"):
+        message = f"{where}{finding.check}: {finding.message}"
+        if alone and finding.check in preflight.OF_SEVERAL_NODES:
+            continue
+        if finding.level == "failed":
+            raise HostError(message, hint=f"{finding.remedy}; --no-preflight starts the job without this check")
+        if finding.level == "slow":
+            print(f"primus: {message}\n  → {finding.remedy}", file=sys.stderr)
 
 
 def _checkpoint(path: Path) -> Path:
@@ -210,18 +207,20 @@ class _Progress:
     def __init__(self, job: Job, *, quiet: bool) -> None:
         self._job = job
         self._quiet = quiet
-        self._live = sys.stderr.isatty()
+        self._live = sys.stderr.isatty() and not quiet
         self._last = 0
-        if not quiet and self._live:
+        if self._live:
             self._print("  starting the ranks …")
 
     def line(self, text: str) -> None:
-        if text.startswith("primus: ") and not self._quiet:
+        if self._quiet:
+            return
+        if text.startswith("primus: "):
             # A message of a rank, such as a workaround for something that this PyTorch lacks.
             self.end()
             self._print(f"  {text.rstrip()}\n")
         step = logs.step_in(text)
-        if self._quiet or step is None or step.step <= self._last:
+        if step is None or step.step <= self._last:
             return
         self._last = step.step
         shown = (
@@ -235,7 +234,7 @@ class _Progress:
             self._print(f"{shown}\n")
 
     def end(self) -> None:
-        if not self._quiet and self._live:
+        if self._live:
             self._print("\r\x1b[K")
 
     def _print(self, text: str) -> None:

@@ -78,26 +78,21 @@ def tune(options: argparse.Namespace) -> int:
     if options.what == "throughput":
         return _search(recipe, options)
     place = Place(folder_of(recipe.name, options.folder or Path("output/tune_gemm")))
-    code = 0
-    for stage in _stages(options):
+    for stage in _STAGES if options.stage == "all" else (options.stage,):
         if stage == "dump":
             place.shapes.mkdir(parents=True, exist_ok=True)
-            steps = f"{recipe.knows.key('steps')}={options.dump_steps}"
-            code = _train(recipe, steps, dumping(place, os.environ.get("NODE_RANK", "0")), options)
+            environment = dumping(place, os.environ.get("NODE_RANK", "0"))
+            code = _train(recipe, environment, options, steps=options.dump_steps)
         elif stage == "tune":
-            _tune_gemms(recipe, place, options)
+            code = _tune_gemms(recipe, place, options)
         else:
-            code = _train(recipe, None, check(place, _key_here(recipe)), options)
+            code = _train(recipe, check(place, _key_here(recipe)), options)
         if code:
-            break
-    return code
+            return code
+    return 0
 
 
-def _stages(options: argparse.Namespace) -> Sequence[str]:
-    return _STAGES if options.stage == "all" else (options.stage,)
-
-
-def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> None:
+def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
     shapes, gpus, key = read_shapes(place.shapes), _gpus(), _key_here(recipe)
     work = place.work(key)
     with alone(work.parent):
@@ -108,6 +103,7 @@ def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> No
     document = {"tuned": str(place.tuned), "shapes": list(result.rows), "changed": result.changed}
     line = f"{result.changed} of {len(result.rows)} GEMMs are faster with another implementation than the default"
     answer(options, document, [line, f"→ {place.tuned}"])
+    return 0
 
 
 def _key_here(recipe: Recipe) -> Key:
@@ -120,18 +116,20 @@ def _key_here(recipe: Recipe) -> Key:
     return Key.of(recipe, version, generation(recipe.gpu).arch)
 
 
-def _train(recipe: Recipe, steps: str | None, environment: Mapping[str, str], options: argparse.Namespace) -> int:
-    shorter = ("steps", steps.partition("=")[0]) if steps else ()
-    overrides = [word for word in recipe.overrides if word.partition("=")[0] not in shorter]
-    words = [recipe.name, *recipe.choices.words(), *overrides, *([steps] if steps else [])]
+def _train(
+    recipe: Recipe, environment: Mapping[str, str], options: argparse.Namespace, steps: int | None = None
+) -> int:
+    words = [*recipe.choices.words(), *recipe.overrides]
+    if steps:
+        key = recipe.knows.key("steps")
+        words = [*(word for word in words if word.partition("=")[0] not in ("steps", key)), f"{key}={steps}"]
     if not options.json:
         variables = " ".join(f"{name}={value}" for name, value in environment.items())
-        print(f"primus tune: {variables} primus train {' '.join(words)}", file=sys.stderr)
-    # With several stages, the document is that of the stage "tune".
-    ours = options.json and len(_stages(options)) > 1
-    command = [sys.executable, "-m", "primus.cli.main", "train", *words, *(["--json"] if options.json else [])]
+        print(f"primus tune: {variables} primus train {recipe.name} {' '.join(words)}", file=sys.stderr)
+    command = [sys.executable, "-m", "primus.cli.main", "train", recipe.name, *words, *["--json"] * options.json]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")}
-    stdout = sys.stderr if ours else None
+    # With several stages, the document is that of the stage "tune".
+    stdout = sys.stderr if options.json and options.stage == "all" else None
     return subprocess.run(command, env={**inherited, **environment}, stdout=stdout, check=False).returncode
 
 
@@ -150,8 +148,7 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
         raise InputError(f"--steps must be greater than the {options.warmup} steps of --warmup")
     measured = [f"{key}={value}" for key, value in only_here.items()]
     recipe = resolve(options.recipe, requested.overrides, requested.choices, measured)
-    total = gpu_bytes(recipe.gpu)
-    available = None if total is None else USABLE * total
+    available = None if (total := gpu_bytes(recipe.gpu)) is None else USABLE * total
     unchecked = options.dry_run and not detect().names
     points = candidates(options.recipe, recipe, available, (lambda _: ()) if unchecked else missing_packages)
     if options.dry_run:
@@ -182,30 +179,22 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
                 hint=f"the log is in {folder}; start from settings that train, such as a smaller micro batch",
             )
         evidence = None if winner is points[0] else rows.pairs(winner)
-    text = f"primus tune throughput {shlex.join([options.recipe, *requested.choices.words(), *requested.overrides])}"
-    # Record the figures that the decision is made from. A gain within the spread does not count.
+    # A gain within the spread does not count.
     better = evidence is not None and evidence[0] > evidence[1]
-    if better and options.output and winner.recipe:
-        because = _because(
-            winner, rows.finals, evidence or (0, 0), versions, gpus.sentence() if gpus.names else "a CPU"
+    if evidence and better and options.output and winner.recipe:
+        before, after = (statistics.median(rates) for rates in rows.finals)
+        host, named = gpus.sentence() if gpus.names else "a CPU", json.dumps(versions).strip("{}").replace('"', "")
+        because = (
+            f"Measured {time.strftime('%Y-%m-%d')} on {host} ({named}): {winner.title} trains {after:,.0f} "
+            f"tokens/s/rank, the recipe's settings {before:,.0f}; medians of {options.pairs} alternating runs each, "
+            f"gain {evidence[0]:.1%}, spread {evidence[1]:.1%}."
         )
-        write_file(
-            options.output, overlay(options.recipe, winner.recipe, list(only_here), because, text, options.output)
-        )
+        words = shlex.join([options.recipe, *requested.choices.words(), *requested.overrides])
+        command = f"primus tune throughput {words}"
+        text = overlay(options.recipe, winner.recipe, list(only_here), because, command, options.output)
+        write_file(options.output, text)
     _show_end(rows, winner, evidence, better, versions, options)
     return 0
-
-
-def _because(
-    winner: Point, finals: tuple[list[float], list[float]], evidence: tuple[float, float], versions: object, host: str
-) -> str:
-    before, after = (statistics.median(rates) for rates in finals)
-    named = json.dumps(versions).strip("{}").replace('"', "")
-    return (
-        f"Measured {time.strftime('%Y-%m-%d')} on {host} ({named}): {winner.title} trains {after:,.0f} "
-        f"tokens/s/rank, the recipe's settings {before:,.0f}; medians of {len(finals[0])} alternating runs each, "
-        f"gain {evidence[0]:.1%}, spread {evidence[1]:.1%}."
-    )
 
 
 def _show_plan(points: Sequence[Point], available: float | None, options: argparse.Namespace) -> None:
@@ -213,8 +202,7 @@ def _show_plan(points: Sequence[Point], available: float | None, options: argpar
     for point in points:
         peak = f"{point.peak / _GIB:,.1f} GiB" if point.peak else "–"
         rows.append((str(point.batch), point.checkpointing, point.turbo, peak, point.out or "to try"))
-    names = ("batch", "checkpointing", "turbo", "peak", "verdict")
-    plan = [dict(zip(names, row, strict=True), words=point.words) for row, point in zip(rows, points, strict=True)]
+    plan = [{name: value for name, value in point._asdict().items() if name != "recipe"} for point in points]
     head = ("micro batch", "checkpointing", "turbo", "predicted", "")
     answer(options, {"available_bytes": available, "plan": plan}, Screen.of().table(rows, head=head, right={0, 3}))
 

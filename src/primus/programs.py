@@ -31,12 +31,9 @@ def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
     ``say`` is called with a line before the installation. Raises HostError, with the command to type, if it fails.
     """
     with _installing:
-        path = find(tool)
-        if path is not None:
-            return path
-        install({tool: package}, say=say)
-        path = find(tool)
-    if path is None:
+        if find(tool) is None:
+            install({tool: package}, say=say)
+    if (path := find(tool)) is None:
         raise HostError(f"package {package} is installed, but does not provide {tool}")
     return path
 
@@ -56,7 +53,8 @@ def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
     if os.geteuid() != 0:
         raise HostError(missing, hint=f"sudo {typed}")
     say(f"{missing}: installing with `{typed}`")
-    if reason := (_apt(["apt-get", "-q", "update"]) if _has_old_lists() else "") or _apt(command):
+    stale = not any(_LISTS.glob("*_*Release")) or time.time() - _LISTS.stat().st_mtime > _STALE_S
+    if reason := (_apt(["apt-get", "-q", "update"]) if stale else "") or _apt(command):
         raise HostError(f"{missing} and could not be installed: {reason}", hint=f"try: apt-get update; {typed}")
 
 
@@ -117,20 +115,10 @@ def find(tool: str) -> Path | None:
     return Path(program) if program else None
 
 
-def _has_old_lists() -> bool:
-    return not any(_LISTS.glob("*_*Release")) or time.time() - _LISTS.stat().st_mtime > _STALE_S
-
-
 def _apt(command: list[str]) -> str:
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"},
-    )
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, input="", env=environment)
     if done.returncode == 0:
         return ""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("E:")]
-    return lines[0][3:] if lines else f"exit code {done.returncode}"
+    lines = (line[3:] for line in done.stderr.splitlines() if line.startswith("E:"))
+    return next(lines, f"exit code {done.returncode}")

@@ -27,7 +27,6 @@ class Styled(str):
     Layout treats it as plain text, and a screen without color prints it as such.
     """
 
-    __slots__ = ("style",)
     style: str
 
     def __new__(cls, text: str, style: str) -> Styled:
@@ -66,8 +65,7 @@ class Screen:
         return self.paint("✓", "green") if passed else self.paint("✗", "red")
 
     def wrap(self, text: str, indent: str = "", hanging: str | None = None) -> list[str]:
-        """Wrap one paragraph. The first line begins with ``indent``, the others with ``hanging`` (default: the
-        same).
+        """Wrap one paragraph. The first line begins with ``indent``, the others with ``hanging`` (default: the same).
 
         ``indent`` may be painted. Without a width, the paragraph is one line.
         """
@@ -96,8 +94,7 @@ class Screen:
     def table(
         self, rows: Sequence[Sequence[str]], *, head: Sequence[str] = (), right: Collection[int] = (), indent: str = ""
     ) -> list[str]:
-        """Return aligned columns as lines that fit the screen; ``right`` are the numbers of right-aligned
-        columns.
+        """Return aligned columns as lines that fit the screen; ``right`` are the numbers of right-aligned columns.
 
         If a table is too wide, its cells are wrapped, the widest column first: between words, and if that is not
         enough, within them.

@@ -212,28 +212,28 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
         message = f"{args.config} is of the family {row['family']}, not {args.family!r}"
         raise InputError(message, where=parser.prog)
     micro, ranks = args.grad_accumlate_pre_steps, _count(environment, "WORLD_SIZE") or 8
-    settings: dict[str, object] = {"ranks": ranks, "fsdp.training.seq_len": row["seq_len"]}
-    says = []
-    if args.batch_size:
-        settings["fsdp.training.micro_batch_size"] = args.batch_size
-        settings["fsdp.training.global_batch_size"] = args.batch_size * micro * ranks
-    if args.num_iteration:
-        if args.num_iteration % micro:
-            reason = f"must be a multiple of the {micro} that make one step"
-            raise InputError(reason, where=f"--num_iteration {args.num_iteration}")
-        settings["fsdp.training.steps"] = args.num_iteration // micro
-        says.append(f"an iteration of train_fsdp.py is one of the {micro} micro-batches of a step here")
-    if args.seed:
-        settings["fsdp.training.seed"] = args.seed
-    if args.reduce_pre_steps:
-        says.append("reduce_pre_steps is left out: the loss of every step is logged")
-    if args.enable_compile:
-        settings["fsdp.training.compile"] = args.enable_compile
+    batch, iterations = args.batch_size, args.num_iteration
+    if iterations and iterations % micro:
+        reason = f"must be a multiple of the {micro} that make one step"
+        raise InputError(reason, where=f"--num_iteration {iterations}")
+    settings = {
+        "ranks": ranks,
+        "fsdp.training.seq_len": row["seq_len"],
+        "fsdp.training.micro_batch_size": batch,
+        "fsdp.training.global_batch_size": batch and batch * micro * ranks,
+        "fsdp.training.steps": iterations and iterations // micro,
+        "fsdp.training.seed": args.seed,
+        "fsdp.training.compile": args.enable_compile,
+    }
+    says = {
+        "num_iteration": f"an iteration of train_fsdp.py is one of the {micro} micro-batches of a step here",
+        "reduce_pre_steps": "reduce_pre_steps is left out: the loss of every step is logged",
+    }
     return Request(
         recipe=row["recipe"],
         choices=Choices(backend="fsdp", mode="pretrain", precision="fp8" if args.enable_fp8 == "true" else "bf16"),
-        words=tuple(f"{key}={setting}" for key, setting in settings.items()),
-        says=tuple(says),
+        words=tuple(f"{key}={setting}" for key, setting in settings.items() if setting),
+        says=tuple(sentence for name, sentence in says.items() if getattr(args, name)),
     )
 
 

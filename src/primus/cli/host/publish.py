@@ -83,16 +83,10 @@ def publish(args: argparse.Namespace) -> int:
     records = (args.records or targets[0].root / "out" / "validation").absolute()
     done: list[dict[str, Any]] = []
     with choose_progress(args.json) as progress:
+        plans = [plan_image(resolved, workspace.stats) for resolved in targets]
         every = [
-            prepare(
-                plan_image(resolved, workspace.stats),
-                workspace,
-                records=records,
-                policy=rules,
-                preview=args.preview,
-                progress=progress,
-            )
-            for resolved in targets
+            prepare(plan, workspace, records=records, policy=rules, preview=args.preview, progress=progress)
+            for plan in plans
         ]
         refused = any(ready.objections for ready in every)
         if not refused and not args.dry_run:

@@ -13,8 +13,6 @@ import pytest
 
 from primus.cli.main import main
 from primus.cli.verb import Verb
-from primus.errors import InputError
-from primus.yamlfile import read
 
 ROOT = Path(__file__).parents[2]
 PRIMUS = f"{sys.executable} -m primus.cli.main"
@@ -92,17 +90,6 @@ def test_a_deleted_current_folder_is_a_sentence(verb: str, tmp_path: Path) -> No
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("words", ["show {0}/r.yaml", "show {0}/x.yaml"])
-def test_a_link_that_leads_to_itself_is_bad_input(tmp_path: Path, words: str) -> None:
-    (tmp_path / "x.yaml").symlink_to("x.yaml")
-    (tmp_path / "r.yaml").write_text("name: r\nuses: [x.yaml]\n")
-    done = shell(f"{PRIMUS} {words.format(tmp_path)}")
-    assert done.returncode == 2
-    assert b"x.yaml" in done.stderr
-    assert b"oo many levels of symbolic links" in done.stderr
-    assert b"Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("number", "hint"), [(errno.EACCES, "check its owner and permissions"), (errno.EROFS, "choose a folder on a file")]
 )
@@ -117,14 +104,6 @@ def test_a_file_that_cannot_be_used_comes_with_advice(
     assert f"(/srv/store/tmp)\n  → {hint}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["show", "train"])
-def test_a_recipe_that_is_no_file_is_not_called_missing(tmp_path: Path, verb: str) -> None:
-    os.mkfifo(tmp_path / "r.yaml")
-    done = shell(f"{PRIMUS} {verb} {tmp_path}/r.yaml")
-    assert done.returncode == 2
-    assert b"r.yaml: this is not a regular file" in done.stderr
-
-
 def test_a_path_that_is_too_long_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "a" * 300 + ".yaml"]) == 2
     assert main(["show", "a/" * 3000 + "a.yaml"]) == 2
@@ -132,33 +111,6 @@ def test_a_path_that_is_too_long_is_bad_input(tmp_path: Path, capsys: pytest.Cap
     recipe.write_text(f"uses: [{'a' * 300}]\n")
     assert main(["show", str(recipe)]) == 2
     assert capsys.readouterr().err.count("too long") == 3
-
-
-@pytest.mark.parametrize("verb", ["import-exp", "report"])
-@pytest.mark.parametrize("special", ["fifo", "/dev/zero"])
-def test_what_is_no_file_is_not_opened(verb: str, special: str, tmp_path: Path) -> None:
-    path = Path(special) if special.startswith("/") else tmp_path / special
-    if path.parent == tmp_path:
-        os.mkfifo(path)
-    done = shell(f"timeout 8 {PRIMUS} {verb} {path}")
-    assert done.returncode == 2
-    assert b"not a regular file" in done.stderr
-    with pytest.raises(InputError, match="not a regular file"):
-        read(Path("/dev/null"))
-
-
-def test_a_folder_of_other_files_has_no_recipes_to_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "other.yaml").write_text("services: {web: {image: x}}\n")
-    monkeypatch.setenv("PRIMUS_RECIPES", str(tmp_path))
-    assert main(["list"]) == 2
-    assert "other.yaml:1:1: model.family is missing" in capsys.readouterr().err
-
-
-def test_docs_outside_a_project_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["docs", "--check", "--project", str(tmp_path)]) == 2
-    assert f"there is no versions.yaml in {tmp_path}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -148,16 +148,15 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
     example="primus import-exp my-experiment.yaml --out my-recipe.yaml",
 )
 def import_exp(options: argparse.Namespace) -> int:
-    """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location."""
+    """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location.
+
+    Comments at the end of the recipe name the keys that have no effect, or that --allow-unmapped leaves out.
+    """
     source = read_experiment(options.file, os.environ)
     done = source.translated()
     print(f"what {source.path.name} does not set is as in the recipe {source.recipe}", file=sys.stderr)
-    for sentence in done.left_out:
-        print(sentence, file=sys.stderr)
     if not options.allow_unmapped:
         done.refuse_unmapped()
-    for key, reason in done.unmapped:
-        print(f"left out: {key.where}: {key.key}: {reason}", file=sys.stderr)
     # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys are checked anyway.
     choices = Choices(backend=source.backend, precision=done.precision, gpu="mi355x", nodes=options.nodes)
     try:

@@ -169,10 +169,8 @@ def _checkpoint(path: Path) -> Path:
         checkpoint = next((step for step in reversed(saved) if identity.complete(step)), saved[-1])
         if incomplete := [step.name for step in saved[saved.index(checkpoint) + 1 :]]:
             print(f"primus: {checkpoint.name} is used; incomplete: {', '.join(incomplete)}", file=sys.stderr)
-    try:
-        step_of(checkpoint)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    if checkpoint not in steps(checkpoint.parent):
+        raise InputError(f"{checkpoint} is not named step-N", hint=hint)
     return checkpoint
 
 

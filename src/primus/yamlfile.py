@@ -60,8 +60,6 @@ _REMEDIES = {
 _UNREADABLE = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]"
 # git's markers in a file that it could not merge.
 _CONFLICT = r"(?m)^(?:<{7}|>{7}) "
-# Text that is one plain scalar in any context.
-_ONE_WORD = r"[+-]?\w[\w./+-]*|[+-]?\.\w+"
 # Text that needs no quotes, unless it reads as a number or another special value.
 _PLAIN = r"[\w/](?:[\w/.+:-]*[\w/])?"
 
@@ -131,11 +129,6 @@ def parse_values(text: str, name: str) -> Document:
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
     """Return the scalar, or list of scalars, for ``text`` from a command line. Raises InputError for anything else."""
-    if re.fullmatch(_ONE_WORD, text):
-        try:
-            return scalar(text)
-        except ValueError as error:
-            raise InputError(str(error), where=where) from None
     shown = _printable(text if len(text) <= 60 else f"{text[:60]}…")
     try:
         parsed: Tree = parse_values(text, "value").data

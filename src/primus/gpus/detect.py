@@ -25,15 +25,13 @@ class Found:
 
     ``names`` has one entry per GPU; a GPU that is not in the table is called unknown. ``generations`` has one entry per
     GPU as well: its name in the table, or "" if the product is not identified. ``vendor`` is "amd", "nvidia" or "".
-    ``usable`` means that this user can open the device nodes that training needs; otherwise, ``obstacle`` is the
-    reason. ``driver`` is the version of the kernel driver, or of the kernel if the driver is part of it. ``firmware``
+    ``obstacle`` is the reason if this user cannot open the device nodes that training needs. ``driver`` is the version of the kernel driver, or of the kernel if the driver is part of it. ``firmware``
     is that of the GPUs: their VBIOS, and on AMD GPUs also that of their engines; "" if it is not known.
     """
 
     vendor: str = ""
     names: tuple[str, ...] = ()
     generations: tuple[str, ...] = ()
-    usable: bool = False
     obstacle: str = ""
     driver: str = ""
     firmware: str = ""
@@ -122,7 +120,7 @@ def _amd(root: Path) -> Found | None:
         for path in (device / "vbios_version", *device.glob("fw_version/*_fw_version"))
     ]
     return Found(
-        vendor="amd", names=tuple(names), generations=tuple(generations), usable=not obstacle, obstacle=obstacle,
+        vendor="amd", names=tuple(names), generations=tuple(generations), obstacle=obstacle,
         driver=_driver(root, "amdgpu"),
         firmware=", ".join(sorted({f"{name} {version}" for name, version in files if version.strip("0x")})),
     )  # fmt: skip
@@ -162,7 +160,7 @@ def _nvidia(root: Path) -> Found | None:
     products = [None if split else by_product_name(name) for name in names]
     return Found(
         vendor="nvidia", names=tuple(names), generations=tuple(g.name if g else "" for g in products),
-        usable=not obstacle, obstacle=obstacle, driver=_driver(root, "nvidia"),
+        obstacle=obstacle, driver=_driver(root, "nvidia"),
         firmware=", ".join(sorted({gpu["Video BIOS"] for gpu in facts if gpu.get("Video BIOS")})),
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from pathlib import Path
 
@@ -53,22 +52,19 @@ def peak(gpu: Generation, dtype: Dtype) -> Peak | None:
     return next((p for p in gpu.peaks if p.dtype == dtype and p.tflops is not None), None)
 
 
-def mfu(tflops: float, gpu: Generation | str, dtype: Dtype) -> float:
-    """Return the model FLOP/s utilization as a fraction (0.5 is half). ``gpu`` can be a name that a tool prints.
+def peak_for_mfu(text: str, dtype: Dtype) -> tuple[Generation, float, str]:
+    """Return the generation that a tool calls ``text``, and its peak in TFLOP/s with the source.
 
-    Raises UnknownPeak, whose message can be printed instead, if the GPU or its peak is unknown.
+    Raises UnknownPeak, whose message can be printed instead of an MFU, if the GPU or its peak is unknown.
     """
-    if not (math.isfinite(tflops) and tflops >= 0):
-        raise ValueError(f"{tflops} TFLOP/s is not a throughput")
-    product = by_product_name(gpu) if isinstance(gpu, str) else gpu
-    if product is None:
-        raise UnknownPeak(f"no MFU: the peak of {gpu!r} is unknown")
-    if dtype not in arch_of(product).dtypes:
-        raise UnknownPeak(f"no MFU: {product.title} does not compute {dtype}")
-    published = peak(product, dtype)
+    if (gpu := by_product_name(text)) is None:
+        raise UnknownPeak(f"no MFU: the peak of {text!r} is unknown")
+    if dtype not in arch_of(gpu).dtypes:
+        raise UnknownPeak(f"no MFU: {gpu.title} does not compute {dtype}")
+    published = peak(gpu, dtype)
     if published is None or published.tflops is None:
-        raise UnknownPeak(f"no MFU: no source states the {dtype} peak of {product.title}")
-    return tflops / published.tflops
+        raise UnknownPeak(f"no MFU: no source states the {dtype} peak of {gpu.title}")
+    return gpu, published.tflops, published.source
 
 
 def environment(target: str, table: Table | None = None) -> tuple[Variable, ...]:

@@ -111,28 +111,31 @@ class Architecture:
     dit: DiffusionTransformer = field(default_factory=DiffusionTransformer)
 
     def objections(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yield the key, reason and remedy of each size that does not fit the others; the first one may cause more."""
+        """Yield a recipe's key, the reason and a remedy of each size that does not fit; the first may cause more."""
         for key, switch in self._needed():
             if (size := attrgetter(key)(self)) < 1:
-                yield key, f"must be at least 1, not {size}{f', where {switch}' if switch else ''}", None
+                yield f"model.{key}", f"must be at least 1, not {size}{f', where {switch}' if switch else ''}", None
         if not self.head_dim and self.hidden_size % self.heads:
             size = max(1, self.hidden_size // self.heads) * self.heads
             hint = f"model.hidden_size={size}, or name model.head_dim"
-            yield "hidden_size", f"{self.hidden_size} is not divisible by {self.heads} heads", hint
+            yield "model.hidden_size", f"{self.hidden_size} is not divisible by {self.heads} heads", hint
         if self.of_images and self.hidden_size not in (0, self.heads * self.head_size):
             why = f"{self.hidden_size} is not {self.heads} heads of {self.head_size}"
-            yield "hidden_size", why, f"model.hidden_size={self.heads * self.head_size}"
+            yield "model.hidden_size", why, f"model.hidden_size={self.heads * self.head_size}"
         if not self.of_images and self.heads % self.kv_heads:
             hint = f"model.kv_heads={math.gcd(self.heads, self.kv_heads)}"
-            yield "heads", f"{self.heads} is not divisible by {self.kv_heads} heads of keys and values", hint
+            yield "model.heads", f"{self.heads} is not divisible by {self.kv_heads} heads of keys and values", hint
         latent = self.mla.kv_lora_rank > 0
-        rotated, key = (self.mla.qk_rope_head_dim, "mla.qk_rope_head_dim") if latent else (self.head_size, "head_dim")
+        rotated = self.mla.qk_rope_head_dim if latent else self.head_size
         if rotated % 2:
             why = f"a head's size must be even for rotary positions, not {rotated}"
-            yield key, why if latent else f"{why} (model.hidden_size ÷ model.heads where it is 0)", None
+            if latent:
+                yield "model.mla.qk_rope_head_dim", why, None
+            else:
+                yield "model.head_dim", f"{why} (model.hidden_size ÷ model.heads where it is 0)", None
         if self.moe.experts and self.moe.experts % self.moe.groups:
             why = f"{self.moe.groups} groups do not divide model.moe.experts = {self.moe.experts}"
-            yield "moe.groups", why, f"model.moe.groups={math.gcd(self.moe.groups, self.moe.experts)}"
+            yield "model.moe.groups", why, f"model.moe.groups={math.gcd(self.moe.groups, self.moe.experts)}"
 
     def _needed(self) -> Iterator[tuple[str, str]]:
         """Yield the keys of sizes that this kind of model requires, and the setting that requires each."""

@@ -22,13 +22,6 @@ Fault = tuple[str, str, str | None]
 _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "mla.kv_lora_rank"}
 
 
-def layout_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield everything that is not divisible as required, ranks first."""
-    yield from _ranks(recipe)
-    yield from _sizes(recipe)
-    yield from _batch(recipe)
-
-
 def data_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield what is asked of evaluation and packing, and is not possible."""
     asked, packing = recipe.section("eval"), f"{recipe.backend}.packing"
@@ -58,7 +51,8 @@ def _asked(recipe: Recipe, *keys: str) -> str:
     return next(typed, keys[0])
 
 
-def _ranks(recipe: Recipe) -> Iterator[Fault]:
+def rank_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield degrees of parallelism that do not divide the ranks."""
     world, ranks, nodes = recipe.world_size, recipe.get("ranks", int), recipe.get("nodes", int)
     degrees = {kind: recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas")}
     product = math.prod(degrees.values())
@@ -82,7 +76,8 @@ def _ranks(recipe: Recipe) -> Iterator[Fault]:
         yield key, why, f"{key.partition('.')[2]}={world // product}, or -1 for all ranks that are left"
 
 
-def _sizes(recipe: Recipe) -> Iterator[Fault]:
+def layout_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield sizes of the model, and lengths of sequences, that do not divide among the ranks."""
     knows, model = recipe.knows, recipe.architecture
     tensor, expert, stages, context = (recipe.degree(kind) for kind in ("tp", "ep", "pp", "cp"))
 
@@ -109,7 +104,8 @@ def _sizes(recipe: Recipe) -> Iterator[Fault]:
         yield wrong, why, f"seq_len={max(1, length // parts) * parts}"
 
 
-def _batch(recipe: Recipe) -> Iterator[Fault]:
+def batch_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield batches that do not divide as required."""
     knows, together = recipe.knows, recipe.local_batch * recipe.data_parallel
     batch, parts = recipe.find(knows.key("global_batch"), -1), recipe.find("validation.accumulation", 1)
     if batch > 0 and batch % together:
@@ -140,11 +136,6 @@ def model_faults(recipe: Recipe) -> Iterator[Fault]:
         if name not in known.linears:
             why = f"no linear layer of the family {known.name} is named {name!r}"
             yield f"{recipe.backend}.lora.targets", why, f"there are: {', '.join(known.linears)}"
-
-
-def size_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield each size of the model that does not fit the others."""
-    yield from ((f"model.{key}", why, hint) for key, why, hint in recipe.architecture.objections())
 
 
 def _off(key: str, values: Mapping[str, Value]) -> bool:

@@ -16,7 +16,7 @@ from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backends
 from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import families, family
-from primus.recipes.faults import Fault, data_faults, layout_faults, model_faults, size_faults
+from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
 from primus.recipes.published import kind_faults, published_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
@@ -235,11 +235,10 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
             raise InputError(f"{key} {objection}", where=setting.origin)
     # First the values that are wrong by themselves, because they often make others wrong.
     for related in (False, True):
-        for prefix, section in sections.items():
-            for key in section:
-                if wrong := schema.out_of_bounds(key, prefix, section, settings, related=related):
-                    reason, remedy = wrong
-                    raise InputError(f"{prefix}{key} {reason}", where=settings[prefix + key].origin, hint=remedy)
+        for key in rules:
+            if wrong := schema.out_of_bounds(key, rules, settings, related=related):
+                reason, remedy = wrong
+                raise InputError(f"{key} {reason}", where=settings[key].origin, hint=remedy)
 
 
 def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows: Backend) -> InputError:
@@ -273,8 +272,9 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
             why = f"{key} is missing; a recipe must not depend on a default of {recipe.backend}"
             raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")
     checks: tuple[Callable[[Recipe], Iterable[Fault]], ...] = (
-        partial(_file_faults, here=here), kind_faults, model_faults, size_faults, published_faults, layout_faults,
-        data_faults, _vocabulary_faults, rules_of(recipe).faults, _precision_faults,
+        partial(_file_faults, here=here), kind_faults, model_faults, lambda recipe: recipe.architecture.objections(),
+        published_faults, rank_faults, layout_faults, batch_faults, data_faults, _vocabulary_faults,
+        rules_of(recipe).faults, _precision_faults,
     )  # fmt: skip
     for key, why, hint in chain.from_iterable(faults(recipe) for faults in checks):
         # If the key is missing, the place is that of the first setting that the reason names.

@@ -136,20 +136,22 @@ def backend_rules(name: str) -> Mapping[str, Rule]:
 
 
 def out_of_bounds(
-    key: str, prefix: str, rules: Mapping[str, Rule], settings: Mapping[str, Setting], *, related: bool
+    key: str, rules: Mapping[str, Rule], settings: Mapping[str, Setting], *, related: bool
 ) -> tuple[str, str] | None:
-    """Return why the value of ``prefix + key`` is outside its bounds, and a remedy; None if it is inside, or not set.
+    """Return why the value of ``key`` is outside its bounds, and a remedy; None if it is inside, or not set.
 
-    ``rules`` are those of the section ``prefix``. With ``related``, bounds that name other keys are checked as well.
+    With ``related``, bounds that name other keys, of the same section, are checked as well.
     """
-    rule, value = rules[key], settings[prefix + key].value if prefix + key in settings else None
+    rule, value = rules[key], settings[key].value if key in settings else None
+    section = key.partition(".")[0]
     if rule.bounds is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None
 
     def look_up(other: str) -> float | None:
         if not related:
             return None
-        limit = settings[prefix + other].value if prefix + other in settings else rules[other].default
+        full = f"{section}.{other}"
+        limit = settings[full].value if full in settings else rules[full].default
         return limit if isinstance(limit, int | float) and not isinstance(limit, bool) else None
 
     if (objection := outside(rule.bounds, value, look_up)) is None:
@@ -157,7 +159,7 @@ def out_of_bounds(
     why, other = objection
     if other is not None:
         up, down = ("raise", "lower") if "at least" in why or "greater" in why else ("lower", "raise")
-        return why.replace(f" {other} ", f" {prefix}{other} "), f"{up} {prefix}{key} or {down} {prefix}{other}"
+        return why.replace(f" {other} ", f" {section}.{other} "), f"{up} {key} or {down} {section}.{other}"
     if isinstance(rule.default, int | float) and outside(rule.bounds, rule.default, look_up) is None:
         return why, f"the default is {rule.default}"
-    return why, f"{prefix}{key} takes {rule.bounds}"
+    return why, f"{key} takes {rule.bounds}"

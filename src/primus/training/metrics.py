@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
 from primus.gpus.generation import Dtype
-from primus.gpus.table import UnknownPeak, by_product_name, mfu, peak
+from primus.gpus.table import UnknownPeak, peak_for_mfu
 from primus.recipes.architecture import Architecture, size
 from primus.recipes.recipe import Recipe
 from primus.training.logs import Series, Step
@@ -92,16 +92,12 @@ def _mfu(recipe: Recipe, facts: Mapping[str, Any], tflops: Flops | None) -> Mfu:
         raise UnknownPeak("no MFU: the run did not report its GPU")
     if recipe.precision not in get_args(Dtype):
         raise UnknownPeak(f"no MFU: the table of GPUs holds no {recipe.precision.upper()} peak")
-    dtype = cast("Dtype", recipe.precision)
-    causal, non_causal = (mfu(rate, gpu, dtype) for rate in (tflops.causal, tflops.non_causal))
-    generation = by_product_name(gpu)
-    published = peak(generation, dtype) if generation else None
-    assert generation is not None and published is not None and published.tflops is not None  # mfu has read it
+    generation, peak, source = peak_for_mfu(gpu, cast("Dtype", recipe.precision))
     if units != generation.compute_units:
         raise UnknownPeak(f"no MFU: {units} of the {generation.compute_units} compute units of {generation.title}")
     return Mfu(
-        causal=causal, non_causal=non_causal, peak_tflops=published.tflops, dtype=dtype, gpu=generation.title,
-        source=published.source,
+        causal=tflops.causal / peak, non_causal=tflops.non_causal / peak, peak_tflops=peak, dtype=recipe.precision,
+        gpu=generation.title, source=source,
     )  # fmt: skip
 
 

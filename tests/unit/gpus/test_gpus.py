@@ -88,14 +88,12 @@ OTHERS = [
 def test_other_gpus_are_unknown_and_get_no_mfu(text: str) -> None:
     assert table.by_product_name(text) is None
     with pytest.raises(table.UnknownPeak) as caught:
-        table.mfu(400, text, "bf16")
+        table.peak_for_mfu(text, "bf16")
     assert caught.value.message == f"no MFU: the peak of {text!r} is unknown"
 
 
-def test_mfu_is_the_share_of_the_dtypes_own_peak() -> None:
-    assert table.mfu(500, "AMD Instinct MI355X", "bf16") == pytest.approx(0.2)
-    assert table.mfu(500, table.generation("mi355x"), "fp8") == pytest.approx(0.1)
-    assert table.mfu(0, "NVIDIA H200", "bf16") == 0
+def test_a_peak_is_that_of_the_dtype() -> None:
+    assert [table.peak_for_mfu("AMD Instinct MI355X", dtype)[1] for dtype in ("bf16", "fp8")] == [2500, 5000]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_mfu_without_a_peak_is_refused(name: str, dtype: str, sentence: str) -> 
     gpu = table.generation(name)
     assert table.peak(gpu, dtype) is None  # type: ignore[arg-type]
     with pytest.raises(table.UnknownPeak) as caught:
-        table.mfu(400, gpu, dtype)  # type: ignore[arg-type]
+        table.peak_for_mfu(gpu.title, dtype)  # type: ignore[arg-type]
     assert caught.value.message == sentence
 
 

@@ -20,7 +20,7 @@ from primus.training.logs import Series
 from primus.training.outcome import Outcome
 
 NAME = "AMD Instinct MI300X (gfx942)"
-EIGHT = Found(vendor="amd", names=(NAME,) * 8, generations=("mi300x",) * 8, usable=True, driver="amdgpu 6.14.14")
+EIGHT = Found(vendor="amd", names=(NAME,) * 8, generations=("mi300x",) * 8, driver="amdgpu 6.14.14")
 MI300X = generation("mi300x")
 
 

@@ -77,7 +77,7 @@ def _test(options: argparse.Namespace) -> int:
     if not options.recipe:
         raise InputError("no recipe is given", hint=_EXAMPLE)
     recipe = resolved(options)
-    if recipe.gpu == CPU or not detect().usable:
+    if recipe.gpu == CPU or not detect().names or detect().obstacle:
         raise HostError("there is no GPU on this machine to test optimizations on")
     with tempfile.TemporaryDirectory() as folder:
         trial = decide(recipe, Path(folder), os.environ)

@@ -25,8 +25,9 @@ class Found:
 
     ``names`` has one entry per GPU; a GPU that is not in the table is called unknown. ``generations`` has one entry per
     GPU as well: its name in the table, or "" if the product is not identified. ``vendor`` is "amd", "nvidia" or "".
-    ``obstacle`` is the reason if this user cannot open the device nodes that training needs. ``driver`` is the version of the kernel driver, or of the kernel if the driver is part of it. ``firmware``
-    is that of the GPUs: their VBIOS, and on AMD GPUs also that of their engines; "" if it is not known.
+    ``obstacle`` is the reason if this user cannot open the device nodes that training needs. ``driver`` is the version
+    of the kernel driver, or of the kernel if the driver is part of it. ``firmware`` is that of the GPUs: their VBIOS,
+    and on AMD GPUs also that of their engines; "" if it is not known.
     """
 
     vendor: str = ""

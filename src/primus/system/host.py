@@ -63,17 +63,11 @@ def name_here() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A machine: its files below ``root``, the user whose permissions count, and the folder a job writes to.
-
-    ``space`` (total and free bytes of a folder) replaces the file system's answer in tests.
-    """
+    """A machine: its files below ``root``, the environment, and the folder a job writes to."""
 
     root: Path = Path("/")
-    uid: int = field(default_factory=os.geteuid)
-    gids: frozenset[int] = field(default_factory=lambda: frozenset({os.getegid(), *os.getgroups()}))
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     output: Path = field(default_factory=Path.cwd)
-    space: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     gpus: Found = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,20 +100,8 @@ class Host:
         """Return the existing paths, sorted by name, with numbers in numeric order."""
         return sorted(self.root.glob(pattern), key=lambda path: [word.zfill(12) for word in path.parts])
 
-    def openable(self, path: Path) -> bool:
-        """Return whether the user may read and write the file, judging by its mode."""
-        try:
-            mode = path.stat()
-        except OSError:
-            return False
-        owner, group = mode.st_uid == self.uid, mode.st_gid in self.gids
-        rights = (mode.st_mode >> (6 if owner else 3 if group else 0)) & 0o6
-        return self.uid == 0 or rights == 0o6
-
     def bytes_of(self, folder: Path) -> tuple[int, int]:
         """Return total and free bytes of the file system of ``folder``, which may not exist yet. Raises OSError."""
-        if str(folder) in self.space:
-            return self.space[str(folder)]
         usage = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
         return usage.total, usage.free
 

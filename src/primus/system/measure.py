@@ -10,12 +10,12 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from primus.training import gloo
 
@@ -34,25 +34,12 @@ class _Bench:
 
     def seconds(self, call: Callable[[], object], *, together: bool = False) -> float:
         """Return the median seconds of a call. ``together``: all ranks make the same number of calls."""
-        self._timed(call, 3)
-        once = torch.tensor([max(self._timed(call, 1), 1e-6)], device=self.device)
+        timer = Timer("call()", globals={"call": call})  # it warms up, and waits for the device
+        once = torch.tensor([max(timer.timeit(1).mean, 1e-6)], device=self.device)
         if together:
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
         calls = max(5, min(500, int(_SECONDS / 5 / once.item())))
-        return statistics.median(self._timed(call, calls) / calls for _ in range(5))
-
-    def _timed(self, call: Callable[[], object], calls: int) -> float:
-        self.wait()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        self.wait()
-        return time.perf_counter() - started
-
-    def wait(self) -> None:
-        """Wait until the device has finished all its work."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        return statistics.median(float(timer.timeit(calls).mean) for _ in range(5))
 
     def free(self) -> int:
         """Return the number of bytes that can be allocated."""

@@ -75,7 +75,7 @@ def rights(host: Host) -> Iterator[Finding]:
             yield failed("device rights", message, f"start the container with {option}")
     else:
         needed = [host.root / name for name in ("dev/nvidiactl", "dev/nvidia-uvm")]
-    path = next((path for path in needed if not host.openable(path)), None)
+    path = next((path for path in needed if not os.access(path, os.R_OK | os.W_OK)), None)
     if path is None:
         yield ok("device rights", f"{len(needed)} devices can be opened")
     elif not path.exists():
@@ -83,7 +83,7 @@ def rights(host: Host) -> Iterator[Finding]:
     else:
         group = path.stat().st_gid
         remedy = f"add the user to group {group}: sudo usermod -aG render,video USER, or --group-add {group}"
-        yield failed("device rights", f"{host.shown(path)} cannot be opened by user {host.uid}", remedy)
+        yield failed("device rights", f"{host.shown(path)} cannot be opened by user {os.geteuid()}", remedy)
 
 
 def visible(host: Host) -> Iterator[Finding]:

@@ -135,7 +135,6 @@ def test_the_verb_run(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir("/")
     assert main(["run", "cpu"]) == 2
     assert "versions.yaml" in capfd.readouterr().err
-    assert main(["run", "cpu", "--store", str(tmp_path / ".primus/store")]) == 0
 
 
 @pytest.mark.parametrize(

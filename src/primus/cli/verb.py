@@ -67,6 +67,12 @@ def flag(name: str, meaning: str, **settings: Any) -> Option:
     return option(name, action="store_true", help=meaning, **settings)
 
 
+def count(name: str, meaning: str, metavar: str = "N", *, least: int | None = 0, default: int | None = None) -> Option:
+    """Return an option with a whole number of at least ``least``. Its help states the ``default``."""
+    shown = meaning if default is None else f"{meaning} (default: {default})"
+    return option(name, type=_whole(least), default=default, metavar=metavar, help=shown)
+
+
 def several(name: str, meaning: str, metavar: str, *, short: str = "", **settings: Any) -> Option:
     """Return an option that can be given several times. Its value is the list of all."""
     names = (short, name) if short else (name,)
@@ -116,8 +122,7 @@ def answer(options: argparse.Namespace, document: object, lines: Iterable[str]) 
             print(line)
 
 
-def whole(*, least: int | None = None) -> Callable[[str], int]:
-    """Return a parser for whole numbers in plain ASCII digits, at least ``least``."""
+def _whole(least: int | None) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; YAML does not.

@@ -208,21 +208,16 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
     return RootFs(name="layers", manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)
 
 
-def root_of_image(store: Store, cache: Path, target: str, *, ref: str | None = None) -> RootFs:
-    """Return the image of ``target`` (the one named ``ref``, or else the newest).
+def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
+    """Return the image of ``target`` that the store calls ``ref``.
 
     Raises InputError, which lists the existing images, if it is not built; HostError if its manifest or config is
     damaged.
     """
     images = store.images()
-    if ref is None:
-        names = sorted(name for name in images if name.removesuffix("-preview").endswith(f"-{target}"))
-        ref = next(reversed(names), "")
     if ref not in images:
         names = sorted(images) or ["no image"]
-        raise InputError(
-            f"{ref or target} is not built; the store has {', '.join(names)}", hint=f"primus build {target}"
-        )
+        raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
     manifest = store.read(str(images[ref]["digest"]))
     config = store.read(json.loads(manifest)["config"]["digest"])
     return RootFs(name=ref, manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)

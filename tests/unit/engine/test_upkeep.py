@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.host.common import image_root, open_project
+from primus.cli.host.common import open_project
 from primus.engine.upkeep import find_waste, remove
 from primus.errors import HostError
 from primus.plan.project import Project
@@ -149,18 +149,6 @@ def test_downloads_and_unpacked_layers_in_use_are_left_alone_whatever_the_store(
 def test_a_first_command_holds_the_folder_that_it_creates(kit: Kit) -> None:
     open_project(Namespace(project=kit.root, store=None, channel=None))
     assert kit.primus("clean").code == 3
-
-
-def test_an_image_that_runs_outside_a_project_is_left_alone(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kit.build()
-    monkeypatch.chdir(tmp_path)
-    store = kit.root / ".primus/store"
-    image_root(Namespace(store=store, project=None, target="demo"))
-    result = kit.primus("clean", "--image", "v26.11-demo")
-    assert (result.code, "another command uses the store" in result.err) == (3, True)
-    assert "uses the downloads" in kit.primus("clean", "--store", "other").err
 
 
 def test_an_interrupt_at_any_file_leaves_a_valid_store(kit: Kit) -> None:

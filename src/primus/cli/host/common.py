@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from primus.cli.verb import JSON, flag, folder, matching, option, path
 from primus.errors import InputError
 from primus.oci.contents import root_of_image
-from primus.oci.store import Store
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve, resolve_all
 from primus.plan.workspace import Workspace
@@ -69,15 +68,6 @@ def resolved_targets(args: argparse.Namespace) -> tuple[list[ResolvedTarget], Wo
 
 
 def image_root(args: argparse.Namespace) -> RootFs:
-    """Return the root file system of the image of ``args.target``. The store must contain the image.
-
-    With --store, no project is needed: the newest image of the target in that store is used.
-    """
-    if args.store and args.project is None and not Project.here():
-        store = args.store.absolute()
-        workspace = Workspace(Store(store), store.parent)
-        if store.is_dir():
-            workspace.hold()
-        return root_of_image(workspace.store, workspace.unpacked, args.target)
+    """Return the root file system of the image of ``args.target``. Raises InputError if the store has no such image."""
     resolved, workspace = resolved_target(args)
     return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from primus.cli.image.common import RECIPE, choices, resolved
-from primus.cli.verb import JSON, Option, answer, flag, folder, group, option, path, refuse_others, several, verb, whole
+from primus.cli.verb import JSON, Option, answer, count, flag, folder, group, option, path, refuse_others, several, verb
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
@@ -40,10 +40,6 @@ def _text(name: str, meaning: str, metavar: str | None = None, *, default: str =
     return option(name, default=default, metavar=metavar, help=meaning, **settings)
 
 
-def _number(name: str, meaning: str, default: int, metavar: str | None = None) -> Option:
-    return option(name, type=whole(least=0), default=default, metavar=metavar, help=f"{meaning} (default: {default})")
-
-
 @verb(
     option("system", choices=("slurm", "k8s"), help="the scheduler: Slurm, or Kubernetes"),
     *RECIPE,
@@ -54,8 +50,8 @@ def _number(name: str, meaning: str, default: int, metavar: str | None = None) -
     _text("--resume-from", "checkpoint or run, as the nodes see it", "DIR"),
     option("--train-for", type=_duration, metavar="TIME", help="steps for this long at the measured rate, such as 12h"),
     option("--rate", type=_rate, default=0.0, metavar="N", help="tokens (or images) per second and GPU, as measured"),
-    _number("--stall-timeout", "as for `train`", 1800, "S"),
-    _number("--restarts", "times to start again; on Kubernetes, with --claim", 20, "N"),
+    count("--stall-timeout", "as for `train`", "S", default=1800),
+    count("--restarts", "times to start again; on Kubernetes, with --claim", "N", default=20),
     flag("--dry-run", "print what would be submitted or deleted, and do nothing"),
     JSON,
     group(
@@ -66,8 +62,8 @@ def _number(name: str, meaning: str, default: int, metavar: str | None = None) -
         _text("--partition", "partition to run in"),
         _text("--account", "account to charge"),
         _text("--time", "time limit, for example 12:00:00", "LIMIT"),
-        _number("--port", "port of the rendezvous; 0: from the job's number", 0),
-        _number("--grace", "seconds of warning before preemption or the limit", 60, "S"),
+        count("--port", "port of the rendezvous; 0: from the job's number", default=0),
+        count("--grace", "seconds of warning before preemption or the limit", "S", default=60),
         several("--sbatch", "option for sbatch", "OPTION", dest="extra"),
         flag("--wait", "wait for the job, and exit with its exit code"),
     ),
@@ -84,7 +80,7 @@ def _number(name: str, meaning: str, default: int, metavar: str | None = None) -
         _text("--cpu", "CPUs of each node, for example 96"),
         _text("--memory", "memory of each node, for example 1024Gi"),
         _text("--shm", "size of /dev/shm (default: 64Gi)", default="64Gi"),
-        _number("--ttl", "seconds to keep a finished job", 86400, "S"),
+        count("--ttl", "seconds to keep a finished job", "S", default=86400),
     ),
     example=_EXAMPLE,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from primus.cli.verb import Option, flag, matching, option, whole
+from primus.cli.verb import Option, count, flag, matching, option
 from primus.recipes.choose import PRECISIONS, values_of
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
@@ -50,11 +50,11 @@ def choices(gpu: str = "generation to resolve for (default: the machine's)") -> 
         choice("mode", "pretrain, full or lora"),
         choice("precision", ", ".join(PRECISIONS)),
         choice("gpu", gpu),
-        option("--nodes", type=whole(), metavar="N", help="number of machines (default: 1)"),
+        count("--nodes", "number of machines (default: 1)", least=None),
         flag("--proxy", "train a small model with the same code", default=None),
-        option("--ranks", type=whole(), metavar="N", help="processes per machine"),
-        option("--steps", type=whole(), metavar="N", help="number of optimizer steps"),
-        option("--seed", type=whole(), metavar="N", help="random seed for weights and data"),
+        count("--ranks", "processes per machine", least=None),
+        count("--steps", "number of optimizer steps", least=None),
+        count("--seed", "random seed for weights and data", least=None),
         option(
             "--turbo",
             metavar="auto|require|off|NAME,…",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from primus.cli.image.train import train
 from primus.cli.image.tune import tune
-from primus.cli.verb import JSON, answer, flag, new_file, option, path, verb, whole
+from primus.cli.verb import JSON, answer, count, flag, new_file, option, path, verb
 from primus.compat.commands import Request, requested
 from primus.compat.experiment import read_experiment, recipe_text
 from primus.compat.translate import table
@@ -142,7 +142,7 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
 @verb(
     option("file", type=path, metavar="FILE", help="experiment file: modules.pre_trainer with overrides"),
     option("--out", type=new_file(), metavar="FILE", help="file to write (default: standard output)"),
-    option("--nodes", type=whole(least=1), metavar="N", help="number of nodes it was written for (default: 1)"),
+    count("--nodes", "number of nodes it was written for (default: 1)", least=1),
     flag("--allow-unmapped", "leave out keys that no recipe can express"),
     JSON,
     example="primus import-exp my-experiment.yaml --out my-recipe.yaml",

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from primus.cli.image.common import choice
-from primus.cli.verb import JSON, answer, flag, option, verb, whole
+from primus.cli.verb import JSON, answer, count, flag, option, verb
 from primus.errors import InputError
 from primus.files import write_file
 from primus.recipes.choose import among, values_of
@@ -20,9 +20,9 @@ from primus.terminal import Screen, counted
 @verb(
     flag("--quick", "only read files of the kernel; measure nothing"),
     flag("--benchmark", "also measure the GPUs"),
-    option("--expect", type=whole(least=0), metavar="N", help="GPUs that the machine must have"),
+    count("--expect", "GPUs that the machine must have"),
     choice("gpu", "generation that its GPUs must be of"),
-    option("--expect-nics", type=whole(least=0), metavar="N", help="RDMA devices that the machine must have"),
+    count("--expect-nics", "RDMA devices that the machine must have"),
     option("--root", type=Path, default=Path("/"), metavar="DIR", help="root folder of the machine (default: /)"),
     option("--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"),
     option(

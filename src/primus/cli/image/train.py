@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from primus.cli.image.common import RECIPE, choices, resolved, short_origin
-from primus.cli.verb import JSON, answer, flag, folder, option, path, several, verb, whole
+from primus.cli.verb import JSON, answer, count, flag, folder, option, path, several, verb
 from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
@@ -33,13 +33,7 @@ RUN = (
         "FIELD",
         complete=lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel"),
     ),
-    option(
-        "--stall-timeout",
-        type=whole(least=0),
-        default=1800,
-        metavar="S",
-        help="end the job after S seconds without output of a rank (default: 1800; 0: never)",
-    ),
+    count("--stall-timeout", "end the job after S seconds without output of a rank; 0: never", "S", default=1800),
     option("--compile-cache", type=folder, metavar="DIR", help="keep compiled kernels here"),
     option("--log", choices=start.TRACKERS, help="also write figures for TensorBoard or Weights & Biases (offline)"),
     flag("--no-preflight", "start without checking the machine"),

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from primus.cli.image.common import RECIPE, choices, resolved
-from primus.cli.verb import JSON, Option, answer, flag, folder, group, new_file, option, refuse_others, verb, whole
+from primus.cli.verb import JSON, answer, count, flag, folder, group, new_file, option, refuse_others, verb
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect, visible
@@ -38,10 +38,6 @@ _STAGES = ("dump", "tune", "use")
 _GIB = 2**30
 
 
-def _count(name: str, meaning: str, metavar: str = "N", *, least: int = 1, default: int | None = None) -> Option:
-    return option(name, type=whole(least=least), default=default, metavar=metavar, help=meaning)
-
-
 @verb(
     option("what", choices=("gemm", "throughput"), help="what to tune"),
     *RECIPE,
@@ -50,15 +46,15 @@ def _count(name: str, meaning: str, metavar: str = "N", *, least: int = 1, defau
     group(
         "gemm",
         option("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)"),
-        _count("--dump-steps", "steps of the stage dump (default: 3)", default=3),
+        count("--dump-steps", "steps of the stage dump", least=1, default=3),
     ),
     group(
         "throughput",
         option("--output", type=new_file(".yaml"), metavar="FILE", help="recipe file to write"),
         flag("--dry-run", "print the candidates and run nothing"),
-        _count("--pairs", "final runs of start and winner each (default: 3)", least=3, default=3),
-        _count("--warmup", "first steps that do not count (default: 5)", default=5),
-        _count("--limit", "seconds one run may take (default: 900)", "S", default=900),
+        count("--pairs", "final runs of start and winner each", least=3, default=3),
+        count("--warmup", "first steps that do not count", least=1, default=5),
+        count("--limit", "seconds one run may take", "S", least=1, default=900),
     ),
     JSON,
     example="primus tune gemm llama2-7b --stage tune",

@@ -18,6 +18,7 @@ from primus.recipes.choose import CPU
 from primus.terminal import Screen
 from primus.turbo.optimizations import Optimization, optimizations
 from primus.turbo.trial import decide
+from primus.yamlfile import spell
 
 _EXAMPLE = "primus turbo test llama3.1-8b --precision fp8"
 
@@ -61,12 +62,12 @@ def _lines(rows: Sequence[tuple[Optimization, str]], screen: Screen) -> Iterator
 
 
 def _needs(entry: Optimization) -> str:
-    parts = [f"backend {', '.join(entry.backends)}", f"precision {', '.join(entry.precisions)}"]
-    parts += [f"family {', '.join(entry.families)}"] * bool(entry.families)
-    parts += [f"GPU {', '.join(entry.archs or entry.vendors)}"] * bool(entry.archs or entry.vendors)
-    parts += [f"packages {', '.join(entry.packages)}"] * bool(entry.packages)
-    for key, value in entry.settings.items():
-        parts.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+    names = {
+        "backend": entry.backends, "precision": entry.precisions, "family": entry.families,
+        "GPU": entry.archs or entry.vendors, "packages": entry.packages,
+    }  # fmt: skip
+    parts = [f"{name} {', '.join(allowed)}" for name, allowed in names.items() if allowed]
+    parts += [f"{key}={spell(value)}" for key, value in entry.settings.items()]
     parts += [f"{kind.upper()} {degree}" for kind, degree in entry.degrees.items()]
     parts += ["weights sharded over ranks"] * entry.sharded
     parts += ["a sliding window"] * entry.windowed

@@ -108,18 +108,10 @@ def matching(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
 JSON = flag("--json", "print one JSON document instead of text")
 
 
-def print_json(document: object) -> None:
-    """Print the one document of ``--json``."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
-
-
 def answer(options: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
     """Print ``document`` with ``--json``, and ``lines`` otherwise."""
-    if options.json:
-        print_json(document)
-    else:
-        for line in lines:
-            print(line)
+    for line in [json.dumps(document, indent=2, ensure_ascii=False)] if options.json else lines:
+        print(line)
 
 
 def _whole(least: int | None) -> Callable[[str], int]:

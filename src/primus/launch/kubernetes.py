@@ -253,12 +253,10 @@ def manage(action: str, job: str, namespace: str, *, as_json: bool = False, dry_
     if action == "nodes":
         columns = ",".join(f"{name}:{path}" for name, path in _COMMON["columns"].items())
         return _kubectl("get", "nodes", "--output=json" if as_json else f"--output=custom-columns={columns}")
-    shown = _kubectl("get", "job", job, of)
+    _kubectl("get", "job", job, of)  # selectors accept a job that does not exist
     if action == "delete":
         dry = ["--dry-run=client"] if dry_run else []
         return _kubectl("delete", f"job/{job}", f"service/{job}", of, "--cascade=foreground", "--wait=false", *dry)
     if action == "logs":
         return _kubectl("logs", pods, of, "--prefix", "--tail=100", "--ignore-errors")
-    if as_json:
-        return _kubectl("get", "job,pods", pods, of, "--output=json")
-    return f"{shown}\n{_kubectl('get', 'pods', pods, of, '--output=wide')}"
+    return _kubectl("get", "job,pods", pods, of, "--output=json" if as_json else "--output=wide")

@@ -145,7 +145,7 @@ def test_a_job_is_applied_shown_and_deleted(objects: Path, capsys: pytest.Captur
     assert "(AlreadyExists): there is one\n  → delete it first" in capsys.readouterr().err
     pods = f"--selector=app.kubernetes.io/name={name}"
     for words, shown in (
-        (["status", name], f"get job {name} --namespace=default\n\nget pods {pods} --namespace=default --output=wide"),
+        (["status", name], f"get job,pods {pods} --namespace=default --output=wide"),
         (["status", name, "--json"], f"get job,pods {pods} --namespace=default --output=json"),
         (["logs", name], f"logs {pods} --namespace=default --prefix --tail=100 --ignore-errors"),
         (["nodes", "--json"], "get nodes --output=json"),

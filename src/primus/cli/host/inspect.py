@@ -98,12 +98,11 @@ def verify(args: argparse.Namespace) -> int:
         if not failed:
             shutil.rmtree(scratch, ignore_errors=True)
     with choose_progress(args.json) as progress:
-        outcomes = {image.plan.target: judge(examine(image.plan, workspace, progress)) for image in first}
-    passed = not failed and all(outcome.passed for outcome in outcomes.values())
+        outcomes = [judge(examine(image.plan, workspace, progress)) for image in first]
+    passed = not failed and all(outcome.passed for outcome in outcomes)
     rows, lines = [], []
-    for image in first:
-        target = image.plan.target
-        outcome, difference = outcomes[target], failed.get(target)
+    for image, outcome in zip(first, outcomes, strict=True):
+        target, difference = image.plan.target, failed.get(image.plan.target)
         row = {"target": target, "digest": image.digest, "difference": difference}
         rows.append({**row, "gates": outcome.as_json()["gates"]})
         verdict = f"differs: {difference}" if difference else "both builds are identical"

@@ -20,8 +20,6 @@ from primus.launch import kubernetes, slurm
 from primus.launch.plan import Plan
 from primus.recipes.recipe import Recipe
 
-_EXAMPLE = "primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run"
-
 
 def _duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
@@ -82,7 +80,7 @@ def _text(name: str, meaning: str, metavar: str | None = None, *, default: str =
         _text("--shm", "size of /dev/shm (default: 64Gi)", default="64Gi"),
         count("--ttl", "seconds to keep a finished job", "S", default=86400),
     ),
-    example=_EXAMPLE,
+    example="primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run",
 )
 def launch(args: argparse.Namespace) -> int:
     """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes.

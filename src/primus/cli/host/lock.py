@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from primus import __version__
 from primus.cli.host.common import SEVERAL, SOURCE, open_project, targets_of
-from primus.cli.verb import JSON, answer, flag, option, print_json, several, verb
+from primus.cli.verb import JSON, answer, flag, option, several, verb
 from primus.errors import HostError, InputError, PrimusError, did_you_mean
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve_all
@@ -241,8 +241,7 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
             outcome.append({"lock": name, "files": len(new.distinct), "changes": [asdict(c) for c in changes]})
             if not args.json:
                 progress.say(_table(name, new, changes))
-    if args.json:
-        print_json(outcome)
+    answer(args, outcome, ())
     return 1 if args.dry_run and any(row["changes"] for row in outcome) else 0
 
 

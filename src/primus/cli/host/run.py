@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from primus.cli.host.common import ENGINE, SINGLE, SOURCE, TARGET, image_root
@@ -45,8 +44,7 @@ def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
     # positional argument empty if options stand between it and the first.
     plain = parser.parse_args
 
-    def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-        words = list(sys.argv[1:] if args is None else args)
+    def parse_args(words: list[str]) -> argparse.Namespace:
         cut = words.index("--") if "--" in words else len(words)
         options = plain(words[:cut])
         options.command = words[cut + 1 :]

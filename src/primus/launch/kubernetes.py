@@ -43,12 +43,7 @@ _LABEL = re.compile(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The options of the cluster. Sizes are Kubernetes quantities; an empty text leaves the choice to the cluster.
-
-    ``restarts`` is how often all nodes start again after one is lost or fails; without a claim, they cannot continue.
-    ``token_secret`` is ``NAME`` or ``NAME:KEY`` of the Secret with the Hugging Face token. ``rdma`` is the extended
-    resource of the network devices, ``NAME`` or ``NAME=COUNT``. ``claim`` is a volume claim for the results.
-    """
+    """The options of `primus launch k8s`. An empty text leaves the choice to the cluster. ``ttl`` is in seconds."""
 
     image: str
     name: str = ""
@@ -134,7 +129,7 @@ def _add_options(pod: Manifest, plan: Plan, cluster: Cluster) -> None:
         container["volumeMounts"].append({"name": "runs", "mountPath": _RUNS})
     if maker := vendor(plan.recipe.gpu):
         gpu, resource = generation(plan.recipe.gpu), _COMMON["makers"][maker]["resource"]
-        limits[resource] = plan.gpus
+        limits[resource] = plan.ranks
         pod["tolerations"] = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
         # AMD's node labeller names the device id, NVIDIA's feature discovery the product.
         ids = [number.removeprefix("0x") for number in gpu.device_ids]

@@ -43,15 +43,10 @@ class Plan:
         """The number of processes on each machine; on GPUs, each has one."""
         return self.recipe.get("ranks", int)
 
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs of each machine."""
-        return 0 if self.recipe.gpu == CPU else self.ranks
-
     @cached_property
     def memory(self) -> float | None:
         """The predicted peak in bytes per GPU; None for a CPU."""
-        return predict(self.recipe).peak if self.gpus else None
+        return predict(self.recipe).peak if self.recipe.gpu != CPU else None
 
     @property
     def checkpoint_interval(self) -> int:

@@ -30,12 +30,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The options of the site. An empty text leaves the choice to Slurm.
-
-    ``grace`` is the number of seconds before its end at which the job gets a signal. ``environment`` holds ``NAME``
-    or ``NAME=VALUE``. ``mounts`` are folders that containers see at the same path, and so is ``resume_from``, the
-    checkpoint or run that the first attempt continues. ``extra`` are options for sbatch, passed on unchanged.
-    """
+    """The options of `primus launch slurm`. An empty text leaves the choice to Slurm. ``grace`` is in seconds."""
 
     container: Container = "none"
     image: str = ""
@@ -98,8 +93,9 @@ def container_here() -> Container:
 def script(plan: Plan, site: Site) -> str:
     """Return the batch script. It contains no secret, and does not depend on the machine that renders it."""
     name = site.name or "primus-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(plan.recipe.name).name.removesuffix(".yaml"))
+    gpus = plan.ranks if vendor(plan.recipe.gpu) else None
     options = {
-        "job-name": name, "nodes": plan.nodes, "ntasks-per-node": 1, "gpus-per-node": plan.gpus or None,
+        "job-name": name, "nodes": plan.nodes, "ntasks-per-node": 1, "gpus-per-node": gpus,
         "exclusive": True, "partition": site.partition, "account": site.account, "time": site.time, "requeue": True,
         "open-mode": "append", "signal": f"B:USR1@{site.grace}", "output": f"{site.output / 'slurm-%j.txt'}",
     }  # fmt: skip

@@ -100,15 +100,10 @@ def publish(args: argparse.Namespace) -> int:
         if image["to_sign"] and not args.json:
             print(f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`", file=sys.stderr)
         lines.append(f"{args.to}@{image['digest']}")
-    judged = [
-        {
-            "tag": ready.tag,
-            "digest": ready.image.digest,
-            "documents": [document.name for document in ready.documents],
-            "objections": ready.objections,
-        }
-        for ready in every
-    ]
+    judged = []
+    for ready in every:
+        row = {"tag": ready.tag, "digest": ready.image.digest, "objections": ready.objections}
+        judged.append({**row, "documents": [document.name for document in ready.documents]})
     answer(args, {"published": done, "judged": judged, "passed": not refused}, lines)
     return 1 if refused else 0
 

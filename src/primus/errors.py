@@ -65,12 +65,6 @@ class HostError(PrimusError):
     exit_code = 3
 
 
-class Interrupted(PrimusError):
-    """Ctrl-C or a signal ended a command that can report how to continue (exit code 130)."""
-
-    exit_code = 130
-
-
 class LacksPackages(HostError):
     """The archive cannot be used until ``packages`` of this host's distribution are installed."""
 

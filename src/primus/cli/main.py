@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PrimusError as error:
         _report(f"{name}: {error}")
         return error.exit_code
-    except KeyboardInterrupt:
-        return _interrupted(name)
+    except KeyboardInterrupt as interrupt:
+        return _interrupted(name, str(interrupt))
     except RuntimeError as error:
         # Python 3.11 wraps an interrupt that arrives while a class is made.
         if isinstance(error.__cause__, KeyboardInterrupt):
@@ -94,9 +94,9 @@ def _report(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the flush at exit would fail again
 
 
-def _interrupted(name: str) -> int:
+def _interrupted(name: str, remedy: str = "") -> int:
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C changes nothing
-        _report(f"{name}: interrupted; finished work is kept, run the command again to continue")
+        _report(f"{name}: interrupted; {remedy or 'finished work is kept, run the command again to continue'}")
     return 130
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from primus.cli.image.common import RECIPE, choice, choices, complete_recipe, resolved, short_origin
 from primus.cli.verb import JSON, answer, option, verb
@@ -206,16 +206,14 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
 
 
 def _sections(recipe: Recipe) -> dict[str, list[str]]:
-    order = [_TOP, "model", "assets", recipe.backend, "validation"]
-    sections: dict[str, list[str]] = {heading: [] for heading in order}
+    sections: dict[str, dict[str, list[str]]] = {
+        heading: {} for heading in (_TOP, "model", "assets", recipe.backend, "validation")
+    }
     for key in (*CHOICES, *(key for key in recipe.settings if key not in (*CHOICES, "name", "description"))):
         head, dot, _ = key.partition(".")
-        sections.setdefault(head if dot else _TOP, []).append(key)
-    for keys in sections.values():
         # Keys with a common first part stay together, in the order of the files.
-        places = {_rest(key).partition(".")[0]: number for number, key in reversed(list(enumerate(keys)))}
-        keys.sort(key=lambda key: places[_rest(key).partition(".")[0]])
-    return {heading: keys for heading, keys in sections.items() if keys}
+        sections.setdefault(head if dot else _TOP, {}).setdefault(_rest(key).partition(".")[0], []).append(key)
+    return {heading: [*chain(*groups.values())] for heading, groups in sections.items() if groups}
 
 
 def _rest(key: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from primus.cli.image.common import RECIPE, choices, resolved, short_origin
 from primus.cli.verb import JSON, answer, count, flag, folder, option, path, several, verb
-from primus.errors import HostError, InputError, Interrupted, PrimusError
+from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.system.host import lost_warning
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
         ended = start.start(job, progress.line, options.stall_timeout)
     except KeyboardInterrupt:
         progress.end()
-        raise Interrupted("interrupted", hint=_continue(job)) from None
+        raise KeyboardInterrupt(_continue(job)) from None
     progress.end()
     run = ended.run
     document = {

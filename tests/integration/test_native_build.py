@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from docker_engine import private_dockerd
 from test_ordinary_user import NEEDS_USERS, a_user, as_user
 
@@ -21,19 +22,18 @@ from project_kit import Kit, lock
 
 pytestmark = pytest.mark.integration
 
-VERSIONS = """\
+REPOSITORY = Path(__file__).parents[2]
+# Root's builds take the layer of this base from the store of the cpu image.
+BASE = {**yaml.safe_load((REPOSITORY / "versions.yaml").read_text())["bases"]["bookworm"], "extras": {}}
+VERSIONS = f"""\
 release: v26.11
 created: 2026-11-20
-bases:
-  bookworm:
-    suite: bookworm
-    python: 3.11.2
-    packages: [libpython3.11-stdlib, python3.11-minimal]
+bases: {json.dumps({"bookworm": BASE})}
 components:
   pyyaml:
     name: PyYAML
     pins:
-      - {wheel: pyyaml, version: 6.0.3, channel: pypi}
+      - {{wheel: pyyaml, version: 6.0.3, channel: pypi}}
   psutil:
     name: psutil
     pins:
@@ -44,7 +44,7 @@ components:
           debs: [gcc, libc6-dev, libpython3.11-dev]
           wheels: [pip==26.3, setuptools==81.0.0]
           # Spells "primus" in the extension's build note.
-          environment: {LDFLAGS: "-Wl,--build-id=0x7072696d7573"}
+          environment: {{LDFLAGS: "-Wl,--build-id=0x7072696d7573"}}
 """
 TARGET = """\
 description: A package with a C extension, built from source
@@ -57,13 +57,26 @@ LOCK = "images/locks/pypi/native.json"
 SMALL = TARGET.replace("psutil", "pyyaml")
 
 
+def lend_layer(name: str, source: Kit, folder: Path) -> None:
+    """Give the store of the project in ``folder`` a layer that ``source`` has built."""
+    for record in (source.root / ".primus/store/actions").iterdir():
+        data = read_sealed(record)
+        if data["name"] == name:
+            digests = (data["layer"]["blob"]["digest"], data["layer"]["paths"])
+            blobs = [Path("blobs/sha256") / digest.removeprefix("sha256:") for digest in digests]
+            for path in (Path("actions") / record.name, *blobs):
+                (folder / ".primus/store" / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source.root / ".primus/store" / path, folder / ".primus/store" / path)
+
+
 @pytest.fixture(scope="module")
-def native() -> Iterator[Kit]:
-    """A project that root has built, in a place that other users may enter."""
+def native(cpu_image: Kit) -> Iterator[Kit]:
+    """A project that root has built on the cpu image's base, in a place that other users may enter."""
     place = Path(tempfile.mkdtemp(prefix="primus-u-"))
     place.chmod(0o755)
     kit = Kit(place / "project")
     kit.write("versions.yaml", VERSIONS)
+    lend_layer("base bookworm", cpu_image, kit.root)
     kit.write("images/native.yaml", TARGET)
     kit.write("images/small.yaml", SMALL)
     lock(kit)
@@ -110,7 +123,7 @@ def test_a_failed_build_shows_its_log(native: Kit) -> None:
 
 
 def lend_project(kit: Kit, user: str) -> Path:
-    """The project and the files its lock names, as the user's own."""
+    """The project, the files its lock names and the root with the compiler, as the user's own."""
     folder = kit.root.parent / user
     shutil.copytree(kit.root / "images", folder / "images")
     shutil.copy(kit.root / "versions.yaml", folder)
@@ -118,6 +131,7 @@ def lend_project(kit: Kit, user: str) -> Path:
     files.mkdir(parents=True)
     for file in json.loads((kit.root / LOCK).read_text())["files"]:
         shutil.copy(kit.root / ".primus/files/sha256" / file["sha256"], files)
+    lend_layer("base psutil build", kit, folder)
     subprocess.run(["chown", "-R", user, folder], check=True)
     return folder
 
@@ -125,7 +139,7 @@ def lend_project(kit: Kit, user: str) -> Path:
 @NEEDS_USERS[0]
 @NEEDS_USERS[1]
 def test_the_digest_is_that_of_root_and_the_image_runs(native: Kit) -> None:
-    """In an empty store: the base, the compiled extension and all layers have the same bytes again."""
+    """The base, the compiled extension and all other layers have the same bytes again."""
     with a_user("primus-t2", "--key", "SUB_UID_COUNT=65536") as user:
         folder = lend_project(native, user)
         built = as_user(user, folder, "build", "native", "--offline")
@@ -197,4 +211,4 @@ def test_a_missing_lock_a_missing_file_and_a_stale_lock_are_named(native: Kit, t
     kit.write("versions.yaml", VERSIONS.replace("6.1.1", "6.1.0"))
     result = kit.primus("build", "native")
     assert result.code == 2
-    assert "versions.yaml:16:9: the lock of native is stale: sdist psutil: locked 6.1.1, wanted 6.1.0" in result.err
+    assert "versions.yaml:12:9: the lock of native is stale: sdist psutil: locked 6.1.1, wanted 6.1.0" in result.err

@@ -25,7 +25,7 @@ from primus.training.job import Job
 
 # Name → backend and words of jobs without a fault.
 HEALTHY = {
-    name: (backend, ("steps=4", *words.split()))
+    name: (backend, ("steps=3", *words.split()))
     for name, backend, words in (
         ("healthy_torchtitan", "torchtitan", ""),
         ("healthy_fsdp", "fsdp", "--precision=bf16 training.recompute=full"),

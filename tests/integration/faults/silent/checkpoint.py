@@ -9,7 +9,7 @@ import torch
 from silent.registry import silent, wrap
 
 
-@silent("checkpoint", "fsdp --precision=bf16", "primus.training.loop.session", "update")
+@silent("checkpoint", "fsdp --precision=bf16 steps=4", "primus.training.loop.session", "update")
 def moments_not_saved(module: Any) -> None:
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 

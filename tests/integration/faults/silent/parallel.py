@@ -53,7 +53,7 @@ def mean_over_copies(module: Any) -> None:
     wrap(module.Sharded, "forward_backward", forward)
 
 
-@silent("parallel", "megatron --precision=bf16", "primus.training.megatron.session", "update", "loss")
+@silent("parallel", "megatron --precision=bf16 steps=3", "primus.training.megatron.session", "update", "loss")
 def stale_copies(module: Any) -> None:
     def step(original: Any, self: Any, lr: float) -> Any:
         saved = [parameter.detach().clone() for parameter in self.model_parts[0].parameters()]

@@ -84,6 +84,8 @@ PLACES = (
     Place("expert-routing", "primus.turbo.experts", "_gathered"),
     Place("expert-routing", "primus.turbo.experts", "_summed"),
     Place("expert-routing", "primus.turbo.experts", "_weighted_back", 0),
+    Place("expert-products", "primus.turbo.experts", "_rows_times"),
+    Place("expert-products", "primus.turbo.experts", "_products_of_rows"),
     Place("flex-attention", "primus.turbo.attention", "windowed_attention", compiled=True),
     *(Place("flash-attention-4", "flash_attn.cute.interface", "_flash_attn_bwd", index) for index in range(3)),
     Place("flash-attention-4", "flash_attn.cute.interface", "_flash_attn_fwd"),

@@ -162,6 +162,7 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(compiled / "triton"),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(compiled / "cute"),
+        "QUACK_CACHE_DIR": str(compiled / "quack"),
         "XDG_CACHE_HOME": str(cache),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -1,11 +1,15 @@
-"""Send tokens to the experts that the router chose and add up the results, without atomic additions.
+"""Send tokens to the experts that the router chose, multiply by their weights and add up the results.
 
 torchtitan copies each row four times on its way to the experts, and PyTorch's gradient of such a copy sorts the indices
 again. Here one kernel gathers rows and another adds them up. Each kernel computes the gradient of the other.
+
+Products are QuACK's (quack-kernels, a requirement of Flash Attention 4). PyTorch's grouped product assigns tiles to all
+SMs before it starts, so it takes twice as long while NCCL holds a few of them, as FSDP's collectives do in every layer.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -193,3 +197,84 @@ def combine(experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base:
     CALLS["moe_combine"] += 1
     out: torch.Tensor = _Combine.apply(experts, weights, base, *routing)
     return out
+
+
+def _rows_times(x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    if _plain(x):
+        parts = [x[first:end] @ w for w, (first, end) in zip(weights, pairwise(starts.tolist()), strict=True)]
+        return torch.cat([*parts, x.new_zeros(len(x) - int(starts[-1]), weights.shape[-1])])
+    out = x.new_empty(len(x), weights.shape[-1])
+    _multiply(x, weights, out, cu_seqlens_m=starts)
+    return out
+
+
+def _products_of_rows(a: torch.Tensor, b: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    if _plain(a):
+        return torch.stack([a[first:end].t() @ b[first:end] for first, end in pairwise(starts.tolist())])
+    out = a.new_empty(len(starts) - 1, a.shape[1], b.shape[1])
+    _multiply(a.t(), b, out, cu_seqlens_k=starts)
+    return out
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **groups: torch.Tensor) -> None:
+    from quack.gemm_config import GemmConfig
+    from quack.gemm_interface import gemm_tuned
+
+    # An SM takes its next tile when it is free, whoever held it before.
+    config = GemmConfig(
+        tile_m=256, tile_n=128, pingpong=False, cluster_m=2, cluster_n=1, swap_ab=False, device_capacity=9,
+        is_dynamic_persistent=True, use_tma_gather=False,
+    )  # fmt: skip
+    gemm_tuned.fn(a, b, out, config=config, **groups)
+
+
+@torch.library.custom_op("primus::expert_rows", mutates_args=())
+def _expert_rows(x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, transposed: bool) -> torch.Tensor:
+    CALLS["expert_rows"] += 1
+    return _rows_times(x, weights.mT if transposed else weights, starts)
+
+
+@_expert_rows.register_fake
+def _(x: Any, weights: Any, starts: Any, transposed: bool) -> Any:  # noqa: ARG001
+    return x.new_empty(x.shape[0], weights.shape[1 if transposed else 2])
+
+
+@torch.library.custom_op("primus::expert_weights", mutates_args=())
+def _expert_weights(a: torch.Tensor, b: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    CALLS["expert_weights"] += 1
+    return _products_of_rows(a, b, starts)
+
+
+@_expert_weights.register_fake
+def _(a: Any, b: Any, starts: Any) -> Any:
+    return a.new_empty(starts.shape[0] - 1, a.shape[1], b.shape[1])
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> Any:
+    x, weights, starts = ctx.saved_tensors
+    grad = grad.contiguous()
+    of_weights = _expert_weights(*((grad, x) if ctx.transposed else (x, grad)), starts)
+    return _expert_rows(grad, weights, starts, not ctx.transposed), of_weights, None, None
+
+
+_expert_rows.register_autograd(_gradients, setup_context=_save)
+
+
+def grouped_experts(
+    w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
+) -> torch.Tensor:
+    """Replaces torchtitan's ``_run_experts_grouped_mm``: ``x`` [sorted rows, hidden] through SwiGLU experts.
+
+    Rows after those of the last expert are undefined, as in PyTorch's grouped product.
+    """
+    ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    narrow, first, second, third = (tensor.bfloat16() for tensor in (x, w1, w2, w3))
+    gate = torch.nn.functional.silu(_expert_rows(narrow, first, starts, True))
+    hidden = gate * _expert_rows(narrow, third, starts, True)
+    return _expert_rows(hidden, second, starts, True).type_as(x)

@@ -358,12 +358,12 @@ def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
     yield from _layer(converted, shapes, make)
 
 
-def turbo_grouped_gemm(shapes: Shapes, make: Maker) -> Rows:
+def _experts(run: Any, shapes: Shapes, make: Maker) -> Rows:
     """The SwiGLU experts of one layer, one of them without tokens."""
-    tokens, experts, inner = min(shapes.tokens, _LONGEST), shapes.experts, shapes.expert_ffn
-    chosen = make.whole(max(1, experts - 1), tokens)
-    counts = torch.bincount(chosen, minlength=experts)
-    weights = [make.normal(experts, *sizes, scale=sizes[1] ** -0.5)
+    tokens, count, inner = min(shapes.tokens, _LONGEST), shapes.experts, shapes.expert_ffn
+    chosen = make.whole(max(1, count - 1), tokens)
+    counts = torch.bincount(chosen, minlength=count)
+    weights = [make.normal(count, *sizes, scale=sizes[1] ** -0.5)
                for sizes in ((inner, shapes.hidden), (shapes.hidden, inner), (inner, shapes.hidden))]  # fmt: skip
 
     def loop(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
@@ -374,17 +374,27 @@ def turbo_grouped_gemm(shapes: Shapes, make: Maker) -> Rows:
 
     yield from three_ways(
         ("output", "gradient of the tokens", *(f"gradient of w{i}" for i in (1, 2, 3))),
-        lambda x, w1, w2, w3: primus_turbo.grouped_experts(w1, w2, w3, x, counts), loop, loop,
+        lambda x, w1, w2, w3: run(w1, w2, w3, x, counts), loop, loop,
         make.normal(tokens, shapes.hidden), *weights, make=make,
     )  # fmt: skip
+
+
+def expert_products(shapes: Shapes, make: Maker) -> Rows:
+    """QuACK's products."""
+    yield from _experts(experts.grouped_experts, shapes, make)
+
+
+def turbo_grouped_gemm(shapes: Shapes, make: Maker) -> Rows:
+    """Primus Turbo's products."""
+    yield from _experts(primus_turbo.grouped_experts, shapes, make)
 
 
 TESTS: dict[str, Callable[[Shapes, Maker], Rows]] = {
     test.__name__.replace("_", "-"): test
     for test in (
         linear_cross_entropy, fp8_weight_cast, fp8_linear, fp8_projections, fp8_feed_forward, reduce_scatter_copy_in,
-        fused_adamw, frozen_weights, real_rope, expert_routing, flash_attention_4, flex_attention, turbo_attention,
-        turbo_fp8_linear, turbo_grouped_gemm,
+        fused_adamw, frozen_weights, real_rope, expert_routing, expert_products, flash_attention_4, flex_attention,
+        turbo_attention, turbo_fp8_linear, turbo_grouped_gemm,
     )
 }  # fmt: skip
 """Name of an optimization → its test."""

@@ -15,7 +15,7 @@ import torch
 from primus.patch import replace
 from primus.turbo import fp8, primus_turbo
 from primus.turbo.attention import FlashAttention4, rotate
-from primus.turbo.experts import combine, dispatch, routes
+from primus.turbo.experts import combine, dispatch, grouped_experts, routes
 from primus.turbo.kernels import LossHead, cast_fp8
 from primus.turbo.optimizations import CALLS
 from primus.turbo.sharded import Step, clip_by, lay_out_gradients
@@ -34,6 +34,7 @@ def patch(names: Sequence[str]) -> None:
         ("expert-routing", _route_directly),
         ("turbo-fp8-linear", _convert_linears),
         ("turbo-grouped-gemm", _group_experts),
+        ("expert-products", _multiply_experts),
     ):
         if name in names:
             apply()
@@ -67,6 +68,12 @@ def _group_experts() -> None:
     # torchtitan uses the loop over experts if PyTorch has no grouped product.
     for name in ("_run_experts_grouped_mm", "_run_experts_for_loop"):
         replace(moe, name, _run_experts_grouped_mm_dynamic, takes="w1, w2, w3, x, num_tokens_per_expert")
+
+
+def _multiply_experts() -> None:
+    from torchtitan.models.moe import moe
+
+    replace(moe, "_run_experts_grouped_mm", grouped_experts, takes="w1, w2, w3, x, num_tokens_per_expert")
 
 
 def _route_directly() -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from os.path import exists, isdir
 from pathlib import Path
+from typing import Any
 
 from primus.errors import InputError, nearest
 from primus.recipes import load, schema
@@ -19,9 +20,10 @@ from primus.recipes.family import families, family
 from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
 from primus.recipes.published import kind_faults, published_faults
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, rules_of
+from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict, rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.recipes.weights import model_of
+from primus.yamlfile import spell
 from primus.yamlfile import value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
@@ -84,7 +86,8 @@ def resolve(
         settings["ranks"] = Setting(value=1, origin="one process on a CPU")
     settings.update(overriding)
     _shorten_warmup(settings, overriding, knows)
-    sizes = _sizes(settings, knows)
+    sizes = _listed(settings, "local_batch", knows)
+    keeping = _listed(settings, "resharding", knows) if "resharding" in knows.keys else []
     _check_keys(settings, path, knows)
     if not chosen["gpu"].origin.startswith("--gpu"):
         # With these choices, the recipe is the same on any machine.
@@ -97,11 +100,14 @@ def resolve(
     whole = recipe.find(knows.key("global_batch"), -1)
     dividing = [size for size in sizes if whole < 1 or whole % (size * recipe.data_parallel) == 0]
     if dividing:
-        recipe = _with_batch(recipe, dividing[-1])
+        recipe = _with(recipe, "local_batch", dividing[-1])
     _check_sense(recipe, here=here)
-    if dividing and (memory := memory or gpu_bytes(recipe.gpu)):
-        largest = largest_batch(recipe, USABLE * memory)
-        recipe = _with_batch(recipe, next((size for size in dividing if size <= largest), dividing[-1]))
+    if memory := memory or gpu_bytes(recipe.gpu):
+        if dividing:
+            largest = largest_batch(recipe, USABLE * memory)
+            recipe = _with(recipe, "local_batch", next((size for size in dividing if size <= largest), dividing[-1]))
+        every = [_with(recipe, "resharding", word) for word in keeping]
+        recipe = next((each for each in every if predict(each).peak <= USABLE * memory), recipe)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 
@@ -163,23 +169,25 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
         settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
 
 
-def _sizes(settings: dict[str, Setting], knows: Backend) -> list[int]:
-    """Return the micro batches of a list, of which its last becomes the setting; empty if it is one number."""
-    key = knows.key("local_batch")
-    batch = settings.get(key)
-    if batch is None or not isinstance(batch.value, list):
+def _listed(settings: dict[str, Setting], what: str, knows: Backend) -> list[Any]:
+    """Return the values of a list, of which its last becomes the setting; empty if it is not a list."""
+    key = knows.key(what)
+    setting = settings.get(key)
+    if setting is None or not isinstance(setting.value, list):
         return []
-    sizes = [size for size in batch.value if isinstance(size, int) and not isinstance(size, bool) and size > 0]
-    if not sizes or len(sizes) < len(batch.value):
-        raise InputError(f"{key} is {batch.value}", where=batch.origin, hint="a number, or a list of numbers from 1")
-    origin = f"{batch.origin}, the first of {', '.join(map(str, sizes))} that fits"
-    settings[key] = replace(batch, value=sizes[-1], origin=origin)
-    return sizes
+    rule = schema.backend_rules(knows.name)[knows.keys[what]]
+    values = [value for value in setting.value if not rule.objection(value) and (isinstance(value, str) or value > 0)]
+    if not values or len(values) < len(setting.value):
+        message = f"{key} is {spell(setting.value)}"
+        raise InputError(message, where=setting.origin, hint="give one value, or a list of values to try in this order")
+    origin = f"{setting.origin}, the first of {', '.join(map(str, values))} that fits"
+    settings[key] = replace(setting, value=values[-1], origin=origin)
+    return values
 
 
-def _with_batch(recipe: Recipe, size: int) -> Recipe:
-    key = recipe.knows.key("local_batch")
-    return replace(recipe, settings={**recipe.settings, key: replace(recipe.settings[key], value=size)})
+def _with(recipe: Recipe, what: str, value: Value) -> Recipe:
+    key = recipe.knows.key(what)
+    return replace(recipe, settings={**recipe.settings, key: replace(recipe.settings[key], value=value)})
 
 
 def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend) -> None:

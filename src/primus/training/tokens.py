@@ -50,9 +50,10 @@ _EVERY = 1_000_000
 def without_torch() -> None:
     """Let transformers load tokenizers without torch, whose import takes seconds, in this process."""
     if "torch" not in sys.modules:
-        from transformers.utils import import_utils
+        import transformers.utils
 
-        import_utils.is_torch_available = lambda: False
+        for module in (transformers.utils, transformers.utils.import_utils):
+            module.is_torch_available = lambda: False
 
 
 class Encoder:

@@ -222,7 +222,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **groups: tor
 
     # An SM takes its next tile when it is free, whoever held it before.
     config = GemmConfig(
-        tile_m=256, tile_n=128, pingpong=False, cluster_m=2, cluster_n=1, swap_ab=False, device_capacity=9,
+        tile_m=128, tile_n=256, pingpong=False, cluster_m=2, cluster_n=1, swap_ab=False, device_capacity=9,
         is_dynamic_persistent=True, use_tma_gather=False,
     )  # fmt: skip
     gemm_tuned.fn(a, b, out, config=config, **groups)

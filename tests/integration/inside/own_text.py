@@ -13,6 +13,8 @@ import io
 import json
 import lzma
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -540,8 +542,15 @@ def check_nulls_of_a_table(_case: str, where: Path) -> None:
     assert ours(where / "rows.parquet", folder, completions=False) == wanted
 
 
+def check_no_torch(_case: str, where: Path) -> None:
+    """The command that starts a run tokenizes, and must not wait for torch."""
+    code = "import sys; from primus.training.tokens import Encoder, without_torch; without_torch(); "
+    code += f"Encoder({str(folder_of(where / 'tokenizer', CONFIG))!r}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 try_all((
-    (check_tokenizer, TOKENIZERS), (check_template, TEMPLATES), (check_corpus, CORPORA), (check_folder, FOLDERS),
+    (check_no_torch, ["here"]), (check_tokenizer, TOKENIZERS), (check_template, TEMPLATES), (check_corpus, CORPORA), (check_folder, FOLDERS),
     (check_links, ["links"]), (check_columns, COLUMNS), (check_answers, ["texts", "Alpaca"]),
     (check_refused, REFUSED),
     (check_a_turn_that_is_not_trained, ["weight 0", "train false"]), (check_nulls_of_a_table, ["null"]), (check_a_prompt_is_not_trained, ["prompt"]),

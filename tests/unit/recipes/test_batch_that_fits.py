@@ -1,4 +1,4 @@
-"""A micro batch that a recipe gives as a list becomes the first entry that fits the GPU."""
+"""A setting that a recipe gives as a list becomes the first entry that fits the GPU."""
 
 from __future__ import annotations
 
@@ -40,8 +40,20 @@ def test_a_global_batch_must_be_a_multiple_and_a_number_of_the_user_is_taken_as_
     assert llama("training.local_batch_size=7").local_batch == 7
 
 
-@pytest.mark.parametrize("text", ["[]", "[0]", "[2, many]", "[true]"])
-def test_another_list_is_refused_where_it_stands(text: str) -> None:
-    with pytest.raises(InputError, match="a number, or a list of numbers") as refusal:
-        llama(f"training.local_batch_size={text}")
+def test_gathered_weights_are_kept_where_they_fit() -> None:
+    key = "torchtitan.parallelism.fsdp_reshard_after_forward"
+    recipes = [resolve("deepseek-16b", words, H200) for words in (("ranks=4",), ("ranks=2", "model.layers=8"))]
+    assert [recipe.settings[key].value for recipe in recipes] == ["default", "never"]
+    assert "the first of never, default that fits" in recipes[0].settings[key].origin
+
+
+@pytest.mark.parametrize(
+    "word",
+    [*(f"training.local_batch_size={text}" for text in ("[]", "[0]", "[2, many]", "[true]")),
+     "parallelism.fsdp_reshard_after_forward=[never, nevr]"],
+)  # fmt: skip
+def test_another_list_is_refused_where_it_stands(word: str) -> None:
+    with pytest.raises(InputError, match=r"is \[") as refusal:
+        llama(word)
     assert "command line" in str(refusal.value.where)
+    assert refusal.value.hint == "give one value, or a list of values to try in this order"

@@ -70,6 +70,20 @@ def test_routing_and_its_gradients_are_exact(selected: list[list[int]]) -> None:
     compare(selected)
 
 
+def test_grouped_products_compile_into_the_model() -> None:
+    torch.manual_seed(5)
+    counts = torch.tensor([8, 0, 16])
+    sizes = ((3, 16, WIDTH), (3, WIDTH, 16), (3, 16, WIDTH), (32, WIDTH))
+    tensors = [torch.randn(size).bfloat16().requires_grad_() for size in sizes]
+    results = []
+    for run in (experts.grouped_experts, torch.compile(experts.grouped_experts, backend="aot_eager", fullgraph=True)):
+        out = run(*tensors, counts)
+        assert not out[int(counts.sum()) :].any()
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
 def test_the_kernels_compute_the_same() -> None:
     """In a process of its own, because Triton decides on import whether it interprets kernels."""
     code = """

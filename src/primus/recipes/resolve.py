@@ -176,7 +176,7 @@ def _listed(settings: dict[str, Setting], what: str, knows: Backend) -> list[Any
     if setting is None or not isinstance(setting.value, list):
         return []
     rule = schema.backend_rules(knows.name)[knows.keys[what]]
-    values = [value for value in setting.value if not rule.objection(value) and (isinstance(value, str) or value > 0)]
+    values = [v for v in setting.value if not rule.objection(v) and not (isinstance(v, int) and v < 1)]
     if not values or len(values) < len(setting.value):
         message = f"{key} is {spell(setting.value)}"
         raise InputError(message, where=setting.origin, hint="give one value, or a list of values to try in this order")

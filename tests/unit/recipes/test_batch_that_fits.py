@@ -49,7 +49,7 @@ def test_gathered_weights_are_kept_where_they_fit() -> None:
 
 @pytest.mark.parametrize(
     "word",
-    [*(f"training.local_batch_size={text}" for text in ("[]", "[0]", "[2, many]", "[true]")),
+    [*(f"training.local_batch_size={text}" for text in ("[]", "[0]", "[-2, 2]", "[2, many]", "[true]")),
      "parallelism.fsdp_reshard_after_forward=[never, nevr]"],
 )  # fmt: skip
 def test_another_list_is_refused_where_it_stands(word: str) -> None:

@@ -51,23 +51,11 @@ def test_another_gpu_is_another_image_of_the_same_layers(kit: Kit) -> None:
     assert baked(kit, second.digest)["NVTE_CK_IS_V3_ATOMIC_FP32"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("gpu: mi355x", "gpu: mi35x", "images/demo.yaml:2:1: no GPU generation is called 'mi35x'"),
-        (
-            "environment:\n",
-            "environment:\n  - {name: COLOR, value: blue, why: to say it twice}\n",
-            "images/demo.yaml:9:5: COLOR is listed twice in environment",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_with_its_place(kit: Kit, old: str, new: str, message: str) -> None:
-    kit.edit("images/demo.yaml", old, new)
-    for verb in ("plan", "build"):
-        result = kit.primus(verb, "demo")
-        assert result.code == 2
-        assert message in result.err
+def test_a_variable_that_is_listed_twice_is_refused_with_its_place(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "environment:\n", "environment:\n  - {name: COLOR, value: blue, why: again}\n")
+    result = kit.primus("plan", "demo")
+    assert result.code == 2
+    assert "images/demo.yaml:9:5: COLOR is listed twice in environment" in result.err
 
 
 @pytest.mark.parametrize(("gpu", "arch"), [("mi300x", "gfx942"), ("mi355x", "gfx950"), ("h200", "sm_90")])

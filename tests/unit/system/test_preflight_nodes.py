@@ -137,11 +137,6 @@ def written(folder: Path, *found: nodes.Node) -> list[str]:
     return files
 
 
-def test_a_document_is_read_back_as_it_was(tmp_path: Path) -> None:
-    one = node("n1", ok("disk", "fine"), failed("/dev/shm", "it is missing", "mount it"))
-    assert nodes.read(Path(written(tmp_path, one)[0])) == one
-
-
 def test_sound_nodes_are_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preflight", "--nodes", *written(tmp_path, node("n1"), node("n2"))]) == 0
     out = capsys.readouterr().out

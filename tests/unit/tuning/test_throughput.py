@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from primus.cli.main import main
 from primus.errors import HostError
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
@@ -160,20 +158,15 @@ def test_a_damaged_result_is_measured_again_and_a_folder_that_cannot_be_written_
         in_the_way.run(recipe, 0)
 
 
-def _primus(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "primus.cli.main", "tune", *words], cwd=folder, capture_output=True, text=True,
-        check=False, env={**os.environ, "COLUMNS": "100"},
-    )  # fmt: skip
-
-
-def test_the_plan_needs_no_gpu_and_fits_the_terminal(tmp_path: Path) -> None:
-    words = ("throughput", "llama3.1-8b", "--gpu", "h200", "--precision", "fp8", "global_batch=64", "--dry-run")
-    shown = _primus(tmp_path, *words)
-    assert shown.returncode == 0, shown.stderr
-    assert "does not fit: 133.9 GiB can be used" in shown.stdout
-    plan = json.loads(_primus(tmp_path, *words, "--json").stdout)["plan"]
-    assert len(plan) == 24
+def test_the_plan_needs_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["tune", "throughput", "llama3.1-8b", "--gpu=h200", "--precision=fp8", "global_batch=64", "--dry-run"]
+    assert main(words) == 0
+    assert "does not fit: 133.9 GiB can be used" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["plan"]) == 24
     assert not list(tmp_path.iterdir())
 
 
@@ -185,7 +178,8 @@ def test_the_plan_needs_no_gpu_and_fits_the_terminal(tmp_path: Path) -> None:
         (("throughput", "llama3-proxy", "--gpu", "cpu", "--steps", "5"), "--steps must be greater than the 5 steps"),
     ],
 )
-def test_options_that_do_not_belong_are_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    ended = _primus(tmp_path, *words)
-    assert ended.returncode == 2
-    assert said in ended.stderr
+def test_options_that_do_not_belong_are_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *words]) == 2
+    assert said in capsys.readouterr().err

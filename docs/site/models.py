@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from docs.site.published import Outcome, load_published, outcomes
-from primus.gpus.generation import Generation, Table
+from primus.gpus.table import Generation, Table
 from primus.recipes.architecture import readable
 from primus.recipes.catalogue import Entry, entries, gpus
 from primus.recipes.recipe import Recipe

@@ -1,16 +1,168 @@
-"""Queries of the table of GPU generations. Values that are not in the table are never guessed."""
+"""The table of GPU generations: the format of ``generations.yaml``, and queries that never guess."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from primus.errors import InputError, PrimusError, did_you_mean
-from primus.gpus.generation import Arch, Dtype, Generation, Peak, Table, Variable, plain_name
-from primus.schema import build
+from primus.schema import WrongValue, build, described
 from primus.yamlfile import read
 
 TABLE_FILE = Path(__file__).with_name("generations.yaml")
+
+Dtype = Literal["bf16", "fp8", "mxfp8", "mxfp6", "mxfp4"]
+MxDtype = Literal["mxfp8", "mxfp6", "mxfp4"]
+
+_ALWAYS: tuple[Dtype, ...] = ("bf16", "fp8")
+
+
+def plain_name(text: str) -> str:
+    """Normalize a product name: case, blanks and trade marks, which tools spell differently."""
+    return " ".join(re.sub(r"[™®]|\((?:tm|r)\)", " ", text.casefold()).split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arch:
+    """An architecture that compilers target. Several products can share it."""
+
+    arch: str = described("Name.", pattern=r"gfx[0-9a-f]+|sm_[0-9]+", shape="like gfx942 or sm_90")
+    vendor: Literal["amd", "nvidia"] = described("Vendor.")
+    fp8: Literal["e4m3fnuz", "e4m3fn"] = described("The 8-bit format that its matrix units support.")
+    fp8_source: str = described("Source of the format.")
+    mx: tuple[MxDtype, ...] = described("Block-scaled (MX) formats that its matrix units support.")
+    mx_source: str = described("Source of the MX formats.")
+    others: tuple[str, ...] = described("Products of this architecture that are not in the table.")
+
+    def __post_init__(self) -> None:
+        if self.arch.startswith("gfx") != (self.vendor == "amd"):
+            raise ValueError(f"{self.arch} is not an architecture of {self.vendor}")
+
+    @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        """The dtypes used in training that its matrix units support."""
+        return (*_ALWAYS, *self.mx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The dense peak of the matrix units, as published by the vendor."""
+
+    dtype: Dtype = described("Format of the factors.")
+    tflops: float | None = described("Dense TFLOP/s; null if no source states a figure.")
+    source: str = described("Source of the figure, or the reason why there is none.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The memory of the GPU."""
+
+    gb: float = described("Capacity in GB, as sold.")
+    tb_s: float = described("Bandwidth in TB/s.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One product that an image can be built for."""
+
+    name: str = described("Name of the target.", pattern=r"[a-z][a-z0-9]*", shape="like mi300x")
+    title: str = described("Display name.")
+    arch: str = described("Its architecture, one of ``archs``.")
+    names: tuple[str, ...] = described("Full names that tools print; case, blanks and trade marks are ignored.")
+    device_ids: tuple[str, ...] = described(
+        "PCI device ids of the whole GPU.", pattern=r"0x[0-9a-f]{4}", shape="like 0x74a1"
+    )
+    compute_units: int = described("Compute units (AMD) or SMs (NVIDIA) of the whole GPU; fewer are a partition.")
+    memory: Memory = described("Its memory.")
+    source: str = described("Source of compute units and memory.")
+    peaks: tuple[Peak, ...] = described("One peak for each dtype that its matrix units support.")
+    notes: tuple[str, ...] = described("Notes on the figures.", default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """The value of a variable in one source."""
+
+    by: str = described("The source.")
+    value: str = described("The value there.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One environment variable: its value, the GPUs that it is for, and the reason."""
+
+    name: str = described("Name of the variable.", pattern=r"[A-Z][A-Z0-9_]*", shape="like HSA_NO_SCRATCH_RECLAIM")
+    value: str | None = described("Its value in images; null if it is left unset on purpose.")
+    for_: tuple[str, ...] = described("Architectures or targets that it is for.")
+    why: str = described("The reason.")
+    stated: tuple[Statement, ...] = described("The value in each source.")
+    choice: str | None = described("The reason for this value, if a source has another.", default=None)
+
+    @property
+    def disagreeing(self) -> tuple[Statement, ...]:
+        """The sources with a value other than the chosen one."""
+        return tuple(s for s in self.stated if s.value != self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """All architectures, GPU generations and environment variables."""
+
+    archs: tuple[Arch, ...] = described("Architectures.")
+    generations: tuple[Generation, ...] = described("Products.")
+    environment: tuple[Variable, ...] = described("Environment variables.")
+
+    def __post_init__(self) -> None:
+        _once("architecture", (a.arch for a in self.archs))
+        _once("generation", (g.name for g in self.generations))
+        _once("product name", (plain_name(n) for g in self.generations for n in g.names))
+        _once("device id", (i for g in self.generations for i in g.device_ids))
+        archs = {a.arch: a for a in self.archs}
+        for index, generation in enumerate(self.generations):
+            if generation.arch not in archs:
+                message = f"{generation.name}: there is no architecture {generation.arch!r}"
+                raise WrongValue(message, "generations", index, "arch")
+            computed, rows = archs[generation.arch].dtypes, tuple(p.dtype for p in generation.peaks)
+            if sorted(rows) != sorted(computed):
+                message = f"{generation.name} needs one peak for each of {', '.join(computed)}, not {', '.join(rows)}"
+                raise WrongValue(message, "generations", index, "peaks")
+        targets = {*archs, *(g.name for g in self.generations)}
+        for place, variable in enumerate(self.environment):
+            if strange := [word for word in variable.for_ if word not in targets]:
+                message = f"{variable.name} is for {strange[0]!r}, which is neither architecture nor generation"
+                raise WrongValue(message, "environment", place, "for")
+        for generation in self.generations:
+            _once(f"variable of {generation.name}", (v.name for v in self.of(generation)))
+        self._require_variables()
+
+    def _require_variables(self) -> None:
+        # Otherwise the images of a new architecture would silently lack a variable that others have.
+        archs = {a.arch: a.arch for a in self.archs if a.vendor == "amd"}
+        of = archs | {g.name: g.arch for g in self.generations if g.arch in archs}
+        stated: dict[str, set[str]] = {}
+        for variable in self.environment:
+            stated.setdefault(variable.name, set()).update(of[word] for word in variable.for_ if word in of)
+        for index, arch in enumerate(self.archs):
+            lacking = [name for name, archs_of in stated.items() if len(archs_of) > 1 and arch.arch not in archs_of]
+            if arch.vendor == "amd" and lacking:
+                message = f"{arch.arch} has no entry for the environment variables {', '.join(lacking)}"
+                raise WrongValue(message + " (`value: null` leaves one unset)", "archs", index)
+
+    def of(self, generation: Generation) -> tuple[Variable, ...]:
+        """Return the variables for ``generation``, set or left unset, in the order of the table."""
+        mine = {generation.name, generation.arch}
+        return tuple(v for v in self.environment if mine & set(v.for_))
+
+
+def _once(what: str, words: Iterable[str]) -> None:
+    for word, count in Counter(words).items():
+        if count > 1:
+            raise ValueError(f"{what} {word!r} is a duplicate")
 
 
 class UnknownPeak(PrimusError):

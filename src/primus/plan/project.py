@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from primus.errors import InputError, did_you_mean
-from primus.gpus.generation import Table
-from primus.gpus.table import TABLE_FILE
+from primus.gpus.table import TABLE_FILE, Table
 from primus.oci.store import Store
 from primus.plan.target import Target
 from primus.plan.workspace import Workspace

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from primus.errors import InputError, PrimusError
 from primus.files import write_file
-from primus.gpus.generation import Generation
-from primus.gpus.table import generation
+from primus.gpus.table import Generation, generation
 from primus.plan.project import Choice, Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
 from primus.system.issues import Issue, issues

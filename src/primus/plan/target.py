@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from primus.errors import InputError, did_you_mean
-from primus.gpus.generation import Table
-from primus.gpus.table import environment
+from primus.gpus.table import Table, environment
 from primus.schema import WrongValue, described
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import BaseRequest, Commit, Request, normalised

@@ -73,7 +73,6 @@ class Family:
     """One family of models."""
 
     name: str
-    title: str
     fields: Sequence[str]
     transformers: str = ""
     images: bool = False

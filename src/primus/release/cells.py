@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
-from primus.gpus.table import by_product_name
+from primus.gpus.table import Generation, by_product_name
 from primus.recipes import load
 from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
 from primus.recipes.setting import Choices
@@ -19,7 +19,6 @@ from primus.sandbox.devices import gpus
 from primus.training.checks import Verdict
 
 if TYPE_CHECKING:
-    from primus.gpus.generation import Generation
     from primus.training.outcome import Outcome
 
 NO_GPU = "none"

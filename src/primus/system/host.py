@@ -20,7 +20,7 @@ Level = Literal["ok", "failed", "slow", "skipped"]
 _LONGEST = 1000
 # The file in which an image describes itself.
 IMAGE_FILE = Path("/etc/primus/image.json")
-MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mounts")
 # File systems that are deleted with the container: its own writable layer, and memory.
 _OWN = frozenset({"overlay", "tmpfs", "ramfs"})
 _ESCAPED = re.compile(r"\\([0-7]{3})")
@@ -114,16 +114,13 @@ def lost_warning(folder: Path) -> str:
     if not IMAGE_FILE.exists():
         return ""
     with suppress(OSError):
-        folder = folder.resolve()
-        point, kind = Path("/"), ""
+        folder, kinds = folder.resolve(), {Path("/"): ""}
         for line in MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-            before, _, after = line.partition(" - ")
-            if len(fields := before.split()) > 4 and after:
-                mount = Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]))
+            if len(fields := line.split()) > 2:
                 # A later mount on the same point hides the earlier one.
-                if folder.is_relative_to(mount) and len(mount.parts) >= len(point.parts):
-                    point, kind = mount, after.split()[0]
-        if point == Path("/") or kind in _OWN:
+                kinds[Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[1]))] = fields[2]
+        point = max(filter(folder.is_relative_to, kinds), key=lambda mount: len(mount.parts))
+        if point == Path("/") or kinds[point] in _OWN:
             # A mount on the folder in which jobs start would hide the image's files there.
             mounted = folder if folder.parent in (Path("/"), Path.cwd()) else folder.parent
             return (

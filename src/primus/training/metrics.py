@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
-from primus.gpus.generation import Dtype
-from primus.gpus.table import UnknownPeak, peak_for_mfu
+from primus.gpus.table import Dtype, UnknownPeak, peak_for_mfu
 from primus.recipes.architecture import Architecture, size
 from primus.recipes.recipe import Recipe
 from primus.training.logs import Series, Step

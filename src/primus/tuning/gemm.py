@@ -77,19 +77,6 @@ class Place:
         return self.tuned.parent / "work" / key.digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The result of a tuning: lines of PyTorch's file, and how many of them name another solution than the default."""
-
-    validators: tuple[str, ...]
-    rows: tuple[str, ...]
-
-    @property
-    def changed(self) -> int:
-        """The number of GEMMs for which another solution than the default is faster."""
-        return sum(row.split(",")[2] != "Default" for row in self.rows)
-
-
 def dumping(place: Place, node: str) -> dict[str, str]:
     """Return the environment variables that make a run record its GEMMs. PyTorch adds the device's number."""
     return {
@@ -114,10 +101,13 @@ def read_shapes(folder: Path) -> list[str]:
     return list(shapes)
 
 
-def measure(shapes: Sequence[str], folder: Path, gpus: Sequence[str], python: str = sys.executable) -> Result:
+def measure(
+    shapes: Sequence[str], folder: Path, gpus: Sequence[str], python: str = sys.executable
+) -> tuple[list[str], list[str]]:
     """Measure every shape, a part at a time on each of ``gpus``. Finished parts in ``folder`` are reused.
 
-    Raises CheckFailed if PyTorch fails, after the parts in progress have ended.
+    Returns the lines of PyTorch's file: those that name versions, and one ``OPERATION,SHAPE,SOLUTION,TIME`` for each
+    GEMM. Raises CheckFailed if PyTorch fails, after the parts in progress have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = [shapes[start : start + _PART] for start in range(0, len(shapes), _PART)]
@@ -132,7 +122,12 @@ def measure(shapes: Sequence[str], folder: Path, gpus: Sequence[str], python: st
 
     with ThreadPoolExecutor(len(gpus)) as pool:
         files = list(pool.map(work, range(len(parts))))
-    return _read(files, len(shapes))
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [line for line in lines if line.startswith(_RECORDED) and line.count(",") >= 2]
+    if not rows:
+        raise CheckFailed(f"PyTorch measured none of {len(shapes)} GEMMs", hint="it skips products with a vector")
+    # The parts have the same validators, because the key of their folder names PyTorch's version.
+    return list(dict.fromkeys(line for line in lines if line.startswith("Validator,"))), rows
 
 
 def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: str) -> Path:
@@ -167,22 +162,12 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
     return done
 
 
-def _read(files: Sequence[Path], count: int) -> Result:
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    rows = [line for line in lines if line.startswith(_RECORDED) and line.count(",") >= 2]
-    if not rows:
-        raise CheckFailed(f"PyTorch measured none of {count} GEMMs", hint="it skips products with a vector")
-    # The parts have the same validators, because the key of their folder names PyTorch's version.
-    validators = dict.fromkeys(line for line in lines if line.startswith("Validator,"))
-    return Result(validators=tuple(validators), rows=tuple(rows))
-
-
-def merge(place: Place, key: Key, result: Result) -> None:
-    """Write the result for every device, and its key. A result without a matching key is not used."""
+def merge(place: Place, key: Key, lines: Sequence[str]) -> None:
+    """Write the lines of a result for every device, and its key. A result without a matching key is not used."""
     place.tuned.parent.mkdir(parents=True, exist_ok=True)
     place.key.unlink(missing_ok=True)
     for device in range(_DEVICES):
-        write_file(_of_device(place.tuned, device), "\n".join([*result.validators, *result.rows]) + "\n")
+        write_file(_of_device(place.tuned, device), "\n".join(lines) + "\n")
     write_file(place.key, json.dumps(vars(key), indent=2) + "\n")
 
 

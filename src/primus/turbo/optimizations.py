@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError, nearest
-from primus.gpus.generation import Generation
-from primus.gpus.table import arch_of, generation
+from primus.gpus.table import Generation, arch_of, generation
 from primus.recipes.choose import CPU
 from primus.recipes.setting import Setting
 from primus.yamlfile import read_values, spell

@@ -11,7 +11,7 @@ from docs.site.models import gpu_page
 from primus.errors import InputError
 from primus.gpucode.archs import MACH
 from primus.gpus import detect, table
-from primus.gpus.generation import Arch, Generation, Peak, Statement, Table, Variable, plain_name
+from primus.gpus.table import Arch, Generation, Peak, Statement, Table, Variable, plain_name
 from primus.schema import build
 from primus.yamlfile import parse
 

@@ -6,17 +6,17 @@ import pytest
 
 from primus.system import host
 
-ROOT = "1 0 0:50 / / rw,relatime - overlay overlay rw,lowerdir=/x\n"
-OUT = "2 1 8:1 /home/me/out /workspace/runs rw,relatime - ext4 /dev/sda1 rw\n"
-SHM = "3 1 0:51 / /dev/shm rw,nosuid - tmpfs shm rw\n"
-SPACE = "4 1 8:1 /data /data/my\\040runs rw - xfs /dev/sdb1 rw\n"
-FUSE_ROOT = "1 0 0:50 / / rw,relatime - fuse.fuse-overlayfs fuse-overlayfs rw\n"
+ROOT = "overlay / overlay rw,relatime,lowerdir=/x 0 0\n"
+OUT = "/dev/sda1 /workspace/runs ext4 rw,relatime 0 0\n"
+SHM = "shm /dev/shm tmpfs rw,nosuid 0 0\n"
+SPACE = "/dev/sdb1 /data/my\\040runs xfs rw 0 0\n"
+FUSE_ROOT = "fuse-overlayfs / fuse.fuse-overlayfs rw,relatime 0 0\n"
 
 
 @pytest.fixture
 def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that takes itself for a container of ours; returns its mountinfo."""
-    image, info = tmp_path / "image.json", tmp_path / "mountinfo"
+    """A machine that takes itself for a container of ours; returns its table of mounts."""
+    image, info = tmp_path / "image.json", tmp_path / "mounts"
     image.write_text("{}")
     monkeypatch.setattr(host, "IMAGE_FILE", image)
     monkeypatch.setattr(host, "MOUNTS", info)
@@ -37,8 +37,8 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (ROOT + OUT, "/workspace/runs2/a", '-v "$PWD/runs2:/workspace/runs2"'),
         (ROOT + SPACE, "/data/my runs/a", ""),
         # Covered by a later mount: what is written there is lost.
-        (ROOT + OUT + "5 1 0:52 / /workspace/runs rw - tmpfs none rw\n", "/workspace/runs/a", "-v "),
-        ("broken\n\n1 2 - \n", "/workspace/runs/a", "-v "),
+        (ROOT + OUT + "none /workspace/runs tmpfs rw 0 0\n", "/workspace/runs/a", "-v "),
+        ("broken\n\n1 \n", "/workspace/runs/a", "-v "),
     ],
 )
 def test_a_folder_without_a_mount_is_said_to_be_lost(inside: Path, table: str, folder: str, lost: str) -> None:

@@ -52,9 +52,8 @@ def test_shapes_of_all_devices_are_read_once_and_torn_lines_are_left_out(tmp_pat
 
 def test_every_shape_is_measured_once_on_all_gpus(tmp_path: Path) -> None:
     found = gemm.measure(shapes(100), tmp_path / "work", ["0", "1", "2"], stand_in(tmp_path))
-    assert [row.rpartition(",Gemm")[0] for row in found.rows] == shapes(100)
-    assert found.validators == ("Validator,PT_VERSION,2.11.0",)
-    assert found.changed == 100
+    assert [row.rpartition(",Gemm")[0] for row in found[1]] == shapes(100)
+    assert found[0] == ["Validator,PT_VERSION,2.11.0"]
     ledger = [line.split() for line in (tmp_path / "ledger").read_text().splitlines()]
     assert sum(int(count) for _, count, _ in ledger) == 100
     assert {gpu for gpu, *_ in ledger} <= {"0", "1", "2"}
@@ -71,7 +70,7 @@ def test_a_failure_says_why_and_keeps_the_rest(tmp_path: Path) -> None:
     with pytest.raises(CheckFailed, match="16 GEMMs on GPU 0: RuntimeError: no device"):
         gemm.measure(shapes(40), tmp_path / "work", ["0"], stand_in(tmp_path, broken=f"tn_{256 * 20}_"))
     before = len((tmp_path / "ledger").read_text().splitlines())
-    assert len(gemm.measure(shapes(40), tmp_path / "work", ["0"], stand_in(tmp_path)).rows) == 40
+    assert len(gemm.measure(shapes(40), tmp_path / "work", ["0"], stand_in(tmp_path))[1]) == 40
     assert len((tmp_path / "ledger").read_text().splitlines()) == before + 1
 
 
@@ -89,8 +88,8 @@ def test_a_kill_loses_no_finished_shape(finished: int, tmp_path: Path) -> None:
     process.wait()
     parts = len(list(work.glob("part-?.csv")))
     before = len(ledger.read_text().splitlines())
-    result = gemm.measure(shapes(160), work, ["0"], program)
-    assert [row.rpartition(",Gemm")[0] for row in result.rows] == shapes(160)
+    _, rows = gemm.measure(shapes(160), work, ["0"], program)
+    assert [row.rpartition(",Gemm")[0] for row in rows] == shapes(160)
     assert len(ledger.read_text().splitlines()) <= before + 10 - parts
 
 
@@ -98,7 +97,8 @@ def test_a_result_is_used_with_its_key_alone(tmp_path: Path) -> None:
     place = gemm.Place(tmp_path)
     with pytest.raises(InputError, match="the stage `tune` creates it"):
         gemm.check(place, key())
-    gemm.merge(place, key(), gemm.measure(shapes(3), tmp_path / "w", ["0"], stand_in(tmp_path)))
+    validators, rows = gemm.measure(shapes(3), tmp_path / "w", ["0"], stand_in(tmp_path))
+    gemm.merge(place, key(), [*validators, *rows])
     environment = gemm.check(place, key())
     assert environment["PYTORCH_TUNABLEOP_TUNING"] == "0"
     for device in (0, 7):
@@ -134,7 +134,8 @@ def test_the_command_measures_and_refuses_another_recipe(
     recorded: gemm.Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*TUNE, "--stage", "tune", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["shapes"]) == 5
+    document = json.loads(capsys.readouterr().out)
+    assert (len(document["shapes"]), document["changed"]) == (5, 5)
     assert json.loads(recorded.key.read_text())["pytorch"] == "2.11.0"
     assert main([*TUNE, "--stage", "use", "seq_len=1024"]) == 2
     assert "was measured with other settings of the recipe" in capsys.readouterr().err

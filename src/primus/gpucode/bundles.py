@@ -7,6 +7,7 @@ ClangOffloadBundler documentation, LLVM's OffloadBundle, and the HIP runtime's f
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -98,9 +99,8 @@ def _next_magic(stream: IO[bytes], at: int, end: int) -> int:
         data = stream.read(min(1 << 20, end - at))
         if not data:
             return -1
-        hits = [hit for magic in (PLAIN, COMPRESSED) if (hit := data.find(magic)) >= 0]
-        if hits:
-            return at + min(hits)
+        if match := re.search(PLAIN + b"|" + COMPRESSED, data):
+            return at + match.start()
         at += len(data) if at + len(data) >= end else max(1, len(data) - overlap)
     return -1
 

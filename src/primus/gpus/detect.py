@@ -1,7 +1,7 @@
 """Detecting GPUs from the kernel's files, without loading torch or running a tool.
 
 For AMD GPUs, the kernel reports an architecture, which several products share, and a PCI device id, which identifies
-the product. ``Found.generations`` contains a name only if the product is identified and the GPU is not a partition.
+the product. ``Found.generation`` is known only if the product is identified and no GPU is a partition.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SIMDS_PER_UNIT = 4
 class Found:
     """The GPUs of a machine.
 
-    ``names`` has one entry per GPU; a GPU that is not in the table is called unknown. ``generations`` has one entry per
-    GPU as well: its name in the table, or "" if the product is not identified. ``vendor`` is "amd", "nvidia" or "".
+    ``names`` has one entry per GPU; a GPU that is not in the table is called unknown. ``generation`` is the name in the
+    table of all GPUs, or "" if they differ or are not identified. ``vendor`` is "amd", "nvidia" or "".
     ``obstacle`` is the reason if this user cannot open the device nodes that training needs. ``driver`` is the version
     of the kernel driver, or of the kernel if the driver is part of it. ``firmware`` is that of the GPUs: their VBIOS,
     and on AMD GPUs also that of their engines; "" if it is not known.
@@ -32,15 +32,10 @@ class Found:
 
     vendor: str = ""
     names: tuple[str, ...] = ()
-    generations: tuple[str, ...] = ()
+    generation: str = ""
     obstacle: str = ""
     driver: str = ""
     firmware: str = ""
-
-    @property
-    def generation(self) -> str:
-        """The generation of all GPUs, or "" if they differ or are unknown."""
-        return self.generations[0] if len(set(self.generations)) == 1 else ""
 
     def sentence(self) -> str:
         """Return a short description for the banner."""
@@ -101,7 +96,7 @@ def _words(text: str) -> list[str]:
 
 
 def _amd(root: Path) -> Found | None:
-    names, generations = [], []
+    names, generations = [], set()
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for node in sorted(nodes.glob("*"), key=lambda path: path.name.zfill(6)):
         facts = properties(node / "properties")
@@ -110,7 +105,7 @@ def _amd(root: Path) -> Found | None:
             version = int(facts.get("gfx_target_version", "0"))
             name, generation = _product(version, int(facts.get("device_id", "0")), simds)
             names.append(name)
-            generations.append(generation)
+            generations.add(generation)
     if not names:
         return None
     advice = "/dev/kfd cannot be opened: pass --device /dev/kfd --device /dev/dri"
@@ -121,7 +116,7 @@ def _amd(root: Path) -> Found | None:
         for path in (device / "vbios_version", *device.glob("fw_version/*_fw_version"))
     ]
     return Found(
-        vendor="amd", names=tuple(names), generations=tuple(generations), obstacle=obstacle,
+        vendor="amd", names=tuple(names), generation=_only(generations), obstacle=obstacle,
         driver=_driver(root, "amdgpu"),
         firmware=", ".join(sorted({f"{name} {version}" for name, version in files if version.strip("0x")})),
     )  # fmt: skip
@@ -158,12 +153,16 @@ def _nvidia(root: Path) -> Found | None:
     obstacle = "" if openable else "no /dev/nvidia* can be opened: pass --gpus all"
     # The model is that of the whole GPU, even if a container sees only an instance (MIG) of it.
     split = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
-    products = [None if split else by_product_name(name) for name in names]
+    products = {None if split else by_product_name(name) for name in names}
     return Found(
-        vendor="nvidia", names=tuple(names), generations=tuple(g.name if g else "" for g in products),
+        vendor="nvidia", names=tuple(names), generation=_only({gpu.name if gpu else "" for gpu in products}),
         obstacle=obstacle, driver=_driver(root, "nvidia"),
         firmware=", ".join(sorted({gpu["Video BIOS"] for gpu in facts if gpu.get("Video BIOS")})),
     )  # fmt: skip
+
+
+def _only(generations: set[str]) -> str:
+    return generations.pop() if len(generations) == 1 else ""
 
 
 def _driver(root: Path, module: str) -> str:

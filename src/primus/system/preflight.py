@@ -127,7 +127,7 @@ def _release(rocm: str) -> str:
 def driver(host: Host) -> Iterator[Finding]:
     """Check that the kernel's driver supports the ROCm in use."""
     if host.gpus.vendor != "amd":
-        yield skipped("driver", f"{host.gpus.driver}: the table has AMD's drivers only")
+        yield skipped("driver", f"{host.gpus.vendor}: the table has AMD's drivers only")
         return
     table, version = _table("drivers.yaml"), host.text("sys/module/amdgpu/version")
     rocm = host.text("opt/rocm/.info/version") or host.components().get("rocm", "")

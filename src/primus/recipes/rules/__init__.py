@@ -7,6 +7,7 @@ Rules need no torch. What starts a run of a backend is in ``primus.training``, w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 
 from primus.gpus.table import generation
@@ -26,7 +27,7 @@ RULES: Mapping[str, Rules] = {
 }
 # The share of a GPU's memory that training can use. The rest is for the context, NCCL and fragmentation.
 USABLE = 0.95
-_MOST = 4096
+_MOST = 8192
 
 
 def rules_of(recipe: Recipe) -> Rules:
@@ -53,15 +54,7 @@ def fits(memory: Memory, available: float) -> bool:
 
 def largest_batch(recipe: Recipe, available: float) -> int:
     """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one fits."""
-    if predict(recipe, 1).peak > available:
-        return 0
-    low, high = 1, 2
-    while high <= _MOST and predict(recipe, high).peak <= available:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if predict(recipe, middle).peak <= available else (low, middle)
-    return low
+    return bisect_right(range(1, _MOST), available, key=lambda batch: predict(recipe, batch).peak)
 
 
 def gpu_bytes(name: str) -> float | None:

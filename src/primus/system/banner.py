@@ -78,10 +78,7 @@ def _greet() -> None:
     image: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         image = json.loads(IMAGE_FILE.read_text(encoding="utf-8"))
-    gpu = "unknown"
-    with suppress(Exception):
-        gpu = detect().sentence()
-    sys.stderr.write(compose(image, gpu))
+    sys.stderr.write(compose(image, detect().sentence()))
     with suppress(Exception):
         sys.stderr.write(lacking(image, Host()))
     sys.stderr.flush()
@@ -96,17 +93,11 @@ def main(argv: Sequence[str]) -> int:
     if wanted(command, os.environ, terminal=sys.stderr.isatty()):
         with suppress(Exception):
             _greet()
-    if not command[0]:
-        print("primus: the command is empty", file=sys.stderr)
-        return 127
     try:
         os.execvp(command[0], with_bashrc(command))
-    except FileNotFoundError:
-        print(f"primus: there is no command {command[0]!r}", file=sys.stderr)
-        return 127
-    except OSError as error:
-        print(f"primus: {command[0]!r} cannot be run: {error.strerror}", file=sys.stderr)
-        return 126
+    except (OSError, ValueError) as error:  # ValueError: the command is empty
+        print(f"primus: {command[0]!r} cannot be run: {getattr(error, 'strerror', error)}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError | ValueError) else 126
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from primus.gpus.table import environment
-from primus.plan.project import Project
-from primus.plan.resolve import resolve
 from project_kit import Kit, make_project
 
 BAKED = {v.name: v.value for v in environment("mi355x")}
@@ -56,10 +54,3 @@ def test_a_variable_that_is_listed_twice_is_refused_with_its_place(kit: Kit) -> 
     result = kit.primus("plan", "demo")
     assert result.code == 2
     assert "images/demo.yaml:9:5: COLOR is listed twice in environment" in result.err
-
-
-@pytest.mark.parametrize(("gpu", "arch"), [("mi300x", "gfx942"), ("mi355x", "gfx950"), ("h200", "sm_90")])
-def test_the_generation_tells_the_architecture(kit: Kit, gpu: str, arch: str) -> None:
-    kit.edit("images/demo.yaml", "gpu: mi355x", f"gpu: {gpu}")
-    project = Project(kit.root)
-    assert (resolve(project, "demo").arch, resolve(project, "other").arch) == (arch, None)

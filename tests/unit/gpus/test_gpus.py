@@ -57,13 +57,6 @@ def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> N
     assert caught.value.where.startswith("g.yaml:")
 
 
-def test_unknown_target_names_the_nearest() -> None:
-    with pytest.raises(InputError) as caught:
-        table.generation("mi335x")
-    assert "no GPU generation is called 'mi335x'" in str(caught.value)
-    assert "did you mean 'mi3" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("text", "name"),
     [

@@ -116,7 +116,7 @@ def test_a_broken_image_file_never_stops_the_command(image: str | None, tmp_path
 def test_a_missing_command_is_127_as_in_a_shell(tmp_path: Path) -> None:
     ended = greet("no-such-command", tmp_path=tmp_path)
     assert ended.returncode == 127
-    assert "no command 'no-such-command'" in ended.stderr
+    assert "'no-such-command' cannot be run: No such file" in ended.stderr
     assert greet(str(tmp_path), tmp_path=tmp_path).returncode == 126
 
 

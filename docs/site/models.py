@@ -8,7 +8,7 @@ from functools import cache
 from docs.site.published import Outcome, load_published, outcomes
 from primus.gpus.table import Generation, Table
 from primus.recipes.architecture import readable
-from primus.recipes.catalogue import Entry, entries, gpus
+from primus.recipes.load import Entry, entries, gpus
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices

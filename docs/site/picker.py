@@ -15,7 +15,7 @@ from primus.launch.plan import vendor
 from primus.plan.project import Project
 from primus.plan.resolve import resolve as resolve_target
 from primus.recipes.architecture import readable
-from primus.recipes.catalogue import Entry, entries, gpus
+from primus.recipes.load import Entry, entries, gpus
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import Choices

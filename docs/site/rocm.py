@@ -9,7 +9,7 @@ from typing import Any
 from primus.compat.translate import table
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
-from primus.recipes.catalogue import Entry, entries
+from primus.recipes.load import Entry, entries
 
 
 def rocm_data(root: Path) -> dict[str, str]:

@@ -47,7 +47,7 @@ def test_the_exit_code_tells_what_happened_when_no_message_can_be_written(verb: 
 
 
 # An interrupt while a module is imported, while a class is made (Python 3.11 wraps it), and a second one.
-@pytest.mark.parametrize("module", ["primus.recipes.catalogue", "primus.cli.image.recipes"])
+@pytest.mark.parametrize("module", ["primus.recipes.load", "primus.cli.image.recipes"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_during_start_up_is_a_sentence(module: str, times: int) -> None:
     program = f"""

@@ -26,7 +26,7 @@ from primus.plan.action import Action, ImagePlan, tree_record
 from primus.plan.image import Composed, compose, stored
 from primus.plan.layers import plan_images
 from primus.progress import choose_progress
-from primus.recipes.catalogue import check
+from primus.recipes.load import check
 from primus.sandbox.processes import stop_all
 from primus.versions.lock import suites_of
 

@@ -18,11 +18,10 @@ from primus.recipes.backends import Backend, backends
 from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import families, family
 from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
-from primus.recipes.published import kind_faults, published_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict, rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
-from primus.recipes.weights import model_of
+from primus.recipes.weights import kind_faults, model_of, published_faults
 from primus.yamlfile import spell
 from primus.yamlfile import value as typed_value
 

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent))
 from silent_jobs import Row, arguments, prepare, record, rows, together
 
-from primus.recipes.catalogue import entries
+from primus.recipes.load import entries
 from primus.recipes.setting import Choices
 from primus.training import outcome, suite
 from primus.training.failure import stacks

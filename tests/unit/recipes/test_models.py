@@ -11,7 +11,7 @@ from docs.site.published import Cell, Outcome, load_published, outcomes
 
 from primus.recipes import load
 from primus.recipes.architecture import architecture, readable, size
-from primus.recipes.catalogue import Entry, entries, gpus
+from primus.recipes.load import Entry, entries, gpus
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, fits, gpu_bytes, predict
 from primus.recipes.setting import Choices

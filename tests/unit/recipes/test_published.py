@@ -11,11 +11,11 @@ import yaml
 from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes import load
-from primus.recipes.catalogue import entries
 from primus.recipes.family import families, family
-from primus.recipes.published import facts_of, published_faults
+from primus.recipes.load import entries
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.recipes.weights import facts_of, published_faults
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/wrong_models.yaml"
 WRONG = [(name, key, value) for name, row in yaml.safe_load(FIXTURE.read_text()).items() for key, value in row.items()]
@@ -53,7 +53,7 @@ def test_weights_that_the_formula_does_not_count_are_noticed(monkeypatch: pytest
     recipe = resolve("llama3.1-8b", (), Choices(gpu="mi300x"))
     facts = facts_of(recipe)
     assert facts is not None
-    monkeypatch.setattr("primus.recipes.published.facts_of", lambda _recipe: {**facts, "parameters": 1})
+    monkeypatch.setattr("primus.recipes.weights.facts_of", lambda _recipe: {**facts, "parameters": 1})
     ((key, why, _),) = published_faults(recipe)
     assert key == "model.family"
     assert "8,030,261,248 parameters, the files of meta-llama/Llama-3.1-8B 1" in why

@@ -12,14 +12,13 @@ from primus.cli.verb import JSON, answer, option, verb
 from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.architecture import readable, size
-from primus.recipes.catalogue import Entry, entries
 from primus.recipes.choose import CPU, among, values_of
-from primus.recipes.load import folder, names, no_recipes
+from primus.recipes.load import Entry, entries, folder, names, no_recipes
 from primus.recipes.memory import Memory
-from primus.recipes.published import origin_of_sizes
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import CHOICES
+from primus.recipes.weights import origin_of_sizes
 from primus.system.host import Host
 from primus.system.issues import issues_here
 from primus.terminal import Screen, Styled, counted

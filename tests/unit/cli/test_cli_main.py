@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+import yaml
 
 from primus.cli.main import VERBS, main
 from primus.cli.verb import option
@@ -59,7 +60,11 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_inside_the_image_host_verbs_do_not_exist(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src/primus", tmp_path / "primus", ignore=shutil.ignore_patterns("host", "__pycache__"))
+    (pin,) = yaml.safe_load((ROOT / "versions.yaml").read_text())["components"]["primus"]["pins"]
+    for name in pin["include"]:
+        there = tmp_path / "primus" / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / pin["path"] / name).is_dir() else shutil.copy)(ROOT / pin["path"] / name, there)
 
     def primus(word: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "primus.cli.main", word]

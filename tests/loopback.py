@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import http.server
-import json
 import ssl
 import subprocess
 import threading
-import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +23,6 @@ class Faults:
     cut: dict[str, list[int]] = field(default_factory=dict)
     status: dict[str, list[int]] = field(default_factory=dict)
     wrong: set[str] = field(default_factory=set)
-    slow: dict[str, float] = field(default_factory=dict)
     stall: set[str] = field(default_factory=set)
     no_length: set[str] = field(default_factory=set)
     no_range: bool = False
@@ -50,9 +47,7 @@ class Server:
 
 
 @contextmanager
-def serve(
-    root: Path, *, as_json: bool = False, hashes: bool = True, certificate: Path | None = None
-) -> Iterator[Server]:
+def serve(root: Path, *, hashes: bool = True, certificate: Path | None = None) -> Iterator[Server]:
     """Serve ``root`` as files, and ``root``/files/* as a simple index under /simple/NAME/."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -71,8 +66,6 @@ def serve(
             path = unquote(urlsplit(self.path).path)
             server.log.append((self.command, path, self.headers.get("Range")))
             faults = server.faults
-            if path in faults.slow:
-                time.sleep(faults.slow[path])
             if faults.login:
                 want = "Basic " + base64.b64encode(":".join(faults.login).encode()).decode()
                 if self.headers.get("Authorization") != want:
@@ -103,24 +96,11 @@ def serve(
                 self._short(404, {})
                 return
             digests = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-            if as_json:
-                kind = "application/vnd.pypi.simple.v1+json"
-                rows = [
-                    {
-                        "filename": f.name,
-                        "url": f"../../files/{quote(f.name)}",
-                        "hashes": {"sha256": digests[f.name]} if hashes else {},
-                    }
-                    for f in files
-                ]
-                text = json.dumps({"meta": {"api-version": "1.0"}, "name": name, "files": rows})
-            else:
-                kind = "text/html"
-                tails = {f.name: f"#sha256={digests[f.name]}" if hashes else "" for f in files}
-                text = "".join(f'<a href="../../files/{quote(f.name)}{tails[f.name]}">{f.name}</a>\n' for f in files)
+            tails = {f.name: f"#sha256={digests[f.name]}" if hashes else "" for f in files}
+            text = "".join(f'<a href="../../files/{quote(f.name)}{tails[f.name]}">{f.name}</a>\n' for f in files)
             data = text.encode()
             self.send_response(200)
-            self.send_header("Content-Type", kind)
+            self.send_header("Content-Type", "text/html")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if body:

@@ -17,23 +17,10 @@ pytestmark = [pytest.mark.integration, needs("busybox", "docker-registry", "git"
 
 # What carries ROCm's version, or is built with what carries it.
 TRAIN = {
-    "aiter",
-    "apex",
-    "primus-turbo",
-    "pytorch",
-    "pytorch-device",
-    "rocm",
-    "rocm-sdk-core",
-    "rocm-sdk-device",
-    "rocm-sdk-libraries",
-    "torchaudio",
-    "torchvision",
-    "torchvision-device",
-    "transformer-engine",
-    "transformer-engine-core",
-    "transformer-engine-torch",
-    "triton",
-}
+    "aiter", "apex", "primus-turbo", "pytorch", "pytorch-device", "rocm", "rocm-sdk-core", "rocm-sdk-device",
+    "rocm-sdk-libraries", "torchaudio", "torchvision", "torchvision-device", "transformer-engine",
+    "transformer-engine-core", "transformer-engine-torch", "triton",
+}  # fmt: skip
 LOCK = "images/locks/amd/mi355x.json"
 DEVICE = {"rocm-sdk-device", "pytorch-device", "torchvision-device", "rocm", "aiter", "primus-turbo"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,8 +80,10 @@ def _resolve(base: BaseRequest) -> dict[str, LockedFile]:
     return {f.name: f for f in resolve_debs("b", base, progress=Progress())}
 
 
-def _fetch(files: object, cache: FileCache, suites: dict[str, tuple[str, ...]] = SUITES) -> None:
-    fetch(list(files), cache, suites=suites, progress=Progress())  # type: ignore[call-overload]
+def _fetch(files: Iterable[LockedFile], folder: Path, suites: dict[str, tuple[str, ...]] = SUITES) -> None:
+    cache, every = FileCache(folder), list(files)
+    fetch(every, cache, suites=suites, progress=Progress())
+    assert all(cache.verify(file.sha256) for file in every)
 
 
 def test_closure_is_essential_and_asked_without_usrmerge(archive: Server) -> None:
@@ -120,9 +122,7 @@ def test_packages_of_another_suite_leave_the_rest_alone(later: Server, tmp_path:
         "tool": "2",
         "usr-is-merged": "37",
     }
-    cache = FileCache(tmp_path / "c")
-    _fetch(files, cache, {"b": ("bookworm", "sid")})
-    assert all(cache.verify(f.sha256) for f in files)
+    _fetch(files, tmp_path / "c", {"b": ("bookworm", "sid")})
 
 
 def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_call(archive: Server) -> None:
@@ -154,7 +154,7 @@ def test_unreachable_archive_answers_in_seconds(
 ) -> None:
     files = _resolve(_base()).values()
     _use(tmp_path, monkeypatch, "deb [trusted=yes] http://me:SECRET@127.0.0.1:9/ bookworm main\n")
-    for work in (lambda: _resolve(_base()), lambda: _fetch(files, FileCache(tmp_path / "c"))):
+    for work in (lambda: _resolve(_base()), lambda: _fetch(files, tmp_path / "c")):
         began = time.monotonic()
         with pytest.raises(
             HostError, match=r"the Debian archive at \S+ does not answer: .*Connection refused"
@@ -197,12 +197,10 @@ def test_a_host_without_debian_installs_what_names_a_mirror(
 
     monkeypatch.setattr("primus.programs.install", install)
     monkeypatch.setattr("primus.versions.debs._DEBOOTSTRAP", tmp_path / "none")
-    cache = FileCache(tmp_path / "c")
     with pytest.raises(HostError, match="names no source of Debian bookworm; debootstrap is missing") as error:
-        _fetch(files.values(), cache)
+        _fetch(files.values(), tmp_path / "c")
     assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
-    _fetch(files.values(), cache)
-    assert all(cache.verify(f.sha256) for f in files.values())
+    _fetch(files.values(), tmp_path / "c")
     assert asked == [{"debootstrap": "debootstrap", "debian-archive-keyring": "debian-archive-keyring"}] * 2
 
 
@@ -210,9 +208,7 @@ def test_debs_are_fetched_resumed_and_verified(archive: Server, tmp_path: Path) 
     files = _resolve(_base())
     python = files["python3.11-minimal"]
     archive.faults.cut["/pool/" + python.file] = [150_000]
-    cache = FileCache(tmp_path / "c")
-    _fetch(files.values(), cache)
-    assert all(cache.verify(f.sha256) for f in files.values())
+    _fetch(files.values(), tmp_path / "c")
     assert archive.asked(python.file) == [None, "bytes=150000-"]
 
 
@@ -220,9 +216,7 @@ def test_a_file_archive_needs_no_server(archive: Server, tmp_path: Path, monkeyp
     _use(tmp_path, monkeypatch, f"deb [trusted=yes] file:{archive.root}/ bookworm main\n")
     archive.log.clear()
     files = _resolve(_base())
-    cache = FileCache(tmp_path / "c")
-    _fetch(files.values(), cache)
-    assert all(cache.verify(f.sha256) for f in files.values())
+    _fetch(files.values(), tmp_path / "c")
     assert archive.log == []
 
 
@@ -233,24 +227,20 @@ def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path
     (pool / "libthing_1.0-1_amd64.deb").unlink()
     make_deb(pool, "libthing", "1.0-2")
     index_debs(archive.root, "bookworm")
-    cache = FileCache(tmp_path / "c")
     with pytest.raises(HostError, match=r"no source offers any more: libthing 1\.0-1"):
-        _fetch(lock.files, cache)
+        _fetch(lock.files, tmp_path / "c")
     gone = [f for f in lock.files if f.name == "libthing"]
     assert resolve(request, previous=lock, progress=Progress()) == lock, "without being told, a lock stays"
     again = resolve(request, previous=lock, gone=gone, progress=Progress())
     assert {f.name: f.version for f in again.files} == {f.name: f.version for f in lock.files} | {"libthing": "1.0-2"}
-    _fetch(again.files, cache)
-    assert all(cache.verify(f.sha256) for f in again.files)
+    _fetch(again.files, tmp_path / "c")
 
 
 def test_a_deb_that_left_the_index_but_not_the_pool_is_still_found(archive: Server, tmp_path: Path) -> None:
     files = _resolve(_base())
     make_deb(archive.root / "pool", "libthing", "1.0-2")
     index_debs(archive.root, "bookworm", keep=lambda file: file != "libthing_1.0-1_amd64.deb")
-    cache = FileCache(tmp_path / "c")
-    _fetch(files.values(), cache)
-    assert cache.verify(files["libthing"].sha256)
+    _fetch(files.values(), tmp_path / "c")
 
 
 def test_credentials_in_auth_conf_reach_the_pool(
@@ -264,6 +254,4 @@ def test_credentials_in_auth_conf_reach_the_pool(
     with (tmp_path / "apt.conf").open("a") as conf:
         conf.write(f'Dir::Etc::netrc "{netrc}";\n')
     files = _resolve(_base())
-    cache = FileCache(tmp_path / "c")
-    _fetch(files.values(), cache)
-    assert all(cache.verify(f.sha256) for f in files.values())
+    _fetch(files.values(), tmp_path / "c")

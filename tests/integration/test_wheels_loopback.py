@@ -68,6 +68,13 @@ def _fetch(files: list[LockedFile], cache: FileCache, offline: bool = False) -> 
     fetch(files, cache, suites={}, offline=offline, progress=Progress())
 
 
+def _fetched(file: LockedFile, folder: Path) -> None:
+    """Fetch the file into an empty cache, or one that holds a part of it."""
+    cache = FileCache(folder)
+    _fetch([file], cache)
+    assert cache.verify(file.sha256)
+
+
 def _within(seconds: float, work: Callable[[], object], error: type[Exception]) -> str:
     began = time.monotonic()
     with pytest.raises(error) as caught:
@@ -194,9 +201,7 @@ def test_a_cut_download_goes_on_where_it_was_cut(index: Server, tmp_path: Path, 
     big = _resolve(_request(big="1.0+cpu"))["big"]
     index.faults.cut["/files/" + big.file] = [1_000_000, 2_000_000] if ranges else [1_000_000]
     index.log.clear()
-    cache = FileCache(tmp_path / "c")
-    _fetch([big], cache)
-    assert cache.verify(big.sha256)
+    _fetched(big, tmp_path / "c")
     starts = [int(header[6:-1]) for header in index.asked(big.file) if header]
     assert starts == [1_000_000, 2_000_000][: 1 + ranges]
 
@@ -214,9 +219,7 @@ def test_a_rotten_left_over_is_thrown_away(index: Server, tmp_path: Path) -> Non
 def test_passing_faults_are_waited_out(index: Server, tmp_path: Path) -> None:
     small = _resolve(_request(small="1.1"))["small"]
     index.faults.status["/files/" + small.file] = [503, 429]
-    cache = FileCache(tmp_path / "c")
-    _fetch([small], cache)
-    assert cache.verify(small.sha256)
+    _fetched(small, tmp_path / "c")
 
 
 def test_a_lasting_fault_ends_with_a_sentence(index: Server, tmp_path: Path) -> None:
@@ -252,9 +255,7 @@ def test_pips_own_proxy_wins_over_the_environment(
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("PIP_PROXY", index.url)
     monkeypatch.setenv("PIP_INDEX_URL", "http://index.invalid/simple")
-    cache = FileCache(tmp_path / "c")
-    _fetch([small], cache)
-    assert cache.verify(small.sha256)
+    _fetched(small, tmp_path / "c")
 
 
 def test_another_place_with_the_right_bytes_is_taken(
@@ -264,9 +265,7 @@ def test_another_place_with_the_right_bytes_is_taken(
     rebuilt = tmp_path / "rebuilt"
     make_wheel(rebuilt, "small", "1.1", padding=10)
     monkeypatch.setenv("PIP_FIND_LINKS", str(rebuilt))
-    cache = FileCache(tmp_path / "c")
-    _fetch([small], cache)
-    assert cache.verify(small.sha256)
+    _fetched(small, tmp_path / "c")
 
 
 def test_a_vanished_wheel_is_gone_and_the_rest_comes(index: Server, tmp_path: Path) -> None:
@@ -285,9 +284,7 @@ def test_credentials_of_the_index_reach_its_files_and_no_message(
     assert "valid authentication credentials" in _within(5, lambda: _resolve(_request(small="1.1")), HostError)
     monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("//", "//me:SECRET@") + "/simple")
     small = _resolve(_request(small="1.1"))["small"]
-    cache = FileCache(tmp_path / "c")
-    _fetch([small], cache)
-    assert cache.verify(small.sha256)
+    _fetched(small, tmp_path / "c")
     index.faults.wrong.add("/files/" + small.file)
     message = _within(9, lambda: _fetch([small], FileCache(tmp_path / "d")), HostError)
     assert "SECRET" not in message
@@ -312,9 +309,7 @@ def test_a_private_ca_is_pips_own_setting(index: Server, tmp_path: Path, monkeyp
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(setting, value)
                 small = _resolve(_request(small="1.1"))["small"]
-                cache = FileCache(tmp_path / setting)
-                _fetch([small], cache)
-                assert cache.verify(small.sha256)
+                _fetched(small, tmp_path / setting)
 
 
 def test_offline_names_what_is_missing_and_asks_nobody(index: Server, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import yaml
 from cases import try_all
 from pyarrow.parquet import write_table
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -164,59 +165,7 @@ def check_tokenizer(case: str, where: Path) -> None:
         assert (ids, mask) == (wanted, []), (text, ids, wanted)
 
 
-# Public templates. «…» is what the assistant says: the markers of transformers, or nothing.
-EACH = "{% for m in messages %}"
-TEMPLATES = {
-    "chatml": EACH + "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}«{{ m.content + '<|im_end|>\n' }}"
-    "»{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "llama3": EACH + "{{ bos_token if loop.first else '' }}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-    "{% if m.role == 'assistant' %}«{{ m.content | trim + '<|eot_id|>' }}»{% else %}{{ m.content | trim + '<|eot_id|>' }}"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-    "llama2": "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set head = '<<SYS>>\n' + "
-    "messages[0].content + '\n<</SYS>>\n\n' %}{% else %}{% set rest = messages %}{% set head = '' %}{% endif %}"
-    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
-    "{% endif %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (head if loop.first else '') + m.content + ' [/INST]' }}"
-    "{% else %}«{{ ' ' + m.content + ' ' + eos_token }}»{% endif %}{% endfor %}",
-    "mistral": "{{ bos_token }}" + EACH + "{% if m.role == 'assistant' %}«{{ m.content + eos_token }}»{% else %}"
-    "{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}",
-    "zephyr": EACH + "{% if m.role == 'assistant' %}{{ '<|assistant|>\n' }}«{{ m.content + eos_token }}»{% else %}"
-    "{{ '<|' + m.role + '|>\n' + m.content + eos_token }}{% endif %}\n"
-    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
-    "phi3": EACH + "{{ '<|' + m.role + '|>\n' }}{% set end = '' if add_generation_prompt or not loop.last else eos_token %}"
-    "{% if m.role == 'assistant' %}«{{ m.content + '<|end|>\n' + end }}»{% else %}{{ m.content + '<|end|>\n' + end }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-    "qwen2.5 with tools": "{% if tools %}{{ '<|im_start|>system\nTools:\n' }}{% for t in tools %}{{ t | tojson(indent=2) }}"
-    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}" + EACH + "{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' %}«{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' }}"
-    "{{ c.function | tojson }}{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}»{% else %}"
-    "{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "qwen3 thinks": "{% set ns = namespace(last=0) %}" + EACH + "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}" + EACH + "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
-    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
-    "«{% if loop.index0 > ns.last and loop.last %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}"
-    "{% endif %}{{ said + '<|im_end|>\n' }}»{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}",
-    "deepseek-r1": "{{ bos_token }}" + EACH + "{% if m.role == 'assistant' %}{{ '<|Assistant|>' }}"
-    "«{{ m.content.split('</think>')[-1] + eos_token }}»{% elif m.role == 'user' %}{{ '<|User|>' + m.content }}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}",
-    "llama3.1 with a date": "{{ bos_token }}{{ 'Year: ' + strftime_now('%Y') + '\n' }}" + EACH
-    + "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}{% if m.role == 'assistant' %}"
-    "«{{ m.content + '<|eot_id|>' }}»{% else %}{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-    "vicuna": EACH + "{% if m.role == 'assistant' %}{{ ' ASSISTANT:' }}«{{ ' ' + m.content + eos_token }}»{% else %}"
-    "{{ ('USER: ' if m.role == 'user' else '') + m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}",
-    "keeps JSON": "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}«{{ m.content | tojson(ensure_ascii=True) }}"
-    "{{ eos_token }}»{% else %}{{ m.content | tojson(ensure_ascii=False, separators=(',', ':'), sort_keys=True) }}{% endif %}"
-    "\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
-    "breaks and continues": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }} "
-    "{% if m.role == 'assistant' %}«{{ m.content }};»{% else %}{{ m.content }};{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}",
-}  # fmt: skip
+TEMPLATES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text(encoding="utf-8"))
 ASKED, SAID = {"role": "user", "content": "How many <b>?"}, {"role": "assistant", "content": "Two, ünïcode 🙂."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHATS = {

@@ -24,6 +24,7 @@ from primus.gates.examined import examine_image
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
 from primus.plan.image import compose
+from primus.plan.layers import plan_images
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
@@ -63,7 +64,11 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     kit.write(inside, "Metadata-Version: 2.4\nName: small\nVersion: 1.0\nLicense-Expression: MIT\n\n")
     kit.write("parts/beta/blob", "b" * 5000)
     project = Project(kit.root)
-    (built,) = build([resolve(project, "demo")], project.workspace, Options(quiet=True, judge=False))
+    (built,) = build(
+        plan_images([resolve(project, "demo")], project.workspace.stats),
+        project.workspace,
+        Options(quiet=True, judge=False),
+    )
     plan = built.image.plan
     files = [
         LockedFile(kind="wheel", name=name, version="1.0", file=f"{name}-1.0-py3-none-any.whl", size=9, sha256=sha256)

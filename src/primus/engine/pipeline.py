@@ -1,4 +1,4 @@
-"""The pipeline of a build, step by step: lock → plan → fetch → build → compose → gates → index."""
+"""The pipeline of a build, step by step: plan → fetch → build → compose → gates → index."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from primus.engine.kinds import debs, files, kernels, wheels
 from primus.engine.upkeep import remove_damage
 from primus.engine.workshop import Kind, Workshop, require_space_for
 from primus.errors import CheckFailed
 from primus.gates.check import admit
-from primus.gates.examined import examine_image, rules_hash
+from primus.gates.examined import examine_image
+from primus.gates.rules import rules_hash
 from primus.gates.rules.coherence import check_pins
-from primus.oci import canonical
 from primus.oci.layer import check_overlap, read_paths
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE
 from primus.plan.action import Action, ImagePlan, tree_record
-from primus.plan.image import Composed, compose, stored
-from primus.plan.layers import plan_images
+from primus.plan.image import Built, compose, finished, judged_by
 from primus.progress import choose_progress
 from primus.recipes.load import check
 from primus.sandbox.processes import stop_all
@@ -32,39 +31,7 @@ from primus.versions.lock import suites_of
 
 if TYPE_CHECKING:
     from primus.oci.store import Store
-    from primus.plan.resolve import ResolvedTarget
     from primus.plan.workspace import Workspace
-
-
-@dataclass(frozen=True, kw_only=True)
-class Built:
-    """An image with a name in the store. ``changed`` tells whether this build named it. ``failed`` has one sentence for
-    each gate that the image failed, and ``ran`` the keys of the actions that this build ran.
-    """
-
-    image: Composed
-    changed: bool
-    failed: tuple[str, ...]
-    ran: Collection[str] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the image as JSON data. Its ``content`` does not depend on how layers are compressed."""
-        plan = self.image.plan
-        layers = [
-            {
-                "name": action.name,
-                "digest": layer.blob.digest,
-                "size": layer.blob.size,
-                "unpacked": layer.unpacked,
-                "built": action.key in self.ran,
-                "seconds": layer.seconds if action.key in self.ran else 0.0,
-                "left_out": asdict(layer.left_out),
-            }
-            for action, layer in self.image.rows
-        ]
-        names = {"target": plan.target, "ref": plan.ref, "digest": self.image.digest}
-        content = canonical.digest_of(self.image.config)
-        return {**names, "content": content, "changed": self.changed, "layers": layers, "failed": self.failed}
 
 
 KINDS: Mapping[str, Kind] = {
@@ -99,19 +66,15 @@ class Options:
         self.spent[name] = time.monotonic() - begin
 
 
-def build(targets: Sequence[ResolvedTarget], workspace: Workspace, options: Options) -> list[Built]:
-    """Build the images of ``targets``.
+def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
+    """Build the images of ``plans``.
 
     If the store has every image already and the gates have judged it by their present rules, nothing else is done.
 
-    Raises InputError for a stale lock and for a recipe that does not load, CheckFailed for a failed action or a
-    rejected image, HostError for a failing source, disk or sandbox.
+    Raises InputError for a recipe that does not load, CheckFailed for a failed action or a rejected image, HostError
+    for a failing source, disk or sandbox.
     """
     store = workspace.store
-    for target in targets:
-        if len(target.target.channels) > 1:
-            print(f"{target.name}: channel {target.choice.channel}, {target.choice.reason}", file=sys.stderr)
-    plans = plan_images(targets, workspace.stats)  # lock → plan
     if options.rehash:
         store.prepare()
         for sentence in remove_damage(store):
@@ -151,27 +114,11 @@ def _image(workshop: Workshop, plan: ImagePlan, ran: Collection[str], rules: str
         "digest": image.digest,
         "failed": list(failed),
         "inputs": tree_record(plan),
-        "judged": _judged_by(plan, rules),
+        "judged": judged_by(plan, rules),
         "apart": apart,
     }
     store.save("targets", plan.state, record)
     return Built(image=image, changed=True, failed=failed, ran=ran)
-
-
-def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
-    """Return the plan's image if the store holds it and the gates with the hash ``rules`` have judged it, else None."""
-    image = stored(store, plan)
-    record = store.record("targets", plan.state) or {}
-    if image is None or (record.get("digest"), record.get("judged")) != (image.digest, _judged_by(plan, rules)):
-        return None
-    sentences = record.get("failed")
-    failed = tuple(map(str, sentences)) if isinstance(sentences, list) else ()
-    return Built(image=image, changed=False, failed=failed)
-
-
-def _judged_by(plan: ImagePlan, rules: str) -> str:
-    # What the verdict depends on besides the image's bytes.
-    return f"{rules} budget {plan.resolved.budget_gb} arch {plan.resolved.arch}"
 
 
 def _check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:

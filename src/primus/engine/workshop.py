@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
-from primus.oci.contents import root_of_layers
-from primus.oci.layer import write_layer
+from primus.oci.layer import root_of_layers, write_layer
 from primus.oci.store import Layer, Store
 from primus.oci.tar import BLOCK, Entry
 from primus.plan.action import Action

@@ -13,7 +13,6 @@ import io
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Literal
@@ -34,6 +33,7 @@ from primus.gates.contents import (
     text_traces,
     traces_in,
 )
+from primus.gates.rules import rules_hash
 from primus.oci.contents import reference, walk
 from primus.oci.store import Layer, LeftOut
 from primus.oci.tar import Member
@@ -118,16 +118,6 @@ class Examined:
     def left_out(self) -> LeftOut:
         """The GPU code that the build left out of the image."""
         return sum((layer.left_out for layer in self.image.layers), LeftOut())
-
-
-@cache
-def rules_hash() -> str:
-    """Return a hash of the code that reads GPU code and judges it. A verdict is valid only for the same hash."""
-    code, package = hashlib.sha256(), Path(__file__).parent
-    paths = (path for folder in (package, package.with_name("gpucode")) for path in folder.rglob("*"))
-    for path in sorted(path for path in paths if path.suffix in (".py", ".yaml")):
-        code.update(path.read_bytes())
-    return code.hexdigest()
 
 
 def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = ()) -> LayerFacts:

@@ -1,15 +1,14 @@
-"""The contents of layer blobs, read in one pass over the stream; layers of an image from a registry, whose bytes enter
-the store unchanged; and layers of the store as a root file system for the sandbox. Nothing is unpacked.
+"""The contents of layer blobs, read in one pass over the stream; and layers of an image from a registry, whose bytes
+enter the store unchanged. Nothing is unpacked.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -17,11 +16,10 @@ import zstandard
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import open_regular
-from primus.oci import canonical
 from primus.oci.layer import save_paths
-from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, manifest_of, storage_error
+from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Kind, Member, chunks_of
-from primus.sandbox.container import LayerRef, RootFs
+from primus.sandbox.container import LayerRef
 
 KINDS: Mapping[bytes, Kind] = {
     tarfile.REGTYPE: "file",
@@ -197,27 +195,3 @@ def reference(layer: Layer) -> LayerRef:
     """Return the layer as the gates refer to it."""
     blob = layer.blob
     return LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)
-
-
-def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
-    """Return a root file system of these layers, bottom first, without an image's settings."""
-    diff_ids = [layer.diff_id for layer in layers]
-    rootfs = {"type": "layers", "diff_ids": diff_ids}
-    config = canonical.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
-    manifest = manifest_of(config, [layer.blob for layer in layers], {})
-    return RootFs(name="layers", manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)
-
-
-def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
-    """Return the image of ``target`` that the store calls ``ref``.
-
-    Raises InputError, which lists the existing images, if it is not built; HostError if its manifest or config is
-    damaged.
-    """
-    images = store.images()
-    if ref not in images:
-        names = sorted(images) or ["no image"]
-        raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
-    manifest = store.read(str(images[ref]["digest"]))
-    config = store.read(json.loads(manifest)["config"]["digest"])
-    return RootFs(name=ref, manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)

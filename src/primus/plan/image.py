@@ -1,9 +1,10 @@
-"""The image that a plan makes of the layers in a store: its config and its manifest."""
+"""The image that a plan makes of the layers in a store: its config, its manifest, and whether it is built."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Blob, Layer, Store, manifest_of
@@ -67,3 +68,50 @@ def stored(store: Store, plan: ImagePlan) -> Composed | None:
         return None
     intact = all(store.check(canonical.digest_of(data)) is None for data in (image.manifest, image.config))
     return image if intact else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """An image with a name in the store. ``changed`` tells whether this build named it. ``failed`` has one sentence for
+    each gate that the image failed, and ``ran`` the keys of the actions that this build ran.
+    """
+
+    image: Composed
+    changed: bool
+    failed: tuple[str, ...]
+    ran: Collection[str] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the image as JSON data. Its ``content`` does not depend on how layers are compressed."""
+        plan = self.image.plan
+        layers = [
+            {
+                "name": action.name,
+                "digest": layer.blob.digest,
+                "size": layer.blob.size,
+                "unpacked": layer.unpacked,
+                "built": action.key in self.ran,
+                "seconds": layer.seconds if action.key in self.ran else 0.0,
+                "left_out": asdict(layer.left_out),
+            }
+            for action, layer in self.image.rows
+        ]
+        names = {"target": plan.target, "ref": plan.ref, "digest": self.image.digest}
+        content = canonical.digest_of(self.image.config)
+        return {**names, "content": content, "changed": self.changed, "layers": layers, "failed": self.failed}
+
+
+def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
+    """Return the plan's image if the store holds it and the gates with the hash ``rules`` have judged it, else None."""
+    image = stored(store, plan)
+    record = store.record("targets", plan.state) or {}
+    if image is None or (record.get("digest"), record.get("judged")) != (image.digest, judged_by(plan, rules)):
+        return None
+    sentences = record.get("failed")
+    failed = tuple(map(str, sentences)) if isinstance(sentences, list) else ()
+    return Built(image=image, changed=False, failed=failed)
+
+
+def judged_by(plan: ImagePlan, rules: str) -> str:
+    """Return what the gates' verdict depends on besides the image's bytes."""
+    return f"{rules} budget {plan.resolved.budget_gb} arch {plan.resolved.arch}"

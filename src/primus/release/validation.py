@@ -18,7 +18,7 @@ from primus.errors import HostError, InputError
 from primus.gates.check import judge
 from primus.gates.examined import examine
 from primus.oci.canonical import digest_of
-from primus.oci.contents import root_of_image
+from primus.oci.layer import root_of_image
 from primus.progress import choose_progress
 from primus.release import golden
 from primus.release.cells import NO_GPU, ran_on

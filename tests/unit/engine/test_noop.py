@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.engine.pipeline import finished
 from primus.errors import HostError
 from primus.files import seal, write_sealed
-from primus.gates.examined import rules_hash
+from primus.gates.rules import rules_hash
 from primus.oci.store import Store
-from primus.plan.image import stored
+from primus.plan.image import finished, stored
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_files import bundle, code_object, compressed, elf, image_with, kernel_pack, pack_host, pages
-from primus.gates import examined
+from primus.gates import rules
 from primus.gates.codeobjects import Code, code_in, library_of
 from primus.gates.examined import GateReport, LayerFacts
 from primus.gates.rules import coverage, pruning
 from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
 from primus.oci.store import LeftOut
 
-SOURCE = Path(examined.__file__).parents[1]
+SOURCE = Path(rules.__file__).parents[2]
 GFX942, GFX950 = 0x4C, 0x4F
 
 
@@ -294,7 +294,7 @@ def test_a_changed_reader_of_gpu_code_is_a_changed_rule(
 ) -> None:
     for room in ("gates", "gpucode"):
         shutil.copytree(SOURCE / room, tmp_path / room)
-    monkeypatch.setattr(examined, "__file__", str(tmp_path / "gates/examined.py"))
-    before = examined.rules_hash.__wrapped__()
+    monkeypatch.setattr(rules, "__file__", str(tmp_path / "gates/rules/__init__.py"))
+    before = rules.rules_hash.__wrapped__()
     (tmp_path / name).write_text("changed")
-    assert examined.rules_hash.__wrapped__() != before
+    assert rules.rules_hash.__wrapped__() != before

@@ -1,4 +1,4 @@
-"""Verbs about building: what a build would do and why, the build itself, and removing what nothing needs."""
+"""Verbs about building: what a build would do and why, and the build itself."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, SOURCE, open_project, resolved_targets
-from primus.cli.verb import JSON, answer, flag, several, verb
-from primus.engine import pipeline
-from primus.engine.pipeline import Built, Options
-from primus.engine.upkeep import find_waste, remove
-from primus.errors import InputError, did_you_mean
+from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, resolved_targets
+from primus.cli.verb import answer, flag, verb
+from primus.gates.rules import rules_hash
 from primus.oci.store import Store
 from primus.plan.action import ImagePlan
 from primus.plan.explain import changes, explain_text, outline, outline_text
+from primus.plan.image import Built, finished
 from primus.plan.layers import plan_images
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
@@ -71,53 +69,28 @@ def build(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     targets, workspace = resolved_targets(args)
     workspace.stats.trusted = not args.rehash
+    plans = plan_images(targets, workspace.stats)
     if args.dry_run:
-        _print_plans(plan_images(targets, workspace.stats), workspace.store, args)
+        _print_plans(plans, workspace.store, args)
         return 0
-    options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
-    images = pipeline.build(targets, workspace, options)
+    for target in targets:
+        if len(target.target.channels) > 1:
+            print(f"{target.name}: channel {target.choice.channel}, {target.choice.reason}", file=sys.stderr)
+    rules, spent = rules_hash(), dict[str, float]()
+    images = [image for plan in plans if (image := finished(workspace.store, plan, rules))]
+    if args.rehash or len(images) < len(plans):
+        # Seam "pipeline": a build with nothing to do needs none of it, and would take twice the time.
+        from primus.engine.pipeline import Options
+        from primus.engine.pipeline import build as build_images
+
+        options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json, spent=spent)
+        images = build_images(plans, workspace, options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
     if not args.json:
-        print(_summary(images, seconds, options.spent), file=sys.stderr, flush=True)
+        print(_summary(images, seconds, spent), file=sys.stderr, flush=True)
     document = {"images": [built.as_json() for built in images], "seconds": round(seconds, 3)}
     answer(args, document, [built.image.digest for built in images])
-    return 0
-
-
-@verb(
-    several("--image", "also remove this image, for example v26.10-cpu", "NAME"),
-    flag("--caches", "also remove all downloaded files, unpacked layers and caches"),
-    flag("--dry-run", "show what would be removed"),
-    *SOURCE,
-    JSON,
-    example="primus clean --dry-run",
-)
-def clean(args: argparse.Namespace) -> int:
-    """Free disk space: remove what no image, lock or last build needs.
-
-    Images keep their layers and names. A removed file is made or downloaded again when something needs it.
-    """
-    project = open_project(args)
-    store = project.workspace.store
-    with project.workspace.alone():
-        names = store.images()
-        for name in args.image:
-            if name not in names:
-                hint = did_you_mean(name, names) or "images: " + (", ".join(sorted(names)) or "none")
-                raise InputError(f"the store has no image called {name!r}", hint=hint)
-        waste = find_waste(project.workspace, project.locked_files(), without=args.image, caches=args.caches)
-        if not args.dry_run:
-            for name in set(args.image):
-                store.untag(name)
-            remove(waste)
-    size = sum(item.size for item in waste)
-    rows = [{"kind": item.kind, "number": len(item.paths), "bytes": item.size} for item in waste]
-    document = {"removed": not args.dry_run, "images": sorted(set(args.image)), "waste": rows, "bytes": size}
-    table = [(item.kind, f"{len(item.paths):,}", bytes_text(item.size)) for item in waste]
-    total = f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove"
-    head = ("what", "number", "size") if waste else ()
-    answer(args, document, [*Screen.of().table(table, head=head, right=(1, 2)), total])
     return 0
 
 

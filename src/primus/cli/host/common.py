@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from primus.cli.verb import JSON, flag, folder, matching, option, path
 from primus.errors import InputError
-from primus.oci.contents import root_of_image
+from primus.oci.layer import root_of_image
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve, resolve_all
 from primus.plan.workspace import Workspace

@@ -1,4 +1,4 @@
-"""Verbs that look into a built image: its gates, its files, its size, and whether it can be built again."""
+"""Verbs that look into the store: an image's gates, files and size, whether it can be built again; what can go."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from pathlib import Path, PurePosixPath
 
 import zstandard
 
-from primus.cli.host.common import SEVERAL, SINGLE, resolved_targets
+from primus.cli.host.common import SEVERAL, SINGLE, SOURCE, open_project, resolved_targets
 from primus.cli.host.publish import PUBLISHED, examined_target, verify_published
-from primus.cli.verb import answer, flag, verb
+from primus.cli.verb import JSON, answer, flag, several, verb
 from primus.engine.pipeline import Options, build
+from primus.engine.upkeep import find_waste, remove
+from primus.errors import InputError, did_you_mean
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import examine
 from primus.oci.store import Store
 from primus.plan.image import Composed
-from primus.plan.layers import plan_image
+from primus.plan.layers import plan_image, plan_images
 from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
 from primus.release.documents import bill, checkout, cyclonedx, listing
@@ -82,15 +84,18 @@ def verify(args: argparse.Namespace) -> int:
     if args.image:
         return verify_published(args)
     targets, workspace = resolved_targets(args)
-    options = Options(rehash=True, quiet=args.json)
-    first = [built.image for built in build(targets, workspace, options)]
+    plans = plan_images(targets, workspace.stats)
+    first = [built.image for built in build(plans, workspace, Options(rehash=True, quiet=args.json))]
     workspace.folder.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
     failed: dict[str, str] = {}
     try:
         # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
-        second = [built.image for built in build(targets, twin, Options(quiet=args.json, judge=False))]
+        second = [
+            built.image
+            for built in build(plan_images(targets, twin.stats), twin, Options(quiet=args.json, judge=False))
+        ]
         for image, rebuilt in zip(first, second, strict=True):
             if image.digest != rebuilt.digest:
                 failed[image.plan.target] = _difference((workspace.store, image), (twin.store, rebuilt))
@@ -129,6 +134,42 @@ def why_size(args: argparse.Namespace) -> int:
         for layer, folder, size, _ in rows
     ]
     answer(args, document, Screen.of().table([(bytes_text(total), "", resolved.ref), *table], right=(0, 1)))
+    return 0
+
+
+@verb(
+    several("--image", "also remove this image, for example v26.10-cpu", "NAME"),
+    flag("--caches", "also remove all downloaded files, unpacked layers and caches"),
+    flag("--dry-run", "show what would be removed"),
+    *SOURCE,
+    JSON,
+    example="primus clean --dry-run",
+)
+def clean(args: argparse.Namespace) -> int:
+    """Free disk space: remove what no image, lock or last build needs.
+
+    Images keep their layers and names. A removed file is made or downloaded again when something needs it.
+    """
+    project = open_project(args)
+    store = project.workspace.store
+    with project.workspace.alone():
+        names = store.images()
+        for name in args.image:
+            if name not in names:
+                hint = did_you_mean(name, names) or "images: " + (", ".join(sorted(names)) or "none")
+                raise InputError(f"the store has no image called {name!r}", hint=hint)
+        waste = find_waste(project.workspace, project.locked_files(), without=args.image, caches=args.caches)
+        if not args.dry_run:
+            for name in set(args.image):
+                store.untag(name)
+            remove(waste)
+    size = sum(item.size for item in waste)
+    rows = [{"kind": item.kind, "number": len(item.paths), "bytes": item.size} for item in waste]
+    document = {"removed": not args.dry_run, "images": sorted(set(args.image)), "waste": rows, "bytes": size}
+    table = [(item.kind, f"{len(item.paths):,}", bytes_text(item.size)) for item in waste]
+    total = f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove"
+    head = ("what", "number", "size") if waste else ()
+    answer(args, document, [*Screen.of().table(table, head=head, right=(1, 2)), total])
     return 0
 
 

@@ -14,6 +14,7 @@ from primus.cli.host.common import ENGINE, OFFLINE, SINGLE, resolved_target
 from primus.cli.verb import answer, flag, folder, option, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
+from primus.plan.layers import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import golden
@@ -60,7 +61,7 @@ def validate(args: argparse.Namespace) -> int:
         _show(cells, resolved, args)
         return 0
     options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
-    (built,) = build([resolved], workspace, options)
+    (built,) = build(plan_images([resolved], workspace.stats), workspace, options)
     workspace.stats.save()
     validated = run_suites(
         built.image.plan,

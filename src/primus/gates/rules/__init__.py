@@ -7,6 +7,7 @@ docs/gates.md take them from this folder.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -19,3 +20,13 @@ def gates() -> Mapping[str, ModuleType]:
     """Return every gate by name, in alphabetical order."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
     return {name: import_module(f"{__name__}.{name}") for name in names}
+
+
+@cache
+def rules_hash() -> str:
+    """Return a hash of the code that reads GPU code and judges it. A verdict is valid only for the same hash."""
+    code, package = hashlib.sha256(), Path(__file__).parent.parent
+    paths = (path for folder in (package, package.with_name("gpucode")) for path in folder.rglob("*"))
+    for path in sorted(path for path in paths if path.suffix in (".py", ".yaml")):
+        code.update(path.read_bytes())
+    return code.hexdigest()

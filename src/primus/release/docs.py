@@ -16,17 +16,20 @@ from primus.gates.rules import gates
 from primus.plan.project import Project
 from primus.plan.resolve import resolve, resolve_all
 from primus.plan.target import Target
+from primus.recipes import schema
+from primus.recipes.setting import WORDS
 from primus.release.history import load_history
-from primus.release.show import page, table
+from primus.release.show import page, section, table
 from primus.schema import build, json_schema
 from primus.versions.components import Versions
 from primus.versions.filecache import FileCache
 from primus.versions.lock import Lock
-from primus.yamlfile import read
+from primus.yamlfile import read, read_values, spell
 
 _OURS = "primus"
 _FOLDER = "src/primus/recipes/keys"
 _SOURCES = Path(__file__).with_name("keys.yaml")
+_MEANINGS = Path(schema.__file__).with_name("meanings.yaml")
 
 
 def generated(root: Path) -> dict[str, str]:
@@ -41,6 +44,7 @@ def generated(root: Path) -> dict[str, str]:
         )
     }
     files["docs/releases.md"] = page(load_history())
+    files["docs/keys.md"] = _recipe_keys()
     files["README.md"] = _filled(root, "README.md", "targets", _targets(root))
     if (root / "docs/gates.md").exists():
         files["docs/gates.md"] = _filled(root, "docs/gates.md", "gates", _gates())
@@ -74,6 +78,24 @@ def _filled(root: Path, name: str, part: str, lines: Sequence[str]) -> str:
     if not opened or not closed:
         raise InputError(f"the markers {begin.strip()} and {end} are missing", where=name)
     return head + begin + "\n".join([*lines, ""]) + end + tail
+
+
+def _recipe_keys() -> str:
+    rules = {**schema.recipe_rules(), **{f"model.{key}": rule for key, rule in schema.model_rules().items()}}
+    lines = ["# Keys of a recipe", "", "[Recipes](recipes.md) explains how they are used.", ""]
+    described: Any = read_values(_MEANINGS, _MEANINGS.name).data
+    for part in described["sections"]:
+        rows = [(f"`{key}`", meaning, *_accepted(rules.pop(key))) for key, meaning in part["keys"].items()]
+        lines += section(part["title"], ("key", "meaning", "default", "accepted"), rows, part.get("text", ""))
+    if rules:
+        raise InputError(f"{', '.join(rules)}: the meaning is missing", where=f"src/primus/recipes/{_MEANINGS.name}")
+    return "\n".join(lines)
+
+
+def _accepted(rule: schema.Rule) -> tuple[str, str]:
+    words = " or ".join(sorted(WORDS.get(name, name) for name in rule.types))
+    accepted = ", ".join(f"`{word}`" for word in rule.choices) or (f"`{rule.bounds}`" if rule.bounds else words)
+    return f"`{spell(rule.default)}`" if rule.default else "", accepted
 
 
 def _gates() -> list[str]:

@@ -9,7 +9,7 @@ from primus.errors import InputError
 from primus.recipes import load, resolve, schema
 from primus.recipes.backends import backends
 from primus.recipes.rules import rules_of
-from primus.recipes.setting import CHOICES, Choices, ends_of, outside
+from primus.recipes.setting import Choices, ends_of, outside
 from primus.release.docs import dataclass_keys
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -286,13 +286,8 @@ def test_a_model_that_no_field_describes_is_refused_with_the_fields_there_are() 
     assert "rope_scaling.*, moe.*" in str(error.value.hint)
 
 
-def test_the_page_of_recipes_describes_every_key_and_its_example_resolves(tmp_path: Path) -> None:
+def test_the_example_on_the_page_of_recipes_resolves(tmp_path: Path) -> None:
     page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    described = {key for row in rows for key in re.findall(r"`([a-z_.]+)`", row.split("|")[1])}
-    keys = {*schema.recipe_rules(), *(f"model.{key}" for key in schema.model_rules())}
-    assert {key for key in described if key in keys or key.startswith(("model.", "validation."))} == keys
-    assert set(CHOICES) <= described
     (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (file := tmp_path / "my-model.yaml").write_text(example, encoding="utf-8")
     assert resolve.resolve(str(file), [], Choices(gpu="h200")).local_batch == 1

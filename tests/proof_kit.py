@@ -28,10 +28,6 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         }
         for step, (loss, norm) in seen.items()
     ]  # fmt: skip
-    parameters = {
-        "missing": [], "besides": [], "shapes": [], "first_values": [], "count": 10, "trained": 10, "flops": FLOPS,
-    }  # fmt: skip
-    moved: dict[str, list[str]] = {"still": [], "frozen_moved": []}
     return {
         "precision": "fp32",
         "unseen": False,
@@ -41,17 +37,13 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         "summands": 2,
         "narrow_sums": False,
         "steps": rows,
-        "parameters": parameters,
-        "moved": moved,
+        "parameters": {"missing": [], "odd": [], "count": 10, "trained": 10, "flops": FLOPS},
+        "moved": [],
         "first": [],
         "saved": [],
         "constants": {
             "norm epsilon + 0.001": {
-                "share": 0.01,
-                "rounding": 0.02,
-                "deviation": 0.01,
-                "biased": False,
-                "eight": False,
-            }
+                "share": 0.01, "rounding": 0.02, "deviation": 0.01, "biased": False, "eight": False
+            }  # fmt: skip
         },
     }

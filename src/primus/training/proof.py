@@ -74,14 +74,14 @@ def verdicts(evidence: Mapping[str, Any], series: Series) -> list[Verdict]:
         return [parameters]
     if not steps or not series.steps:
         return [Verdict("reference", False, "the reference found no step to repeat")]
-    first, saved = (evidence.get(key, _NOTHING) for key in ("first", "saved"))
+    first, moved, saved = (evidence.get(key, _NOTHING) for key in ("first", "moved", "saved"))
     return [
         _data(steps),
         _figure("loss", "reference loss", evidence, series, [step.loss for step in series.steps]),
         _figure("grad_norm", "reference gradient norm", evidence, series, [step.grad_norm for step in series.steps]),
         _parameters(evidence["parameters"]),
         of_faults("reference first weights", first, "every weight begins as the backend's rule draws it"),
-        _moved(evidence["moved"]),
+        of_faults("reference trained weights", moved, "every trained weight moved, every frozen one stayed"),
         of_faults("reference saved files", saved, "checkpoints and files hold what was trained"),
         _gradients(evidence, series),
         _blocks(evidence),
@@ -98,17 +98,8 @@ def _data(steps: Sequence[Mapping[str, Any]]) -> Verdict:
 
 
 def _parameters(findings: Mapping[str, Any]) -> Verdict:
-    wrong = [f"missing: {name}" for name in findings["missing"]]
-    wrong += [f"not in the model: {name}" for name in findings["besides"]]
-    wrong += findings["shapes"] + findings["first_values"]
     fine = f"{findings['count']:,} parameters, {findings['trained']:,} of them trained"
-    return of_faults("reference parameters", wrong, fine)
-
-
-def _moved(findings: Mapping[str, Any]) -> Verdict:
-    wrong = [f"{name} was never updated" for name in findings["still"]]
-    wrong += [f"{name} is frozen and changed" for name in findings["frozen_moved"]]
-    return of_faults("reference trained weights", wrong, "every trained weight moved, every frozen one stayed")
+    return of_faults("reference parameters", findings["missing"] + findings["odd"], fine)
 
 
 def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series, seen: Sequence[float]) -> Verdict:

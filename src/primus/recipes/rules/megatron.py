@@ -16,7 +16,6 @@ from primus.recipes.rules.loop import Rules
 _EAGER = 1.08
 # Bytes per logit: in BF16 and float32, with the gradient in float32.
 _LOSS = 10
-_BY_LAYER = "model.apply_query_key_layer_scaling"
 
 
 class Megatron(Rules):
@@ -54,8 +53,8 @@ class Megatron(Rules):
             yield "model.moe.score", why, "model.moe.normalize_top_k=true"
         if recipe.degree("cp") > 1:
             yield keys["cp"], "Megatron splits sequences in Transformer Engine alone", "use TP"
-        if recipe.find("megatron.attention", "torch") == "torch" and recipe.section("megatron").get(_BY_LAYER):
-            yield f"megatron.{_BY_LAYER}", "attention by torch has no scaling by layer", "attention=unfused"
+        if recipe.find(by_layer := "megatron.model.apply_query_key_layer_scaling", False):
+            yield by_layer, "attention by torch has no scaling by layer", None
         if recipe.find("megatron.training.fp8", "none") != "none":
             yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
         if recipe.find("megatron.training.compile", False):
@@ -82,8 +81,6 @@ class Megatron(Rules):
         if recipe.gpu == CPU and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:
             why = "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP"
             yield keys["ep"], why, "tp=1 or ep=1"
-        if latent and recipe.find("megatron.attention", "torch") == "unfused":
-            yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"
 
     def memory(self, recipe: Recipe, batch: int) -> Memory:
         """Predict the peak of one rank. Only the optimizer's float32 copies are sharded."""

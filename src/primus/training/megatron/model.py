@@ -202,7 +202,7 @@ def build(
         with _attention_of_environment(transformer):
             part = GPTModel(
                 config=transformer,
-                transformer_layer_spec=_spec(transformer, choices, layers, turbo, **place),
+                transformer_layer_spec=_spec(transformer, layers, turbo, **place),
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
                 **render.gpt(model, training.seq_len),
@@ -223,9 +223,7 @@ def build(
     ]
 
 
-def _spec(
-    config: TransformerConfig, choices: MegatronConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None
-) -> Any:
+def _spec(config: TransformerConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None) -> Any:
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -238,7 +236,7 @@ def _spec(
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention = layer.submodules.self_attention.submodules
-        if choices.attention == "torch" and "turbo-attention" not in turbo:
+        if "turbo-attention" not in turbo:
             attention.core_attention = TorchAttention
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if config.qk_layernorm and hasattr(attention, name):

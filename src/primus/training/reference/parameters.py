@@ -211,48 +211,52 @@ def _deviation(job: Job, sizes: Architecture, name: str, tensor: Tensor) -> floa
 
 
 def describe(job: Job, sizes: Architecture, weights: Tensors) -> dict[str, Any]:
-    """Return which parameters are missing, unexpected or of another shape; and findings about first values."""
+    """Return FLOPs and numbers of parameters; which are ``missing`` or of another shape, so that nothing can be
+    repeated; and ``odd`` ones: unexpected, or with values that no first weights have.
+    """
     expected = shapes(sizes)
     if job["mode"] == "lora":
         config = job["config"]
         expected |= adapter_shapes(sizes, int(config.get("lora.rank", 16)), config.get("lora.targets") or ())
     present = {name: tuple(tensor.shape) for name, tensor in without_bias(weights).items()}
     matrices: list[tuple[str, Tensor]] = []
-    strange = []
+    odd = [f"not in the model: {name}" for name in sorted(set(present) - set(expected))]
     for name, tensor in without_bias(weights).items():
         if not bool(torch.isfinite(tensor).all()):
-            strange.append(f"{name} is not finite")
+            odd.append(f"{name} is not finite")
         elif ".lora_B." in name:
             if job["first_step"] == 1 and bool(tensor.any()):
-                strange.append(f"{name} is not zero, so the adapted model is not the given one")
+                odd.append(f"{name} is not zero, so the adapted model is not the given one")
         elif tensor.ndim > 1 and float(tensor.std()) == 0 and constant(job, name, tensor) is None:
-            strange.append(f"{name} holds one value")
+            odd.append(f"{name} holds one value")
         elif tensor.ndim > 1 and ".lora_" not in name:
             same = [other for other, value in matrices if torch.equal(value, tensor)]
-            strange += [f"{name} equals {other}" for other in same[:1]]
+            odd += [f"{name} equals {other}" for other in same[:1]]
             matrices.append((name, tensor))
     trained = sum(tensor.numel() for name, tensor in weights.items() if is_trained(job, name))
     length = int(job["config"].get("training.seq_len", 2048))
     return {
         "flops": operations(sizes, length, trained if job["mode"] == "lora" else None),
-        "missing": sorted(set(expected) - set(present)),
-        "besides": sorted(set(present) - set(expected)),
-        "shapes": [f"{n}: {list(present[n])}, not {list(s)}" for n, s in expected.items() if present.get(n, s) != s],
-        "first_values": strange,
+        "missing": [f"missing: {name}" for name in sorted(set(expected) - set(present))]
+        + [f"{n}: {list(present[n])}, not {list(s)}" for n, s in expected.items() if present.get(n, s) != s],
+        "odd": odd,
         "count": sum(math.prod(shape) for shape in expected.values()),
         "trained": trained,
     }
 
 
-def moved(job: Job, first: Tensors, last: Tensors, moving: Collection[str]) -> dict[str, list[str]]:
-    """Return trained weights that no step changed, and frozen ones that changed. Weights in bfloat16 may stay the same
+def moved(job: Job, first: Tensors, last: Tensors, moving: Collection[str]) -> list[str]:
+    """Return which trained weights no step changed, and which frozen ones changed. Weights in bfloat16 may stay the same
     if rounding loses every update; ``moving`` are those that must change.
     """
-    still = [name for name in first if is_trained(job, name) and torch.equal(first[name], last[name])]
-    if kept_dtype(job) == "bfloat16":
-        still = [name for name in still if name in moving]
-    frozen = [name for name in first if not is_trained(job, name) and not torch.equal(first[name], last[name])]
-    return {"still": still, "frozen_moved": [name for name in frozen if not name.endswith(BIAS)]}
+    narrow, wrong = kept_dtype(job) == "bfloat16", []
+    for name, tensor in without_bias(first).items():
+        same, trained = torch.equal(tensor, last[name]), is_trained(job, name)
+        if trained and same and (name in moving or not narrow):
+            wrong.append(f"{name} was never updated")
+        if not trained and not same:
+            wrong.append(f"{name} is frozen and changed")
+    return wrong
 
 
 def kept_dtype(job: Job) -> str:

@@ -58,7 +58,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
         start = _weights(job, sizes, folder, steps[0] - 1)
         findings["parameters"] = parameters.describe(job, sizes, start)
         findings["first"] = parameters.strange(job, sizes, start) + parameters.other_seeds(job, sizes, folder)
-        if findings["parameters"]["missing"] or findings["parameters"]["shapes"]:
+        if findings["parameters"]["missing"]:
             # The run trained another model, so there is nothing to repeat.
             return findings
         replayed, config = _Replay(job, sizes, folder), job["config"]

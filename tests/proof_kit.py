@@ -28,6 +28,7 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         }
         for step, (loss, norm) in seen.items()
     ]  # fmt: skip
+    epsilon = {"share": 0.01, "rounding": 0.02, "deviation": 0.01, "biased": False, "eight": False}
     return {
         "precision": "fp32",
         "unseen": False,
@@ -41,9 +42,5 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         "moved": [],
         "first": [],
         "saved": [],
-        "constants": {
-            "norm epsilon + 0.001": {
-                "share": 0.01, "rounding": 0.02, "deviation": 0.01, "biased": False, "eight": False
-            }  # fmt: skip
-        },
+        "constants": {"norm epsilon + 0.001": epsilon},
     }

@@ -15,6 +15,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import HostError, InputError
+from primus.files import write_file
 from primus.gates.check import judge
 from primus.gates.examined import examine
 from primus.oci.canonical import digest_of
@@ -122,7 +123,8 @@ def validate(
         record = _evidence(resolved, jobs, suite.run(jobs, run_job), gates, image, runner.name, hardware)
         if not recording:
             _compare_curve(resolved, record)
-        suite.write_record(record, folder / "record.json")
+        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+        write_file(folder / "record.json", text + "\n")
         (folder / "report.html").write_text(page(record), encoding="utf-8")
         if together > 1:
             say(f"{_mark(record)} {shown}: {len(record['verdicts'])} checks")

@@ -9,23 +9,23 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from primus.errors import PrimusError
 from primus.files import text_if_readable, write_file
 from primus.training.launch import processes
+from primus.yamlfile import read_values
 
 _FOLDER = "failures"
 _LONGEST = 600
-# Of ranks after another one has ended.
-_DERIVED = re.compile(
-    r"DistBackendError|DistNetworkError|DistStoreError|ChildFailedError|SignalException|RendezvousConnectionError"
-    r"|[Cc]onnection (closed|reset|refused|was likely closed)|closed by peer|Broken pipe|remote process exited"
-    r"|Watchdog caught|failed to recv|Socket Timeout|wait timeout after|Timed out waiting"
-)
+_TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("failure.yaml")).data
+_DERIVED = re.compile(_TABLE["derived"])
+_WAITING = re.compile(_TABLE["waiting"])
+_DISK_FULL = re.compile(_TABLE["advice"]["disk"]["text"])
 _EXCEPTION = re.compile(
     r"^(?:\[(?:rank|default)\d+\]: ?)*"
     r"(?P<text>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$"
@@ -34,19 +34,8 @@ _EXCEPTION = re.compile(
 _SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
 _RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# What to do about failures whose text matches.
-_ADVICE = {
-    r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate|\bMemoryError\b|std::bad_alloc":
-        "a smaller batch per rank, full recomputation or more ranks need less memory",
-    r"No space left on device|Disk quota exceeded":
-        "the disk with the results is full; finished checkpoints are whole: make room and use --resume-from",
-    r"^ended by signal \d+ \(SIGKILL\)":
-        "the kernel does this when memory runs out: dmesg tells; a smaller batch or fewer ranks need less",
-    r"^ended by signal \d+ \(SIGBUS\)": "often shared memory that is too small: --shm-size of the container",
-}  # fmt: skip
 # After this text, PyTorch's message adds a share of memory, advice and a link.
 _AFTER_FREE_MEMORY = re.compile(r"(?<= is free\.) .*", re.DOTALL)
-_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +47,8 @@ class Failure:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}: " if self.rank is not None else ""
-        advice = next((f" ({advice})" for pattern, advice in _ADVICE.items() if re.search(pattern, self.text)), "")
+        rows = _TABLE["advice"].values()
+        advice = next((f" ({row['do']})" for row in rows if re.search(row["text"], self.text)), "")
         return f"{who}{_AFTER_FREE_MEMORY.sub('', self.text)}{advice}"
 
 
@@ -194,8 +184,6 @@ def _signalled(lines: list[str]) -> Iterator[Failure]:
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-# Functions in which a rank waits for the others. Backward passes enter collectives from C++, below autograd's frame.
-_WAITING = re.compile(r"torch/distributed/|_engine_run_backward|torch/autograd/graph\.py")
 
 
 def end_ranks(launcher: int, output: Path, seconds: float) -> None:

@@ -77,8 +77,8 @@ def verdicts(evidence: Mapping[str, Any], series: Series) -> list[Verdict]:
     first, moved, saved = (evidence.get(key, _NOTHING) for key in ("first", "moved", "saved"))
     return [
         _data(steps),
-        _figure("loss", "reference loss", evidence, series, [step.loss for step in series.steps]),
-        _figure("grad_norm", "reference gradient norm", evidence, series, [step.grad_norm for step in series.steps]),
+        _figure("loss", "reference loss", evidence, series),
+        _figure("grad_norm", "reference gradient norm", evidence, series),
         _parameters(evidence["parameters"]),
         of_faults("reference first weights", first, "every weight begins as the backend's rule draws it"),
         of_faults("reference trained weights", moved, "every trained weight moved, every frozen one stayed"),
@@ -102,14 +102,14 @@ def _parameters(findings: Mapping[str, Any]) -> Verdict:
     return of_faults("reference parameters", findings["missing"] + findings["odd"], fine)
 
 
-def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series, seen: Sequence[float]) -> Verdict:
+def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series) -> Verdict:
     repeated = {step["step"]: step for step in evidence["steps"]}
     usual = max((step["noise"][key] for step in evidence["steps"] if step["regular"]), default=0.0)
     gaps = []
-    for step, value in zip(series.steps, seen, strict=True):
+    for step in series.steps:
         expected = repeated.get(step.step, {})
         limit = _limit(key, max(usual, expected.get("noise", {}).get(key, 0.0)), expected)
-        gap = relative_gap(value, expected.get(key))
+        gap = relative_gap(getattr(step, key), expected.get(key))
         gaps.append((gap / limit, gap, limit, step.step))
     share, gap, limit, at = max(gaps)
     reason = f"differs most at step {at}" if share > 1 else f"{len(gaps)} steps agree"

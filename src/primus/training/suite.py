@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.files import write_file
 from primus.recipes.choose import CPU, computes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
@@ -125,7 +124,8 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
         of_job = outcome.basic_verdicts(outcomes[job.name]) if job.name in outcomes else (absent,)
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in of_job]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
-    compared = [*_of_base(jobs, outcomes, passed), *_of_several(jobs, outcomes)]
+    ended = {job.name: outcomes.get(job.name) or Outcome(job=job, exit_code=1, series=Series()) for job in jobs}
+    compared = [*_of_base(recipe_of(jobs), ended["base"], passed), *_of_several(jobs, ended)]
     verdicts += [_unless_absent(verdict, names, outcomes) for names, verdict in compared]
     return (*verdicts, _same_recipe(jobs, outcomes))
 
@@ -138,10 +138,7 @@ def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str
     return verdict
 
 
-def _of_base(
-    jobs: Sequence[Job], outcomes: Mapping[str, Outcome], passed: Set[str]
-) -> Iterator[tuple[tuple[str, ...], Verdict]]:
-    recipe, base = recipe_of(jobs), _left(outcomes, "base", jobs)
+def _of_base(recipe: Recipe, base: Outcome, passed: Set[str]) -> Iterator[tuple[tuple[str, ...], Verdict]]:
     limit, series, names, vocabulary = partial(_limit, recipe), base.series, ("base",), recipe.architecture.vocab_size
     if vocabulary and recipe.find(f"{recipe.backend}.weights", "random") == "random":
         yield names, checks.loss_plausible(series, vocabulary, limit("first_loss_tolerance"))
@@ -156,10 +153,9 @@ def _resized(recipe: Recipe) -> bool:
     return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
 
 
-def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Iterator[tuple[tuple[str, ...], Verdict]]:
+def _of_several(jobs: Sequence[Job], ended: Mapping[str, Outcome]) -> Iterator[tuple[tuple[str, ...], Verdict]]:
     recipe, planned = recipe_of(jobs), {job.name: job for job in jobs}
-    of_job = {name: _left(outcomes, name, jobs) for name in planned}
-    series, limit = {name: ended.series for name, ended in of_job.items()}, partial(_limit, recipe)
+    series, limit = {name: run.series for name, run in ended.items()}, partial(_limit, recipe)
     base = series["base"]
     if "repeat" in planned:
         tolerance, advice = limit("repeat_tolerance"), ""
@@ -167,7 +163,7 @@ def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Iterato
             advice = f"its kernels may add up in any order, {recipe.knows.keys['deterministic']}=true forbids it"
         again = checks.same_steps("same result again", base, series["repeat"], tolerance, advice=advice)
         yield ("base", "repeat"), again
-        yield ("base", "repeat"), _same_weights(of_job["base"], of_job["repeat"], tolerance)
+        yield ("base", "repeat"), _same_weights(ended["base"], ended["repeat"], tolerance)
         resumed, first = series["resume"], planned["resume"].first_step
         yield ("base", "resume"), checks.same_steps("resume", base, resumed, limit("resume_tolerance"), first=first)
         split, tolerance = series["accumulation"], limit("accumulation_tolerance")
@@ -180,10 +176,6 @@ def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Iterato
         if name.startswith(_PRECISION_JOB):
             words = (recipe.precision, name.removeprefix(_PRECISION_JOB))
             yield ("base", name), checks.same_loss(words, base, series[name], limit("precision_tolerance"))
-
-
-def _left(outcomes: Mapping[str, Outcome], name: str, jobs: Sequence[Job]) -> Outcome:
-    return outcomes.get(name) or Outcome(job=jobs[0], exit_code=1, series=Series())
 
 
 def _limit(recipe: Recipe, key: str) -> float:
@@ -287,9 +279,3 @@ def _job_entry(job: Job, outcome: Outcome | None) -> dict[str, Any]:
         "exact": outcome.series.exact,
         "series": metrics.rows(outcome.series, job.recipe, outcome.facts),
     }
-
-
-def write_record(record: Mapping[str, Any], path: Path) -> None:
-    """Write the record to ``path`` atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

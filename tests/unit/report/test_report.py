@@ -164,7 +164,8 @@ def test_a_record_is_read_like_a_folder(make: Make, tmp_path: Path, capsys: pyte
         [job], {"base": outcome}, verdicts(True), target="h200", gpu="NVIDIA H200", time="2026-11-20T00:00:00Z",
         image={"ref": "h200", "manifest": "sha256:12"},
     )  # fmt: skip
-    suite.write_record(made, tmp_path / "evidence/record.json")
+    (tmp_path / "evidence").mkdir()
+    (tmp_path / "evidence/record.json").write_text(json.dumps(made))
     folder = make("train")
     of_folder, of_record = read(folder), read(tmp_path / "evidence")
     assert of_record.summary == of_folder.summary

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,16 +84,11 @@ def apply_after_import() -> None:
     replace(random, "_get_cuda_rng_state", lambda *_, **__: None, takes="device, clone, graph_safe")
     replace(random, "_set_cuda_rng_state", lambda *_, **__: None, takes="new_state, device, graph_safe")
     # Its mesh of ranks requests the GPU.
-    replace(torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh)
+    mesh = SimpleNamespace(from_group=lambda group, _cuda: DeviceMesh.from_group(group, "cpu"))
+    replace(torch_fully_sharded_data_parallel, "DeviceMesh", mesh)
     # The all-to-all needs its splits as numbers. They become numbers only when they are copied from a GPU.
     takes = "tensor, as_numpy, record_stream"
     replace(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers, takes=takes)
-
-
-class _Mesh:
-    @staticmethod
-    def from_group(group: Any, _cuda: str) -> DeviceMesh:
-        return DeviceMesh.from_group(group, "cpu")
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, **_of_streams: Any) -> Any:

@@ -246,8 +246,8 @@ def describe(job: Job, sizes: Architecture, weights: Tensors) -> dict[str, Any]:
 
 
 def moved(job: Job, first: Tensors, last: Tensors, moving: Collection[str]) -> list[str]:
-    """Return which trained weights no step changed, and which frozen ones changed. Weights in bfloat16 may stay the same
-    if rounding loses every update; ``moving`` are those that must change.
+    """Return which trained weights no step changed, and which frozen ones changed. If rounding to bfloat16 loses every
+    update of a weight, it may stay the same; ``moving`` are those that must change.
     """
     narrow, wrong = kept_dtype(job) == "bfloat16", []
     for name, tensor in without_bias(first).items():

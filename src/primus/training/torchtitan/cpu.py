@@ -11,6 +11,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch._utils
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
 from primus.patch import replace
 from primus.training.loop.process import use_cpu
 from primus.training.loop.weights import fill
@@ -29,9 +36,6 @@ def apply() -> None:
 
 def _device() -> None:
     """Replace the device. torchtitan takes torch's accelerator, or else cuda, which a CPU build cannot set."""
-    import torch
-    import torch._utils
-
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = SimpleNamespace(name="cpu", total_memory=memory)
     additions: dict[str, Callable[..., Any]] = {
@@ -54,7 +58,6 @@ def _memory_stats(_device: object = None) -> dict[str, int]:
 
 def _barrier() -> None:
     """Ignore ``device_ids``, which torchtitan passes to the barrier and gloo refuses."""
-    import torch.distributed as dist
 
     def without_device_ids(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_ids", None)
@@ -65,7 +68,6 @@ def _barrier() -> None:
 
 def _gradient_reduction() -> None:
     """Reduce with a plain sum. With a gradient divisor, FSDP2 uses PREMUL_SUM, which gloo lacks."""
-    from torch.distributed.fsdp import FSDPModule
 
     def with_plain_sum(module: Any, factor: float) -> None:
         set_factor(module, factor)
@@ -76,7 +78,6 @@ def _gradient_reduction() -> None:
 
 def _histogram() -> None:
     """Compute ``histc``, by which routers count tokens, in float32: torch has integers only on GPUs."""
-    import torch
 
     def over_floats(values: Any, *args: Any, **kwargs: Any) -> Any:
         return histc(values.float(), *args, **kwargs).to(values.dtype)
@@ -96,17 +97,12 @@ def _random_numbers() -> None:
 
     On GPUs, DTensor gives each share its own random numbers. On CPUs, all shares of a matrix would be equal.
     """
-    from torch import nn
-
     parameters = "tensor, mean, std"
     for name, takes in (("normal_", parameters), ("trunc_normal_", f"{parameters}, a, b")):
         replace(nn.init, name, _drawn(getattr(nn.init, name)), takes=f"{takes}, generator")
 
 
 def _drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-    from torch.distributed.tensor import DTensor
-
     def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype) if isinstance(tensor, DTensor) else tensor
         draw(whole, *args, **kwargs)

@@ -15,6 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
 from primus.recipes.architecture import architecture
 from primus.training import facts, gloo, identity, tokens
 from primus.training.failure import noting, text_of
@@ -31,9 +35,6 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
     Only the job's optimizations change the training. A judged run also records what the reference compares with:
     :mod:`primus.training.witness`.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.train import Trainer
 
     base: Any = Trainer
@@ -106,7 +107,7 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                     group.update(settings)
                 for schedule, base_lrs in zip(self.lr_schedulers, rates, strict=True):
                     schedule.base_lrs = base_lrs
-                    follow(schedule)
+                    _set_rates(schedule)
             return loaded
 
         def _forget_place(self, folder: Path) -> None:
@@ -154,8 +155,7 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
     return ObservedTrainer
 
 
-def follow(schedule: Any) -> None:
-    """Set the learning rates of ``schedule`` (a LambdaLR) for its step, as if it had always had its settings."""
+def _set_rates(schedule: Any) -> None:
     rates = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
     for group, base, factor in rates:
         group["initial_lr"] = base
@@ -163,12 +163,9 @@ def follow(schedule: Any) -> None:
     schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
 
-def main(argv: list[str]) -> None:
-    """Train. torchtitan reads ``argv`` from ``sys.argv`` itself. Raises torchtitan's errors."""
-    folder = _folder_of(argv)
+def main(folder: Path) -> None:
+    """Train the job in ``folder``. torchtitan reads ``sys.argv`` itself. Raises torchtitan's errors."""
     job = json.loads((folder / "job.json").read_text())
-    import torch
-
     choose_store(folder)
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
@@ -189,10 +186,6 @@ def main(argv: list[str]) -> None:
         gloo.leave()
 
 
-def _folder_of(argv: list[str]) -> Path:
-    return Path(argv[argv.index("--job.config_file") + 1]).parent
-
-
 def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
     """Register the recipe's model, and the documents of its corpus by number, which the "tokenizer" turns to tokens."""
     from datasets import Dataset
@@ -207,8 +200,6 @@ def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
         def log(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float,
                 extra_metrics: dict[str, Any] | None = None) -> None:  # fmt: skip
             super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
-            import torch.distributed as dist
-
             if dist.get_rank() == 0:
                 line = {"step": step, "loss": repr(float(global_avg_loss)), "grad_norm": repr(float(grad_norm))}
                 with (Path(job["output"]) / "exact.jsonl").open("a", encoding="utf-8") as file:
@@ -254,5 +245,6 @@ def _arguments(cls: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    with noting(_folder_of(sys.argv)):
-        main(sys.argv[1:])
+    output = Path(sys.argv[sys.argv.index("--job.config_file") + 1]).parent
+    with noting(output):
+        main(output)

@@ -98,14 +98,12 @@ def _owned(job: Job) -> dict[str, Value]:
     if "torchtitan.checkpoint.last_save_model_only" not in recipe.settings:
         # By default, torchtitan 0.2.2 saves only weights after the last step, and no run can resume from those.
         owned["checkpoint.last_save_model_only"] = False
-    if job.resume_from is None and recipe.find(INITIAL, False):
+    if job.resume_from is not None or recipe.find(INITIAL, False):
         # Otherwise, torchtitan trains random weights without a word if no checkpoint is saved.
         owned |= {"checkpoint.load_only": not owned["checkpoint.enable"], "checkpoint.enable": True}
     if job.resume_from is not None:
         owned |= {
             "checkpoint.initial_load_in_hf": False,
-            "checkpoint.load_only": not owned["checkpoint.enable"],
-            "checkpoint.enable": True,
             "checkpoint.initial_load_path": str(job.resume_from),
             "checkpoint.initial_load_model_only": False,
         }

@@ -14,9 +14,6 @@ from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-# Short enough to show that a build is alive, long enough for the log of a build that takes an hour.
-HEARTBEAT_S = 30.0
-
 
 class Progress:
     """Shows running tasks, and one line per finished task. A context manager; any thread can call its methods.
@@ -26,7 +23,7 @@ class Progress:
     shown. ``key`` identifies one task; amounts are in ``unit`` ("bytes", "files", "steps").
     """
 
-    def __init__(self, console: Console | None = None, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, console: Console | None = None, *, heartbeat_s: float = 30.0) -> None:
         self._console = console or Console(quiet=True)
         self._live = self._console.is_terminal and not self._console.quiet
         columns = (BarColumn(bar_width=24), TimeElapsedColumn(), _Amount(), _LastLine())

@@ -31,7 +31,6 @@ _OF_TORCHRUN = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_GPU_OF_DOCUMENTS = "mi300x"
 
 
 @verb(
@@ -76,9 +75,9 @@ def compat(options: argparse.Namespace) -> int:
         return 0
     more = [f"--{name.replace('_', '-')}" for name in ("dry_run", "json") if getattr(chosen, name)]
     more += ["--output", chosen.output] if chosen.output else []
-    verb = tune if request.stage else train
-    parsed = verb.parser(f"compat {command}").parse_args([*arguments[1:], *more])
-    code = verb(parsed)
+    runner = tune if request.stage else train
+    parsed = runner.parser(f"compat {command}").parse_args([*arguments[1:], *more])
+    code = runner(parsed)
     if request.benchmark and not chosen.dry_run:
         _write_csv(command, *request.benchmark, parsed.output)
     return code
@@ -99,25 +98,25 @@ def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:
     if chosen.proxy:
         return request.for_proxy()
     if chosen.dry_run and not chosen.gpu and not detect().names:
-        gpu = request.gpu_of_path or _GPU_OF_DOCUMENTS
+        gpu = request.gpu_of_path or "mi300x"
         says = f"this machine has no GPU: resolved for {gpu}; --gpu NAME names another"
         return replace(request, choices=replace(request.choices, gpu=gpu), says=(*request.says, says))
     return request
 
 
 def _check_startable(command: str, request: Request, environment: Mapping[str, str]) -> None:
-    verb, *words = request.arguments()
+    name, *words = request.arguments()
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
         if request.stage:
-            hint = f"in the image, on a node with GPUs: primus {verb} {shlex.join(words)}"
+            hint = f"in the image, on a node with GPUs: primus {name} {shlex.join(words)}"
             raise HostError("GEMMs are tuned on one node, and not by a job that is submitted", hint=hint)
         image = environment.get("DOCKER_IMAGE")
         words += ["--image", image] if image else ["--container", "none"]
-        words += [f"--env={name}={value}" for name, value in request.environment.items()]
+        words += [f"--env={variable}={value}" for variable, value in request.environment.items()]
         hint = f"on a login node: primus launch slurm {shlex.join(words)}"
         raise HostError("the job is not submitted from here", hint=hint)
     if command == "madengine":
-        hint = f"run it on the host; here: primus {verb} {shlex.join(words)}"
+        hint = f"run it on the host; here: primus {name} {shlex.join(words)}"
         raise HostError(f"{command} starts containers, which is not possible inside the image", hint=hint)
 
 

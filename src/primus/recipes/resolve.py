@@ -19,7 +19,7 @@ from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import families, family
 from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict, rules_of
+from primus.recipes.rules import USABLE, gpu_bytes, predict, rules_of
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.recipes.weights import kind_faults, model_of, published_faults
 from primus.yamlfile import spell
@@ -102,11 +102,9 @@ def resolve(
         recipe = _with(recipe, "local_batch", dividing[-1])
     _check_sense(recipe, here=here)
     if memory := memory or gpu_bytes(recipe.gpu):
-        if dividing:
-            largest = largest_batch(recipe, USABLE * memory)
-            recipe = _with(recipe, "local_batch", next((size for size in dividing if size <= largest), dividing[-1]))
-        every = [_with(recipe, "resharding", word) for word in keeping]
-        recipe = next((each for each in every if predict(each).peak <= USABLE * memory), recipe)
+        for what, values in (("local_batch", dividing), ("resharding", keeping)):
+            every = [_with(recipe, what, value) for value in values]
+            recipe = next((each for each in every if predict(each).peak <= USABLE * memory), recipe)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 

@@ -121,27 +121,17 @@ def _port(host: Host, port: Path) -> Finding | str:
         return failed("RDMA", message, "check cable and switch, or leave it out with NCCL_IB_HCA")
     if host.text(port / "link_layer") != "Ethernet":
         return ""
-    best = gid_index(host, port)
-    chosen = host.environment.get("NCCL_IB_GID_INDEX")
-    if best is None:
+    gids = {int(path.name): host.text(path) for path in (port / "gids").glob("*") if path.name.isdigit()}
+    types = {index: host.text(port / "gid_attrs/types" / str(index)) for index in gids}
+    usable = {index: gid for index, gid in gids.items() if gid not in ("", _EMPTY_GID) and "v2" in types[index]}
+    if not usable:
         return failed("RDMA", "no GID is of RoCE v2 with an address", "give the interface an IP address")
-    if chosen is not None and chosen.isdecimal() and not _usable(host, port, int(chosen)):
+    best = min(usable, key=lambda index: (not usable[index].startswith(_IPV4), index))
+    chosen = host.environment.get("NCCL_IB_GID_INDEX", "")
+    if chosen.isdecimal() and int(chosen) not in usable:
         message = f"GID {chosen}, which NCCL_IB_GID_INDEX names, is not of RoCE v2"
         return failed("RDMA", message, f"NCCL_IB_GID_INDEX={best}")
     return str(best)
-
-
-def _usable(host: Host, port: Path, index: int) -> bool:
-    gid = host.text(port / "gids" / str(index))
-    return bool(gid) and gid != _EMPTY_GID and "v2" in host.text(port / "gid_attrs/types" / str(index))
-
-
-def gid_index(host: Host, port: Path) -> int | None:
-    """Return the index of the RoCE v2 GID to use, preferring one of an IPv4 address; None if there is none."""
-    indices = sorted(int(path.name) for path in (port / "gids").glob("*") if path.name.isdigit())
-    usable = [index for index in indices if _usable(host, port, index)]
-    routed = (index for index in usable if host.text(port / "gids" / str(index)).startswith(_IPV4))
-    return next(routed, usable[0] if usable else None)
 
 
 def variables(host: Host) -> dict[str, str]:
@@ -158,8 +148,7 @@ def variables(host: Host) -> dict[str, str]:
     return {name: text for name, text in chosen.items() if name not in host.environment}
 
 
-def choose_interface(host: Host) -> str:
-    """Return the interface that NCCL and gloo should use: that of the default route, else the fastest that is up."""
+def _best_interface(host: Host) -> str:
     real = (path for path in host.glob("sys/class/net/*") if not _VIRTUAL.match(path.name))
     candidates = [path.name for path in real if host.text(path / "operstate") in ("up", "unknown")]
     for line in host.text("proc/net/route").splitlines()[1:]:
@@ -170,8 +159,10 @@ def choose_interface(host: Host) -> str:
 
 
 def interface(host: Host) -> Iterator[Finding]:
-    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or recommend one."""
-    best = choose_interface(host)
+    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or recommend one: that of the
+    default route, else the fastest that is up.
+    """
+    best = _best_interface(host)
     folders = host.glob("sys/class/net/*")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         text = host.environment.get(variable, "")

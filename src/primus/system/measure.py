@@ -41,10 +41,6 @@ class _Bench:
         calls = max(5, min(500, int(_SECONDS / 5 / once.item())))
         return statistics.median(float(timer.timeit(calls).mean) for _ in range(5))
 
-    def free(self) -> int:
-        """Return the number of bytes that can be allocated."""
-        return int(torch.cuda.mem_get_info()[0]) if self.on_gpu else 1 << 28
-
 
 def _gemm_tflops(bench: _Bench, size: int) -> float:
     a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
@@ -93,7 +89,7 @@ def main(folder: Path, fp8: str) -> None:
     if bench.world > 1:
         _right_sum(bench)
         # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
-        message = min(8 << 30, bench.free() // 4) if bench.on_gpu else 1 << 20
+        message = min(8 << 30, torch.cuda.mem_get_info()[0] // 4) if bench.on_gpu else 1 << 20
         # Bus bandwidth as in NVIDIA's nccl-tests: an all-reduce sends and receives each byte twice.
         data = torch.zeros(message // 4, device=bench.device)
         figures["all-reduce"] = 2 * _bus_gb_s(bench, data, lambda: dist.all_reduce(data))

@@ -6,7 +6,6 @@ import os
 import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -28,18 +27,16 @@ _NO_GPU = "no GPU on this machine"
 
 def present(host: Host) -> Iterator[Finding]:
     """Check that GPUs are present, and that all have a driver."""
-    unbound: Counter[str] = Counter()
-    bus = 0
-    for device in host.glob("sys/bus/pci/devices/*"):
-        if host.text(device / "class")[:6] in _COMPUTE and (maker := host.text(device / "vendor")) in (_AMD, _NVIDIA):
-            bus += 1
-            # The driver is also bound for GPUs of the host that this container does not see.
-            unbound[maker] += not (device / "driver").exists()
-    names = host.gpus.names
-    if missing := unbound.total():
-        module = "amdgpu" if unbound[_AMD] else "nvidia"
+    makers = {path: host.text(path / "vendor") for path in host.glob("sys/bus/pci/devices/*")
+              if host.text(path / "class")[:6] in _COMPUTE}  # fmt: skip
+    devices = [path for path, maker in makers.items() if maker in (_AMD, _NVIDIA)]
+    # The driver is also bound for GPUs of the host that this container does not see.
+    unbound = [makers[path] for path in devices if not (path / "driver").exists()]
+    names, bus = host.gpus.names, len(devices)
+    if unbound:
+        module = "amdgpu" if _AMD in unbound else "nvidia"
         remedy = f"sudo modprobe {module}; sudo dmesg | grep -i -e amdgpu -e NVRM tells why it failed"
-        yield failed("gpus", f"{missing} of {bus} GPUs on the PCI bus have no driver", remedy)
+        yield failed("gpus", f"{len(unbound)} of {bus} GPUs on the PCI bus have no driver", remedy)
     elif not names and bus:
         message = f"{bus} GPUs have a driver, and none can be used for computing"
         yield failed("gpus", message, "sudo dmesg | grep -i kfd")

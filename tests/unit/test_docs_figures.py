@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.recipes.backends import backends
+from primus.recipes.schema import backends
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

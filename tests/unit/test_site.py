@@ -17,7 +17,7 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from primus.cli.main import VERBS, main
-from primus.recipes.backends import backends
+from primus.recipes.schema import backends
 
 ROOT = Path(__file__).parents[2]
 PAGE_BYTES = 500_000

@@ -12,9 +12,9 @@ from typing import Any
 from primus.compat.experiment import is_experiment, read_experiment
 from primus.compat.translate import options, recipe_of, table, translate
 from primus.errors import HostError, InputError, nearest
-from primus.recipes.backends import backends
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
+from primus.recipes.schema import backends
 from primus.recipes.setting import Choices
 
 TUNING = "PRIMUS_HIPBLASLT_TUNING_STAGE"

@@ -10,7 +10,7 @@ from typing import Any
 
 from primus.compat.translate import Option, Translation, recipe_of, table, translate, typed
 from primus.errors import InputError, nearest
-from primus.recipes.backends import backends
+from primus.recipes.schema import backends
 from primus.recipes.setting import Value
 from primus.schema import build
 from primus.yamlfile import Document, Scalar, Tree, read_values, spell

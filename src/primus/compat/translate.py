@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from primus.errors import InputError, nearest
-from primus.recipes.backends import backends
-from primus.recipes.schema import backend_rules
+from primus.recipes.schema import backend_rules, backends
 from primus.recipes.setting import Value
 from primus.yamlfile import Scalar, read_values, spell, value
 

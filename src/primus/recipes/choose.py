@@ -12,7 +12,7 @@ from pathlib import Path
 
 from primus.errors import InputError, nearest
 from primus.gpus.table import arch_of, generation, load_table
-from primus.recipes.backends import backends
+from primus.recipes.schema import backends
 from primus.recipes.setting import CHOICES, Choices, Setting
 
 # A proxy tests code. The small rounding errors of fp32 allow tight checks.

@@ -11,8 +11,8 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.gpus.table import load_table
 from primus.recipes.architecture import Architecture, Size, architecture, size
-from primus.recipes.backends import backends
 from primus.recipes.choose import check_choice, computes, supported
+from primus.recipes.schema import backends
 from primus.recipes.setting import Setting, Value
 from primus.yamlfile import Document, Key, Scalar, Tree, parse_values, read_text
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 from primus.errors import InputError
 from primus.files import below
 from primus.recipes.architecture import Architecture, architecture
-from primus.recipes.backends import Backend, backends
 from primus.recipes.load import beside
+from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import WORDS, Choices, Setting, Value
 
 # An asset of this name is not a file: its tokens are made from the seed.

@@ -14,12 +14,12 @@ from typing import Any
 
 from primus.errors import InputError, nearest
 from primus.recipes import load, schema
-from primus.recipes.backends import Backend, backends
 from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import families, family
 from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, predict, rules_of
+from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.recipes.weights import kind_faults, model_of, published_faults
 from primus.yamlfile import spell

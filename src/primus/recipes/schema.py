@@ -1,4 +1,4 @@
-"""The keys that a recipe may contain, with their types, defaults and bounds.
+"""The table of backends, and the keys that a recipe may contain, with their types, defaults and bounds.
 
 The keys of a backend are in ``keys/BACKEND.json``, which ``nox -s docs`` generates from the source of the version that
 versions.yaml pins. Keys are therefore checked in the same way whether or not the backend is installed.
@@ -9,19 +9,60 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from primus.recipes.architecture import Architecture
-from primus.recipes.backends import backends
 from primus.recipes.setting import WORDS, Setting, Value, outside
-from primus.yamlfile import LARGEST, read_values
+from primus.yamlfile import LARGEST, Scalar, read_values
 
 # Text that can be part of a file name.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One backend. Keys omit the backend's name. The comments in ``backends.yaml`` explain the fields."""
+
+    name: str
+    modes: tuple[str, ...]
+    packages: tuple[str, ...]
+    cpu: tuple[str, ...]
+    keys: Mapping[str, str]
+    degrees: Mapping[str, str]
+    owned: Mapping[str, str]
+    memory_error: float
+    judged: tuple[str, ...]
+    unmodelled: tuple[str, ...] = ()
+    shard: str = ""
+    warmup: str = "training.warmup_steps"
+    evaluates: bool = False
+    resharding: bool = False
+    sharded_precision: bool = False
+    latent_tp: bool = False
+    needs: Mapping[str, str] = field(default_factory=dict)
+    bounds: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    inside: Sequence[str] = ()
+    checkpointing: Sequence[Mapping[str, Scalar]] = ()
+
+    def key(self, what: str) -> str:
+        """Return the full key of a setting that every backend has: ``steps`` → ``torchtitan.training.steps``."""
+        return f"{self.name}.{self.keys[what]}"
+
+
+@cache
+def backends() -> Mapping[str, Backend]:
+    """Return all backends by name."""
+    content = cast(Mapping[str, Mapping[str, object]], read_values(Path(__file__).with_name("backends.yaml")).data)
+    table = {}
+    for name, entry in content.items():
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        table[name] = Backend(name=name, **values)  # type: ignore[arg-type]
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.files import read_bytes
-from primus.recipes.backends import backends
+from primus.recipes.schema import backends
 from primus.schema import build, parse_json, read_json
 from primus.training.checks import Verdict
 from primus.training.metrics import Summary

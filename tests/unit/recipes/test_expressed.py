@@ -9,10 +9,9 @@ import pytest
 
 from primus.errors import InputError
 from primus.recipes import resolve
-from primus.recipes.backends import backends
 from primus.recipes.family import families, family
 from primus.recipes.recipe import Recipe
-from primus.recipes.schema import Rule, model_rules
+from primus.recipes.schema import Rule, backends, model_rules
 from primus.recipes.setting import Choices
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render as megatron

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from primus.recipes.backends import backends
 from primus.recipes.choose import values_of
 from primus.recipes.rules import RULES
+from primus.recipes.schema import backends
 from primus.training.backend import BACKENDS
 
 SOURCE = Path(__file__).parents[3] / "src" / "primus"

@@ -7,8 +7,8 @@ import pytest
 
 from primus.errors import InputError
 from primus.recipes import load, resolve, schema
-from primus.recipes.backends import backends
 from primus.recipes.rules import rules_of
+from primus.recipes.schema import backends
 from primus.recipes.setting import Choices, ends_of, outside
 from primus.release.docs import dataclass_keys
 

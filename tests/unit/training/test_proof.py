@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from primus.errors import InputError
-from primus.recipes.backends import backends
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import rules_of
-from primus.recipes.schema import backend_rules
+from primus.recipes.schema import backend_rules, backends
 from primus.recipes.setting import Choices
 from primus.training import proof
 from primus.training.logs import Series, Step

@@ -14,9 +14,9 @@ from primus.gpus.table import generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU, among, values_of
 from primus.recipes.load import Entry, entries, folder, names, no_recipes
-from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
+from primus.recipes.rules.loop import Memory
 from primus.recipes.setting import CHOICES
 from primus.recipes.weights import origin_of_sizes
 from primus.system.host import Host

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
-from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules.loop import Rules
+from primus.recipes.rules.loop import Memory, Rules
 from primus.recipes.rules.megatron import Megatron
 from primus.recipes.rules.torchtitan import Torchtitan
 

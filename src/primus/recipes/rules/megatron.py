@@ -8,9 +8,17 @@ from typing import Any
 from primus.recipes.architecture import size
 from primus.recipes.choose import CPU
 from primus.recipes.faults import Fault
-from primus.recipes.memory import BFLOAT16, FLOAT32, RECOMPUTED, Memory, layer_elements, unsharded, width_of
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules.loop import Rules
+from primus.recipes.rules.loop import (
+    BFLOAT16,
+    FLOAT32,
+    RECOMPUTED,
+    Memory,
+    Rules,
+    layer_elements,
+    unsharded,
+    width_of,
+)  # fmt: skip
 
 # Megatron has fused kernels for some norms, RoPE and SiLU, so eager layers keep less than in other backends (fitted).
 _EAGER = 1.08

@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from primus.recipes import memory as terms
 from primus.recipes.architecture import Architecture, size
 from primus.recipes.choose import CPU
 from primus.recipes.family import family
 from primus.recipes.faults import Fault
-from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules.loop import DTYPES, Rules
+from primus.recipes.rules import loop as terms
+from primus.recipes.rules.loop import DTYPES, Memory, Rules
 from primus.turbo.optimizations import chosen
 
 _DTYPE = "torchtitan.training.dtype"

@@ -20,6 +20,9 @@ from primus.training import failure, launch
 from primus.training.outcome import RunResult, read_result
 from primus.tuning.throughput import Point, different, gain
 
+# Begins the lines that the command itself prints of an error.
+_SAID = "primus train: "
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -130,33 +133,27 @@ class Search:
             [sys.executable, "-m", "primus.cli.main", "train", *words], log=output.with_suffix(".log"),
             environment=os.environ, on_line=lines.append, hopeless=lambda: time.monotonic() > end,
         )  # fmt: skip
-        prefix, reported = "primus train: ", ""
-        if ended.exit_code:
-            errors = (line.removeprefix(prefix).strip() for line in lines if line.startswith(prefix))
-            reported = next(errors, f"exit code {ended.exit_code}")
-        result = replace(_read(output, reported, self._warmup), seconds=round(ended.seconds, 1))
-        if ended.seconds <= self._limit:
-            return result, ended.exit_code
-        return replace(result, tokens_per_second=None, reason=f"it took longer than {self._limit:g} s"), 1
-
-
-def _read(output: Path, reported: str, warmup: int) -> Result:
-    try:
-        ended = read_result(output)
-        steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError, InputError):
-        ended, steps = RunResult(exit_code=1), []
-    reason = ended.cause
-    if not reason and not ended.passed:
-        failed = (f"{verdict.name}: {verdict.reason}" for verdict in ended.verdicts if not verdict.passed)
-        reason = next(failed, reported or "no result")
-    rates = [float(step["tokens_per_second"]) for step in steps[warmup:] if step.get("tokens_per_second")]
-    if not reason and not rates:
-        reason = f"no step was left to measure after {warmup} of warm-up"
-    return Result(
-        tokens_per_second=statistics.median(rates) if rates and not reason else None,
-        memory_gib=max((step["memory_gib"] for step in steps if step.get("memory_gib") is not None), default=None),
-        losses=tuple(step["loss"] for step in steps if step.get("loss") is not None),
-        reason=reason,
-        seconds=0.0,
-    )
+        try:
+            run = read_result(output)
+            steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, InputError):
+            run, steps = RunResult(exit_code=1), []
+        rates = [float(step["tokens_per_second"]) for step in steps[self._warmup :] if step.get("tokens_per_second")]
+        reason, late = run.cause, ended.seconds > self._limit
+        if late:
+            reason = f"it took longer than {self._limit:g} s"
+        elif not reason and not run.passed:
+            failed = (f"{verdict.name}: {verdict.reason}" for verdict in run.verdicts if not verdict.passed)
+            errors = (line.removeprefix(_SAID).strip() for line in lines if line.startswith(_SAID))
+            code = ended.exit_code
+            reason = next(failed, None) or (next(errors, f"exit code {code}") if code else "no result")
+        elif not reason and not rates:
+            reason = f"no step was left to measure after {self._warmup} of warm-up"
+        result = Result(
+            tokens_per_second=statistics.median(rates) if rates and not reason else None,
+            memory_gib=max((step["memory_gib"] for step in steps if step.get("memory_gib") is not None), default=None),
+            losses=tuple(step["loss"] for step in steps if step.get("loss") is not None),
+            reason=reason,
+            seconds=round(ended.seconds, 1),
+        )
+        return result, 1 if late else ended.exit_code

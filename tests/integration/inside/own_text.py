@@ -495,7 +495,7 @@ def check_no_torch(_case: str, where: Path) -> None:
     """The command that starts a run tokenizes, and must not wait for torch."""
     code = "import sys; from primus.training.tokens import Encoder, without_torch; without_torch(); "
     code += f"Encoder({str(folder_of(where / 'tokenizer', CONFIG))!r}); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run(["env", sys.executable, "-c", code], check=True)
 
 
 try_all((

@@ -30,6 +30,10 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "src/primus/training/reference/README.md": "reference-model.md",
     "src/primus/engine/README.md": "engine.md",
+    "src/primus/gates/README.md": "how-gates-examine.md",
+    "src/primus/release/README.md": "statement-format.md",
+    "src/primus/training/README.md": "flops.md",
+    "src/primus/turbo/README.md": "self-test.md",
     "src/primus/compat/README.md": "old-commands.md",
 }
 STANDS_FOR = {

@@ -77,8 +77,10 @@ def build(args: argparse.Namespace) -> int:
         if len(target.target.channels) > 1:
             print(f"{target.name}: channel {target.choice.channel}, {target.choice.reason}", file=sys.stderr)
     rules, spent = rules_hash(), dict[str, float]()
-    images = [image for plan in plans if (image := finished(workspace.store, plan, rules))]
-    if args.rehash or len(images) < len(plans):
+    # With --rehash, the store may be damaged, and is mended first.
+    there = () if args.rehash else plans
+    images = [image for plan in there if (image := finished(workspace.store, plan, rules))]
+    if len(images) < len(plans):
         # Seam "pipeline": a build with nothing to do needs none of it, and would take twice the time.
         from primus.engine.pipeline import Options
         from primus.engine.pipeline import build as build_images

@@ -148,8 +148,9 @@ def _complete() -> None:
 
     parser = argparse.ArgumentParser(prog="primus")
     parsers = parser.add_subparsers()
+    typed = os.environ.get("COMP_LINE", "").split()[1:2]
     for verb, (_, line) in installed_verbs().items():
-        parsers.add_parser(verb, help=line, parents=[parser_of(verb)], add_help=False)
+        parsers.add_parser(verb, help=line, parents=[parser_of(verb)] if verb in typed else [], add_help=False)
     argcomplete.autocomplete(parser)
 
 

@@ -233,7 +233,7 @@ def same_steps(
     first: int = 1, last: float = math.inf, advice: str = "",
 ) -> Verdict:  # fmt: skip
     """Check that two runs have the same loss and gradient norm at every step from ``first`` to ``last``."""
-    limit = "equal to the last bit" if tolerance == 0 else _relative(tolerance)
+    limit = "equal to the last bit" if tolerance == 0 else f"relative gap ≤ {tolerance:g}"
     compared = [step for step in base.steps if first <= step.step <= last]
     if not compared:
         return Verdict(name, False, "the base run has no steps to compare with", limit=limit)
@@ -252,7 +252,7 @@ def same_steps(
 
 def same_loss(precisions: tuple[str, str], base: Series, other: Series, tolerance: float) -> Verdict:
     """Check that two precisions with the same data and seed agree in the mean loss of the last fifth."""
-    name, limit = f"loss in {precisions[1]}", _relative(tolerance)
+    name, limit = f"loss in {precisions[1]}", f"relative gap ≤ {tolerance:g}"
     if len(base.losses) < 5 or len(other.losses) < 5:
         return Verdict(name, False, "needs at least 5 steps of both", limit=limit)
     means = [statistics.fmean(series.losses[-(len(series.losses) // 5) :]) for series in (base, other)]
@@ -273,10 +273,6 @@ def throughput(measured: float | None, reference: float, tolerance: float) -> Ve
 
 def _gap(step: Step, twin: Step) -> float:
     return max(relative_gap(step.loss, twin.loss), relative_gap(step.grad_norm, twin.grad_norm))
-
-
-def _relative(tolerance: float) -> str:
-    return f"relative gap ≤ {tolerance:g}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

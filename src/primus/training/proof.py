@@ -33,8 +33,6 @@ _LIMITS: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml")
 
 def unjudged(recipe: Recipe) -> str | None:
     """Return why the reference cannot repeat a run of ``recipe``, in a sentence, or None if it can."""
-    if recipe.precision == "mxfp8":
-        return "the reference does not round to MX formats"
     if recipe.precision not in recipe.knows.judged:
         return f"the reference does not round to {recipe.precision.upper()} as {recipe.backend} does"
     for key in recipe.section("assets"):
@@ -44,8 +42,6 @@ def unjudged(recipe: Recipe) -> str | None:
     tokenizer = recipe.asset("tokenizer")
     if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
         return "the tokenizer has no tokenizer.json, which the reference reads"
-    if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0) > 0:
-        return "dropout is random"
     if recipe.weights is not None and family(recipe.architecture.family).tuned:
         activation = config_of(recipe.weights)[1].get("hidden_act", "silu")
         if activation not in ("silu", "swish"):

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in of_job]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
     ended = {job.name: outcomes.get(job.name) or Outcome(job=job, exit_code=1, series=Series()) for job in jobs}
-    compared = [*_of_base(recipe_of(jobs), ended["base"], passed), *_of_several(jobs, ended)]
+    compared = _comparisons(jobs, ended, passed)
     verdicts += [_unless_absent(verdict, names, outcomes) for names, verdict in compared]
     return (*verdicts, _same_recipe(jobs, outcomes))
 
@@ -138,25 +137,23 @@ def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str
     return verdict
 
 
-def _of_base(recipe: Recipe, base: Outcome, passed: Set[str]) -> Iterator[tuple[tuple[str, ...], Verdict]]:
-    limit, series, names, vocabulary = partial(_limit, recipe), base.series, ("base",), recipe.architecture.vocab_size
-    if vocabulary and recipe.find(f"{recipe.backend}.weights", "random") == "random":
-        yield names, checks.loss_plausible(series, vocabulary, limit("first_loss_tolerance"))
-    yield names, checks.loss_falls(series, limit("loss_drop"), repeated=passed >= _STEPS)
-    yield names, checks.grad_norm_steady(series, limit("grad_norm_jump"), repeated=_NORM in passed)
-    if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not _resized(recipe):
-        speed = base.summary.tokens_per_second
-        yield names, checks.throughput(speed, limit("throughput"), limit("throughput_tolerance"))
-
-
-def _resized(recipe: Recipe) -> bool:
-    return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
-
-
-def _of_several(jobs: Sequence[Job], ended: Mapping[str, Outcome]) -> Iterator[tuple[tuple[str, ...], Verdict]]:
+def _comparisons(
+    jobs: Sequence[Job], ended: Mapping[str, Outcome], passed: Set[str]
+) -> Iterator[tuple[tuple[str, ...], Verdict]]:
     recipe, planned = recipe_of(jobs), {job.name: job for job in jobs}
-    series, limit = {name: run.series for name, run in ended.items()}, partial(_limit, recipe)
+    series, vocabulary = {name: run.series for name, run in ended.items()}, recipe.architecture.vocab_size
     base = series["base"]
+
+    def limit(key: str) -> float:
+        return recipe.get(f"validation.{key}", float)
+
+    if vocabulary and recipe.find(f"{recipe.backend}.weights", "random") == "random":
+        yield ("base",), checks.loss_plausible(base, vocabulary, limit("first_loss_tolerance"))
+    yield ("base",), checks.loss_falls(base, limit("loss_drop"), repeated=passed >= _STEPS)
+    yield ("base",), checks.grad_norm_steady(base, limit("grad_norm_jump"), repeated=_NORM in passed)
+    if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not _resized(recipe):
+        speed = ended["base"].summary.tokens_per_second
+        yield ("base",), checks.throughput(speed, limit("throughput"), limit("throughput_tolerance"))
     if "repeat" in planned:
         tolerance, advice = limit("repeat_tolerance"), ""
         if not recipe.deterministic:
@@ -178,8 +175,8 @@ def _of_several(jobs: Sequence[Job], ended: Mapping[str, Outcome]) -> Iterator[t
             yield ("base", name), checks.same_loss(words, base, series[name], limit("precision_tolerance"))
 
 
-def _limit(recipe: Recipe, key: str) -> float:
-    return recipe.get(f"validation.{key}", float)
+def _resized(recipe: Recipe) -> bool:
+    return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
 
 
 def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
@@ -214,8 +211,8 @@ def digest_of_suite(number: int, jobs: Sequence[str], limits: Mapping[str, Any])
 
 
 def reference_version() -> str:
-    """Return a hash of the reference's code. Another reference proves something else."""
-    files = sorted(Path(reference.__file__).parent.glob("*.py"))
+    """Return a hash of the reference's code and limits. Another reference proves something else."""
+    files = sorted(path for path in Path(reference.__file__).parent.iterdir() if path.suffix in (".py", ".yaml"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

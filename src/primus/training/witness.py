@@ -9,13 +9,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,31 +183,27 @@ class Taken:
     weights: Mapping[str, torch.Tensor] | None = None
 
 
-class Trained(Protocol):
-    """This job's parameters by name, and the input of its last update, whole on rank 0. All ranks call both."""
-
-    def whole(self) -> Mapping[str, torch.Tensor]: ...  # noqa: D102
-
-    def taken(self) -> Taken | None: ...  # noqa: D102
-
-
 class Witness:
-    """Records what one rank uses. Methods marked "all ranks" must be called on all of them in the same order."""
+    """Records what one rank uses. Methods marked "all ranks" must be called on all of them in the same order.
+
+    ``whole`` and ``taken`` are those of :class:`primus.training.loop.session.Session`.
+    """
 
     def __init__(
         self,
         output: Path,
         parts: Sequence[torch.nn.Module],
         data_rank: int,
-        trained: Trained | None = None,
         *,
+        whole: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        taken: Callable[[], Taken | None] = lambda: None,
         examined: Sequence[int] = (),
     ) -> None:
         self._examined = examined
         self._blocks = Blocks(parts)
         self._folder = output / "witness"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._parts, self._trained = parts, trained
+        self._parts, self._whole, self._taken = parts, whole or partial(whole_parameters, parts), taken
         self._batch: dict[str, list[torch.Tensor]] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
@@ -226,7 +222,7 @@ class Witness:
 
     def first_weights(self, step: int) -> None:
         """Record the weights before the first update; ``step`` is the last finished step. All ranks."""
-        self._weights(step)
+        self._weights(step, self._whole())
         if step + 1 in self._examined:
             self._blocks.watch()
 
@@ -252,14 +248,15 @@ class Witness:
         if step in self._examined:
             calls = {"data_rank": self._rank["data_rank"], "calls": self._blocks.taken()}
             torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
-        taken = self._trained.taken() if self._trained else None
+        taken = self._taken()
         if taken is None and self._rates:
             taken = Taken(gradients=self._gradients, rates=self._rates)
         if _rank() == 0 and taken:
             content = {key: value for key, value in vars(taken).items() if key != "weights"}
             torch.save(content, self._folder / f"update-{step}.pt")
         self._gradients, self._rates = {}, {}
-        self._weights(step, taken.weights if taken else None)
+        # Other ranks than the first have no weights at hand, and gathering them is a matter of all.
+        self._weights(step, self._whole() if taken is None or taken.weights is None else taken.weights)
 
     def erase(self) -> None:
         """Set everything that is trained, and all optimizer states, to zero, and reset the random numbers."""
@@ -281,9 +278,7 @@ class Witness:
         (self._folder / f"random-{_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
         torch.set_rng_state(self._random)
 
-    def _weights(self, step: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        if weights is None:
-            weights = self._trained.whole() if self._trained else whole_parameters(self._parts)
+    def _weights(self, step: int, weights: Mapping[str, torch.Tensor]) -> None:
         if _rank() == 0:
             waiting = self._folder / f"weights-{step}.waiting"
             torch.save({"weights": dict(weights)}, waiting)

@@ -247,7 +247,9 @@ def _save(job: RankJob, session: Session, report: Report, step: int) -> Path:
 
 def _witness(job: RankJob, session: Session) -> Witness:
     examined = job.examined if job.blocks else ()
-    witness = Witness(job.output, session.model_parts, session.data_rank, session, examined=examined)
+    witness = Witness(
+        job.output, session.model_parts, session.data_rank, whole=session.whole, taken=session.taken, examined=examined
+    )
     witness.first_weights(job.first_step - 1)
     return witness
 

@@ -19,6 +19,7 @@ from primus.training.reference.data import Samples
 from primus.training.reference.model import Model, Transformer
 from primus.training.reference.models import Part, Trial, products_of_blocks
 from primus.training.reference.names import Job, Tensors
+from primus.training.reference.rounding import LIMITS
 
 # One call of a module: its inputs, outputs and their gradients, by the names of primus.training.witness.
 Call = Mapping[str, Tensor]
@@ -28,19 +29,7 @@ Rows = list[dict[str, Any]]
 # Name of a module's input or output → its shape [samples, length, size].
 Shapes = Mapping[str, Shape]
 
-# How many times the noise of its scores a token's chosen expert must be ahead of the next one. Closer tokens may go to
-# either expert, and are not compared.
-_AHEAD = 8.0
-# A token in doubt whose error is this many times the noise went to another expert.
-_FLIPPED = 8.0
-# Relative differences that come from adding in another order; and those of FLUX's time, whose angles of up to 1,000
-# radians are float32 numbers.
-_FLOOR = 1e-6
-_FLOOR_OF_TIME = 1e-4
-_SMALLEST = 1e-30
-# The least number of compared tokens of which a median is taken; and that of a sample's tokens for one of its own. An
-# image of FLUX has 24, of text and of pictures, whose medians are those of a few.
-_ENOUGH, _LONG = 8, 64
+_LIMITS = LIMITS["blocks"]
 
 
 class Unlike(Exception):
@@ -61,7 +50,7 @@ class Result:
     rounded: Tensor
     certain: Tensor
     entered: Tensor | None = None
-    floor: float = _FLOOR
+    floor: float = _LIMITS["floor"]
     balanced: bool = False
     moved: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -161,7 +150,12 @@ class _MicroBatch:
         if time is not None:
             seen, exact, rounded = time[:, None], context[:, None], near[:, None]
             yield Result(
-                name="time", run=seen, exact=exact, rounded=rounded, certain=_every(seen), floor=_FLOOR_OF_TIME
+                name="time",
+                run=seen,
+                exact=exact,
+                rounded=rounded,
+                certain=_every(seen),
+                floor=_LIMITS["time"],
             )
             context = time
         for name in names:
@@ -243,7 +237,7 @@ class _MicroBatch:
         if gradient is not None and near is not None and back is not None:
             if not sure.all():
                 # Attention spreads the gradient of a token that went to another expert over its sample.
-                usual = _FLIPPED * _mean_square(result.noises[sure])
+                usual = _LIMITS["flipped"] * _mean_square(result.noises[sure])
                 sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
             trials = [(key, trial.model) for key, trial in pair.trials.items() if "gradients" in trial.shows]
             yield Result(
@@ -314,7 +308,7 @@ def _shapes(model: Transformer, batch: Batch) -> tuple[Shapes, Shapes, Shape]:
 def _sure(exact: Model, rounded: Transformer) -> Tensor:
     (choice,), (other,) = exact.choices.values(), rounded.choices.values()
     moved = (other.to(choice.dtype) - choice).abs().amax(-1)
-    return ~exact.doubtful(choice, _AHEAD * moved.clamp(min=_mean_square(moved)))
+    return ~exact.doubtful(choice, _LIMITS["ahead"] * moved.clamp(min=_mean_square(moved)))
 
 
 def _dtype(weights: Tensors) -> torch.dtype:
@@ -341,7 +335,7 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     if not sure.any():
         return row
     # Before the first update of a layer that begins at 0, all gradients are 0.
-    floor = results[0].floor * _mean_square(exact.norm(dim=-1)[sure]) + _SMALLEST
+    floor = results[0].floor * _mean_square(exact.norm(dim=-1)[sure]) + _LIMITS["smallest"]
     usual = _mean_square(noise[sure]) + floor
     allowed = noise.clamp(min=usual)
     ratios = torch.where(sure, errors / allowed, 0.0)
@@ -349,11 +343,11 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     others = sure.scatter(0, ratios.argmax(0, keepdim=True), value=False)
     squares, spread = (torch.where(others, part.square(), 0.0).sum(0) for part in (errors, allowed))
     places = (squares / spread.clamp(min=usual**2)).sqrt()
-    parts = [part if sure.shape[1] >= _LONG else part[None] for part in (errors, noise, sure)]
+    parts = [part if sure.shape[1] >= _LIMITS["long"] else part[None] for part in (errors, noise, sure)]
     medians = [
         float(of[held].median() / (rounding[held].median() + floor))
         for of, rounding, held in zip(*parts, strict=True)
-        if int(held.sum()) >= min(_ENOUGH, held.numel())
+        if int(held.sum()) >= min(_LIMITS["enough"], held.numel())
     ]
     size = float(change.norm(dim=-1)[sure].norm())
     run, rounded = (torch.cat([getattr(result, key) for result in results]).double() for key in ("run", "rounded"))

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from itertools import chain, groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,8 @@ class _Stream(Samples):
         documents = [tokens for tokens, _ in _tokenized(job, int(config.get("debug.seed") or 0))]
         self._length = int(config["training.seq_len"])
         self._per_step = int(config["training.local_batch_size"]) * job["accumulation"]
-        ranks = job["data_parallel"]
-        share, rest = divmod(len(documents), ranks)
-        starts = [share * rank + min(rank, rest) for rank in range(ranks + 1)]
-        self._tokens = [torch.tensor([*chain(*documents[start:end])]) for start, end in pairwise(starts)]
+        shares = torch.arange(len(documents)).tensor_split(job["data_parallel"])
+        self._tokens = [torch.tensor([token for n in share for token in documents[n]]) for share in shares]
 
     def batch(self, step: int, rank: int) -> Batch:
         tokens, size = self._tokens[rank], self._per_step * (self._length + 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from primus.training.reference.model import Transformer, Weights
-from primus.training.reference.rounding import Rounding, attended, exact
+from primus.training.reference.rounding import Rounding, exact
 
 _EPS = 1e-6
 # The number of sinusoids that encode a time, and their longest period in radians.
@@ -140,12 +140,7 @@ class Diffusion(Transformer):
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, turn: Turn) -> Tensor:
         query, key = (self.between(_turned(part, *turn)) for part in (query, key))
-        scale = query.shape[-1] ** -0.5
-        if self.between is not exact:
-            return attended(query, key, value, None, scale=scale, between=self.between, adding=self.adding)
-        scores = query @ key.transpose(-1, -2) * (scale * self.constants.attention)
-        shares = self.constants.shares(scores.softmax(-1))
-        return (shares @ value).transpose(1, 2).flatten(-2)
+        return self.attended(query, key, value, torch.zeros((), dtype=torch.bool), query.shape[-1] ** -0.5)
 
     @property
     def _eps(self) -> float:

@@ -109,6 +109,15 @@ class Transformer:
             balance = balance + extra
         return self.head(weights, states, context), balance
 
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
+        """Return attention's output [samples, length, heads · size]. Pairs that are ``hidden`` do not attend."""
+        if self.between is not exact:
+            return attended(query, key, value, hidden, scale=scale, between=self.between, adding=self.adding)
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+        scores = (query * (scale * self.constants.attention)) @ key.transpose(-1, -2)
+        shares = self.constants.shares(scores.masked_fill(hidden, -torch.inf).softmax(-1))
+        return (shares @ value).transpose(1, 2).flatten(-2)
+
     def losses(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor]:
         """Return the loss of each label, or of each image, and the balancing loss per token."""
         predicted, balance = self.prediction(weights, batch)
@@ -260,12 +269,7 @@ class Model(Transformer):
         hidden = place[None, :] > place[:, None]
         if 0 < self.sizes.window < length:
             hidden |= place[None, :] <= place[:, None] - self.sizes.window
-        if self.between is not exact:
-            return attended(query, key, value, hidden, scale=scale, between=self.between, adding=self.adding)
-        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-        scores = (query * (scale * self.constants.attention)) @ key.transpose(-1, -2)
-        shares = self.constants.shares(scores.masked_fill(hidden, -torch.inf).softmax(-1))
-        return (shares @ value).transpose(1, 2).flatten(-2)
+        return self.attended(query, key, value, hidden, scale)
 
     def _angles(self, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
         theta = float(self.sizes.rope_theta)

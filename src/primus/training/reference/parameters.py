@@ -15,6 +15,7 @@ from torch import Tensor
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import weights_of
 from primus.training.reference.names import BIAS, Job, Tensors, to_canonical
+from primus.training.reference.rounding import LIMITS
 
 
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
@@ -64,20 +65,9 @@ def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> di
     return adapters
 
 
-# Mean and standard deviation of random numbers must be within this many standard errors of their expected values.
-_ERRORS = 6.0
+_LIMITS = LIMITS["first_weights"]
 # Standard deviation of N(0, 1) truncated to ±3.
 _CUT_AT_3 = 0.98658
-# The same standard deviation, computed in two ways, may differ in its last bits, and so may the weights.
-_SAME = 1e-5
-# torchtitan's matrices of a layer, in the order in which they are drawn.
-_DRAWN = (
-    *(f"attention.w{kind}.weight" for kind in ("kv_a", "kv_b", "q_a", "q_b", "q", "k", "v", "o")),
-    *(f"feed_forward.w{number}.weight" for number in "123"),
-    *(f"moe.experts.w{number}" for number in "123"),
-    "moe.router.gate.weight",
-    *(f"moe.shared_experts.w{number}.weight" for number in "123"),
-)
 # The parts that PEFT adds to the names of weights.
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 # Names of matrices whose products are added to the residual stream.
@@ -97,9 +87,9 @@ def strange(job: Job, sizes: Architecture, weights: Mapping[str, Tensor]) -> lis
             continue
         std, count = _deviation(job, sizes, name, tensor), tensor.numel()
         seen, mean = float(wide.std()), float(wide.mean())
-        if abs(seen / std - 1) > _ERRORS / math.sqrt(2 * count):
+        if abs(seen / std - 1) > _LIMITS["errors"] / math.sqrt(2 * count):
             findings.append(f"{name} begins with a standard deviation of {seen:.4g}, not {std:.4g}")
-        elif abs(mean) > _ERRORS * std / math.sqrt(count):
+        elif abs(mean) > _LIMITS["errors"] * std / math.sqrt(count):
             findings.append(f"{name} begins with a mean of {mean:.4g}, not 0")
         elif _repeats(tensor, job["world_size"]):
             findings.append(f"{name} begins with the same numbers in each rank's share")
@@ -139,7 +129,7 @@ def other_seeds(job: Job, sizes: Architecture, folder: Path) -> list[str]:
     drawn = _of_torchtitan if job["backend"] == "torchtitan" else _by_name
     for name, expected in drawn(job, sizes, stored, seed):
         tensor = stored[name].float()
-        if float((tensor - expected).abs().max()) > _SAME * float(expected.abs().max()):
+        if float((tensor - expected).abs().max()) > _LIMITS["same"] * float(expected.abs().max()):
             findings.append(f"{name} is not what seed {seed} draws")
     return findings
 
@@ -165,7 +155,7 @@ def _of_torchtitan(job: Job, sizes: Architecture, stored: Tensors, seed: int) ->
     if any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
         return
     plain = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in stored}
-    matrices = (f"layers.{layer}.{part}" for layer in range(sizes.layers) for part in _DRAWN)
+    matrices = (f"layers.{layer}.{part}" for layer in range(sizes.layers) for part in _LIMITS["drawn"])
     generator = torch.Generator().manual_seed(seed)
     for name in filter(plain.__contains__, ("tok_embeddings.weight", *matrices, "output.weight")):
         tensor = stored[plain[name]]

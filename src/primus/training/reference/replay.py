@@ -23,24 +23,12 @@ from primus.training.reference.model import Model, Transformer
 from primus.training.reference.models import Models, Part
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
-from primus.training.reference.rounding import bfloat
+from primus.training.reference.rounding import LIMITS, bfloat
 from primus.training.reference.update import gaps_of, scales_of, typical
 
-# The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
-_ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
-# At steps that are not examined, the reference computes how far the precision moves its results if a gap exceeds the
-# sum of this many times the noise of the examined ones and the difference below. A smaller gap passes whatever the
-# noise is: both must stay below the limits in primus.training.proof. The noise of the norm is that of its whole vector,
-# so a norm of the same rounding is much closer.
-_SUSPECT = {"loss": 3.0, "grad_norm": 1.0, "gradient": 3.0}
-_SMALL = {"loss": 1.5e-6, "grad_norm": 3e-5, "gradient": 3e-5}
-# How much the scores of two experts may differ, relative to the larger one, while rounding still decides between them.
-# In each of two runs, one token that went to the other expert caused the whole gap of 0.6 of an expert with few tokens.
-_DOUBT = 2.0**-6
+_LIMITS = LIMITS["replay"]
 # Each thread of the command line holds the gradients of a step.
 _MOST_THREADS = 4
-# Further roundings that are then tried, as scales of the grid to which numbers are rounded.
-_GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 
 
 def replay(output: Path, threads: int = 1) -> dict[str, Any]:
@@ -127,7 +115,7 @@ class _Replay:
         self._optimizer = update.AdamW(self._settings)
         self._reported = _reported(folder.parent / "exact.jsonl")
         self._exact = self._models.exact
-        self._rounding = _ROUNDING[kept_dtype(job)]
+        self._rounding = _LIMITS["rounding"][kept_dtype(job)]
         self.narrow = False
         self.moving: set[str] = set()
         self._examined = {*job["examined"]}
@@ -152,7 +140,7 @@ class _Replay:
                 usual[key] = max(usual.get(key, 0.0), noise)
         suspicious = [
             step for step in steps if step not in self._examined
-            and any(gap > _of_key(_SMALL, key) + _of_key(_SUSPECT, key) * usual[key]
+            and any(gap > _limit("small", key) + _limit("suspect", key) * usual[key]
                     for key, gap in self._gaps(computed[step].row).items())
         ]  # fmt: skip
         computed |= zip(suspicious, pool.map(lambda step: self._compute(step, noisy=True), suspicious), strict=True)
@@ -230,7 +218,7 @@ class _Replay:
             if not self._exact and self._doubtful(row):
                 # A few tokens may determine the error of a tensor or of the loss, and one rounding may spare them by
                 # chance.
-                others = [self._noise(step, before, exact, scales, grid)[0] for grid in _GRIDS]
+                others = [self._noise(step, before, exact, scales, grid)[0] for grid in _LIMITS["grids"]]
                 noise["gaps"] = {
                     kind: max(gap, typical([other["gaps"][kind] for other in others]))
                     for kind, gap in noise["gaps"].items()
@@ -252,11 +240,11 @@ class _Replay:
         model = self._models.model()
         if not isinstance(model, Model) or not self._sizes.moe.experts:
             return {}
-        other = self._pass(step, weights, replace(model, doubt=_DOUBT))
+        other = self._pass(step, weights, replace(model, doubt=_LIMITS["doubt"]))
         return {kind: gap for kind, (gap, _) in gaps_of(other.clipped, limited, scales).items()}
 
     def _doubtful(self, row: Mapping[str, Any]) -> bool:
-        noises = {key: _of_key(_SUSPECT, key) * noise for key, noise in _noises(row["noise"]).items()}
+        noises = {key: _limit("suspect", key) * noise for key, noise in _noises(row["noise"]).items()}
         return any(1e-5 + noises[key] < gap <= 10 * noises[key] for key, gap in self._gaps(row).items())
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, Tensor]) -> list[str]:
@@ -347,8 +335,8 @@ def _noises(noise: Mapping[str, Any]) -> dict[str, float]:
     return gaps | {key: noise[key] for key in ("loss", "grad_norm")}
 
 
-def _of_key(values: Mapping[str, float], key: str) -> float:
-    return values.get(key, values["gradient"])
+def _limit(kind: str, key: str) -> float:
+    return float(_LIMITS[kind].get(key, _LIMITS[kind]["gradient"]))
 
 
 def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: int) -> Tensors:

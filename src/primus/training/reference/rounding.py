@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from primus.yamlfile import read_values
+
 Rounding = Callable[[Tensor], Tensor]
+# What rounding alone may do, by the module that asks.
+LIMITS: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml")).data
 
 
 def exact(tensor: Tensor) -> Tensor:
@@ -36,7 +41,7 @@ _OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: 
 
 
 def attended(
-    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, *, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *, scale: float,
     between: Rounding, adding: bool,
 ) -> Tensor:  # fmt: skip
     """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused kernels.
@@ -53,13 +58,13 @@ def attended(
 class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None,
+        context: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor,
         scale: float, between: Rounding, adding: bool,
     ) -> Tensor:  # fmt: skip
         groups = key.shape[1]
         query = query.unflatten(1, (groups, -1))
         scores = scale * query @ key.unsqueeze(2).transpose(-1, -2)
-        shares = (scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)).softmax(-1)
+        shares = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
         narrow = between(shares)
         out = between(narrow @ value.unsqueeze(2))
         context.save_for_backward(query, key, value, shares, narrow, out)

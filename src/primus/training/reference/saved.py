@@ -17,14 +17,9 @@ from primus.training.reference.model import Model
 from primus.training.reference.models import scale_of
 from primus.training.reference.names import Tensors, to_canonical
 from primus.training.reference.parameters import adapter_shapes
+from primus.training.reference.rounding import LIMITS
 
-# Settings of adapters that name where they come from, or concern training only.
-_FREE = {
-    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "init_lora_weights", "lora_dropout",
-    "peft_type", "peft_version", "revision", "task_type",
-}  # fmt: skip
-# How far logits may be apart. Measured: 4e-7.
-_LOGITS = 1e-4
+_LIMITS = LIMITS["saved"]
 
 
 def differences(output: Path, job: dict[str, Any], sizes: Architecture, last: Tensors) -> list[str]:
@@ -79,7 +74,7 @@ def _other_model(
     with torch.no_grad():
         theirs = model.float()(tokens).logits
         ours, _ = Model(sizes).prediction({n: t.float() for n, t in saved.items()}, {"inputs": tokens})
-    if not (gap := float((theirs - ours).norm() / ours.norm())) <= _LOGITS:
+    if not (gap := float((theirs - ours).norm() / ours.norm())) <= _LIMITS["logits"]:
         findings.append(f"{folder.name}, loaded with transformers, gives other logits: {gap:.1%} apart")
     return findings
 
@@ -98,7 +93,7 @@ def _other_adapters(folder: Path, job: Mapping[str, Any], sizes: Architecture, l
     seen = json.loads(file.read_text(encoding="utf-8"))
     seen["target_modules"] = sorted(seen["target_modules"])
     for key, value in json.loads(json.dumps(expected.to_dict(), default=sorted)).items():
-        if key not in _FREE and seen.get(key) != value:
+        if key not in _LIMITS["free"] and seen.get(key) != value:
             findings.append(f"{file.name}: {key} is {seen.get(key)}, not {value}")
     return findings
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 from primus.errors import InputError, nearest
 from primus.gpus.table import load_table
@@ -14,7 +15,7 @@ from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.choose import check_choice, computes, supported
 from primus.recipes.schema import backends
 from primus.recipes.setting import Setting, Value
-from primus.yamlfile import Document, Key, Scalar, Tree, parse_values, read_text
+from primus.yamlfile import Document, Key, Tree, parse_values, read_text
 
 _IN_IMAGE = Path("/opt/primus/recipes")
 
@@ -196,28 +197,26 @@ def words(value: Value) -> tuple[str, ...]:
 def _settings(
     document: Document, place: Key, data: Mapping[str, Tree], other: Sequence[str] = ()
 ) -> dict[str, Setting]:
+    """Return the settings in ``data`` by dotted names; ``a.b: 1`` and ``a: {b: 1}`` are the same key."""
     settings: dict[str, Setting] = {}
-    for key, value in data.items():
-        if key not in other:
-            _flatten(document, (*place, key), key, value, settings)
+    for at, value in _leaves(place, {key: value for key, value in data.items() if key not in other}):
+        key = ".".join(map(str, at[len(place) :]))
+        if key in settings:
+            hint = f"it is also set at {settings[key].origin}"
+            raise InputError(f"duplicate key {key!r}", where=document.where(at), hint=hint)
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(item, list | dict):
+                raise InputError(f"{key} must hold plain values only", where=document.origin((*at, index)))
+        settings[key] = Setting(value=cast(Value, value), origin=document.origin(at))
     return settings
 
 
-def _flatten(document: Document, place: Key, key: str, value: Tree, into: dict[str, Setting]) -> None:
-    """Add ``value`` to ``into`` under its dotted name; ``a.b: 1`` and ``a: {b: 1}`` are the same key."""
-    if isinstance(value, dict):
-        for word, inner in value.items():
-            _flatten(document, (*place, word), f"{key}.{word}", inner, into)
-        return
-    if key in into:
-        hint = f"it is also set at {into[key].origin}"
-        raise InputError(f"duplicate key {key!r}", where=document.where(place), hint=hint)
-    plain: list[Scalar] = []
-    for index, item in enumerate(value if isinstance(value, list) else ()):
-        if isinstance(item, list | dict):
-            raise InputError(f"{key} must hold plain values only", where=document.origin((*place, index)))
-        plain.append(item)
-    into[key] = Setting(value=plain if isinstance(value, list) else value, origin=document.origin(place))
+def _leaves(place: Key, data: Tree) -> Iterator[tuple[Key, Tree]]:
+    if isinstance(data, dict):
+        for word, value in data.items():
+            yield from _leaves((*place, word), value)
+    else:
+        yield place, data
 
 
 @dataclass(frozen=True, kw_only=True)

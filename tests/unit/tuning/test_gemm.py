@@ -74,15 +74,14 @@ def test_a_failure_says_why_and_keeps_the_rest(tmp_path: Path) -> None:
     assert len((tmp_path / "ledger").read_text().splitlines()) == before + 1
 
 
-@pytest.mark.parametrize("finished", [1, 6])
-def test_a_kill_loses_no_finished_shape(finished: int, tmp_path: Path) -> None:
+def test_a_kill_loses_no_finished_shape(tmp_path: Path) -> None:
     program, work, ledger = stand_in(tmp_path), tmp_path / "work", tmp_path / "ledger"
     call = (
         "from pathlib import Path; from primus.tuning import gemm; "
         f"gemm.measure({shapes(160)!r}, Path({str(work)!r}), ['0', '1'], {program!r})"
     )
     process = subprocess.Popen([sys.executable, "-c", call], start_new_session=True)
-    while len(list(work.glob("part-?.csv"))) < finished and process.poll() is None:
+    while len(list(work.glob("part-?.csv"))) < 3 and process.poll() is None:
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

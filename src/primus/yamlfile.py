@@ -129,19 +129,15 @@ def parse_values(text: str, name: str) -> Document:
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
     """Return the scalar, or list of scalars, for ``text`` from a command line. Raises InputError for anything else."""
-    shown = _printable(text if len(text) <= 60 else f"{text[:60]}…")
+    shown = text if len(text) <= 60 else f"{text[:60]}…"
     try:
-        parsed: Tree = parse_values(text, "value").data
+        parsed: Scalar | list[Scalar] = parse_values(text, "value").data
     except InputError as error:
         reason = error.message.removeprefix("this is not YAML: ")
-        raise InputError(f"{shown!r} is not a plain value: {reason}", where=_printable(where)) from None
-    if isinstance(parsed, list):
-        items = [item for item in parsed if not isinstance(item, list | dict)]
-        if len(items) == len(parsed):
-            return items
-    elif not isinstance(parsed, dict):
-        return parsed
-    raise InputError(f"{shown!r} is not a plain value", where=where, hint="give a scalar or a list of scalars")
+        raise InputError(f"{shown!r} is not a plain value: {reason}", where=where) from None
+    if any(isinstance(item, list | dict) for item in (parsed if isinstance(parsed, list) else [parsed])):
+        raise InputError(f"{shown!r} is not a plain value", where=where, hint="give a scalar or a list of scalars")
+    return parsed
 
 
 def conflict(text: str, name: str) -> InputError | None:
@@ -152,10 +148,6 @@ def conflict(text: str, name: str) -> InputError | None:
     where = f"{name}:{text.count(chr(10), 0, match.start()) + 1}:1"
     hint = "keep one of the two sides and delete the marker lines"
     return InputError("a merge conflict is not resolved here", where=where, hint=hint)
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def scalar(text: str) -> Scalar:

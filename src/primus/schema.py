@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, cast
@@ -63,10 +63,12 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping[str, Any]) -> object:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: Mapping[str, Any]) -> object:
     if hint is Any:
         return data
+    if hint in _SCALARS:
+        return _scalar(hint, data, doc, key, meta)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         if data is None and type(None) in args:
             return None
@@ -80,14 +82,16 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
         if len(data) < meta.get("least", 0):
             raise InputError(f"{key[-1]} is an empty list", where=doc.where(key), hint=meta["doc"])
         return tuple(_value(args[0], item, doc, (*key, i), meta) for i, item in enumerate(data))
-    if origin in (dict, typing.get_origin(typing.Mapping[str, str])):
+    if origin in (dict, Mapping):
         if not isinstance(data, dict):
             raise _wrong("a mapping", data, doc, key)
         return {name: _value(args[1], item, doc, (*key, name), meta) for name, item in data.items()}
-    if origin is typing.Literal:
-        if data not in args:
-            raise _wrong("one of " + ", ".join(map(str, args)), data, doc, key, near=[str(a) for a in args])
-        return data
+    if data not in args:  # of a typing.Literal
+        raise _wrong("one of " + ", ".join(map(str, args)), data, doc, key, near=[str(a) for a in args])
+    return data
+
+
+def _scalar(hint: type, data: Plain, doc: Document, key: Key, meta: Mapping[str, Any]) -> object:
     shape, fits, _ = _SCALARS[hint]
     meaning: object = data
     if not doc.typed and hint is not str and isinstance(data, str):
@@ -157,7 +161,7 @@ def json_schema(cls: type, *, title: str) -> dict[str, Any]:
     }
 
 
-def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> dict[str, Any]:
+def _schema(hint: Any, defs: dict[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         (inner,) = (a for a in args if a is not type(None))
@@ -184,7 +188,7 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
     if origin is tuple:
         least = {"minItems": meta["least"]} if meta.get("least") else {}
         return {"type": "array", "items": _schema(args[0], defs, meta), **least}
-    if origin in (dict, typing.get_origin(typing.Mapping[str, str])):
+    if origin in (dict, Mapping):
         return {"type": "object", "additionalProperties": _schema(args[1], defs, meta)}
     if origin is typing.Literal:
         return {"enum": list(args)}

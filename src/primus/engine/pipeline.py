@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING
 
@@ -47,8 +45,7 @@ KINDS: Mapping[str, Kind] = {
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a build: ``offline`` uses downloaded files only, ``rehash`` reads all files and layers again,
-    ``engine`` runs build actions, ``quiet`` shows no progress, ``judge`` lets the gates judge the image. ``spent`` gets
-    the seconds of each stage.
+    ``engine`` runs build actions, ``quiet`` shows no progress, ``judge`` lets the gates judge the image.
     """
 
     offline: bool = False
@@ -56,14 +53,6 @@ class Options:
     engine: str = "auto"
     quiet: bool = False
     judge: bool = True
-    spent: dict[str, float] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Count what happens inside as the stage ``name``."""
-        begin = time.monotonic()
-        yield
-        self.spent[name] = time.monotonic() - begin
 
 
 def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
@@ -90,12 +79,9 @@ def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) ->
             check_pins(plan.resolved)
     with choose_progress(options.quiet) as progress:
         workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine, judge=options.judge)
-        with options.stage("fetch"):
-            _fetch_files(workshop, plans, offline=options.offline)
-        with options.stage("build"):
-            ran = _run_actions(workshop, _missing(plans, workshop.done))
-        with options.stage("check"):  # compose → gates → index
-            return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
+        _fetch_files(workshop, plans, offline=options.offline)
+        ran = _run_actions(workshop, _missing(workshop, plans))
+        return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
 
 
 def _image(workshop: Workshop, plan: ImagePlan, ran: Collection[str], rules: str) -> Built:
@@ -131,7 +117,7 @@ def _check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
 
 
 def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
-    todo = _missing(plans, workshop.done)
+    todo = _missing(workshop, plans)
     for kind in {action.kind: None for action in todo}:
         KINDS[kind].prepare([action for action in todo if action.kind == kind], workshop)
     inputs = {file.sha256: file for action in todo for file in action.files}
@@ -158,12 +144,12 @@ def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: boo
     )
 
 
-def _missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
+def _missing(workshop: Workshop, plans: Sequence[ImagePlan]) -> list[Action]:
     # What only finished actions depend on is skipped.
     todo: dict[str, Action] = {}
 
     def visit(action: Action) -> None:
-        if action.key not in todo and not done(action):
+        if action.key not in todo and not workshop.done(action):
             for needed in (*action.needs, *action.tools):
                 visit(needed)
             todo[action.key] = action

@@ -109,7 +109,7 @@ class Workshop:
                 self.progress.finish(action.key, f"{result.file}, {seconds:.1f} s")
             else:
                 layer = asdict(replace(result, seconds=seconds))
-                store.save("actions", action.key, {**record, "tree": action.tree, "layer": layer})
+                store.save("actions", action.key, {**record, "layer": layer})
                 self.progress.finish(action.key, f"{result.blob.size / 1e6:.1f} MB, {seconds:.1f} s")
         return True
 

@@ -116,7 +116,9 @@ def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None
     """Raise CheckFailed, with the first conflicts, if two layers of an image contain the same path.
 
     ``layers`` are name, whether the layer is of the base image, and path → ``kind mode uid:gid``, lowest first. The
-    base image's own layers may replace each other's files, so they count as one.
+    base image's own layers may replace each other's files, so they count as one. Folders may be shared if kind, mode
+    and owner agree. No path may lie below another layer's symbolic link, because unpacking would replace the link
+    (``/lib`` on a merged /usr).
     """
     base: dict[str, str] = {}
     components = []
@@ -125,26 +127,19 @@ def check_overlap(layers: Iterable[tuple[str, bool, Mapping[str, str]]]) -> None
             base |= paths
         else:
             components.append((name, paths))
-    conflicts = overlaps([("the base image", base), *components])
-    if conflicts:
+    if conflicts := list(_overlaps([("the base image", base), *components])):
         more = f" (and {len(conflicts) - 5} more)" if len(conflicts) > 5 else ""
         hint = "let one component own it, or leave the file out of the other"
         raise CheckFailed(f"two layers own one path: {'; '.join(conflicts[:5])}{more}", hint=hint)
 
 
-def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Return one sentence per conflict between layers (name, path → ``kind mode uid:gid``), lowest layer first.
-
-    Folders may be shared if kind, mode and owner agree. No path may lie below another layer's symbolic link, because
-    unpacking would replace the link (``/lib`` on a merged /usr).
-    """
+def _overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
     owners: dict[str, tuple[str, str]] = {}
-    conflicts: list[str] = []
     for name, paths in layers:
         for path in sorted(owners.keys() & paths.keys()):
             owner, meta = owners[path]
             if not (meta == paths[path] and meta.startswith("dir ")):
-                conflicts.append(f"/{path} is in both {owner} ({meta}) and {name} ({paths[path]})")
+                yield f"/{path} is in both {owner} ({meta}) and {name} ({paths[path]})"
         for path, meta in paths.items():
             owners.setdefault(path, (name, meta))
     links = {path for path, (_, meta) in owners.items() if meta.startswith("symlink ")}
@@ -153,8 +148,7 @@ def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     below = {folder: link for folder in folders if (link := _link_at(folder, links))}
     for path, (owner, _) in owners.items() if below else ():
         if above := below.get(path.rpartition("/")[0]):
-            conflicts.append(f"/{path} of {owner} lies below the symbolic link /{above} of {owners[above][0]}")
-    return conflicts
+            yield f"/{path} of {owner} lies below the symbolic link /{above} of {owners[above][0]}"
 
 
 def _link_at(folder: str, links: set[str]) -> str:

@@ -365,9 +365,5 @@ def storage_error(error: OSError, path: Path) -> HostError:
             f"the disk that holds {path.parent} is full",
             hint="free space and run it again: finished work is kept",
         )
-    hint = "run this as a user who may write there, or choose another folder with --store"
-    if error.errno == errno.EROFS:
-        hint = "choose a folder on a file system that can be written with --store"
-    elif error.errno not in (errno.EACCES, errno.EPERM):
-        hint = "choose a folder on another file system with --store"
+    hint = "run this as a user who may write there, or choose a folder on another file system with --store"
     return HostError(f"cannot write {path}: {error.strerror or error}", hint=hint)

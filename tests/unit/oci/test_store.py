@@ -56,15 +56,6 @@ def test_zstd_bytes_do_not_depend_on_the_number_of_processors(store: Store, monk
     assert len(digests) == 1
 
 
-def test_record_without_its_whole_blob_does_not_count(store: Store) -> None:
-    layer = write_layer(store, entries())
-    store.save("actions", "k" * 64, {"name": "x", "layer": asdict(layer)})
-    assert store.layer("k" * 64) == layer
-    path = store.blob_path(layer.blob.digest)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert store.layer("k" * 64) is None
-
-
 def test_source_that_fails_leaves_nothing(store: Store) -> None:
     def broken() -> object:
         raise OSError(errno.EIO, "Input/output error")
@@ -75,15 +66,7 @@ def test_source_that_fails_leaves_nothing(store: Store) -> None:
     assert list((store.root / "blobs/sha256").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"),
-    [
-        (errno.EACCES, "as a user who may write there, or choose another folder with --store"),
-        (errno.EROFS, "can be written with --store"),
-        (errno.ENOENT, "another file system with --store"),
-        (errno.ENOSPC, "free space"),
-    ],
-)
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EACCES, "another file system"), (errno.ENOSPC, "free space")])
 def test_a_store_that_cannot_be_written_names_the_remedy(number: int, remedy: str) -> None:
     error = storage_error(OSError(number, os.strerror(number)), Path("/store/x"))
     assert remedy in str(error.hint)
@@ -164,12 +147,15 @@ def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
         sweeper.join()
 
 
-def test_what_was_left_out_is_read_back_and_a_record_in_another_shape_is_missing(store: Store) -> None:
+@pytest.mark.parametrize("damage", ["shape", "blob"])
+def test_a_record_in_another_shape_or_without_its_whole_blob_is_missing(store: Store, damage: str) -> None:
     left_out = LeftOut(files=2, size=9, pruned=1, objects=3, freed=7)
     layer = replace(write_layer(store, entries()), left_out=left_out)
     store.save("actions", "k" * 64, {"name": "x", "layer": asdict(layer)})
     assert store.layer("k" * 64) == layer
-    record = store.record("actions", "k" * 64) or {}
-    record["layer"]["left_out"] = [2, 9]
-    store.save("actions", "k" * 64, record)
+    if damage == "shape":
+        store.save("actions", "k" * 64, {"layer": {**asdict(layer), "left_out": [2, 9]}})
+    else:
+        path = store.blob_path(layer.blob.digest)
+        path.write_bytes(path.read_bytes()[:-1])
     assert store.layer("k" * 64) is None

@@ -1,4 +1,4 @@
-"""The differences between two releases, and what other published tables say about each."""
+"""The differences between two releases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Diff:
     """The comparison of two releases, called ``image:tag``. The origin is empty for a release that AMD published.
 
     ``sections`` are facts (date, size, GPUs and identity), components, and what else both sides state;
-    ``not_compared`` is what only one of them states. ``contradictions`` and ``notes`` are sentences by release.
+    ``not_compared`` is what only one of them states. ``notes`` are sentences by release.
     ``curves`` are differences between the golden curves of both sides, and ``issues`` the known issues of the new one.
     """
 
@@ -53,7 +53,6 @@ class Diff:
     new_origin: str
     sections: tuple[Section, ...]
     not_compared: tuple[str, ...]
-    contradictions: Mapping[str, tuple[str, ...]]
     notes: Mapping[str, tuple[str, ...]]
     curves: tuple[str, ...] = ()
     issues: tuple[str, ...] = ()
@@ -102,23 +101,9 @@ def diff(
         new_origin=new.origin,
         sections=tuple(sections),
         not_compared=tuple(sorted(before.keys() ^ after.keys())),
-        contradictions={side.reference: lines for side in sides if (lines := contradictions(side))},
         notes={side.reference: side.notes for side in sides if side.notes and not side.origin},
         curves=curves,
         issues=issues,
-    )
-
-
-def contradictions(release: Release) -> tuple[str, ...]:
-    """Return one sentence for each other table of the same tag: its source, and the values that differ."""
-    best = {**release.components, **release_facts(release), "digest": release.digest and release.digest[7:15]}
-
-    def value(what: str, other: str) -> str:
-        return f"{what} {other}" + (f" (best known: {best[what]})" if best.get(what) else "")
-
-    return tuple(
-        f"{other.source}: {', '.join(value(what, text) for what, text in other.differs.items())}"
-        for other in release.alternates
     )
 
 

@@ -30,18 +30,6 @@ _NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternate:
-    """Another table that ``source`` published for the same tag, and the values in which it ``differs``.
-
-    The names of values are those of components and of :func:`primus.release.diff.release_facts`; of a digest, it has
-    the first 8 digits.
-    """
-
-    source: str
-    differs: Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Release:
     """One published image tag, or pins or an image in the same form, with their ``origin``.
 
@@ -66,7 +54,6 @@ class Release:
     supported_until: str | None = None
     drivers: str | None = None
     components: Mapping[str, str | None]
-    alternates: tuple[Alternate, ...] = ()
     notes: tuple[str, ...] = ()
     origin: str = ""
     locked: Mapping[str, str] = field(default_factory=dict)

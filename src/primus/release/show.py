@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from primus.release.diff import ROWS, Change, Diff, component_order, contradictions, release_facts
+from primus.release.diff import ROWS, Change, Diff, component_order, release_facts
 from primus.release.history import History, Release, newest_first
 from primus.terminal import PLAIN, Screen, Styled
 
@@ -28,8 +28,7 @@ def _heading(text: str, screen: Screen) -> list[str]:
 def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
     """Return a table with one row per release, newest first."""
     rows = [_row(release) for release in newest_first(releases)]
-    legend = [part for line in _legend(rows) for part in screen.wrap(line)]
-    return "\n".join([*screen.table(rows, head=_HEAD), *legend])
+    return "\n".join(filter(None, [*screen.table(rows, head=_HEAD), _legend(rows)]))
 
 
 def release_page(release: Release, screen: Screen = PLAIN) -> str:
@@ -37,16 +36,12 @@ def release_page(release: Release, screen: Screen = PLAIN) -> str:
     absent = _ABSENT[bool(release.origin)]
     facts = {**release_facts(release), **({"same table as": release.same_as} if release.same_as else {})}
     names = component_order([*release.components])
-    sections = {
-        "other sources on this tag": contradictions(release),
-        "notes": release.notes,
-    }
     lines = [
         *_heading(release.reference, screen)[1:],
         *screen.table([(name, value or absent) for name, value in facts.items()], indent="  "),
         *_heading("components", screen),
         *screen.table([(name, release.components[name] or absent) for name in names], indent="  "),
-        *_items(sections, screen),
+        *_items({"notes": release.notes}, screen),
     ]
     return "\n".join(lines)
 
@@ -91,9 +86,6 @@ def _remarks(difference: Diff) -> dict[str, Sequence[str]]:
         "training": difference.curves,
         f"known issues of {difference.new}": difference.issues,
         "stated by one side only": [", ".join(difference.not_compared)] if difference.not_compared else [],
-        "other sources on these tags": [
-            f"{tag}, {line}" for tag, lines in difference.contradictions.items() for line in lines
-        ],
         **{f"notes on {reference}": notes for reference, notes in difference.notes.items()},
     }
 
@@ -110,25 +102,20 @@ def page(history: History) -> str:
         "Every training image tag that is known to be published, newest first. `primus releases NAME` shows "
         "everything known about a release. `primus diff v25.10 v26.8` compares two releases, and "
         "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values that were not "
-        "published are never filled in from elsewhere.",
+        "published are never filled in from elsewhere. Where several tables of a tag differ, these are the best known "
+        "values.",
         "",
         *history.deprecations,
         "",
         *table(_HEAD, _escaped_rows(rows)),
         "",
-        " ".join(map(_escaped, _legend(rows))),
+        _legend(rows),
         "",
         *section(
             "Components",
             ("tag", *map(_escaped, columns)),
             _escaped_rows((r.reference, *(r.components.get(name) or _NONE for name in columns)) for r in every),
             "Versions as published. Newer releases list more components; see `primus releases NAME`.",
-        ),
-        *section(
-            "Contradicting tables",
-            ("tag", "other table"),
-            _escaped_rows((r.reference, line) for r in every for line in contradictions(r)),
-            "Some tags have several published tables that differ. The tables above show the best known value.",
         ),
     ]
     return "\n".join(lines)
@@ -144,18 +131,14 @@ def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
 
 
 def _row(release: Release) -> tuple[str, ...]:
-    star = " *" if contradictions(release) else ""
     pins = " (versions.yaml)" if release.origin else ""
     versions = (release.components.get(name) or _NONE for name in ("rocm", "pytorch"))
     gpus, size = (release_facts(release)[name] or _NONE for name in ("GPUs", "size"))
-    return (release.reference + pins + star, release.date or _NONE, *versions, gpus, size)
+    return (release.reference + pins, release.date or _NONE, *versions, gpus, size)
 
 
-def _legend(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    lines = [f"{_NONE} not published."] if any(_NONE in row for row in rows) else []
-    if any(row[0].endswith("*") for row in rows):
-        lines.append("* another published table differs: see primus releases NAME.")
-    return lines
+def _legend(rows: Sequence[tuple[str, ...]]) -> str:
+    return f"{_NONE} not published." if any(_NONE in row for row in rows) else ""
 
 
 def _counts(changes: Sequence[Change], same: int) -> str:

@@ -47,12 +47,6 @@ def test_component_order() -> None:
     assert names == ["rocm", "aiter", "lib9", "lib10", "zlib"]
 
 
-def test_contradictions_of_both_sides_are_shown() -> None:
-    text = text_of(diff(one("v26.3"), one("v26.4")))
-    assert "rocm/primus:v26.3, Megatron-LM history page: rocm 7.2.0 (best known: 7.2.1)" in text
-    assert "rocm/primus:v26.4, Megatron-LM history page: digest da50bfe9 (best known: c3d9033c)" in text
-
-
 def test_an_ambiguous_name_names_the_choices(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(select(HISTORY, "v25.10")) == 2, "but their tables are equal"
     assert one("v25.10").reference == "rocm/primus:v25.10"

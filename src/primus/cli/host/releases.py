@@ -32,7 +32,7 @@ def _releases() -> list[str]:
     example="primus releases v26.4",
 )
 def releases(args: argparse.Namespace) -> int:
-    """List the published images, or show one: versions, sizes, digests, contradictions between tables.
+    """List the published images, or show one: versions, sizes, digests, notes.
 
     Values that were not published are shown as not published; they are never taken from elsewhere. Inside a project,
     the pins of versions.yaml are listed first, as the next release.

@@ -35,9 +35,9 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         kit = request.getfixturevalue("cpu_image")
         outputs, docs = tmp_path_factory.getbasetemp(), REPOSITORY / "docs"
-        mounts = (f"{outputs}:{outputs}", f"{FAULTS}:/faults:ro", f"{INSIDE}:{INSIDE}:ro", f"{docs}:{docs}:ro")
+        mounts = (f"{outputs}:{outputs}", f"{FAULTS}:{FAULTS}:ro", f"{INSIDE}:{INSIDE}:ro", f"{docs}:{docs}:ro")
         lend = [word for mount in mounts for word in ("-v", mount)]
-        variables = [word for name in ("PYTHONPATH=/faults", *SET) for word in ("-e", name)]
+        variables = [word for name in (f"PYTHONPATH={FAULTS}", *SET) for word in ("-e", name)]
         command = kit.command("run", "cpu", "--project", str(kit.root), *lend, *variables, "--", "python3")
     python = Python(command)
     yield python

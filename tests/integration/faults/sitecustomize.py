@@ -1,11 +1,12 @@
 """Breaks torchtitan, or our own loop, on purpose. Python imports this at start-up when its folder is on PYTHONPATH.
 
-``PRIMUS_FAULT`` names the fault, or several with commas. A module is changed after it was loaded; the code under test
-is the shipped code, unchanged and unaware.
+``PRIMUS_FAULT`` names the fault, or several with commas: of this file, or of ``silent``. The ranks change a module that
+they have loaded; the code under test is the shipped code, unchanged and unaware.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.util
 import os
@@ -151,22 +152,30 @@ class Breaker(importlib.abc.MetaPathFinder):
         return spec
 
 
-installed: set[str] = set()
+def silence(name: str) -> None:
+    """Put a fault of ``silent`` in place: those of tokens in the command, all others in the ranks."""
+    from silent import SILENT
+
+    fault = SILENT[name]
+    if (fault.module == "primus.training.tokens") == ("RANK" in os.environ):
+        return
+    if fault.backend == "torchtitan" and "RANK" in os.environ:
+        from primus.training.torchtitan import cpu
+
+        # torchtitan chooses its device when it is imported.
+        cpu.apply()
+    fault.change(importlib.import_module(fault.module))
 
 
-def install() -> None:
-    """Put the faults in place that PRIMUS_FAULT names and that neither this process nor one it is a fork of has."""
-    for fault in filter(None, os.environ.get("PRIMUS_FAULT", "").split(",")):
-        if fault in ("primus_turbo", "transformer_engine"):
-            # No fault: a package that stands in for the real one is installed.
-            sys.path.append(str(Path(__file__).with_name("stand_in") / fault))
-        elif fault not in installed:
-            module, change = FAULTS[fault]
-            if module in sys.modules:
-                change(sys.modules[module])
-            else:
-                sys.meta_path.insert(0, Breaker(module, change))
-        installed.add(fault)
-
-
-install()
+for fault in filter(None, os.environ.get("PRIMUS_FAULT", "").split(",")):
+    if fault in ("primus_turbo", "transformer_engine"):
+        # No fault: a package that stands in for the real one is installed.
+        sys.path.append(str(Path(__file__).with_name("stand_in") / fault))
+    elif fault not in FAULTS:
+        silence(fault)
+    elif "RANK" in os.environ:
+        module, change = FAULTS[fault]
+        if module in sys.modules:
+            change(sys.modules[module])
+        else:
+            sys.meta_path.insert(0, Breaker(module, change))

@@ -2,7 +2,7 @@
 
     python every_fault.py OUT --seconds 600 --together 8
 
-OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. With --patches, first print every
+OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. With --patches, also print every
 fault that replaces a name that its module does not have.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import sys
 from functools import partial
@@ -18,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "faults"))
 from forks import forked
-from silent_jobs import SILENT, Row, arguments, failed, job_of, prepare, record, rows, together
+from silent import SILENT
+from silent_jobs import Row, arguments, ended, job_of, record, rows, together
+from warm import warm
 
+from primus.training import outcome
 from primus.training.job import Job
+from primus.training.torchtitan import cpu
 
 # Name → backend and words of jobs without a fault.
 HEALTHY = {
@@ -40,28 +44,26 @@ HEALTHY = {
 }
 
 
-def run(name: str, out: Path, port: int) -> None:
+def run(name: str, out: Path) -> None:
     """Train and judge the job ``name``, and append its line to ``out``. Faults of one job are joined by ``+``."""
     faults = [] if name in HEALTHY else [SILENT[part] for part in name.split("+")]
     backend, words = (faults[0].backend, faults[0].words) if faults else HEALTHY[name]
 
-    def judge(job: Job, code: int) -> tuple[Row, bool]:
-        names = failed(job)
+    def judge(job: Job) -> tuple[Row, bool]:
+        left = ended(job)
+        names = [verdict.name for verdict in outcome.basic_verdicts(left) if not verdict.passed]
         named = {name.removeprefix("reference ") for name in names}
         told = all(named & set(fault.checks) for fault in faults) and "exit code" not in names
-        fine = told if faults else not (names or code)
-        facts = job.output / "facts.json"
-        versions = json.loads(facts.read_text(encoding="utf-8"))["versions"] if facts.exists() else {}
-        return {"named_by": names, "ok": fine, "versions": versions}, fine
+        fine = told if faults else not names
+        return {"named_by": names, "ok": fine, "versions": left.facts.get("versions", {})}, fine
 
     record(
         {"name": name, "kind": faults[0].kind if faults else "healthy", "backend": backend},
-        name if faults else "-",
+        name.replace("+", ",") if faults else "",
         lambda folder: job_of(folder, backend, words),
         judge,
         lambda sentence: {"named_by": [], "ok": False, "log": [sentence]},
         out,
-        port,
     )
 
 
@@ -85,16 +87,20 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", help="the runs; the faults of one run are joined by +")
     parser.add_argument("--patches", action="store_true", help="look at the names that all faults replace")
     options = parser.parse_args()
-    prepare()
+    warm()
     names = options.names or [*HEALTHY, *SILENT]
-    if options.patches:
-        for name in SILENT:
-            if os.waitpid(forked(partial(new_names, name)), 0)[1]:
-                print(f"{name}: the patch failed", flush=True)
     done = {row["name"] for row in rows(options.out)}
     waiting = [name for name in names if name not in done]
     print(f"{len(names)} runs, {len(waiting)} to do", flush=True)
     together([partial(run, name, options.out) for name in waiting], options.together, options.seconds)
+    if options.patches:
+        # torchtitan chooses its device when it is imported.
+        cpu.apply()
+        for module in {fault.module for fault in SILENT.values()}:
+            importlib.import_module(module)
+        for name in SILENT:
+            if os.waitpid(forked(partial(new_names, name)), 0)[1]:
+                print(f"{name}: the patch failed", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
-from silent_jobs import Row, arguments, prepare, record, rows, together
+from silent_jobs import Row, arguments, ended, record, rows, together
+from warm import warm
 
 from primus.recipes.load import entries
 from primus.recipes.setting import Choices
-from primus.training import outcome, suite
+from primus.training import suite
 from primus.training.failure import stacks
 from primus.training.job import Job
 
@@ -42,16 +43,16 @@ def job_of(cell: Cell, gpu: str, seed: int, steps: int, folder: Path) -> Job:
     return suite.plan(recipe, folder, words, choices, level="quick")[0]
 
 
-def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path, port: int) -> None:
+def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path) -> None:
     """Train and judge one run, and append its line to ``out``."""
     row: Row = dict(zip(KEYS, cell, strict=True)) | {"seed": seed}
     began = time.monotonic()
 
-    def judge(job: Job, code: int) -> tuple[Row, bool]:
-        left = outcome.read(job, code)
+    def judge(job: Job) -> tuple[Row, bool]:
+        left = ended(job)
         found = suite.judge([job], {"base": left})
         failed = [f"{v.name}: {v.reason} ({v.measured}, {v.limit})" for v in found if not v.passed]
-        fine = not (code or failed)
+        fine = not failed
         return {
             "steps": job.recipe.steps,
             "judged": job.judged,
@@ -62,7 +63,7 @@ def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path, port: int) -> No
             **({} if fine else {"stacks": {rank: text[:4000] for rank, text in stacks(job.output).items()}}),
         }, fine
 
-    record(row, "-", partial(job_of, cell, gpu, seed, steps), judge, lambda sentence: {"failed": [sentence]}, out, port)
+    record(row, "", partial(job_of, cell, gpu, seed, steps), judge, lambda sentence: {"failed": [sentence]}, out)
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="0: the recipe's own")
     parser.add_argument("--gpu", default="cpu", help="cpu, or the GPU generation to train on")
     options = parser.parse_args()
-    prepare(on_cpu=options.gpu == "cpu")
+    warm()
     done = {(*(row[key] for key in KEYS), row["seed"]) for row in rows(options.out)}
     wanted = [cell for cell in cells() if re.search(options.only, " ".join(cell))]
     seeds = range(options.first_seed, options.first_seed + options.seeds)

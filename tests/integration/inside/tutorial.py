@@ -6,16 +6,14 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from forks import outputs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from primus.cli.main import main
 from primus.recipes.load import folder
 
 PAGE = Path(__file__).parents[3] / "docs/chats.md"
@@ -37,17 +35,14 @@ def tiny(where: Path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(where)
 
 
-def command(words: list[str]) -> None:
-    sys.exit(main(words))
-
-
 with TemporaryDirectory() as name:
     here = Path(name)
     tiny(here / "model")
     os.chdir(here)
     for kind, block in re.findall(r"^```(sh|python)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S):
         text = block.replace(WEIGHTS, str(here / "model"))
-        (output,) = outputs(partial(command, text.split()[1:]) if kind == "sh" else partial(exec, text, {}))
+        words = ["-m", "primus.cli.main", *text.split()[1:]] if kind == "sh" else ["-c", text]
+        output = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True).stdout
         if " data " in block:
             assert "6 chats in messages" in output and "⟦Yes, within 30 days.<|end_of_text|>⟧" in output
     before, after = (load_file(here / part / "model.safetensors") for part in ("model", "runs/chats/weights"))

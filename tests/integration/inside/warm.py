@@ -14,27 +14,34 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-FAULTS = next(place for place in os.environ["PYTHONPATH"].split(":") if place.endswith("faults"))
-OWN = {str(Path(__file__).parent), *os.environ["PYTHONPATH"].split(":")}
-PLACES = [place for place in sys.path if place not in OWN]
-# torchtitan, Megatron and primus look at the environment, or get a fault, when they are imported.
-MODULES = ("torch.distributed.run", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
-           "torchao.float8", "torchdata.stateful_dataloader", "datasets", "transformers", "peft", "diffusers",
-           "transformers.models.llama.modeling_llama")  # fmt: skip
+FAULTS = str(Path(__file__).parents[1] / "faults")
+# torchtitan, Megatron and primus look at the environment when they are imported, so each process does that itself.
+MODULES = (
+    "torch.distributed.run", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torchao.float8",
+    "torchdata.stateful_dataloader", "datasets", "diffusers", "peft", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+given = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
+PLACES = [place for place in sys.path if place not in given]
+FINDERS = list(sys.meta_path)
 execute: Any = subprocess._fork_exec  # type: ignore[attr-defined]
+
+
+def warm() -> None:
+    """From now on, Python that this process starts is a fork of it."""
+    for name in MODULES:
+        importlib.import_module(name)
+    os.environ["PYTHONPATH"] = ":".join(dict.fromkeys((FAULTS, *given[1:])))
+    subprocess._fork_exec = start  # type: ignore[attr-defined]
 
 
 def start(words: list[str], programs: Any, close: bool, keep: Any, folder: Any, variables: Any, *rest: Any) -> int:
     """What ``subprocess`` calls to start ``words``: Python is forked, all else executed."""
-    environment = dict(os.environ) if variables is None else dict(
-        os.fsdecode(entry).split("=", 1) for entry in variables
-    )  # fmt: skip
-    places = environment.get("PYTHONPATH", "").split(":")
-    # The faults of this process are not those of a process that has not their folder on its path.
-    if words[0] != sys.executable or (os.environ.get("PRIMUS_FAULT") and FAULTS not in places):
+    if words[0] != sys.executable:
         return int(execute(words, programs, close, keep, folder, variables, *rest))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -43,12 +50,18 @@ def start(words: list[str], programs: Any, close: bool, keep: Any, folder: Any, 
     code = 1
     try:
         _enter(folder, *rest)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.path[:] = [*filter(None, places), *PLACES]
-        if FAULTS in places:
-            importlib.import_module("sitecustomize").install()
-        _run(words[1:])
+        if variables is not None:
+            os.environ.clear()
+            os.environ.update(os.fsdecode(entry).split("=", 1) for entry in variables)
+        sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(":")), *PLACES]
+        # A fault of this process is not one of its child.
+        sys.meta_path[:] = FINDERS
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("primus", "silent", "sitecustomize")]:
+            del sys.modules[name]
+        run = _command(words[1:])
+        if FAULTS in sys.path:
+            importlib.import_module("sitecustomize")
+        run()
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -84,29 +97,25 @@ def _enter(folder: Any, *rest: Any) -> None:
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
 
 
-def _run(words: list[str]) -> None:
+def _command(words: list[str]) -> Callable[[], object]:
+    """What Python does with these words, whose ``sys.argv`` is set."""
     while (word := words[0]) in ("-u", "-s", "-P", "-W"):
         if word == "-u":
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         if word == "-W":
             warnings.simplefilter(words[1])  # type: ignore[arg-type]
         words = words[2 if word == "-W" else 1 :]
+    sys.argv = words[1:] if word == "-m" else words
+    if word == "-m":
+        return partial(runpy.run_module, words[1], run_name="__main__", alter_sys=True)
     if word == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
-    elif word == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path.insert(0, str(Path(word).parent))
-        runpy.run_path(word, run_name="__main__")
+        return partial(exec, words[1], {"__name__": "__main__"})
+    sys.path.insert(0, str(Path(word).parent))
+    return partial(runpy.run_path, word, run_name="__main__")
 
 
 def main() -> None:
-    for name in MODULES:
-        importlib.import_module(name)
-    subprocess._fork_exec = start  # type: ignore[attr-defined]
+    warm()
     for line in sys.stdin:
         command = json.loads(line)
         ended = subprocess.run(

@@ -7,8 +7,6 @@ instead of Ubuntu's. Names, versions, metadata and the division into host and de
 from __future__ import annotations
 
 import gzip
-import hashlib
-import io
 import json
 import os
 import re
@@ -17,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from sandbox_kit import BUSYBOX, Entry, add_layer, directory, sha, tar
 
 import gits
 from gpu_files import bundle, code_object, elf, kernel_pack, pack_host, pages
@@ -144,20 +142,10 @@ def _selector(folder: Path, version: str) -> None:
 
 
 def _source(folder: Path, name: str, version: str, setup: str) -> None:
-    plain = io.BytesIO()
-    with tarfile.open(fileobj=plain, mode="w") as archive:
-        _add(archive, f"{name}-{version}/setup.py", setup.encode())
-        _add(archive, f"{name}-{version}/{name}.py")
+    files = {"setup.py": setup.encode(), f"{name}.py": b""}
+    plain = tar(Entry(name=f"{name}-{version}/{file}", data=data) for file, data in files.items())
     # The same source must have the same bytes each time it is offered.
-    (folder / f"{name}-{version}.tar.gz").write_bytes(gzip.compress(plain.getvalue(), mtime=0))
-
-
-def _add(archive: tarfile.TarFile, name: str, data: bytes = b"", **fields: Any) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    for name_of_field, value in fields.items():
-        setattr(member, name_of_field, value)
-    archive.addfile(member, io.BytesIO(data))
+    (folder / f"{name}-{version}.tar.gz").write_bytes(gzip.compress(plain, mtime=0))
 
 
 def fetch_build_tools(folder: Path, kit: Kit) -> None:
@@ -239,55 +227,35 @@ def make_base(folder: Path) -> str:
     """An OCI layout with an index of two platforms; the image for amd64 is busybox in two layers, the upper one with a
     whiteout. Returns the digest of the index.
     """
-    blobs = folder / "blobs/sha256"
-    blobs.mkdir(parents=True)
+    blobs, oci = folder / "blobs/sha256", "application/vnd.oci.image"
 
-    def blob(data: bytes, kind: str) -> dict[str, Any]:
-        digest = hashlib.sha256(data).hexdigest()
-        (blobs / digest).write_bytes(data)
-        return {"mediaType": kind, "digest": f"sha256:{digest}", "size": len(data)}
+    def blob(content: object, kind: str) -> dict[str, Any]:
+        data = json.dumps(content).encode()
+        (blobs / sha(data)[7:]).write_bytes(data)
+        return {"mediaType": f"{oci}.{kind}.v1+json", "digest": sha(data), "size": len(data)}
 
-    def layer(entries: list[tuple[str, bytes, dict[str, Any]]]) -> tuple[bytes, str]:
-        plain = io.BytesIO()
-        with tarfile.open(fileobj=plain, mode="w") as archive:
-            for name, data, fields in entries:
-                _add(archive, name, data, **fields)
-        return gzip.compress(plain.getvalue(), mtime=0), hashlib.sha256(plain.getvalue()).hexdigest()
-
-    folders = {"type": tarfile.DIRTYPE, "mode": 0o755}
     tools = ("mkdir", "cat", "sed", "printf", "rm", "ls", "env", "true")
-    merged = [(name, b"", {"type": tarfile.SYMTYPE, "linkname": f"usr/{name}"}) for name in ("bin", "lib", "lib64")]
     lower = [
-        *((name, b"", folders) for name in ("etc", "usr", "usr/bin", "usr/lib", "usr/lib64", "proc", "dev", "sys")),
-        ("tmp", b"", {"type": tarfile.DIRTYPE, "mode": 0o1777}),
-        *merged,
-        ("usr/bin/busybox", Path(shutil.which("busybox") or "").read_bytes(), {"mode": 0o755}),
-        *((f"usr/bin/{t}", b"", {"type": tarfile.SYMTYPE, "linkname": "busybox"}) for t in tools),
-        ("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", {"mode": 0o644}),
+        *(directory(name) for name in ("etc", "usr", "usr/bin", "usr/lib", "usr/lib64", "proc", "dev", "sys")),
+        directory("tmp", 0o1777),
+        *(Entry(name=name, link=f"usr/{name}") for name in ("bin", "lib", "lib64")),
+        Entry(name="usr/bin/busybox", data=Path(BUSYBOX).read_bytes(), mode=0o755),
+        *(Entry(name=f"usr/bin/{tool}", link="busybox") for tool in tools),
+        Entry(name="etc/passwd", data=b"root:x:0:0:root:/root:/bin/sh\n"),
     ]
-    upper = [("etc", b"", folders), ("etc/passwd", b"root:x:0:0::/:/bin/sh\n", {})]
-    made = [layer(lower), layer(upper)]
-    oci = "application/vnd.oci.image"
-    layers = [blob(data, f"{oci}.layer.v1.tar+gzip") for data, _ in made]
+    upper = [directory("etc"), Entry(name="etc/passwd", data=b"root:x:0:0::/:/bin/sh\n")]
+    made = [add_layer(blobs, tar(entries), "tar+gzip") for entries in (lower, upper)]
+    layers = [{"mediaType": layer.media_type, "digest": layer.digest, "size": layer.size} for layer in made]
     platforms = []
     for architecture in ("arm64", "amd64"):
-        config = {
-            "architecture": architecture,
-            "os": "linux",
-            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{d}" for _, d in made]},
-        }
-        about = blob(json.dumps(config).encode(), f"{oci}.config.v1+json")
-        manifest = {
-            "schemaVersion": 2,
-            "mediaType": f"{oci}.manifest.v1+json",
-            "config": about,
-            # Of the other platform nothing but its name is needed.
-            "layers": layers if architecture == "amd64" else layers[:1],
-        }
-        entry = blob(json.dumps(manifest).encode(), f"{oci}.manifest.v1+json")
-        platforms.append({**entry, "platform": {"os": "linux", "architecture": architecture}})
-    index = {"schemaVersion": 2, "mediaType": f"{oci}.index.v1+json", "manifests": platforms}
-    top = blob(json.dumps(index).encode(), f"{oci}.index.v1+json")
+        platform = {"os": "linux", "architecture": architecture}
+        rootfs = {"type": "layers", "diff_ids": [layer.diff_id for layer in made]}
+        about = blob({**platform, "rootfs": rootfs}, "config")
+        # Of the other platform nothing but its name is needed.
+        own = layers if architecture == "amd64" else layers[:1]
+        manifest = {"schemaVersion": 2, "mediaType": f"{oci}.manifest.v1+json", "config": about, "layers": own}
+        platforms.append({**blob(manifest, "manifest"), "platform": platform})
+    top = blob({"schemaVersion": 2, "mediaType": f"{oci}.index.v1+json", "manifests": platforms}, "index")
     annotated = {**top, "annotations": {"org.opencontainers.image.ref.name": "24.04"}}
     (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [annotated]}))
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')

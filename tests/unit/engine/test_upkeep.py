@@ -101,14 +101,6 @@ def test_locked_files_stay(kit: Kit) -> None:
     assert find_waste(Project.find(kit.root).workspace, {"1" * 64}) == []
 
 
-def test_the_project_names_the_files_of_all_its_locks() -> None:
-    root = Path(__file__).parents[3]
-    locks = [json.loads(path.read_bytes()) for path in root.glob("images/locks/*/*.json")]
-    named = {file["sha256"] for lock in locks for file in lock["files"]}
-    assert Project.find(root).locked_files() == named
-    assert len(named) > 100
-
-
 def test_a_store_in_use_is_left_alone(kit: Kit) -> None:
     kit.build()
     kit.write("parts/beta/blob", b"new")

@@ -69,13 +69,13 @@ def build(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     targets, workspace = resolved_targets(args)
     workspace.stats.trusted = not args.rehash
+    for target in targets:
+        if len(target.target.channels) > 1 and not args.dry_run:
+            print(f"{target.name}: channel {target.choice.channel}, {target.choice.reason}", file=sys.stderr)
     plans = plan_images(targets, workspace.stats)
     if args.dry_run:
         _print_plans(plans, workspace.store, args)
         return 0
-    for target in targets:
-        if len(target.target.channels) > 1:
-            print(f"{target.name}: channel {target.choice.channel}, {target.choice.reason}", file=sys.stderr)
     rules = rules_hash()
     # With --rehash, the store may be damaged, and is mended first.
     there = () if args.rehash else plans

@@ -18,7 +18,7 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
 from primus.oci.layer import root_of_layers, write_layer
 from primus.oci.store import Layer, Store
-from primus.oci.tar import BLOCK, Entry
+from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action
 from primus.sandbox.container import GIB, Command, Mount, RootFs
 from primus.sandbox.engines import Engine, choose
@@ -116,18 +116,18 @@ class Workshop:
     def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
         """Write the entries as the action's layer; see :func:`primus.oci.layer.write_layer` for what it raises."""
         self.progress.start(action.key, action.name, sum(BLOCK + entry.size for entry in entries))
-        store, places = self.workspace.store, machine_paths(self.workspace)
+        store, facts = self.workspace.store, list[LayerFacts]()
+
+        def look(members: Iterator[Member]) -> None:
+            # On the store's disk: the folder for temporary files is often in memory.
+            facts.append(observe(members, machine_paths(self.workspace), store.root / "tmp"))
 
         def advance(count: int) -> None:
             self.progress.advance(action.key, count)
 
-        if not self.judge:
-            return write_layer(store, entries, advance=advance)
-        facts: list[LayerFacts] = []
-        layer = write_layer(
-            store, entries, advance=advance, look=lambda members: facts.append(observe(members, places))
-        )
-        save(self.workspace, layer, *facts)
+        layer = write_layer(store, entries, advance=advance, look=look if self.judge else list)
+        for seen in facts:
+            save(self.workspace, layer, seen)
         return layer
 
     def done(self, action: Action) -> bool:

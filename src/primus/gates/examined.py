@@ -120,8 +120,10 @@ class Examined:
         return sum((layer.left_out for layer in self.image.layers), LeftOut())
 
 
-def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = ()) -> LayerFacts:
-    """Examine every member once. ``machine_paths`` are paths of the build machine, which no file may contain."""
+def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), scratch: Path | None = None) -> LayerFacts:
+    """Examine every member once. ``machine_paths`` are paths of the build machine, which no file may contain. Large
+    files are copied to the folder ``scratch``, or to that for temporary files.
+    """
     folders: dict[str, tuple[int, int]] = {}
     code, libraries = list[Code](), list[Library]()
     stated, traces, unreadable, copyrights = list[Stated](), list[Trace](), dict[str, str](), dict[str, str]()
@@ -136,7 +138,7 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = ()) -> L
         folder = path.rpartition("/")[0]
         total, count = folders.get(folder, (0, 0))
         folders[folder] = total + size, count + 1
-        with _contents(member) as (stream, data):
+        with _contents(member, scratch) as (stream, data):
             traces += traces_in(path, data, machine_paths)
             is_elf = data[:4] == ELF
             try:
@@ -160,13 +162,13 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = ()) -> L
 
 
 @contextlib.contextmanager
-def _contents(member: Member) -> Iterator[tuple[IO[bytes], bytes | mmap]]:
+def _contents(member: Member, scratch: Path | None) -> Iterator[tuple[IO[bytes], bytes | mmap]]:
     """Yield the bytes of a file, to read and to search. A large file is on disk."""
     if member.size <= _IN_MEMORY:
         data = b"".join(member.chunks)
         yield io.BytesIO(data), data
         return
-    with tempfile.TemporaryFile() as copy:
+    with tempfile.TemporaryFile(dir=scratch) as copy:
         copy.writelines(member.chunks)
         copy.flush()
         with mmap(copy.fileno(), 0, access=ACCESS_READ) as mapped:

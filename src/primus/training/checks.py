@@ -10,9 +10,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from primus.training.logs import Series, Step
+from primus.yamlfile import read_values
+
+LIMITS: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml")).data
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,10 @@ def finite(series: Series) -> Verdict:
 def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict:
     """Check that the first loss is near ln(vocabulary), that of random weights, or above by σ²/2 of random logits."""
     expected = math.log(vocabulary)
-    limit = f"{expected:.3f} ± {tolerance:.0%}, + {_SPREAD:g} for random logits"
+    limit = f"{expected:.3f} ± {tolerance:.0%}, + {LIMITS['spread']:g} for random logits"
     if (step := series.at(1)) is None:
         return Verdict("first loss", False, "step 1 was not logged", limit=limit)
-    passed = (1 - tolerance) * expected <= step.loss <= (1 + tolerance) * expected + _SPREAD
+    passed = (1 - tolerance) * expected <= step.loss <= (1 + tolerance) * expected + LIMITS["spread"]
     reason = f"ln({vocabulary}) = {expected:.3f}" + ("" if passed else "; data or labels are wrong")
     return Verdict("first loss", passed, reason, measured=f"{step.loss:.5f}", limit=limit)
 
@@ -135,16 +139,8 @@ def _ratio(value: float, median: float) -> float:
     return math.inf if math.isnan(ratio) else ratio
 
 
-# Logits of random weights have a variance of up to 1. Measured in torchtitan: 0.97.
-_SPREAD = 0.5
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
-# The share of the FLOPs that may be computed otherwise: torchtitan adds up the outputs of a token's experts in float32.
-_OTHERWISE = 0.01
-# For grouped products of experts, the profiler does not record every dtype.
-_UNTOLD = 0.05
 _PROFILED = {"fp32": ("float",), "bf16": ("BFloat16",)}
-# Layers that are not converted if linear layers compute in 8 bits: the head, and the router of a mixture of experts.
-_KEPT = ("output", "lm_head", "output_layer", "gate", "router", "proj_out")
 
 
 def precision(facts: Mapping[str, Any], expected: str) -> Verdict:
@@ -182,7 +178,7 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], precis
         if other and precision == "bf16":
             share = _share(facts.get("matmul_flops", {}), other, products)
             others = [f"{count} {name}" for name, count in other.items()]
-            complaints += others if share > _OTHERWISE else []
+            complaints += others if share > LIMITS["otherwise"] else []
             evidence += f", and in other precisions or unknown {', '.join(others)}, {share:.2%} of all"
     if not calls:
         complaints.append("no linear layer was called")
@@ -193,7 +189,7 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], precis
 
 def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[str, int]) -> float:
     untold = sum(count for name, count in products.items() if name not in flops)
-    if untold > _UNTOLD * sum(products.values()):
+    if untold > LIMITS["untold"] * sum(products.values()):
         return 1.0
     return sum(flops.get(name, 0) for name in some) / sum(flops.values())
 
@@ -201,7 +197,8 @@ def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[
 def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) -> tuple[list[str], str]:
     converted = sum(linears["converted"].values())
     # Adapters are small products, which the finetune backend keeps in the wider type.
-    unconverted = [name for name in linears["plain"] if ".lora_" not in name and name.rpartition(".")[2] not in _KEPT]
+    narrow = [name for name in linears["plain"] if name.rpartition(".")[2] not in LIMITS["wide"]]
+    unconverted = [name for name in narrow if ".lora_" not in name]
     complaints = []
     if unconverted:
         complaints.append(f"{len(unconverted)} linear layers were left as they are: {', '.join(unconverted[:3])} …")

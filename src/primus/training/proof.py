@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from primus.recipes.architecture import size
@@ -18,17 +17,14 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import backend_rules
 from primus.recipes.weights import config_of
-from primus.training.checks import Verdict, of_faults, relative_gap
+from primus.training.checks import LIMITS, Verdict, of_faults, relative_gap
 from primus.training.logs import Series
-from primus.yamlfile import read_values, spell
+from primus.yamlfile import spell
 
 # Why blocks are not compared one by one: what they pass on is not recorded, or not rounded as the reference does.
 _UNSEEN = "not compared: the model is compiled, ranks share sequences, or one rank uses autocast"
 _NOTHING = ("the reference did not compare this",)
 _EXPERTS = ".experts."
-# Writing the witness of a larger run would take longer than the run.
-_MOST_BYTES = 1 << 30
-_LIMITS: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml")).data
 
 
 def unjudged(recipe: Recipe) -> str | None:
@@ -56,7 +52,7 @@ def unjudged(recipe: Recipe) -> str | None:
             return f"the reference does not repeat {recipe.backend}.{key}={spell(value)}"
     if why := rules_of(recipe).unjudged(recipe):
         return why
-    if 8 * recipe.steps * size(recipe.architecture).total > _MOST_BYTES:
+    if 8 * recipe.steps * size(recipe.architecture).total > LIMITS["bytes"]:
         return "the run is too large to keep the weights of every step"
     return None
 
@@ -114,7 +110,7 @@ def _figure(key: str, name: str, evidence: Mapping[str, Any], series: Series) ->
 
 def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
     return float(
-        _LIMITS["tied" if step.get("closest", 1.0) < _LIMITS["tie"] else "least"][key] + _LIMITS["noise"][key] * noise
+        LIMITS["tied" if step.get("closest", 1.0) < LIMITS["tie"] else "least"][key] + LIMITS["noise"][key] * noise
     )
 
 
@@ -128,14 +124,14 @@ def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
     for step in evidence["steps"]:
         for kind, (gap, _) in step["noise"]["gaps"].items() if step["regular"] else ():
             usual[kind] = max(usual.get(kind, 0.0), gap)
-    gaps = [(0.0, 0.0, _LIMITS["least"]["gradient"], 0, "")]
+    gaps = [(0.0, 0.0, LIMITS["least"]["gradient"], 0, "")]
     for row in rows:
         noise, elsewhere = row.get("noise", {}), _sent_elsewhere(row)
         for kind, (gap, name) in row["gaps"].items():
             row_noise, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
             limit = _limit("gradient", max(usual.get(kind, 0.0), row_noise), row)
             if elsewhere or _EXPERTS in kind:
-                limit = max(limit, _LIMITS["all_in_doubt"] * noise.get("doubt", {}).get(kind, 0.0))
+                limit = max(limit, LIMITS["all_in_doubt"] * noise.get("doubt", {}).get(kind, 0.0))
             gaps.append((gap / limit, gap, limit, row["step"], name))
     for kind, (gap, limit) in _means(evidence["steps"]).items():
         if gap > limit:
@@ -147,7 +143,7 @@ def _gradients(evidence: Mapping[str, Any], series: Series) -> Verdict:
     summands = 3 if evidence["precision"] == "fp32" else min(3, evidence["summands"])
     # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were added.
     if not (evidence.get("narrow") or evidence["narrow_sums"]):
-        most = _LIMITS["rounded"][summands - 1]
+        most = LIMITS["rounded"][summands - 1]
         wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > most]
     fine, limit_text = "every tensor agrees, as the optimizer got it", f"relative gap ≤ {limit:.1e}"
     return of_faults("reference gradients", wrong, fine, measured=f"{gap:.1e}", limit=limit_text)
@@ -161,7 +157,7 @@ def _sent_elsewhere(step: Mapping[str, Any]) -> bool:
     noise = step.get("noise", {})
     doubt = noise.get("doubt", {})
     return any(
-        _LIMITS["noise"]["gradient"] * noise["gaps"][kind][0] < gap <= _LIMITS["all_in_doubt"] * doubt[kind]
+        LIMITS["noise"]["gradient"] * noise["gaps"][kind][0] < gap <= LIMITS["all_in_doubt"] * doubt[kind]
         for kind, (gap, _) in step["gaps"].items()
         if _EXPERTS in kind and kind in doubt
     )
@@ -177,9 +173,9 @@ def _blocks(evidence: Mapping[str, Any]) -> Verdict:
             continue
         for row in (row for row in step["blocks"] if "typical" in row):
             compared += 1
-            factor = _LIMITS["balanced"] if row["balanced"] else 1
-            of_row = {key: factor * limit for key, limit in _LIMITS["blocks"][precision].items()}
-            longer = _LIMITS["longer"]["logits" if row["name"] == "logits" else precision]
+            factor = LIMITS["balanced"] if row["balanced"] else 1
+            of_row = {key: factor * limit for key, limit in LIMITS["blocks"][precision].items()}
+            longer = LIMITS["longer"]["logits" if row["name"] == "logits" else precision]
             wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, of_row, longer)]
             worst = max([worst, *(row[key] / limit for key, limit in of_row.items())])
     if evidence["unseen"]:
@@ -198,7 +194,7 @@ def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) 
     if not row["token"] <= limits["token"]:
         sample, place = row["token_at"]
         yield f"token {place} of sample {sample} differs by {row['token']:.1f} × rounding"
-    longer += _LIMITS["longer_noise"] * row["noise"] ** 2
+    longer += LIMITS["longer_noise"] * row["noise"] ** 2
     if not row["name"].startswith("gradients") and not abs(row["share"]) <= longer:
         yield f"what it computes is {abs(row['share']):.2%} too {'long' if row['share'] > 0 else 'short'}"
 
@@ -223,16 +219,14 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
     hidden = ", ".join(name for name in constants if name not in decided)
     fine = f"{len(decided)} changes would show" + (f"; hidden by rounding: {hidden}" if hidden else "")
     measured = f"{max((shares[name] for name in decided), default=0.0):.2f}"
-    limit = f"≤ {max((limits[name] for name in decided), default=_LIMITS['changed']):.2f} of a change"
+    limit = f"≤ {max((limits[name] for name in decided), default=LIMITS['changed']):.2f} of a change"
     return of_faults("reference constants", wrong, fine, measured=measured, limit=limit)
 
 
 def _limit_of_constant(row: Mapping[str, Any], evidence: Mapping[str, Any]) -> float:
-    close, wide = (
-        max(_LIMITS["changed"], _LIMITS[key] * row["deviation"]) for key in ("deviations", "deviations_wide")
-    )
+    close, wide = (max(LIMITS["changed"], LIMITS[key] * row["deviation"]) for key in ("deviations", "deviations_wide"))
     if row["eight"]:
-        return float(max(close, min(wide, _LIMITS["half"])))
+        return float(max(close, min(wide, LIMITS["half"])))
     rough = evidence["precision"] == "fp8" or (row["biased"] and not evidence["on_cpu"])
     return float(wide if rough else close)
 
@@ -241,9 +235,9 @@ def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]
     """Return kind of tensor → the mean gap of its gradients, and the limit."""
     regular = [step for step in steps if step["regular"] and step["own_gradient"]]
     rows = [step for step in regular if not _sent_elsewhere(step)]
-    if len(regular) < _LIMITS["enough_steps"] or len(rows) < 2:
+    if len(regular) < LIMITS["enough_steps"] or len(rows) < 2:
         return {}
-    least = _LIMITS["tied" if any(row["closest"] < _LIMITS["tie"] for row in rows) else "least"]["gradient"]
+    least = LIMITS["tied" if any(row["closest"] < LIMITS["tie"] for row in rows) else "least"]["gradient"]
     means = {}
     for kind in rows[0]["gaps"]:
         gap = statistics.fmean(row["gaps"].get(kind, (0.0, ""))[0] for row in rows)
@@ -256,15 +250,15 @@ def _mean_noise(noises: Sequence[float]) -> float:
     if not total:
         return 0.0
     # 1 for a single noisy step, 1 / sqrt(enough) for that many equally noisy ones: how much of an error a mean keeps.
-    ratio, least = math.hypot(*noises) / total, 1 / math.sqrt(_LIMITS["enough_steps"])
+    ratio, least = math.hypot(*noises) / total, 1 / math.sqrt(LIMITS["enough_steps"])
     share = max(0.0, ratio - least) / (1 - least)
-    factor = _LIMITS["mean_noise"] + share * (_LIMITS["noise"]["gradient"] - _LIMITS["mean_noise"])
+    factor = LIMITS["mean_noise"] + share * (LIMITS["noise"]["gradient"] - LIMITS["mean_noise"])
     return float(factor * total / len(noises))
 
 
 def _clipping(rows: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any], series: Series) -> Iterator[str]:
     reported, most = {step.step: step.grad_norm for step in series.steps}, evidence["max_norm"]
-    allowed = _LIMITS["clipped_narrow" if evidence.get("narrow") else "clipped"]
+    allowed = LIMITS["clipped_narrow" if evidence.get("narrow") else "clipped"]
     for row in rows:
         norm = reported.get(row["step"], math.nan)
         expected = norm * min(1.0, most / (norm + 1e-6)) if most > 0 else norm
@@ -277,7 +271,7 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
     wrong = [
         f"step {step['step']}: {', '.join(f'{rate:g}' for rate in step['rates'])}, not {step['rate']:g}"
         for step in steps
-        if any(relative_gap(rate, step["rate"]) > _LIMITS["rate"] for rate in step.get("rates", ()))
+        if any(relative_gap(rate, step["rate"]) > LIMITS["rate"] for rate in step.get("rates", ()))
     ]
     measured = f"{len(wrong)} of {len(steps)} steps differ"
     return of_faults("reference learning rate", wrong, "every step had the schedule's", measured=measured)
@@ -286,7 +280,7 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
 def _updates(evidence: Mapping[str, Any]) -> Verdict:
     steps = evidence["steps"]
     worst = max(steps, key=lambda step: step["update"]["gap"])
-    gap, limit = worst["update"]["gap"], _LIMITS["update_narrow" if evidence.get("narrow") else "update"]
+    gap, limit = worst["update"]["gap"], LIMITS["update_narrow" if evidence.get("narrow") else "update"]
     wrong = [f"{worst['update']['name']} differs most, at step {worst['step']}"] if gap > limit else []
     for step in steps:
         wrong += [f"step {step['step']}: {name} is not the optimizer's, rounded" for name in step["stale"]]
@@ -310,7 +304,7 @@ def figures(
         if not shared and facts.get(key) != count:
             wrong.append(f"{key}: {facts.get(key)}, not {count}")
     flops, reported = parameters.get("flops", math.nan), facts.get("flops_per_unit", math.nan)
-    if relative_gap(reported, flops) > _LIMITS["flops"]:
+    if relative_gap(reported, flops) > LIMITS["flops"]:
         wrong.append(f"FLOPs of a token or image: {reported:.4g}, not {flops:.4g}")
     # Even in the narrowest precision, and without gradients and moments.
     least = 2 * (parameters.get("count") or 0) / recipe.world_size / 2**30
@@ -319,16 +313,16 @@ def figures(
         for step in series.steps
         if step.memory_gib < max(least, 0.005)
     ]
-    most, (low, high) = max((step.memory_gib for step in series.steps), default=0.0), _LIMITS["memory"]
+    most, (low, high) = max((step.memory_gib for step in series.steps), default=0.0), LIMITS["memory"]
     if peak_gib is not None and facts.get("device") == "cpu" and not low * peak_gib <= most <= high * peak_gib:
         wrong.append(f"{most:g} GiB of memory, and the largest rank had {peak_gib:.3g}")
-    rounding = _LIMITS["rounded_images"] * recipe.seq_len + _LIMITS["rounded_tokens"]
+    rounding = LIMITS["rounded_images"] * recipe.seq_len + LIMITS["rounded_tokens"]
     wrong += [
         f"step {step.step}: {step.images_per_second:g} images/s, and {step.tokens_per_second:g} tokens/s"
         for step in series.steps
         if step.images_per_second is not None
         and abs(step.images_per_second * recipe.seq_len - step.tokens_per_second)
-        > _LIMITS["images"] * step.tokens_per_second + rounding
+        > LIMITS["images"] * step.tokens_per_second + rounding
     ]
     return of_faults("reported figures", wrong, "parameters, FLOPs per unit and memory are the recipe's")
 
@@ -344,7 +338,7 @@ def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, floa
         for step in series.steps
         if step.step in arrivals and step.step - 1 in arrivals and step.tokens_per_second > 0
     ]
-    least, most = _LIMITS["clock"]
+    least, most = LIMITS["clock"]
     limit = f"×{least:g} – ×{most:g}"
     if len(ratios) < 3:
         return Verdict("clock", True, "fewer than 4 steps: too few to time", limit=limit)

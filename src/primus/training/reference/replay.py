@@ -199,7 +199,7 @@ class _Replay:
         weights = self._models.weights(before, dtype)
         exact = self._pass(step, weights, model)
         row: dict[str, Any] = {
-            "step": step, "data": self._batches(step), "rate": update.rate(self._settings, step), "blocks": [],
+            "step": step, "data": self._batches(step), "rate": update.rate(self._job, step), "blocks": [],
             "loss": exact.loss, "grad_norm": exact.norm, "closest": min(model.closest, 1e9),
             "regular": step in self._examined, "own_gradient": seen is not None, "stale": [], "apart": [],
         }  # fmt: skip

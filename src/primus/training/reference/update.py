@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primus.training.reference.names import Tensors, kind_of
+from primus.training.reference.names import Job, Tensors, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,6 @@ class Settings:
     instead of adding to the gradients (Adam).
     """
 
-    lr: float
-    min_lr: float
-    schedule: str
-    warmup: int
-    warmup_divisor: int
-    decay_from: int
-    steps: int
     beta1: float
     beta2: float
     eps: float
@@ -35,51 +28,42 @@ class Settings:
     decoupled: bool = True
 
 
-def settings(job: Mapping[str, Any]) -> Settings:
+def settings(job: Job) -> Settings:
     """Return the settings that the recipe of ``job`` requests, with the backend's documented defaults."""
-    config, titan = job["config"], job["backend"] == "torchtitan"
-
-    def key(name: str, default: float, part: str = "optimizer" if titan else "training") -> float:
-        return float(config.get(f"{part}.{name}", default))
-
-    schedule: dict[str, Any]
-    if titan:
-        warmup, total = int(key("warmup_steps", 200, "lr_scheduler")), int(config["training.steps"])
-        total = int(config.get("lr_scheduler.total_steps") or total)
-        ratio = config.get("lr_scheduler.decay_ratio")
-        warmup = min(warmup, total)
-        decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
-        schedule = {
-            "lr": key("lr", 8e-4), "min_lr": key("lr", 8e-4) * key("min_lr_factor", 0.0, "lr_scheduler"),
-            "schedule": str(config.get("lr_scheduler.decay_type", "linear")),
-            "warmup": warmup, "warmup_divisor": warmup,
-            # The first decaying step is one after the last stable one; the last step's rate is not 0.
-            "decay_from": total + 1 - decay, "steps": total + 1,
-        }  # fmt: skip
-    else:
-        warmup = int(key("warmup_steps", 0))
-        schedule = {
-            "lr": key("lr", 3e-4), "min_lr": key("min_lr", 0.0),
-            "schedule": str(config.get("training.lr_schedule", "constant")),
-            "warmup": warmup, "warmup_divisor": warmup + 1, "decay_from": warmup,
-            "steps": int(key("decay_steps", 0)) or int(key("steps", 50)),
-        }  # fmt: skip
+    config, part = job["config"], "optimizer" if job["backend"] == "torchtitan" else "training"
+    usual = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     return Settings(
-        **schedule, beta1=key("beta1", 0.9), beta2=key("beta2", 0.95), eps=key("eps", 1e-8),
-        weight_decay=key("weight_decay", 0.1), max_norm=key("max_norm", 1.0, "training"),
-        decay_vectors=job["backend"] != "megatron", decoupled=config.get("optimizer.name", "AdamW") == "AdamW",
-    )  # fmt: skip
+        **{key: float(config.get(f"{part}.{key}", value)) for key, value in usual.items()},
+        max_norm=float(config.get("training.max_norm", 1.0)),
+        decay_vectors=job["backend"] != "megatron",
+        decoupled=config.get("optimizer.name", "AdamW") == "AdamW",
+    )
 
 
-def rate(settings: Settings, step: int) -> float:
-    """Return the learning rate of ``step`` (from 1): linear warm-up, then constant or decaying to ``min_lr``."""
-    if step <= settings.warmup:
-        return settings.lr * step / settings.warmup_divisor
-    if settings.schedule == "constant" or step < settings.decay_from:
-        return settings.lr
-    done = min(1.0, (step - settings.decay_from) / max(1, settings.steps - settings.decay_from))
+def rate(job: Job, step: int) -> float:
+    """Return the learning rate of ``step`` (from 1): linear warm-up, then constant or decaying."""
+    config = job["config"]
+    if job["backend"] == "torchtitan":
+        lr, kind = float(config.get("optimizer.lr", 8e-4)), config.get("lr_scheduler.decay_type", "linear")
+        least = lr * float(config.get("lr_scheduler.min_lr_factor", 0.0))
+        total = int(config.get("lr_scheduler.total_steps") or config["training.steps"])
+        warmup = min(int(config.get("lr_scheduler.warmup_steps", 200)), total)
+        ratio = config.get("lr_scheduler.decay_ratio")
+        decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
+        # The first decaying step is one after the last stable one; the last step's rate is not 0.
+        risen, begin, end = warmup, total + 1 - decay, total + 1
+    else:
+        lr, kind = float(config.get("training.lr", 3e-4)), config.get("training.lr_schedule", "constant")
+        least, warmup = float(config.get("training.min_lr", 0.0)), int(config.get("training.warmup_steps", 0))
+        end = int(config.get("training.decay_steps", 0)) or int(config.get("training.steps", 50))
+        risen, begin = warmup + 1, warmup
+    if step <= warmup:
+        return lr * step / risen
+    if kind == "constant" or step < begin:
+        return lr
+    done = min(1.0, (step - begin) / max(1, end - begin))
     remaining = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "sqrt": 1 - math.sqrt(done)}
-    return settings.min_lr + (settings.lr - settings.min_lr) * remaining[settings.schedule]
+    return least + (lr - least) * remaining[kind]
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:

@@ -52,11 +52,9 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                 if (norm := getattr(part, "norm", None)) is not None and norm.eps is None:
                     norm.eps = self.model_args.norm_eps
             stages = self.parallel_dims.get_optional_mesh("pp")
-            if stages is not None:
-                self._log = self.metrics_processor.log
-                self.metrics_processor.log = self._log_of_all_stages
+            self.metrics_processor.stages = stages and stages.get_group()
             self.facts = {
-                **facts.static(self.model_parts, self.device.type, stages and stages.get_group()),
+                **facts.static(self.model_parts, self.device.type, self.metrics_processor.stages),
                 "accumulation_steps": self.gradient_accumulation_steps,
                 "seed": config.debug.seed,
                 "vocab_size": self.model_args.vocab_size,
@@ -64,12 +62,6 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
             }
             self._save, self._load = self.checkpointer.save, self.checkpointer.load
             self.checkpointer.save, self.checkpointer.load = self._save_sealed, self._load_told
-
-        def _log_of_all_stages(self, step: int, average: Any, largest: Any, *args: Any, **kwargs: Any) -> None:
-            """Log the loss on the last pipeline stage only. For the others, torchtitan logs negative numbers."""
-            both = torch.tensor([float(average), float(largest)], device=self.device)
-            dist.all_reduce(both, dist.ReduceOp.MAX, self.parallel_dims.get_mesh("pp").get_group())
-            self._log(step, *both.tolist(), *args, **kwargs)
 
         def _save_sealed(self, *args: Any, **kwargs: Any) -> None:
             self._seal()
@@ -195,11 +187,19 @@ def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
     from torchtitan.hf_datasets.text_datasets import DATASETS
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-    # torchtitan's log rounds loss and gradient norm.
     class ExactMetrics(MetricsProcessor):  # type: ignore[misc,unused-ignore]
+        stages: Any = None
+
         def log(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float,
                 extra_metrics: dict[str, Any] | None = None) -> None:  # fmt: skip
+            if self.stages is not None:
+                # Only the last pipeline stage has a loss. torchtitan logs negative numbers of the others.
+                device = self.device_memory_monitor.device
+                both = torch.tensor([float(global_avg_loss), float(global_max_loss)], device=device)
+                dist.all_reduce(both, dist.ReduceOp.MAX, self.stages)
+                global_avg_loss, global_max_loss = both.tolist()
             super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+            # torchtitan's log rounds loss and gradient norm.
             if dist.get_rank() == 0:
                 line = {"step": step, "loss": repr(float(global_avg_loss)), "grad_norm": repr(float(grad_norm))}
                 with (Path(job["output"]) / "exact.jsonl").open("a", encoding="utf-8") as file:

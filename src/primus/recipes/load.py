@@ -52,15 +52,10 @@ def is_path(name: str) -> bool:
 def find(name: str, among: Path | None = None) -> Path:
     """Return the file of a recipe, given by path, or by name in ``among`` (default: :func:`folder`).
 
-    Raises InputError, with the available recipes, if there is none.
+    Raises InputError, with the available recipes, for a name without a file.
     """
     if is_path(name):
-        path = Path(name)
-        if path.is_dir():
-            raise InputError(f"{name} is a folder, not a recipe file")
-        if not path.exists() and not path.is_symlink():
-            raise InputError(f"there is no recipe file {name}")
-        return path
+        return Path(name)
     among = among or folder()
     path = among / f"{name}.yaml"
     recipes = names(among)

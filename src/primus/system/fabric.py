@@ -87,7 +87,9 @@ def libraries(host: Host) -> Iterator[Finding]:
     table = cast("dict[str, Any]", read_values(Path(__file__).with_name("nics.yaml")).data)["providers"]
     lacking: dict[str, list[str]] = {}
     for device in cards:
-        provider = _provider(host, device, table)
+        # A virtual device is not in the table.
+        driver = (device / "device/driver").resolve().name
+        provider = next((name for name, row in table.items() if driver in row["driver"]), None)
         if provider and not (
             host.glob(f"etc/libibverbs.d/{provider}.driver") and _library(host, f"libibverbs/lib{provider}-rdmav*.so")
         ):
@@ -98,15 +100,6 @@ def libraries(host: Host) -> Iterator[Finding]:
         yield slow("RDMA libraries", message, table[provider].get("lacks", "install ibverbs-providers in the image"))
     if not lacking:
         yield ok("RDMA libraries", "libibverbs has a provider for every device")
-
-
-def _provider(host: Host, device: Path, table: dict[str, Any]) -> str | None:
-    # A virtual device is not in the table.
-    driver = (device / "device/driver").resolve().name
-    vendor = host.text(device / "device/vendor")
-    by_driver = (name for name, row in table.items() if driver in row["driver"])
-    by_vendor = (name for name, row in table.items() if vendor and vendor == row.get("vendor"))
-    return next(by_driver, None) or next(by_vendor, None)
 
 
 def _library(host: Host, name: str) -> bool:

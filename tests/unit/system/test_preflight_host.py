@@ -76,7 +76,6 @@ class Machine:
         for number in range(2):
             device = f"sys/class/infiniband/mlx5_{number}"
             self.write(f"{device}/fw_ver", "28.39")
-            self.write(f"{device}/device/vendor", "0x15b3")
             self.write(f"{device}/board_id", "MT_1")
             self.write(f"dev/infiniband/uverbs{number}", "")
             for name, text in {
@@ -85,11 +84,20 @@ class Machine:
                 "gids/3": "0000:0000:0000:0000:0000:ffff:0a00:0001", "gid_attrs/types/3": "RoCE v2",
             }.items():  # fmt: skip
                 self.write(f"{device}/ports/1/{name}", text)
+            self.bind(number, "mlx5_core")
 
     def write(self, name: str, text: str) -> None:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+    def bind(self, number: int, driver: str) -> None:
+        """Show a kernel driver of an RDMA device, as sysfs does."""
+        self.write(f"sys/bus/pci/drivers/{driver}/bind", "")
+        link = self.root / f"sys/class/infiniband/mlx5_{number}/device/driver"
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.root / "sys/bus/pci/drivers" / driver)
 
     def remove(self, name: str) -> None:
         path = self.root / name
@@ -113,12 +121,6 @@ def answers_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     access = os.access
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     monkeypatch.setattr(os, "access", lambda path, mode: path not in Machine.closed and access(path, mode))
-
-
-def nic(machine: Machine, driver: str) -> None:
-    """Make the second device one of another kernel driver, as sysfs shows it."""
-    machine.write(f"sys/bus/pci/drivers/{driver}/bind", "")
-    (machine.root / PORT).parents[1].joinpath("device/driver").symlink_to(machine.root / "sys/bus/pci/drivers" / driver)
 
 
 CARD = "sys/class/drm/renderD130/device"
@@ -177,8 +179,8 @@ FAULTS: dict[str, tuple[Callable[[Machine], object], str, str, str]] = {
     "no libibverbs": (lambda m: m.remove(f"{LIBRARIES}/libibverbs.so.1"), "slow", "libibverbs is not installed", "the extra rdma"),
     "no provider": (lambda m: m.remove("etc/libibverbs.d/mlx5.driver"), "slow", "no provider mlx5 for Mellanox mlx5_0, mlx5_1", "ibverbs-providers"),
     "no provider library": (lambda m: m.remove(f"{LIBRARIES}/libibverbs"), "slow", "no provider mlx5", "ibverbs-providers"),
-    "another maker": (lambda m: nic(m, "ionic"), "slow", "no provider ionic for AMD Pollara mlx5_1", "AMD's libionic"),
-    "Broadcom": (lambda m: nic(m, "bnxt_en"), "slow", "no provider bnxt_re for Broadcom mlx5_1", "ibverbs-providers"),
+    "another maker": (lambda m: m.bind(1, "ionic"), "slow", "no provider ionic for AMD Pollara mlx5_1", "AMD's libionic"),
+    "Broadcom": (lambda m: m.bind(1, "bnxt_en"), "slow", "no provider bnxt_re for Broadcom mlx5_1", "ibverbs-providers"),
     "interface": (lambda m: m.environment.update(NCCL_SOCKET_IFNAME="ens1"), "failed", "ens1, which does not exist", "=eth1"),
     "interface down": (
         lambda m: (m.write("sys/class/net/eth0/operstate", "down"), m.environment.update(GLOO_SOCKET_IFNAME="eth0")),

@@ -1,6 +1,6 @@
 """Benchmarks of one rank's GPU: GEMMs, copies in its memory, all-reduce, all-to-all. Needs PyTorch only.
 
-:mod:`primus.system.speed` starts it through torchrun with one rank per GPU and the folder for ``rank-N.json``. All GPUs
+:mod:`primus.system.nodes` starts it through torchrun with one rank per GPU and the folder for ``rank-N.json``. All GPUs
 work at the same time, as in a training job. Without a GPU, it runs the same steps on a CPU with small sizes.
 """
 

@@ -1,22 +1,154 @@
-"""The results of preflight on one node as a JSON document, and the comparison of several nodes."""
+"""Micro-benchmarks of a machine's GPUs, its results as a JSON document, and the comparison of several machines."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import statistics
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from primus.errors import InputError
+from primus.files import text_if_readable
+from primus.gpus.detect import visible
+from primus.gpus.table import arch_of, generation, load_table, peak
 from primus.report import html
-from primus.schema import build, read_json
-from primus.system.host import Finding, Level, failed, slow
-from primus.system.speed import APART, Measurement
+from primus.schema import build, described, read_json
+from primus.system.host import Finding, Host, Level, failed, ok, skipped, slow
+from primus.training import launch
+from primus.yamlfile import read_values
 
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
+UNITS = {"gemm bf16": "TFLOP/s", "gemm fp8": "TFLOP/s", "memory": "TB/s", "all-reduce": "GB/s", "all-to-all": "GB/s"}
+_CHECK = "benchmark"
+_COLLECTIVES = ("all-reduce", "all-to-all")
+# All GPUs wait for the slowest in every step, so one that is this much below the node's median is reported.
+_APART = 0.10
+# A figure above the peak is a measurement error.
+_ABOVE_PEAK = 1.05
+_TIMEOUT = 300
+_REMEDIES = {
+    "gemm bf16": "look for power caps and heat: amd-smi metric, or nvidia-smi -q -d PERFORMANCE",
+    "memory": "look for other processes on the GPU and for ECC errors: amd-smi metric, or nvidia-smi",
+    "all-reduce": "look at the links between the GPUs: amd-smi topology, or nvidia-smi topo -m; unset NCCL_* variables",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One benchmark: a figure per GPU in ``unit``, the expected range and its source."""
+
+    what: str
+    unit: str
+    figures: tuple[float, ...] = described("one for each GPU", least=1)
+    least: float | None
+    most: float | None
+    source: str
+
+
+@cache
+def expected() -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """Return (GPU, what) → its row in ``expected.yaml``."""
+    rows = cast(dict[str, Any], read_values(Path(__file__).with_name("expected.yaml")).data)["figures"]
+    return {(row["gpu"], row["what"]): row for row in rows}
+
+
+def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
+    """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing can be measured."""
+    if not host.gpus.names:
+        return [skipped(_CHECK, "no GPU on this machine")], []
+    if not (gpus := visible(len(host.gpus.names), host.environment)):
+        return [skipped(_CHECK, "the environment hides all GPUs: unset HIP_VISIBLE_DEVICES")], []
+    if importlib.util.find_spec("torch") is None:
+        return [skipped(_CHECK, "PyTorch is not installed here; run it in the image")], []
+    name = host.gpus.generation
+    fp8 = arch_of(generation(name)).fp8 if name else ""
+    ranks = measure(len(gpus), fp8)
+    if isinstance(ranks, str):
+        return [failed(_CHECK, ranks, "run it again when no job runs; --quick leaves it out")], []
+    figures = measurements(name, ranks)
+    return [finding for measurement in figures for finding in judge(measurement)], figures
+
+
+def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str, Any]] | str:
+    """Return the figures of each rank, or the reason for a failure. ``fp8`` is the format of the matrix units."""
+    with tempfile.TemporaryDirectory(prefix="primus-preflight-") as folder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+            "-m", "primus.system.measure", folder, fp8,
+        ]  # fmt: skip
+        log, deadline = Path(folder) / "log.txt", time.monotonic() + seconds
+        # It also ends the ranks, which torchrun starts in sessions of their own.
+        ended = launch.run(command, log=log, environment=os.environ, hopeless=lambda: time.monotonic() > deadline)
+        if ended.exit_code:
+            if time.monotonic() > deadline:
+                return f"the GPUs did not finish within {seconds:g} s"
+            errors = [line for line in text_if_readable(log).splitlines() if "Error" in line]
+            return f"PyTorch fails on the GPUs: {(errors[0] if errors else 'no reason given').strip()[:300]}"
+        files = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurement]:
+    """Group the figures of all ranks by benchmark, each with the range expected of the GPU ``name``."""
+    rows = []
+    for what, unit in UNITS.items():
+        if not (figures := tuple(float(rank[what]) for rank in ranks if what in rank)):
+            continue
+        row = expected().get((name, what), {"least": None, "source": "no table knows this GPU"})
+        if row.get("gpus") not in (None, len(ranks)):
+            row = {"least": None, "source": f"the published figure is of {row['gpus']} GPUs"}
+        # A collective has one figure, because all ranks wait for each other.
+        figures = (min(figures),) if what in _COLLECTIVES else figures
+        most, least, source = peak_of(name, what), row["least"], row["source"]
+        rows.append(Measurement(what=what, unit=unit, figures=figures, least=least, most=most, source=source))
+    return rows
+
+
+def peak_of(name: str, what: str) -> float | None:
+    """Return the most that the GPU can reach, from the table of generations; None if unknown."""
+    gpu = next((gpu for gpu in load_table().generations if gpu.name == name), None)
+    if gpu is None or what in _COLLECTIVES:
+        return None
+    if what == "memory":
+        return gpu.memory.tb_s
+    row = peak(gpu, "fp8" if what == "gemm fp8" else "bf16")
+    return row.tflops if row else None
+
+
+def judge(benchmark: Measurement) -> Iterator[Finding]:
+    """Judge the figures of one benchmark: too low, far below the other GPUs, impossible, or as expected."""
+    what, unit, figures = benchmark.what, benchmark.unit, benchmark.figures
+    least, most, source = benchmark.least, benchmark.most, benchmark.source
+    typical = statistics.median(figures)
+    remedy = _REMEDIES.get(what) or _REMEDIES["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
+    sound = True
+    for gpu, figure in enumerate(figures):
+        shown = ("" if what in _COLLECTIVES else f"GPU {gpu}: ") + f"{figure:,.4g} {unit}"
+        if most is not None and figure > most * _ABOVE_PEAK:
+            message = f"{shown} is more than the GPU's peak of {most:,.4g}: the clock or the result is wrong"
+            yield failed(what, message, "do not train on this GPU before the cause is known")
+        elif least is not None and figure < least:
+            yield slow(what, f"{shown}, and at least {least:,.4g} are expected ({source})", remedy)
+        elif figure < typical * (1 - _APART):
+            message = f"{shown}, {1 - figure / typical:.0%} less than the median of this machine's GPUs"
+            yield slow(what, message, f"it holds all other GPUs up; {remedy}")
+        else:
+            continue
+        sound = False
+    if sound:
+        shown = f"{min(figures):,.4g}" + (f"–{max(figures):,.4g}" if len(figures) > 1 else "")
+        limit = f"at least {least:,.4g} expected" if least is not None else f"not judged: {source}"
+        yield ok(what, f"{shown} {unit}; {limit}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +215,7 @@ def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
     for what, figures in benchmarks.items():
         typical = statistics.median(figures.values())
         for name, figure in figures.items():
-            if figure < typical * (1 - APART):
+            if figure < typical * (1 - _APART):
                 message = f"{figure:,.4g}, {1 - figure / typical:.0%} less than the median of the nodes, {typical:,.4g}"
                 yield name, slow(what, message, "it holds all other nodes up: leave it out, or find the cause")
 

@@ -13,9 +13,9 @@ from primus.cli.main import main
 from primus.errors import InputError
 from primus.gpus.detect import visible
 from primus.gpus.table import load_table
-from primus.system import nodes, speed
+from primus.system import nodes
 from primus.system.host import Finding, Host, failed, ok
-from primus.system.speed import Measurement
+from primus.system.nodes import Measurement
 from primus.training import launch
 
 
@@ -34,19 +34,19 @@ def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4
     ],
 )
 def test_a_figure_is_judged_by_its_range_and_by_the_other_gpus(one: Measurement, level: str, said: str) -> None:
-    (found,) = speed.judge(one)
+    (found,) = nodes.judge(one)
     assert found.level == level
     assert said in found.message
     assert (found.remedy != "") == (level != "ok")
 
 
 def test_every_gpu_and_benchmark_has_a_row_with_its_source() -> None:
-    table = speed.expected()
-    wanted = {(gpu.name, what) for gpu in load_table().generations for what in speed.UNITS}
+    table = nodes.expected()
+    wanted = {(gpu.name, what) for gpu in load_table().generations for what in nodes.UNITS}
     assert set(table) == wanted, "add or remove rows in src/primus/system/expected.yaml"
     for (gpu, what), row in table.items():
         assert row["source"], (gpu, what)
-        most = speed.peak_of(gpu, what)
+        most = nodes.peak_of(gpu, what)
         assert row["least"] is None or most is None or 0 < row["least"] < most, (gpu, what)
         # A collective's figure is of a number of GPUs.
         assert what not in ("all-reduce", "all-to-all") or row["least"] is None or row["gpus"], (gpu, what)
@@ -54,24 +54,24 @@ def test_every_gpu_and_benchmark_has_a_row_with_its_source() -> None:
 
 def test_a_figure_of_eight_gpus_does_not_judge_two() -> None:
     rank = {"gemm bf16": 600.0, "all-reduce": 200.0}
-    two = {one.what: one for one in speed.measurements("mi300x", [rank, rank])}
-    eight = {one.what: one for one in speed.measurements("mi300x", [rank] * 8)}
+    two = {one.what: one for one in nodes.measurements("mi300x", [rank, rank])}
+    eight = {one.what: one for one in nodes.measurements("mi300x", [rank] * 8)}
     assert (two["all-reduce"].least, eight["all-reduce"].least) == (None, 304)
     assert len(eight["gemm bf16"].figures) == 8
     assert len(eight["all-reduce"].figures) == 1
-    assert [one.level for one in speed.judge(two["all-reduce"])] == ["ok"]
-    assert [one.level for one in speed.judge(eight["all-reduce"])] == ["slow"]
+    assert [one.level for one in nodes.judge(two["all-reduce"])] == ["ok"]
+    assert [one.level for one in nodes.judge(eight["all-reduce"])] == ["slow"]
 
 
 def test_the_benchmark_says_why_it_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [one.message for one in speed.benchmark(Host(root=tmp_path))[0]] == ["no GPU on this machine"]
+    assert [one.message for one in nodes.benchmark(Host(root=tmp_path))[0]] == ["no GPU on this machine"]
     # As on a login node: the driver's files are there, PyTorch is not.
     (tmp_path / "proc/driver/nvidia/gpus/0").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/gpus/0/information").write_text("Model: NVIDIA H200\n")
     hidden = Host(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""})
-    assert "hides all GPUs" in speed.benchmark(hidden)[0][0].message
+    assert "hides all GPUs" in nodes.benchmark(hidden)[0][0].message
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found, measured = speed.benchmark(Host(root=tmp_path, environment={}))
+    found, measured = nodes.benchmark(Host(root=tmp_path, environment={}))
     assert (found[0].level, measured) == ("skipped", [])
     assert "PyTorch is not installed" in found[0].message
 
@@ -90,7 +90,7 @@ def torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 def test_a_benchmark_that_fails_is_a_sentence(torchrun: Callable[[str], None]) -> None:
     torchrun("raise SystemExit('W: x\\nRuntimeError: HIP error: invalid device\\nmore')")
-    assert speed.measure(2, "") == "PyTorch fails on the GPUs: RuntimeError: HIP error: invalid device"
+    assert nodes.measure(2, "") == "PyTorch fails on the GPUs: RuntimeError: HIP error: invalid device"
 
 
 def test_no_rank_outlives_a_benchmark_that_hangs(
@@ -104,7 +104,7 @@ def test_no_rank_outlives_a_benchmark_that_hangs(
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(rank.pid))\n"
         "rank.wait()\n"
     )
-    assert speed.measure(2, "", 2) == "the GPUs did not finish within 2 s"
+    assert nodes.measure(2, "", 2) == "the GPUs did not finish within 2 s"
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 

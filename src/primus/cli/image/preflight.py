@@ -11,7 +11,7 @@ from primus.cli.verb import JSON, answer, count, flag, option, verb
 from primus.errors import InputError
 from primus.files import write_file
 from primus.recipes.choose import among, values_of
-from primus.system import nodes, speed
+from primus.system import nodes
 from primus.system import preflight as checks
 from primus.system.host import Finding, Host, name_here
 from primus.terminal import Screen, counted
@@ -52,12 +52,12 @@ def preflight(options: argparse.Namespace) -> int:
     if options.gpu is not None:
         among("GPU", options.gpu, values_of("gpu"), f"--gpu {options.gpu}")
     findings = [*checks.preflight(host), *checks.expected(host, options.expect, options.gpu, options.expect_nics)]
-    measurements: list[speed.Measurement] = []
+    measurements: list[nodes.Measurement] = []
     if not options.quick and here:
         folder = next(path for path in (host.output, *host.output.parents) if path.is_dir())
         findings.append(checks.disk_speed(folder))
     if options.benchmark:
-        more, measurements = speed.benchmark(host)
+        more, measurements = nodes.benchmark(host)
         findings += more
     node = nodes.Node(
         name=name_here(), gpus=host.gpus.names, driver=host.gpus.driver, findings=tuple(findings),

@@ -199,9 +199,9 @@ def arch_of(gpu: Generation) -> Arch:
     return next(a for a in load_table().archs if a.arch == gpu.arch)
 
 
-def peak(gpu: Generation, dtype: Dtype) -> Peak | None:
-    """Return the published peak, or None if the GPU does not support ``dtype`` or no source states a figure."""
-    return next((p for p in gpu.peaks if p.dtype == dtype and p.tflops is not None), None)
+def peak(gpu: Generation, dtype: Dtype) -> tuple[float, str] | None:
+    """Return the peak in TFLOP/s and its source; None if the GPU does not support ``dtype`` or no source states it."""
+    return next(((p.tflops, p.source) for p in gpu.peaks if p.dtype == dtype and p.tflops is not None), None)
 
 
 def peak_for_mfu(text: str, dtype: Dtype) -> tuple[Generation, float, str]:
@@ -213,10 +213,9 @@ def peak_for_mfu(text: str, dtype: Dtype) -> tuple[Generation, float, str]:
         raise UnknownPeak(f"no MFU: the peak of {text!r} is unknown")
     if dtype not in arch_of(gpu).dtypes:
         raise UnknownPeak(f"no MFU: {gpu.title} does not compute {dtype}")
-    published = peak(gpu, dtype)
-    if published is None or published.tflops is None:
+    if (published := peak(gpu, dtype)) is None:
         raise UnknownPeak(f"no MFU: no source states the {dtype} peak of {gpu.title}")
-    return gpu, published.tflops, published.source
+    return gpu, *published
 
 
 def environment(target: str, table: Table | None = None) -> tuple[Variable, ...]:

@@ -122,7 +122,7 @@ def peak_of(name: str, what: str) -> float | None:
     if what == "memory":
         return gpu.memory.tb_s
     row = peak(gpu, "fp8" if what == "gemm fp8" else "bf16")
-    return row.tflops if row else None
+    return row[0] if row else None
 
 
 def judge(benchmark: Measurement) -> Iterator[Finding]:

@@ -103,22 +103,12 @@ def visible(host: Host) -> Iterator[Finding]:
 
 def amdgpu_drivers(rocm: str) -> list[str]:
     """Return the versions of the kernel driver that support this ROCm, of those in the table."""
-    table, release = _table("drivers.yaml"), _release(rocm)
-    order = table["releases"]
-    return [
-        version
-        for version, row in table["amdgpu"].items()
-        if release in row.get("supports", ())
-        or (release in order and abs(order.index(release) - order.index(row["rocm"])) <= table["apart"])
-    ]
+    release = ".".join(rocm.split(".")[:2])
+    return [version for version, row in _table("drivers.yaml")["amdgpu"].items() if release in row["supports"]]
 
 
 def _table(name: str) -> dict[str, Any]:
     return cast(dict[str, Any], read_values(Path(__file__).with_name(name)).data)
-
-
-def _release(rocm: str) -> str:
-    return ".".join(rocm.split(".")[:2])
 
 
 def driver(host: Host) -> Iterator[Finding]:
@@ -128,11 +118,11 @@ def driver(host: Host) -> Iterator[Finding]:
         return
     table, version = _table("drivers.yaml"), host.text("sys/module/amdgpu/version")
     rocm = host.text("opt/rocm/.info/version") or host.components().get("rocm", "")
-    row = table["amdgpu"].get(version)
-    if row is None or _release(rocm) not in table["releases"]:
+    row, supporting = table["amdgpu"].get(version), amdgpu_drivers(rocm)
+    if row is None or not supporting:
         what = f"amdgpu {version or 'of the kernel'}" if row is None else f"ROCm {rocm or 'of unknown version'}"
         yield skipped("driver", f"the table has no row for {what}")
-    elif version not in amdgpu_drivers(rocm):
+    elif version not in supporting:
         message = f"amdgpu {version} is of ROCm {row['rocm']} ({row['source']}); it does not support ROCm {rocm}"
         remedy = "install the driver of a nearer release, or use another image"
         yield failed("driver", f"{message} ({table['source']})", remedy)

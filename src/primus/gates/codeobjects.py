@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 
 import msgpack
 
-from primus.gpucode.archs import in_path, of_flags
+from primus.gpucode.archs import in_entry_id, in_path, of_flags
 from primus.gpucode.bundles import COMPRESSED, PLAIN, bundles_in
 from primus.gpucode.elf import AMDGPU, DYN, linked_in, read_elf
 
@@ -101,7 +101,7 @@ def _of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:
 
 def _bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
     parts = (part for bundle in bundles_in(stream, offset, size) for part in bundle.parts if part.size)
-    return tuple(dict.fromkeys(target for part in parts if (target := part.target)))
+    return tuple(dict.fromkeys(target for part in parts if (target := in_entry_id(part.id))))
 
 
 def _of_host(path: str, stream: IO[bytes], offset: int, size: int, file_size: int) -> Code:

@@ -51,11 +51,6 @@ class Part:
     offset: int
     size: int
 
-    @property
-    def target(self) -> str | None:
-        """The target that its code is for; None for the host's entry."""
-        return in_entry_id(self.id)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
@@ -199,7 +194,7 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Remove
     for bundle in bundles:
         if bundle.offset < at or bundle.offset + bundle.length > end:
             raise ValueError("an offload bundle reaches beyond its place")
-        idle = [p for p in bundle.parts if p.target is not None and not runs_on([p.target], arch)]
+        idle = [p for p in bundle.parts if (name := in_entry_id(p.id)) is not None and not runs_on([name], arch)]
         if not any(p.size for p in idle):
             continue
         _copy(source, at, bundle.offset - at, out)

@@ -74,9 +74,7 @@ class Generation:
     title: str = described("Display name.")
     arch: str = described("Its architecture, one of ``archs``.")
     names: tuple[str, ...] = described("Full names that tools print; case, blanks and trade marks are ignored.")
-    device_ids: tuple[str, ...] = described(
-        "PCI device ids of the whole GPU.", pattern=r"0x[0-9a-f]{4}", shape="like 0x74a1"
-    )
+    device_ids: tuple[str, ...] = described("Its PCI device ids.", pattern=r"0x[0-9a-f]{4}", shape="like 0x74a1")
     compute_units: int = described("Compute units (AMD) or SMs (NVIDIA) of the whole GPU; fewer are a partition.")
     memory: Memory = described("Its memory.")
     source: str = described("Source of compute units and memory.")

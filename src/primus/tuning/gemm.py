@@ -46,7 +46,7 @@ class Key:
     @staticmethod
     def of(recipe: Recipe, pytorch: str, arch: str) -> Key:
         """Return the key of ``recipe``, without the settings that change no matrix product."""
-        neutral = {recipe.knows.key(name) for name in _NEUTRAL if name in recipe.knows.keys}
+        neutral = {recipe.knows.key(name) for name in _NEUTRAL}
         values = {
             key: setting.value
             for key, setting in recipe.settings.items()

@@ -67,7 +67,7 @@ def candidates(
         if words or batch != start.local_batch:
             # Named even where it is the start's: with other settings, another of a recipe's list may fit.
             words.append(f"{knows.key('local_batch')}={batch}")
-        if batch != start.local_batch and "global_batch" in knows.keys:
+        if batch != start.local_batch:
             # Otherwise the backend would use the new micro batch times the ranks as the global batch.
             words.append(f"{knows.key('global_batch')}={start.global_batch}")
         if batch % start.find("validation.accumulation", 1):

@@ -139,8 +139,8 @@ def _gpus() -> list[str]:
 def _search(requested: Recipe, options: argparse.Namespace) -> int:
     knows = requested.knows
     only_here = {knows.key("steps"): options.steps or options.warmup + 10}
-    if (saving := knows.keys.get("checkpoint")) and f"{knows.name}.{saving}" in requested.settings:
-        only_here[f"{knows.name}.{saving}"] = 0
+    if (saving := knows.key("checkpoint")) in requested.settings:
+        only_here[saving] = 0
     if only_here[knows.key("steps")] <= options.warmup:
         raise InputError(f"--steps must be greater than the {options.warmup} steps of --warmup")
     measured = [f"{key}={value}" for key, value in only_here.items()]

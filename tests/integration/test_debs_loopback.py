@@ -21,8 +21,6 @@ from primus.versions.relock import resolve
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")]
 
-SUITES = {"b": ("bookworm",)}
-
 
 @pytest.fixture
 def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
@@ -80,10 +78,11 @@ def _resolve(base: BaseRequest) -> dict[str, LockedFile]:
     return {f.name: f for f in resolve_debs("b", base, progress=Progress())}
 
 
-def _fetch(files: Iterable[LockedFile], folder: Path, suites: dict[str, tuple[str, ...]] = SUITES) -> None:
-    cache, every = FileCache(folder), list(files)
-    fetch(every, cache, suites=suites, progress=Progress())
-    assert all(cache.verify(file.sha256) for file in every)
+def _fetch(files: Iterable[LockedFile], folder: Path, base: BaseRequest | None = None) -> None:
+    request = Request(target="t", channel="debian", python="3.11", bases={"b": base or _base()})
+    cache, wanted = FileCache(folder), dict.fromkeys(files, request)
+    fetch(wanted, cache, progress=Progress())
+    assert all(cache.verify(file.sha256) for file in wanted)
 
 
 def test_closure_is_essential_and_asked_without_usrmerge(archive: Server) -> None:
@@ -122,7 +121,7 @@ def test_packages_of_another_suite_leave_the_rest_alone(later: Server, tmp_path:
         "tool": "2",
         "usr-is-merged": "37",
     }
-    _fetch(files, tmp_path / "c", {"b": ("bookworm", "sid")})
+    _fetch(files, tmp_path / "c", base)
 
 
 def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_call(archive: Server) -> None:

@@ -25,7 +25,7 @@ from primus.errors import HostError
 from primus.progress import Progress
 from primus.versions.fetch import fetch
 from primus.versions.filecache import FileCache
-from primus.versions.lock import LockedFile
+from primus.versions.lock import BaseRequest, LockedFile, Request
 from project_kit import make_project
 
 pytestmark = pytest.mark.integration
@@ -58,6 +58,8 @@ def bad_server(kind: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{one.getsockname()[1]}"
 
 
+SMALL = BaseRequest(suite="bookworm", python="3.11.2", packages=())
+REQUEST = Request(target="t", channel="pypi", python="3.11", bases={"small": SMALL})
 CAUSES = {
     "refuses": ".*Connection refused.*",
     "hangs": ".*(timed out|deadline has elapsed|Connection failed).*",
@@ -93,7 +95,7 @@ def test_an_unreachable_source_is_named_before_any_file(
         monkeypatch.setenv("PRIMUS_DEBIAN_MIRROR", f"{address}/debian")
         began = time.monotonic()
         with pytest.raises(HostError) as caught:
-            fetch(files, FileCache(tmp_path / "cache"), suites={"small": ("bookworm",)}, progress=Progress())
+            fetch(dict.fromkeys(files, REQUEST), FileCache(tmp_path / "cache"), progress=Progress())
         assert time.monotonic() - began < 20
     if kind == "wheel":
         what = rf"the Python index at {address}/simple/thing\d+/"
@@ -113,10 +115,10 @@ def test_one_index_of_several_may_be_away(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"{away}/more")
         monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "local"))
         cache = FileCache(tmp_path / "cache")
-        fetch([here], cache, suites={}, progress=Progress())
+        fetch({here: REQUEST}, cache, progress=Progress())
         assert cache.verify(here.sha256)
         with pytest.raises(HostError, match="does not answer"):
-            fetch([here, locked("wheel", 2)], cache, suites={}, progress=Progress())
+            fetch({here: REQUEST, locked("wheel", 2): REQUEST}, cache, progress=Progress())
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def _resolve(request: Request, **keep: str) -> dict[str, LockedFile]:
 
 
 def _fetch(files: list[LockedFile], cache: FileCache, offline: bool = False) -> None:
-    fetch(files, cache, suites={}, offline=offline, progress=Progress())
+    fetch(dict.fromkeys(files, _request()), cache, offline=offline, progress=Progress())
 
 
 def _fetched(file: LockedFile, folder: Path) -> None:
@@ -352,9 +352,10 @@ from pathlib import Path
 from primus.versions.fetch import fetch
 from primus.versions.filecache import FileCache
 from primus.progress import Progress
-from primus.versions.lock import LockedFile
+from primus.versions.lock import LockedFile, Request
 file = LockedFile(**json.loads(sys.argv[1]))
-fetch([file], FileCache(Path(sys.argv[2])), suites={}, progress=Progress())
+request = Request(target="t", channel="pypi", python="3.11")
+fetch({file: request}, FileCache(Path(sys.argv[2])), progress=Progress())
 """
 
 

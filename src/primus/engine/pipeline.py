@@ -25,7 +25,6 @@ from primus.plan.image import Built, compose, finished, judged_by
 from primus.progress import choose_progress
 from primus.recipes.load import check
 from primus.sandbox.processes import stop_all
-from primus.versions.lock import suites_of
 
 if TYPE_CHECKING:
     from primus.oci.store import Store
@@ -126,22 +125,12 @@ def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: boo
     if not absent:
         return
     # Seam "sources": the network libraries take a third of the start-up time of a build that fetches nothing.
-    from primus.versions.fetch import Sources, fetch
+    from primus.versions.fetch import fetch
 
-    bases = {name: base for plan in plans for name, base in plan.resolved.request.bases.items()}
-    fetch(
-        absent,
-        workshop.files,
-        suites={name: suites_of(base.suite, base.packages) for name, base in bases.items()},
-        pythons={base.python for base in bases.values()},
-        sources=Sources(
-            indexes={name: index.url for name, index in plans[0].resolved.versions.indexes.items()},
-            images={name: base.image for name, base in bases.items() if base.image},
-            repositories={git.commit: git.url for plan in plans for git in plan.resolved.request.gits.values()},
-        ),
-        offline=offline,
-        progress=workshop.progress,
-    )
+    locks = [(plan.resolved.lock, plan.resolved.request) for plan in plans]
+    requests = {file: request for lock, request in locks if lock for file in lock.files}
+    wanted = {file: requests[file] for file in absent}
+    fetch(wanted, workshop.files, offline=offline, progress=workshop.progress)
 
 
 def _missing(workshop: Workshop, plans: Sequence[ImagePlan]) -> list[Action]:

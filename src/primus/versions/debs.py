@@ -271,43 +271,39 @@ def resolve_debs(base_name: str, base: BaseRequest, *, progress: Progress, statu
     return files
 
 
-def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: Path) -> dict[LockedFile, Path]:
-    """Let apt download the debs to ``folder``. Returns those that the archive still has; their hashes are unchecked.
+def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: Path) -> None:
+    """Let apt download the debs that the archive still has to ``folder``, each named by its sha256.
 
     Raises HostError if the archive is not available.
     """
-    locked = {(f.name, f.version): f for f in files}
     with open_archive(suites) as archive:
-        words = [f"{name}={version}" for name, version in locked]
-        records = archive.run("apt-cache", "show", *words).stdout
-        present = locked.keys() & set(re.findall(r"^Package: (\S+)$.*?^Version: (\S+)$", records, re.M | re.S))
-        if present:
-            _download(archive, "apt-get", "-q", "download", *(f"{n}={v}" for n, v in sorted(present)), folder=folder)
+        records = archive.run("apt-cache", "show", *(f.name for f in files)).stdout
+        present = set(re.findall(r"^Package: (\S+)$.*?^Version: (\S+)$", records, re.M | re.S))
+        names = {name for name, _ in present}
+        words = [
+            f"{f.name}={f.version}" if (f.name, f.version) in present else f.name for f in files if f.name in names
+        ]
+        uris = parse_uris(archive.run("apt-get", "download", "--print-uris", *words).stdout) if words else {}
+        nearby = {name: uri.rpartition("/")[0] for (name, _), uri in uris.items()}
         # A pool keeps files for a while after the index drops them, next to their successors.
-        lacking = {f.name: f for key, f in locked.items() if key not in present}
-        triples: list[str] = []
-        for name, file in lacking.items():
-            successor = archive.run("apt-get", "download", "--print-uris", name).stdout
-            for uri in parse_uris(successor).values():
-                near = uri.rpartition("/")[0] + "/" + file.file.replace("+", "%2b")
-                triples += [near, f"{name}_{file.version.replace(':', '%3a')}_x.deb", f"SHA256:{file.sha256}"]
-        if triples:
-            _download(archive, "/usr/lib/apt/apt-helper", "download-file", *triples, folder=folder)
-    # apt names files package_version_architecture.deb, with the epoch escaped.
-    paths = {key: path for path in folder.glob("*.deb") for key in parse_uris(f"'' {path.name} 0")}
-    return {file: paths[key] for key, file in locked.items() if key in paths}
-
-
-def _download(archive: Archive, *command: str, folder: Path) -> None:
-    done = archive.run(*command, cwd=folder)
-    # Whether a file that is not there any more matters is the caller's to judge.
-    lines = re.findall(r"^E: Failed to fetch .*", done.stdout + done.stderr, re.M)
-    faults = [line for line in lines if not re.search(r" 40[34] |not found", line)]
-    if done.returncode != 0 and faults:
-        raise HostError(
-            f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {_reason(faults[0])}",
-            hint="check the network, and run it again",
-        )
+        triples = [
+            word
+            for f in files
+            if f.name in nearby
+            for uri in [uris.get((f.name, f.version)) or f"{nearby[f.name]}/{f.file.replace('+', '%2b')}"]
+            for word in (uri, f.sha256, f"SHA256:{f.sha256}")
+        ]
+        if not triples:
+            return
+        done = archive.run("/usr/lib/apt/apt-helper", "download-file", *triples, cwd=folder)
+        # Whether a file that is not there any more matters is the caller's to judge.
+        lines = re.findall(r"^E: Failed to fetch .*", done.stdout + done.stderr, re.M)
+        faults = [line for line in lines if not re.search(r" 40[34] |not found", line)]
+        if done.returncode != 0 and faults:
+            raise HostError(
+                f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {_reason(faults[0])}",
+                hint="check the network, and run it again",
+            )
 
 
 def preferences(suite: str, packages: Sequence[str]) -> str:

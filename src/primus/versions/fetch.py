@@ -6,15 +6,15 @@ A file is identified by its sha256 alone, so a mirror, a local folder and the or
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
-import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,14 +27,13 @@ from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.debs import download_debs
 from primus.versions.filecache import FileCache
-from primus.versions.indexes import Indexes
-from primus.versions.lock import LockedFile
+from primus.versions.indexes import LOGIN_HINT, Indexes, Offer
+from primus.versions.lock import Commit, LockedFile, Request, suites_of
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
 from primus.versions.traffic import bare_url, cause
-from primus.versions.wheels import locate
 
-_JOBS = 4
+_JOBS = 8
 _FAULTS = 4
 _FIRST_WAIT_S = 0.4
 # "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
@@ -45,46 +44,11 @@ class _Stopped(Exception):
     """The whole fetch is being stopped; the downloaded part is kept and can be resumed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """Sources besides pip's and apt's, from versions.yaml: index → address, base → image, commit → repository."""
-
-    indexes: Mapping[str, str] = field(default_factory=dict)
-    images: Mapping[str, str] = field(default_factory=dict)
-    repositories: Mapping[str, str] = field(default_factory=dict)
-
-    def of(self, file: LockedFile) -> str:
-        """Return the address of the file's source; empty for pip's. InputError if versions.yaml does not name it."""
-        if file.kind == "layer":
-            name, addresses = file.base, self.images
-        elif file.kind == "git":
-            name, addresses = _commit(file), self.repositories
-        else:
-            name, addresses = file.index, self.indexes
-        if name is None:
-            return ""
-        if name not in addresses:
-            raise InputError(f"the lock names {name}, but versions.yaml does not", hint="run `primus lock` again")
-        return addresses[name]
-
-
-def fetch(
-    files: Sequence[LockedFile],
-    cache: FileCache,
-    *,
-    suites: Mapping[str, tuple[str, ...]],
-    pythons: Collection[str] = (),
-    sources: Sources | None = None,
-    offline: bool = False,
-    progress: Progress,
-) -> None:
-    """Fetch every missing file into the cache.
-
-    ``suites`` maps base names to their Debian suites, ``pythons`` are the versions of Python that wheels are for, and
-    ``sources`` are those besides pip's and apt's.
+def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: bool = False, progress: Progress) -> None:
+    """Fetch every missing file into the cache. ``files`` maps each to the request that it was locked for.
 
     Raises HostError if a source is unreachable, no longer has a file or offers other bytes under its name, or if the
-    disk is full. Files that were fetched before are kept.
+    disk is full; InputError if a request does not name a file's source. Files that were fetched before are kept.
     """
     missing = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
     if not missing:
@@ -97,8 +61,13 @@ def fetch(
         )
     began, size = time.monotonic(), sum(f.size for f in missing)
     progress.start("fetch", "fetch", size)
-    work = _Fetch(cache, progress, sources or Sources())
-    work.run(work.jobs(missing, suites, pythons))
+    with _disk_errors(cache.root, missing[0]):
+        cache.root.mkdir(parents=True, exist_ok=True)
+        # On the cache's own disk.
+        scratch = tempfile.TemporaryDirectory(prefix="files-", dir=cache.root, ignore_cleanup_errors=True)
+    with scratch as name:
+        work = _Fetch(cache, Path(name), progress)
+        work.run(work.jobs({file: files[file] for file in missing}), missing)
     if work.gone:
         gone = sorted(work.gone, key=lambda file: file.name)
         names = list(dict.fromkeys(file.name for file in gone))[:5]
@@ -112,94 +81,93 @@ def fetch(
 
 
 class _Fetch:
-    """Daemon threads that work on a queue of jobs, so that Ctrl-C does not wait for a server that stalls."""
-
-    def __init__(self, cache: FileCache, progress: Progress, sources: Sources) -> None:
-        self._cache, self._progress, self._sources = cache, progress, sources
-        self._positions: dict[str, int] = {}
+    def __init__(self, cache: FileCache, scratch: Path, progress: Progress) -> None:
+        self._cache, self._scratch, self._progress = cache, scratch, progress
         self._stop = threading.Event()
         self.gone: list[LockedFile] = []
-        self._failures: list[BaseException] = []
 
-    def run(self, jobs: Iterable[Callable[[], None]]) -> None:
-        """Run all jobs. Raises the first failure."""
-        waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        for job in jobs:
-            waiting.put(job)
-        threads = [threading.Thread(target=self._work, args=[waiting], daemon=True) for _ in range(_JOBS)]
-        for thread in threads:
-            thread.start()
-        try:
-            # Do not use join(): Python 3.11 considers a thread finished if its join is interrupted.
-            while any(thread.is_alive() for thread in threads) and not self._failures:
-                time.sleep(0.02)
-        finally:
-            # On a failure or Ctrl-C, the other threads get a moment to leave their parts in order.
-            self._stop.set()
-            until = time.monotonic() + 0.5
-            while time.monotonic() < until and any(thread.is_alive() for thread in threads):
-                time.sleep(0.02)
-        if self._failures:
-            raise self._failures[0]
-
-    def _work(self, waiting: queue.SimpleQueue[Callable[[], None]]) -> None:
-        while not self._stop.is_set():
+    def jobs(self, files: Mapping[LockedFile, Request]) -> list[Callable[[], None]]:
+        """Return a job per archive and image, and one per other file."""
+        debs: dict[tuple[str, ...], list[LockedFile]] = {}
+        images: dict[str, list[LockedFile]] = {}
+        jobs: list[Callable[[], None]] = []
+        own = {name: url for request in files.values() for name, url in request.indexes.items()}
+        indexes = Indexes.of_host(own) if any(file.kind in ("wheel", "sdist") for file in files) else None
+        # Largest first: the last one alone would prolong the fetch.
+        for file, request in sorted(files.items(), key=lambda item: -item[0].size):
             try:
-                waiting.get_nowait()()
-            except (queue.Empty, _Stopped):
-                return
-            except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
-                self._failures.append(error)
-                return
+                if file.kind == "git":
+                    jobs.append(partial(self._archive, file, request.gits[file.name]))
+                elif indexes and file.kind in ("wheel", "sdist"):
+                    places = [own[file.index]] if file.index else indexes.places
+                    jobs.append(partial(self._download, file, indexes, places))
+                else:
+                    base = request.bases[file.base or ""]
+                    if file.kind == "deb":
+                        debs.setdefault(suites_of(base.suite, base.packages), []).append(file)
+                    else:
+                        images.setdefault(base.image or "", []).append(file)
+            except KeyError as error:
+                message = f"the lock names {error.args[0]}, but versions.yaml does not"
+                raise InputError(message, hint="run `primus lock` again") from None
+        groups = [partial(self._debs, group, suites) for suites, group in debs.items()]
+        return [*groups, *(partial(self._image, group, image) for image, group in images.items()), *jobs]
 
-    def jobs(
-        self, files: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], pythons: Collection[str]
-    ) -> Iterator[Callable[[], None]]:
-        """Yield a job per archive, image and commit, and one per file of a Python index."""
-        groups: dict[tuple[str, str], list[LockedFile]] = {}
-        for file in files:
-            source = file.base or "" if file.kind == "deb" else self._sources.of(file)
-            groups.setdefault(("wheel" if file.kind == "sdist" else file.kind, source), []).append(file)
-        for (kind, source), group in groups.items():
-            if kind == "deb":
-                yield partial(self._debs, group, suites[source])
-            elif kind == "layer":
-                yield partial(self._copy, group, source)
-            elif kind == "git":
-                yield from (partial(self._copy, [file], source) for file in group)
-            else:
-                host = Indexes.of_host()
-                indexes = host.only(source) if source else host
-                offers: dict[str, list[tuple[str, str | None]]] = {file.file: [] for file in group}
-                for offer in locate(group, indexes, pythons, self._sources.indexes):
-                    offers[offer.file].append((offer.url, offer.sha256))
-                # Largest first: the last one alone would prolong the fetch.
-                for file in sorted(group, key=lambda f: -f.size):
-                    yield partial(self._download, file, offers[file.file], indexes)
+    def run(self, jobs: Sequence[Callable[[], None]], files: Collection[LockedFile]) -> None:
+        """Run all jobs. Raises the first failure."""
+        present = 0
+        # Its threads are daemons, so Ctrl-C does not wait for a server that stalls.
+        with ThreadPool(_JOBS) as pool:
+            results = pool.imap_unordered(lambda job: job(), jobs)
+            try:
+                while True:
+                    with suppress(multiprocessing.TimeoutError):
+                        results.next(timeout=0.2)
+                    before, present = present, self._present(files)
+                    self._progress.advance("fetch", present - before)
+            except StopIteration:
+                return
+            finally:
+                self._stop.set()
 
-    def _download(self, file: LockedFile, offers: Sequence[tuple[str, str | None]], indexes: Indexes) -> None:
-        refusal: HostError | None = None
-        for url, stated in offers:
-            sha256 = stated or file.sha256
-            if sha256 == file.sha256:
-                with _disk_errors(self._cache.root, file), self._cache.part(file.sha256) as part:
-                    if part is None:
-                        return self._report(file, file.size)
-                    resumed = part.seek(0, os.SEEK_END) > 0
-                    if not self._append(part, file, url, indexes):
-                        continue
-                    sha256 = self._cache.commit(part, file.sha256)
-                    # What was there before may come from another source or a bad disk. Only a file read in one go
-                    # proves that the source is wrong.
-                    if resumed and sha256 != file.sha256 and self._append(part, file, url, indexes):
-                        sha256 = self._cache.commit(part, file.sha256)
-                    if sha256 == file.sha256:
-                        return None
-            refusal = _refusal(file, f"sha256 {sha256}", url)
-        if refusal:
-            raise refusal
+    def _present(self, files: Collection[LockedFile]) -> int:
+        size = sum(min(file.size, self._cache.size(file.sha256)) for file in files)
+        # A tool renames its temporary files meanwhile.
+        with suppress(FileNotFoundError):
+            size += sum(path.stat().st_size for path in self._scratch.rglob("*") if path.is_file())
+        return size
+
+    def _download(self, file: LockedFile, indexes: Indexes, places: Sequence[str]) -> None:
+        failure: HostError | None = None
+        for place in places:
+            try:
+                for offer in indexes.offers(file.name, place):
+                    if offer.file == file.file and self._take(file, offer, indexes):
+                        return
+            except HostError as error:
+                failure = failure or error
+        if failure:
+            raise failure
         self.gone.append(file)
-        return None
+
+    def _take(self, file: LockedFile, offer: Offer, indexes: Indexes) -> bool:
+        """Download the file from one place. Returns False if it is not there."""
+        sha256 = offer.sha256 or file.sha256
+        if sha256 == file.sha256:
+            with _disk_errors(self._cache.root, file), self._cache.part(file.sha256) as part:
+                if part is None:
+                    return True
+                resumed = part.seek(0, os.SEEK_END) > 0
+                if not self._append(part, file, offer.url, indexes):
+                    return False
+                sha256 = self._cache.commit(part, file.sha256)
+                # What was there before may come from another source or a bad disk. Only a file read in one go
+                # proves that the source is wrong.
+                if resumed and sha256 != file.sha256 and self._append(part, file, offer.url, indexes):
+                    sha256 = self._cache.commit(part, file.sha256)
+        if sha256 != file.sha256:
+            raise _refusal(file, f"sha256 {sha256}", offer.url)
+        return True
 
     def _append(self, part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
         """Download the rest of the part, as long as bytes keep arriving. Returns False if the source has no file."""
@@ -214,7 +182,6 @@ class _Fetch:
                     part.truncate(offset)
                     part.write(block)
                     size = offset + len(block)
-                    self._report(file, size)
                     if size > file.size:
                         break
                 return True
@@ -222,80 +189,45 @@ class _Fetch:
                 return False
             except (requests.RequestException, HTTPError) as error:
                 status = getattr(getattr(error, "response", None), "status_code", None)
-                reason = cause(error)
                 if status in _ABSENT:
                     return False
                 if status == 416:
                     return True
-                if status is not None:
-                    hint = "give pip the credentials (netrc, or in its index URL)" if status in (401, 407) else None
-                    raise HostError(f"{bare_url(url)} cannot be fetched: {reason}", hint=hint) from None
-            # A server that starts over each time makes no progress.
-            faults = 1 if size > before else faults + 1
-            if faults >= _FAULTS:
-                raise HostError(
-                    f"{bare_url(url)} cannot be fetched: {reason}, {_FAULTS} times",
-                    hint="run it again to continue the download",
-                )
+                # A server that starts over each time makes no progress.
+                faults = 1 if size > before else faults + 1
+                if status is not None or faults >= _FAULTS:
+                    times = f", {_FAULTS} times" if status is None else ""
+                    hint = LOGIN_HINT if status in (401, 407) else "run it again to continue the download"
+                    raise HostError(f"{bare_url(url)} cannot be fetched: {cause(error)}{times}", hint=hint) from None
             if self._stop.wait(_FIRST_WAIT_S * 2 ** (faults - 1)):
                 raise _Stopped
         return True
 
-    def _report(self, file: LockedFile, position: int) -> None:
-        before, now = self._positions.get(file.sha256, 0), min(position, file.size)
-        self._positions[file.sha256] = now
-        self._progress.advance("fetch", now - before)
-
     def _debs(self, files: Sequence[LockedFile], suites: tuple[str, ...]) -> None:
-        with self._growing(files) as folder:
-            paths = with_packages(partial(download_debs, files, suites, folder), say=self._progress.say)
-            for file in files:
-                if file in paths:
-                    self._put(file, paths[file], f"the archive of {' and '.join(suites)}")
-                else:
-                    self.gone.append(file)
-
-    def _copy(self, files: Sequence[LockedFile], source: str) -> None:
-        with self._growing(files) as folder:
-            if files[0].kind == "layer":
-                copy_image(source, folder)
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        with_packages(partial(download_debs, files, suites, folder), say=self._progress.say)
+        for file in files:
+            if (folder / file.sha256).exists():
+                self._put(file, folder, f"the archive of {' and '.join(suites)}")
             else:
-                archive_commit(source, _commit(files[0]), folder / files[0].sha256)
-            for file in files:
-                self._put(file, folder / file.sha256, source)
+                self.gone.append(file)
 
-    def _put(self, file: LockedFile, path: Path, source: str) -> None:
+    def _image(self, files: Sequence[LockedFile], image: str) -> None:
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        copy_image(image, folder)
+        for file in files:
+            self._put(file, folder, image)
+
+    def _archive(self, file: LockedFile, commit: Commit) -> None:
+        archive_commit(commit.url, commit.commit, self._scratch / file.sha256)
+        self._put(file, self._scratch, commit.url)
+
+    def _put(self, file: LockedFile, folder: Path, source: str) -> None:
+        path = folder / file.sha256
         with _disk_errors(self._cache.root, file):
             if not path.exists() or not self._cache.put(path, file.sha256):
                 raise _refusal(file, "other bytes", source)
-
-    @contextmanager
-    def _growing(self, files: Sequence[LockedFile]) -> Iterator[Path]:
-        """Yield a folder to which a tool downloads the files. Its growth is reported as progress."""
-        done, ended, total = 0, threading.Event(), sum(f.size for f in files)
-
-        def watch(folder: Path) -> None:
-            nonlocal done
-            while not ended.wait(0.5):
-                # The tool renames its temporary files meanwhile.
-                with suppress(FileNotFoundError):
-                    before, done = done, min(total, sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
-                    self._progress.advance("fetch", done - before)
-
-        root = self._cache.root
-        with _disk_errors(root, files[0]):
-            root.mkdir(parents=True, exist_ok=True)
-            # On the cache's own disk.
-            scratch = tempfile.TemporaryDirectory(prefix="files-", dir=root, ignore_cleanup_errors=True)
-        with scratch as name:
-            thread = threading.Thread(target=watch, args=[Path(name)], daemon=True)
-            thread.start()
-            try:
-                yield Path(name)
-            finally:
-                ended.set()
-                thread.join()
-        self._progress.advance("fetch", total - done)
+            path.unlink()
 
 
 @contextmanager
@@ -318,10 +250,6 @@ def _refusal(file: LockedFile, offer: str, source: str) -> HostError:
         f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} ({file.size} bytes) is locked",
         hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
     )
-
-
-def _commit(file: LockedFile) -> str:
-    return Path(file.file).stem.rpartition("-")[2]
 
 
 def _names(files: Sequence[LockedFile]) -> str:

@@ -39,6 +39,13 @@ class FileCache:
             return False
         return status.st_size == size and stat.S_ISREG(status.st_mode)
 
+    def size(self, sha256: str) -> int:
+        """Return how many bytes of the file are here, complete or from an interrupted fetch."""
+        for path in (self.path(sha256), self._folder / f"{sha256}.part"):
+            with suppress(OSError):
+                return path.stat().st_size
+        return 0
+
     def mark(self, sha256: str) -> tuple[int, ...]:
         """Return size, times and inode, which change when the file is written to. Empty if it is not cached."""
         try:

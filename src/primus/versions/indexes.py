@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import json
 import os
@@ -14,10 +13,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from html import unescape
+from itertools import chain
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import url2pathname
 
 import requests
@@ -29,6 +29,8 @@ from uv import find_uv_bin
 from primus.errors import HostError
 from primus.versions.traffic import LOG, bare_url, cause
 
+LOGIN_HINT = "give pip the credentials (netrc, or in the index URL)"
+_PLAIN = {"Accept-Encoding": "identity"}
 _BLOCK = 1 << 18
 # Seconds to connect, and seconds of silence.
 _TIMEOUT = (4.0, 20.0)
@@ -44,10 +46,29 @@ _RETRIES = Retry(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One file of an index. ``sha256`` and ``size`` are None if the index does not state them.
+
+    ``python`` are the versions of Python that the file requires (empty: any).
+    """
+
+    file: str
+    url: str
+    sha256: str | None = None
+    size: int | None = None
+    python: str = ""
+    yanked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Indexes:
-    """The places that pip would search, first to last, and how it would reach them. They may contain credentials."""
+    """The places that pip would search, first to last, and how it would reach them. They may contain credentials.
+
+    ``own`` are a channel's own indexes of versions.yaml, by name.
+    """
 
     urls: tuple[str, ...] = field(repr=False)
+    own: Mapping[str, str] = field(default_factory=dict, repr=False)
     find_links: tuple[str, ...] = field(default=(), repr=False)
     constraints: tuple[str, ...] = ()
     cert: str | None = None
@@ -57,9 +78,9 @@ class Indexes:
     keyring: bool = False
 
     @classmethod
-    def of_host(cls) -> Indexes:
+    def of_host(cls, own: Mapping[str, str]) -> Indexes:
         """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError without pip."""
-        return cls.from_settings(parse_config(_pip_config(frozenset(os.environ.items()))))
+        return replace(cls.from_settings(parse_config(_pip_config(frozenset(os.environ.items())))), own=own)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> Indexes:
@@ -78,35 +99,30 @@ class Indexes:
             keyring=settings.get("keyring-provider", "") in ("subprocess", "import"),
         )
 
-    def only(self, url: str) -> Indexes:
-        """Return only the index at ``url``, reached as pip would reach it."""
-        return replace(self, urls=(url,), find_links=())
-
     @property
-    def places(self) -> tuple[Indexes, ...]:
-        """Return each index and each find-links folder alone, local ones first."""
-        folders = [replace(self, urls=(), find_links=(place,)) for place in self.find_links]
-        places = (*folders, *map(self.only, self.urls))
-        return tuple(sorted(places, key=lambda place: local_path(place.shown[0]) is None))
+    def places(self) -> tuple[str, ...]:
+        """Return the addresses of pip's indexes and find-links, local ones first."""
+        return tuple(sorted((*self.find_links, *self.urls), key=lambda place: local_path(place) is None))
 
     @property
     def shown(self) -> tuple[str, ...]:
         """Return every address without credentials."""
-        return tuple(map(bare_url, (*self.urls, *self.find_links)))
+        return tuple(map(bare_url, (*self.urls, *self.find_links, *self.own.values())))
 
     def uv_settings(self) -> str:
         """Return the text of a ``uv.toml`` with these indexes, in pip's order: uv tries its default index last."""
+        urls = (*self.urls, *self.own.values())
         lines = [
             'index-strategy = "unsafe-best-match"',
             f"find-links = {json.dumps(self.find_links)}",
             f"allow-insecure-host = {json.dumps(self.trusted_hosts)}",
-            f"no-index = {json.dumps(not self.urls)}",
+            f"no-index = {json.dumps(not urls)}",
             f'keyring-provider = "{"subprocess" if self.keyring else "disabled"}"',
             'python-downloads = "never"',
         ]
-        for url in self.urls:
+        for url in urls:
             lines += ["[[index]]", f"url = {json.dumps(url)}", "ignore-error-codes = [403]"]
-        return "\n".join([*lines, *(["default = true"] if self.urls else []), ""])
+        return "\n".join([*lines, *(["default = true"] if urls else []), ""])
 
     def uv_environment(self) -> dict[str, str]:
         """Return the environment in which uv reaches what pip would. Other settings of uv on this host do not apply."""
@@ -124,29 +140,35 @@ class Indexes:
             environment |= {word: self.proxy for name in names for word in (name, name.lower())}
         return environment
 
-    def get(self, url: str, *, method: str = "GET", start: int = 0) -> requests.Response:
-        """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
+    @cached_property
+    def _session(self) -> requests.Session:
         if self.trusted_hosts:
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-        parts, began, outcome = urlsplit(url), time.monotonic(), "no answer"
         session = requests.Session()
-        session.mount(f"{parts.scheme}://", HTTPAdapter(max_retries=_RETRIES))
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(max_retries=_RETRIES))
+        return session
+
+    def get(self, url: str, method: str = "GET", headers: Mapping[str, str] | None = None) -> requests.Response:
+        """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
+        parts, began, outcome = urlsplit(url), time.monotonic(), "no answer"
+        host = parts.netloc.rpartition("@")[2]
         try:
-            response = session.request(
+            response = self._session.request(
                 method,
-                url,
+                parts._replace(netloc=host).geturl(),
                 stream=True,
                 allow_redirects=True,  # requests itself follows none for HEAD
-                headers={"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})},
-                auth=self._login(parts.netloc),
+                headers=headers,
+                auth=self._login(host),
                 # Not set on the session, where the environment's proxies would precede pip's own setting.
                 proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
-                verify=False if {parts.netloc, parts.hostname} & {*self.trusted_hosts} else self._ca(),
+                verify=False if {host, parts.hostname} & {*self.trusted_hosts} else self._ca(),
                 cert=self.client_cert,
                 timeout=_TIMEOUT,
             )
-            headers = response.headers
-            outcome = f"{response.status_code} {headers.get('Content-Type')} {headers.get('Content-Length')}"
+            about = response.headers
+            outcome = f"{response.status_code} {about.get('Content-Type')} {about.get('Content-Length')}"
         except requests.RequestException as error:
             outcome = cause(error)
             raise
@@ -154,46 +176,42 @@ class Indexes:
             LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), time.monotonic() - began, outcome)
         return response
 
-    def files(self, package: str) -> Iterator[tuple[str, str]]:
-        """Yield every file of the package that was not yanked, and the Python that it requires (empty: any).
+    def offers(self, package: str, place: str) -> list[Offer]:
+        """Return every file of the package at ``place``: an index, or find-links. HostError if it does not answer."""
+        flat, folder = place in self.find_links, local_path(place)
+        url = place if flat else f"{place.rstrip('/')}/{package}/"
+        try:
+            if folder is None:
+                with self.get(url) as page:
+                    if page.status_code in (403, 404):
+                        return []
+                    page.raise_for_status()
+                    if not _is_page(page):
+                        raise requests.RequestException("it sends no HTML page")
+                    return _offers(page.text, page.url)
+            folder = folder.absolute() if flat else folder.absolute() / package
+            pages = (_offers(page.read_text(encoding="utf-8"), page.as_uri()) for page in folder.glob("index.html"))
+            return [*chain(*pages), *(Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*"))]
+        except (OSError, ValueError, urllib3.exceptions.HTTPError) as error:
+            raise self.silence(url, cause(error), package) from None
 
-        Raises HostError if an index does not answer.
-        """
-        for url in (*self.urls, *self.find_links):
-            folder = local_path(url)
-            try:
-                if folder is None:
-                    with self.get(f"{url.rstrip('/')}/{package}/") as page:
-                        if page.status_code in (403, 404):
-                            continue
-                        page.raise_for_status()
-                        text = page.text
-                else:
-                    here = folder if url in self.find_links else folder / package
-                    pages = [path.read_text(encoding="utf-8") for path in here.glob("index.html")]
-                    text = "".join([*pages, *(f"<a>{path.name}</a>" for path in here.glob("*.*"))])
-            except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-                message = f"the Python index at {bare_url(url)} does not answer: {cause(error)}"
-                raise HostError(message, hint="check the network", about=package) from None
-            for about, name in re.findall(r"<a\b([^>]*)>\s*([^<]+?)\s*</a>", text):
-                if "data-yanked" not in about:
-                    needs = re.search(r'data-requires-python="([^"]*)"', about)
-                    yield name, unescape(needs[1]) if needs else ""
-
-    def require_login(self, package: str) -> None:
-        """Raise HostError if an index wants credentials for the package, which uv takes for an index without it."""
-        for url in (url for url in self.urls if local_path(url) is None):
-            with contextlib.suppress(requests.RequestException), self.get(f"{url.rstrip('/')}/{package}/") as page:
-                if page.status_code in (401, 407):
-                    raise HostError(
-                        f"the Python index at {bare_url(url)} wants valid authentication credentials "
-                        f"({page.status_code})",
-                        hint="give pip the credentials (netrc, or in the index URL)",
-                        about=package,
-                    )
+    def silence(self, url: str, reason: str, about: str) -> HostError:
+        """Return the error for an index that does not answer the request for ``url``."""
+        address = bare_url(url)
+        name = next((name for name, own in self.own.items() if address.startswith(bare_url(own).rstrip("/"))), None)
+        if name is not None:
+            place, hint = f"the index {name} ({bare_url(self.own[name])})", "use another channel (--channel)"
+        else:
+            place, hint = (
+                f"the Python index at {address}",
+                "point pip at a mirror (pip config set global.index-url URL)",
+            )
+        if re.search(r"\b40[17]\b", reason):
+            return HostError(f"{place} wants valid authentication credentials: {reason}", hint=LOGIN_HINT, about=about)
+        return HostError(f"{place} does not answer: {reason}", hint=f"check the network, or {hint}", about=about)
 
     def _login(self, host: str) -> tuple[str, str] | None:
-        for url in (*self.urls, *self.find_links):
+        for url in (*self.urls, *self.find_links, *self.own.values()):
             login, at, netloc = urlsplit(url).netloc.rpartition("@")
             if at and netloc == host:
                 user, colon, password = map(unquote, login.partition(":"))
@@ -217,7 +235,7 @@ class Indexes:
             if sha256 is not None:
                 if path := local_path(url):
                     return path.stat().st_size, sha256
-                with self.get(url, method="HEAD") as response:
+                with self.get(url, "HEAD", _PLAIN) as response:
                     length = response.headers.get("Content-Length", "")
                     if response.ok and length.isdigit() and not _is_page(response):
                         return int(length), sha256
@@ -245,7 +263,8 @@ class Indexes:
                     yield start, block
                     start += len(block)
             return
-        with self.get(url, start=start) as response:
+        ranges = {"Range": f"bytes={start}-"} if start else {}
+        with self.get(url, headers=_PLAIN | ranges) as response:
             response.raise_for_status()
             if _is_page(response):
                 raise requests.RequestException("it sends a web page")
@@ -256,7 +275,26 @@ class Indexes:
 
 
 def _is_page(response: requests.Response) -> bool:
-    return response.headers.get("Content-Type", "").startswith("text/html")
+    return "html" in response.headers.get("Content-Type", "")
+
+
+def _offers(page: str, base: str) -> list[Offer]:
+    offers = []
+    for attributes in re.findall(r"""<a\b((?:[^>"']|"[^"]*"|'[^']*')*)>""", page):
+        quoted = re.findall(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)')""", attributes)
+        values = {name: unescape(double or single) for name, double, single in quoted}
+        url, _, fragment = urljoin(base, values.get("href", "")).partition("#")
+        sha256 = re.fullmatch(r"sha256=([0-9a-f]{64})", fragment)
+        offers.append(
+            Offer(
+                file=unquote(urlsplit(url).path.rpartition("/")[2]),
+                url=url,
+                sha256=sha256[1] if sha256 else None,
+                python=values.get("data-requires-python", ""),
+                yanked="data-yanked" in attributes,
+            )
+        )
+    return offers
 
 
 def local_path(url: str) -> Path | None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError
-from primus.versions.indexes import Indexes, parse_config
+from primus.versions.indexes import Indexes, Offer, parse_config
 from primus.versions.lock import BaseRequest, Request
 from primus.versions.traffic import bare_url
 from primus.versions.wheels import NoSolutionError, _best, _tags, failure, unsolvable
@@ -104,9 +104,9 @@ def test_tags_stop_at_the_glibc_of_the_suite() -> None:
 
 def test_the_best_wheel_is_the_most_specific_one() -> None:
     names = ["a-1-py3-none-any.whl", "a-1-cp37-abi3-manylinux_2_28_x86_64.whl", "a-1-cp311-cp311-linux_x86_64.whl"]
-    package = {"name": "a", "version": "1", "wheels": [{"url": f"http://h/{name}"} for name in names]}
-    assert _best(package, _tags(_request()), ()).file == names[2]
-    assert _best(package, _tags(_request()), ("a",)).file == names[0]
+    package, wheels = {"name": "a", "version": "1"}, [Offer(file=name, url=f"http://h/{name}") for name in names]
+    assert _best(package, wheels, _request()).file == names[2]
+    assert _best(package, wheels, _request(pure=("a",))).file == names[0]
 
 
 CONNECT = """\
@@ -130,19 +130,19 @@ error: No solution found when resolving dependencies
 
 
 def test_a_network_failure_names_index_package_and_uvs_cause() -> None:
-    error = failure(CONNECT, {})
+    error = failure(CONNECT, Indexes(urls=()))
     assert isinstance(error, HostError)
     assert error.about == "torch"
     assert error.message == (
         "the Python index at http://127.0.0.1:9/simple/torch/ does not answer: Connection refused (os error 111)"
     )
-    error = failure(CONNECT, {"own": "http://me:SECRET@127.0.0.1:9/simple/"})
+    error = failure(CONNECT, Indexes(urls=(), own={"own": "http://me:SECRET@127.0.0.1:9/simple/"}))
     assert str(error).startswith("the index own (http://127.0.0.1:9/simple/) does not answer: Connection refused")
     assert "use another channel (--channel)" in str(error.hint)
 
 
 def test_pins_that_nothing_fulfills_are_a_sentence_in_uvs_words() -> None:
-    conflict, absent = failure(CONFLICT, {}), failure(NO_VERSION, {})
+    conflict, absent = failure(CONFLICT, Indexes(urls=())), failure(NO_VERSION, Indexes(urls=()))
     assert isinstance(conflict, NoSolutionError)
     assert isinstance(absent, NoSolutionError)
     sentence = unsolvable(conflict, ["http://h/simple"]).message
@@ -155,5 +155,5 @@ def test_pins_that_nothing_fulfills_are_a_sentence_in_uvs_words() -> None:
 
 @given(st.one_of(st.text(), st.text().map("error: {}".format)))
 def test_every_failure_is_one_line(text: str) -> None:
-    error = failure(text, {})
+    error = failure(text, Indexes(urls=()))
     assert "\n" not in (error.message if not isinstance(error, NoSolutionError) else str(error))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import HostError, InputError, LacksPackages
+from primus.errors import InputError, LacksPackages
 from primus.versions.debs import _default_mirror, check_python, debian_stanzas, parse_sources, parse_uris, preferences
 from primus.versions.lock import BaseRequest, suites_of, upstream
 
@@ -45,10 +45,6 @@ def test_sources_of_another_suite_come_from_the_hosts_own() -> None:
         ("http://mirror.example/debian", "trixie trixie-updates"),
         ("http://mirror.example/debian-security", "trixie-security"),
     ]
-
-
-def test_sid_has_no_pockets() -> None:
-    assert _pairs("sid") == [("http://mirror.example/debian", "sid")]
 
 
 def test_each_suite_of_a_base_has_its_sources() -> None:
@@ -103,13 +99,6 @@ def test_one_line_sources_keep_their_options() -> None:
     assert stanza["Trusted"] == "yes"
     assert stanza["Architectures"] == "amd64"
     assert stanza["Suites"] == "trixie"
-
-
-def test_a_host_without_debian_says_what_to_set() -> None:
-    ubuntu = "deb http://archive.example/ubuntu noble main universe\n"
-    with pytest.raises(HostError) as error:
-        _pairs("bookworm", host=ubuntu, deb822=False)
-    assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
 
 
 def test_a_host_without_debian_takes_the_mirror_that_debootstrap_names(tmp_path: Path) -> None:

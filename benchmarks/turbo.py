@@ -292,7 +292,7 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
             made = entry.observed_trainer
             if "profile" in flags:
                 entry.observed_trainer = lambda *a, **k: _profiled(made(*a, **k), output)
-            entry.main(sys.argv[1:])
+            entry.main(config.parent)
         code = 0
     except BaseException:  # noqa: BLE001 - the log says it
         traceback.print_exc()

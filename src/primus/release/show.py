@@ -1,4 +1,4 @@
-"""Releases and their differences as aligned text, the page about published releases, and tables in Markdown."""
+"""Releases and their differences as aligned text, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from primus.release.diff import ROWS, Change, Diff, component_order, release_facts
-from primus.release.history import History, Release, newest_first
+from primus.release.diff import Change, Diff, component_order, release_facts
+from primus.release.history import Release, newest_first
 from primus.terminal import PLAIN, Screen, Styled
 
-_NONE = "–"
+NONE = "–"
 # What is said of a missing value: of a release that AMD published, and of pins or an image.
 _ABSENT = ("not published", "not there")
-_HEAD = ("tag", "date", "ROCm", "PyTorch", "GPUs", "size")
+HEAD = ("tag", "date", "ROCm", "PyTorch", "GPUs", "size")
 # The most rows of one section as text, such as files.
 _MOST = 60
 _MARK = {"added": Styled("+", "green"), "removed": Styled("-", "red"), "changed": Styled("~", "yellow")}
@@ -27,8 +27,8 @@ def _heading(text: str, screen: Screen) -> list[str]:
 
 def release_list(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
     """Return a table with one row per release, newest first."""
-    rows = [_row(release) for release in newest_first(releases)]
-    return "\n".join(filter(None, [*screen.table(rows, head=_HEAD), _legend(rows)]))
+    rows = [row(release) for release in newest_first(releases)]
+    return "\n".join(filter(None, [*screen.table(rows, head=HEAD), legend(rows)]))
 
 
 def release_page(release: Release, screen: Screen = PLAIN) -> str:
@@ -68,8 +68,8 @@ def notes(difference: Diff) -> str:
     """Return the differences as release notes in Markdown."""
     lines = [f"# {_escaped(_title(difference))}", ""]
     for part in difference.sections:
-        rows = [(c.what, *((side or _NONE).replace("\n", " ") for side in (c.old, c.new))) for c in part.changes]
-        lines += section(part.name.capitalize(), ("name", "old", "new"), _escaped_rows(rows)) if rows else []
+        rows = [(c.what, *((side or NONE).replace("\n", " ") for side in (c.old, c.new))) for c in part.changes]
+        lines += section(part.name.capitalize(), ("name", "old", "new"), escaped_rows(rows)) if rows else []
     for title, items in _remarks(difference).items():
         bullets = [f"- {_escaped(item)}" for item in items]
         lines += [f"## {_escaped(title.capitalize())}", "", *bullets, ""] if items else []
@@ -90,37 +90,6 @@ def _remarks(difference: Diff) -> dict[str, Sequence[str]]:
     }
 
 
-def page(history: History) -> str:
-    """Return docs/releases.md."""
-    every = newest_first(history.releases)
-    rows = [_row(release) for release in every]
-    columns = [name for name in ROWS if name not in ("rocm", "pytorch")]
-    lines = [
-        "<!-- Generated from src/primus/release/history.yaml by `nox -s docs`; do not edit. -->",
-        "# Published releases",
-        "",
-        "Every training image tag that is known to be published, newest first. `primus releases NAME` shows "
-        "everything known about a release. `primus diff v25.10 v26.8` compares two releases, and "
-        "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values that were not "
-        "published are never filled in from elsewhere. Where several tables of a tag differ, these are the best known "
-        "values.",
-        "",
-        *history.deprecations,
-        "",
-        *table(_HEAD, _escaped_rows(rows)),
-        "",
-        _legend(rows),
-        "",
-        *section(
-            "Components",
-            ("tag", *map(_escaped, columns)),
-            _escaped_rows((r.reference, *(r.components.get(name) or _NONE for name in columns)) for r in every),
-            "Versions as published. Newer releases list more components; see `primus releases NAME`.",
-        ),
-    ]
-    return "\n".join(lines)
-
-
 def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
     narrow = replace(screen, width=min(screen.width or _PROSE, _PROSE))
     lines = []
@@ -130,15 +99,17 @@ def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
     return lines
 
 
-def _row(release: Release) -> tuple[str, ...]:
+def row(release: Release) -> tuple[str, ...]:
+    """Return the row of a release below :data:`HEAD`."""
     pins = " (versions.yaml)" if release.origin else ""
-    versions = (release.components.get(name) or _NONE for name in ("rocm", "pytorch"))
-    gpus, size = (release_facts(release)[name] or _NONE for name in ("GPUs", "size"))
-    return (release.reference + pins, release.date or _NONE, *versions, gpus, size)
+    versions = (release.components.get(name) or NONE for name in ("rocm", "pytorch"))
+    gpus, size = (release_facts(release)[name] or NONE for name in ("GPUs", "size"))
+    return (release.reference + pins, release.date or NONE, *versions, gpus, size)
 
 
-def _legend(rows: Sequence[tuple[str, ...]]) -> str:
-    return f"{_NONE} not published." if any(_NONE in row for row in rows) else ""
+def legend(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return what is said below a table with ``rows``; empty if nothing needs it."""
+    return f"{NONE} not published." if any(NONE in row for row in rows) else ""
 
 
 def _counts(changes: Sequence[Change], same: int) -> str:
@@ -152,7 +123,8 @@ def _counts(changes: Sequence[Change], same: int) -> str:
     return ", ".join(f"{count} {words}" for count, words in parts if count) or "none is named"
 
 
-def _escaped_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+def escaped_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Return ``rows`` with what Markdown would not print as it is escaped."""
     return [[_escaped(cell) for cell in row] for row in rows]
 
 

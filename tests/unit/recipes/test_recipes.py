@@ -4,13 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from docs.generated import dataclass_keys
 
 from primus.errors import InputError
 from primus.recipes import load, resolve, schema
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import backends
 from primus.recipes.setting import Choices, ends_of, outside
-from primus.release.docs import dataclass_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 PROXY = """\

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from docs import generated
 
 from primus.cli.main import main
 from primus.errors import InputError
@@ -160,7 +161,7 @@ def test_a_name_of_several_tags_shows_each(nowhere: Path, capsys: pytest.Capture
 
 
 def test_page_holds_every_tag() -> None:
-    page = show.page(HISTORY)
+    page = generated._releases(HISTORY)
     rows = [line for line in page.splitlines() if line.startswith("|")]
     history = page.partition("## Components")[0].splitlines()
     for release in HISTORY.releases:

@@ -1,9 +1,8 @@
-"""Verbs about releases: published ones, what changed between them, and the documents generated from them."""
+"""Verbs about releases: published ones, and what changed between them."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 
 from primus.cli.host.common import PROJECT, STORE
@@ -11,7 +10,6 @@ from primus.cli.verb import JSON, answer, flag, matching, option, verb
 from primus.errors import InputError
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
-from primus.release import docs as documents
 from primus.release import golden, show
 from primus.release.diff import diff as compare
 from primus.release.history import IMAGE, Release, load_history, pin_names, pins, select
@@ -79,24 +77,6 @@ def diff(args: argparse.Namespace) -> int:
     difference = compare(old.release, new.release, *parts, curves=curves, issues=tuple(map(str, known_issues)))
     text = show.notes(difference) if args.markdown else show.diff_page(difference, Screen.of())
     answer(args, asdict(difference), [text])
-    return 0
-
-
-@verb(
-    flag("--check", "write nothing; exit with code 1 if a file is out of date"),
-    PROJECT,
-    JSON,
-    example="primus docs --check",
-)
-def docs(args: argparse.Namespace) -> int:
-    """Generate all documents of the repository, or check that they are up to date."""
-    root = Project.find(args.project).root
-    names = tuple(documents.stale(root)) if args.check else documents.write(root)
-    lines = [f"{'out of date' if args.check else 'written'}: {name}" for name in names]
-    answer(args, {"stale" if args.check else "written": names}, lines or ["every generated file is up to date"])
-    if args.check and names:
-        print("  → nox -s docs updates them", file=sys.stderr)
-        return 1
     return 0
 
 

@@ -1,9 +1,14 @@
-"""All generated files of the repository, from one function, so that --check and writing cannot disagree."""
+"""All generated files of the repository: `python -m docs.generated` (`nox -s docs`) writes those that are out of date.
+
+One function makes them, so that --check and writing cannot disagree.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
+import sys
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primus.errors import InputError
+from primus.errors import InputError, PrimusError
 from primus.gates.rules import gates
 from primus.plan.project import Project
 from primus.plan.resolve import resolve, resolve_all
 from primus.plan.target import Target
 from primus.recipes import schema
 from primus.recipes.setting import WORDS
-from primus.release.history import load_history
-from primus.release.show import page, section, table
+from primus.release.diff import ROWS
+from primus.release.history import History, load_history, newest_first
+from primus.release.show import HEAD, NONE, escaped_rows, legend, row, section, table
 from primus.schema import build, json_schema
 from primus.versions.components import Versions
 from primus.versions.filecache import FileCache
@@ -28,7 +34,7 @@ from primus.yamlfile import read, read_values, spell
 
 _OURS = "primus"
 _FOLDER = "src/primus/recipes/keys"
-_SOURCES = Path(__file__).with_name("keys.yaml")
+_SOURCES = Path(__file__).with_name("backend_keys.yaml")
 _MEANINGS = Path(schema.__file__).with_name("meanings.yaml")
 
 
@@ -43,7 +49,7 @@ def generated(root: Path) -> dict[str, str]:
             ("image", Target, "images/<target>.yaml: the contents of one image"),
         )
     }
-    files["docs/releases.md"] = page(load_history())
+    files["docs/releases.md"] = _releases(load_history())
     files["docs/keys.md"] = _recipe_keys()
     files["README.md"] = _filled(root, "README.md", "targets", _targets(root))
     if (root / "docs/gates.md").exists():
@@ -78,6 +84,36 @@ def _filled(root: Path, name: str, part: str, lines: Sequence[str]) -> str:
     if not opened or not closed:
         raise InputError(f"the markers {begin.strip()} and {end} are missing", where=name)
     return head + begin + "\n".join([*lines, ""]) + end + tail
+
+
+def _releases(history: History) -> str:
+    every = newest_first(history.releases)
+    rows = [row(release) for release in every]
+    columns = [name for name in ROWS if name not in ("rocm", "pytorch")]
+    lines = [
+        "<!-- Generated from src/primus/release/history.yaml by `nox -s docs`; do not edit. -->",
+        "# Published releases",
+        "",
+        "Every training image tag that is known to be published, newest first. `primus releases NAME` shows "
+        "everything known about a release. `primus diff v25.10 v26.8` compares two releases, and "
+        "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values that were not "
+        "published are never filled in from elsewhere. Where several tables of a tag differ, these are the best known "
+        "values.",
+        "",
+        *history.deprecations,
+        "",
+        *table(HEAD, escaped_rows(rows)),
+        "",
+        legend(rows),
+        "",
+        *section(
+            "Components",
+            escaped_rows([("tag", *columns)])[0],
+            escaped_rows((r.reference, *(r.components.get(name) or NONE for name in columns)) for r in every),
+            "Versions as published. Newer releases list more components; see `primus releases NAME`.",
+        ),
+    ]
+    return "\n".join(lines)
 
 
 def _recipe_keys() -> str:
@@ -265,3 +301,23 @@ def _read(annotation: ast.expr, types: list[str], choices: list[str], items: lis
 
 def _elements(inner: ast.expr) -> Iterable[ast.expr]:
     return inner.elts if isinstance(inner, ast.Tuple) else [inner]
+
+
+def main() -> int:
+    """Write the files, or with ``--check`` name those that are out of date, with exit code 1."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--project", type=Path, default=Path(__file__).parents[1], help="the repository")
+    options = parser.parse_args()
+    try:
+        names = stale(options.project) if options.check else write(options.project)
+    except PrimusError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for name in names:
+        print(f"{'out of date' if options.check else 'written'}: {name}")
+    return int(options.check and bool(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

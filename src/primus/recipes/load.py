@@ -101,25 +101,25 @@ def read(path: Path) -> Source:
     """Read a recipe file after the files in its ``uses``, each of them once. Raises InputError with the place."""
     settings: dict[str, Setting] = {}
     cases: list[Case] = []
-    files: dict[Path, Path] = {}  # the real path of each
+    files: dict[str, Path] = {}  # by its real path
 
-    def collect(path: Path, above: tuple[Path, ...]) -> None:
+    def collect(path: Path, *line: str) -> None:
         source, uses = parse(read_text(path), str(path))
-        here = path.resolve()
-        files[here] = path
+        files[line[-1]] = path
         for name in uses:
             used = beside(path, str(name.value))
-            if used.resolve() in (*above, here):
+            real = os.path.realpath(used)
+            if real in line:
                 raise InputError(f"{used.name} uses itself", where=name.origin)
-            if used.resolve() in files:
+            if real in files:
                 continue
             if used.is_dir() or not (used.exists() or used.is_symlink()):
                 raise InputError(f"there is no file {name.value!r}, which `uses` names", where=name.origin)
-            collect(used, (*above, here))
+            collect(used, *line, real)
         settings.update(source.settings)
         cases.extend(source.cases)
 
-    collect(path, ())
+    collect(path, os.path.realpath(path))
     return Source(settings=settings, cases=cases, files=tuple(files.values()))
 
 
@@ -267,4 +267,4 @@ def entries() -> Iterator[Entry]:
 def check(folder: Path) -> None:
     """Raise InputError, with the place, for a recipe in ``folder`` that does not load."""
     for name in names(folder):
-        supported(read(find(name, folder)).settings)
+        supported(read(folder / f"{name}.yaml").settings)

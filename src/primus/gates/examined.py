@@ -53,11 +53,11 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """Facts about a layer. ``folders`` maps each folder to the bytes and number of its files, ``unreadable`` paths
+    """Facts about a layer. ``folders`` maps each folder to the bytes of its files, ``unreadable`` paths
     to reasons. ``copyrights`` maps Debian packages to the text about their licences, or to a package with the same one.
     """
 
-    folders: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    folders: Mapping[str, int] = field(default_factory=dict)
     code: tuple[Code, ...] = ()
     libraries: tuple[Library, ...] = ()
     stated: tuple[Stated, ...] = ()
@@ -124,7 +124,7 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), scra
     """Examine every member once. ``machine_paths`` are paths of the build machine, which no file may contain. Large
     files are copied to the folder ``scratch``, or to that for temporary files.
     """
-    folders: dict[str, tuple[int, int]] = {}
+    folders: dict[str, int] = {}
     code, libraries = list[Code](), list[Library]()
     stated, traces, unreadable, copyrights = list[Stated](), list[Trace](), dict[str, str](), dict[str, str]()
     for member in members:
@@ -136,8 +136,7 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), scra
         if member.kind != "file":
             continue
         folder = path.rpartition("/")[0]
-        total, count = folders.get(folder, (0, 0))
-        folders[folder] = total + size, count + 1
+        folders[folder] = folders.get(folder, 0) + size
         with _contents(member, scratch) as (stream, data):
             traces += traces_in(path, data, machine_paths)
             is_elf = data[:4] == ELF

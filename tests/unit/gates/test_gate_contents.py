@@ -307,15 +307,15 @@ def test_a_source_may_bring_compiled_files_of_its_maker(layer: str, kind: str, s
 
 def test_sizes_are_ordered_and_lone_folders_are_left_out() -> None:
     layers = {
-        "small": {"etc": (10, 1)},
-        "large": {"opt/venv/lib/a": (600, 2), "opt/venv/lib/b/c": (300, 1), "opt/venv/lib": (1, 1), "": (0, 0)},
+        "small": {"etc": 10},
+        "large": {"opt/venv/lib/a": 600, "opt/venv/lib/b/c": 300, "opt/venv/lib": 1, "": 0},
     }
     assert largest(layers) == [
-        ("large", "", 901, 4), ("large", "opt/venv/lib", 901, 4), ("large", "opt/venv/lib/a", 600, 2),
-        ("large", "opt/venv/lib/b/c", 300, 1), ("small", "", 10, 1), ("small", "etc", 10, 1),
+        ("large", "", 901), ("large", "opt/venv/lib", 901), ("large", "opt/venv/lib/a", 600),
+        ("large", "opt/venv/lib/b/c", 300), ("small", "", 10), ("small", "etc", 10),
     ]  # fmt: skip
-    assert largest({"l": {"opt/x": (9950, 2), "opt/y": (30, 1)}})[1:] == [("l", "opt/x", 9950, 2)]
-    assert largest({"empty": {}}) == [("empty", "", 0, 0)]
+    assert largest({"l": {"opt/x": 9950, "opt/y": 30}})[1:] == [("l", "opt/x", 9950)]
+    assert largest({"empty": {}}) == [("empty", "", 0)]
 
 
 # One pass, kept
@@ -355,7 +355,7 @@ def test_facts_of_a_layer_are_those_of_its_files(tmp_path: Path) -> None:
     assert {c.path: c.targets for c in facts.code} == {"lib/libx.so": ("gfx942",), "lib/y_gfx950.dat": ("gfx950",)}
     assert [lib.soname for lib in facts.libraries] == ["libx.so.1"]
     assert facts.unreadable.keys() == {"lib/broken.so"}
-    assert facts.folders["lib"] == (sum(len(d) for p, d in FILES.items() if p.startswith("lib/")), 3)
+    assert facts.folders["lib"] == sum(len(d) for p, d in FILES.items() if p.startswith("lib/"))
     assert {trace.path for trace in facts.traces} == {"lib/libx.so", "tmp/more"}
 
 

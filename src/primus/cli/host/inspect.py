@@ -9,6 +9,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
@@ -126,12 +127,12 @@ def why_size(args: argparse.Namespace) -> int:
     """
     resolved, examined = examined_target(args)
     rows = largest({layer: facts.folders for layer, facts in examined.facts.items()})
-    names = ("layer", "folder", "bytes", "files")
+    names = ("layer", "folder", "bytes")
     document = {"image": resolved.ref, "largest": [dict(zip(names, row, strict=True)) for row in rows]}
-    total = sum(size for _, folder, size, _ in rows if not folder)
+    total = sum(size for _, folder, size in rows if not folder)
     table = [
         (bytes_text(size), f"{100 * size / max(total, 1):.1f} %", f"  {folder}" if folder else Styled(layer, "bold"))
-        for layer, folder, size, _ in rows
+        for layer, folder, size in rows
     ]
     answer(args, document, Screen.of().table([(bytes_text(total), "", resolved.ref), *table], right=(0, 1)))
     return 0
@@ -198,22 +199,20 @@ def _members(store: Store, digest: str) -> Iterator[dict[str, object]]:
             yield {**member.get_info(), **content}
 
 
-def largest(layers: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[tuple[str, str, int, int]]:
-    """Return layer, folder, bytes and files of each layer (folder ``""``) and each large folder, largest first.
+def largest(layers: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int]]:
+    """Return layer, folder and bytes of each layer (folder ``""``) and each large folder, largest first.
 
-    ``layers`` map each folder to the bytes and number of its own files; the result includes those below it. Folders
-    with nearly everything in one subfolder are left out.
+    ``layers`` map each folder to the bytes of its own files; the result includes those below it. Folders with nearly
+    everything in one subfolder are left out.
     """
-    least = max(1, _SHARE * sum(size for folders in layers.values() for size, _ in folders.values()))
+    least = max(1, _SHARE * sum(sum(folders.values()) for folders in layers.values()))
     blocks = []
     for layer, folders in layers.items():
-        sums = {".": (0, 0)}
-        for path, (size, files) in folders.items():
-            for above in map(str, (PurePosixPath(path), *PurePosixPath(path).parents)):
-                before = sums.get(above, (0, 0))
-                sums[above] = before[0] + size, before[1] + files
+        sums = Counter[str]()
+        for path, size in folders.items():
+            sums.update({str(above): size for above in (PurePosixPath(path), *PurePosixPath(path).parents)})
         parents = {path: str(PurePosixPath(path).parent) for path in sums if path != "."}
-        lone = {above for path, above in parents.items() if sums[path][0] >= _NEARLY_ALL * sums[above][0]}
-        rows = [(layer, path, *sums[path]) for path in parents if sums[path][0] >= least and path not in lone]
-        blocks.append([(layer, "", *sums["."]), *sorted(rows, key=lambda row: (-row[2], row[1]))])
+        lone = {above for path, above in parents.items() if sums[path] >= _NEARLY_ALL * sums[above]}
+        rows = [(layer, path, sums[path]) for path in parents if sums[path] >= least and path not in lone]
+        blocks.append([(layer, "", sums["."]), *sorted(rows, key=lambda row: (-row[2], row[1]))])
     return [row for block in sorted(blocks, key=lambda block: -block[0][2]) for row in block]

@@ -9,6 +9,7 @@ SMs before it starts, so it takes twice as long while NCCL holds a few of them, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -265,16 +266,21 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> Any:
 _expert_rows.register_autograd(_gradients, setup_context=_save)
 
 
+def through_experts(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Return ``x`` [sorted rows, hidden] through SwiGLU experts, in BF16. ``product`` multiplies rows by the transposed
+    weights of their experts.
+    """
+    narrow, first, second, third = (tensor.bfloat16() for tensor in (x, w1, w2, w3))
+    hidden = torch.nn.functional.silu(product(narrow, first)) * product(narrow, third)
+    return product(hidden, second).type_as(x)
+
+
 def grouped_experts(
     w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> torch.Tensor:
-    """Replaces torchtitan's ``_run_experts_grouped_mm``: ``x`` [sorted rows, hidden] through SwiGLU experts.
-
-    Rows after those of the last expert are undefined, as in PyTorch's grouped product.
-    """
-    ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    starts = torch.nn.functional.pad(ends, (1, 0))
-    narrow, first, second, third = (tensor.bfloat16() for tensor in (x, w1, w2, w3))
-    gate = torch.nn.functional.silu(_expert_rows(narrow, first, starts, True))
-    hidden = gate * _expert_rows(narrow, third, starts, True)
-    return _expert_rows(hidden, second, starts, True).type_as(x)
+    """Replaces torchtitan's ``_run_experts_grouped_mm``. Rows after the last expert's are undefined, as there."""
+    starts = torch.nn.functional.pad(num_tokens_per_expert.cumsum(0, dtype=torch.int32), (1, 0))
+    return through_experts(lambda rows, weights: _expert_rows(rows, weights, starts, True), w1, w2, w3, x)

@@ -7,10 +7,12 @@ The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
+from primus.turbo.experts import through_experts
 from primus.turbo.optimizations import CALLS
 
 # Its FP8 products support only sizes divisible by this number.
@@ -78,12 +80,8 @@ def _count_linear(*_: Any) -> None:
 def grouped_experts(
     w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> torch.Tensor:
-    """Replaces torchtitan's ``_run_experts_grouped_mm``: ``x`` [sorted tokens, hidden] through SwiGLU experts."""
+    """Replaces torchtitan's ``_run_experts_grouped_mm``."""
     product: Callable[..., torch.Tensor] = _package().ops.grouped_gemm
     CALLS["turbo_grouped_gemm"] += 1
     lengths = num_tokens_per_expert.to(device=x.device, dtype=torch.int64)
-    narrow = x.bfloat16()
-    gate = product(narrow, w1.bfloat16(), group_lens=lengths, trans_b=True)
-    up = product(narrow, w3.bfloat16(), group_lens=lengths, trans_b=True)
-    hidden = torch.nn.functional.silu(gate) * up
-    return product(hidden, w2.bfloat16(), group_lens=lengths, trans_b=True).type_as(x)
+    return through_experts(partial(product, group_lens=lengths, trans_b=True), w1, w2, w3, x)

@@ -45,16 +45,9 @@ NEEDS = {
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
 # What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds find what they need.
 OTHERS = {
-    "numpy": "2.5.5",
-    "pybind11": "3.0.4",
-    "filelock": "3.20.0",
-    "einops": "0.8.2",
-    "ninja": "1.11.1.3",
-    "setuptools-scm": "10.3.4",
-    "pandas": "3.0.3",
-    "psutil": "7.2.2",
-    "scipy": "1.17.0",
-}
+    "numpy": "2.5.5", "pybind11": "3.0.4", "filelock": "3.20.0", "einops": "0.8.2", "ninja": "1.11.1.3",
+    "setuptools-scm": "10.3.4", "pandas": "3.0.3", "psutil": "7.2.2", "scipy": "1.17.0",
+}  # fmt: skip
 LOCAL = ("src/primus", "recipes", "images/workspace")
 LIBRARIES = "_rocm_sdk_libraries"
 

@@ -202,20 +202,8 @@ READERS: dict[str, tuple[Callable[[Path], bytes], Callable[[bytes, Path], object
 }  # fmt: skip
 # A change: where (a share of the length), how many bytes go, what comes.
 ODD = (
-    b"",
-    b"\0",
-    b"\xff" * 8,
-    b"-1",
-    b"9" * 400,
-    b"null",
-    b"[]",
-    b"{}",
-    b'"x"',
-    b"1e999",
-    b"[" * 3000,
-    b"\xed\xa0\x80",
-    b"\n",
-)
+    b"", b"\0", b"\xff" * 8, b"-1", b"9" * 400, b"null", b"[]", b"{}", b'"x"', b"1e999", b"[" * 3000, b"\xed\xa0\x80", b"\n",
+)  # fmt: skip
 CHANGES = st.lists(
     st.tuples(st.floats(0, 1), st.integers(0, 40) | st.just(10**6), st.sampled_from(ODD) | st.binary(max_size=8)),
     min_size=1, max_size=6,

@@ -7,8 +7,6 @@ they have loaded; the code under test is the shipped code, unchanged and unaware
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -130,52 +128,25 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
-class Breaker(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, fault: Callable[[Any], None]) -> None:
-        self.name = name
-        self.fault = fault
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        load = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            load(module)
-            self.fault(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def silence(name: str) -> None:
-    """Put a fault of ``silent`` in place: those of tokens in the command, all others in the ranks."""
-    from silent import SILENT
-
-    fault = SILENT[name]
-    if (fault.module == "primus.training.tokens") == ("RANK" in os.environ):
+def put(module: str, change: Callable[[Any], None]) -> None:
+    """Put a fault in place: one of tokens in the command, any other in the ranks."""
+    if (module == "primus.training.tokens") == ("RANK" in os.environ):
         return
-    if fault.backend == "torchtitan" and "RANK" in os.environ:
+    if module.startswith(("torchtitan", "primus.training.torchtitan")):
         from primus.training.torchtitan import cpu
 
         # torchtitan chooses its device when it is imported.
         cpu.apply()
-    fault.change(importlib.import_module(fault.module))
+    change(importlib.import_module(module))
 
 
 for fault in filter(None, os.environ.get("PRIMUS_FAULT", "").split(",")):
     if fault in ("primus_turbo", "transformer_engine"):
         # No fault: a package that stands in for the real one is installed.
         sys.path.append(str(Path(__file__).with_name("stand_in") / fault))
-    elif fault not in FAULTS:
-        silence(fault)
-    elif "RANK" in os.environ:
-        module, change = FAULTS[fault]
-        if module in sys.modules:
-            change(sys.modules[module])
-        else:
-            sys.meta_path.insert(0, Breaker(module, change))
+    elif fault in FAULTS:
+        put(*FAULTS[fault])
+    else:
+        from silent import SILENT
+
+        put(SILENT[fault].module, SILENT[fault].change)

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from primus.errors import InputError, nearest
+from primus.gpus import detect
 from primus.gpus.table import arch_of, generation, load_table
 from primus.recipes.schema import backends
 from primus.recipes.setting import CHOICES, Choices, Setting
@@ -98,10 +99,7 @@ def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
         return Setting(value=choices.gpu, origin=origin)
     if "default.gpu" in settings:
         return settings["default.gpu"]
-    # Seam "detection": detecting the GPU runs programs. A named GPU makes this unnecessary.
-    from primus.gpus.detect import detect
-
-    machine = detect()
+    machine = detect.detect()
     if not machine.names:
         return Setting(value=CPU, origin="this machine has no GPU")
     if not machine.generation:

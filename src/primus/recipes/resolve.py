@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from os.path import exists, isdir
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,8 @@ def _override(full: str, typed: str, knows: Backend) -> tuple[str, Setting]:
 
 
 def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> None:
-    for key in ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family"):
+    needed = ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family")
+    for key in (*needed, *map(knows.key, ("steps", "seq_len", "local_batch"))):
         if key not in settings:
             general = key == "ranks" or key.startswith("assets.")
             hint = f"set {key}" + (", or add `uses: [shared/data.yaml]`, which sets it" if general else "")
@@ -272,10 +273,6 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
 
 def _check_sense(recipe: Recipe, *, here: bool) -> None:
     """Check the settings together. Files at absolute paths must exist only if the run is ``here``."""
-    for key in map(recipe.knows.key, ("steps", "seq_len", "local_batch")):
-        if key not in recipe.settings:
-            why = f"{key} is missing; a recipe must not depend on a default of {recipe.backend}"
-            raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")
     checks: tuple[Callable[[Recipe], Iterable[Fault]], ...] = (
         partial(_file_faults, here=here), kind_faults, model_faults, lambda recipe: recipe.architecture.objections(),
         published_faults, rank_faults, layout_faults, batch_faults, data_faults, _vocabulary_faults,
@@ -291,12 +288,8 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
 def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
     names = [key for key in recipe.settings if key.startswith("assets.") or key == "eval.corpus"]
     for name in (key for key in names if here or not str(recipe.settings[key].value).startswith("/")):
-        if (asset := recipe.asset(name)) is None:
-            continue
-        if not exists(asset):
-            yield name, f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock"
-        elif not (asset.is_dir() or (asset.is_file() and name != "assets.tokenizer")):
-            kind = "a folder" if name == "assets.tokenizer" else "a file or a folder"
+        asset, kind = recipe.asset(name), "a folder" if name == "assets.tokenizer" else "a file or a folder"
+        if asset is not None and not (isdir(asset) or (kind != "a folder" and isfile(asset))):
             yield name, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock"
     key = f"{recipe.backend}.weights"
     weights = recipe.find(key, "random")
@@ -308,7 +301,7 @@ def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
 
 def _vocabulary_faults(recipe: Recipe) -> Iterator[Fault]:
     tokenizer, rows = recipe.asset("tokenizer"), recipe.architecture.vocab_size
-    if tokenizer is not None and (size := vocabulary(tokenizer) or 0) > rows > 0:
+    if tokenizer is not None and (size := vocabulary(tokenizer)) > rows > 0:
         why = f"{rows} is less than the {size} tokens of {tokenizer}"
         yield "model.vocab_size", why, f"model.vocab_size={size} or more, or another assets.tokenizer"
 
@@ -322,11 +315,11 @@ def _precision_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "precision", f"{recipe.precision} is requested, but the {knows.name} settings give {computed}", hint
 
 
-def vocabulary(folder: Path) -> int | None:
-    """Return the largest token id + 1 of ``tokenizer.json`` in ``folder``; None without. InputError if it is wrong."""
+def vocabulary(folder: Path) -> int:
+    """Return the largest token id + 1 of ``tokenizer.json`` in ``folder``; 0 without it. InputError if it is wrong."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        return None
+        return 0
     try:
         content = json.loads(file.read_bytes())
         words = content["model"]["vocab"]

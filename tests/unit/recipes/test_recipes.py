@@ -143,7 +143,7 @@ def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_name(edited: P
         ("data_parallel_shard_degree: -1", "tensor_parallel_degree: 4", "not divisible by TP·PP·CP·replicas = 4"),
         ("    steps: 20\n", "", "torchtitan.training.steps is missing"),
         ("ranks: 2", "ranks: 3", "not a multiple of local batch × data parallel size = 12"),
-        ("corpus: assets/corpus.jsonl", "corpus: assets/gone.jsonl", "there is no"),
+        ("corpus: assets/corpus.jsonl", "corpus: assets/gone.jsonl", "gone.jsonl is not a file or a folder"),
     ],
 )
 def test_nonsense_is_refused(edited: Path, old: str, new: str, message: str) -> None:

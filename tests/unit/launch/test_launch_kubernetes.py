@@ -335,7 +335,7 @@ def test_a_recipe_of_the_image_given_by_path_is_named(monkeypatch: pytest.Monkey
         (["assets.corpus=/workspace/runs/c", "assets.tokenizer=/workspace/runs/t"], ""),
         (["--backend=finetune", "finetune.weights=/workspace/runs/w"], ""),
         (["assets.corpus=c.jsonl"], "assets.corpus: pods do not see"),
-        (["assets.corpus=gone.jsonl"], "assets.corpus: there is no"),
+        (["assets.corpus=gone.jsonl"], "is not a file or a folder"),
         (["--backend=finetune", "finetune.weights=w"], "finetune.weights: pods do not see"),
         (["--backend=finetune", "finetune.weights=gone"], "finetune.weights: there is no folder"),
     ],

@@ -57,14 +57,10 @@ def run(name: str, out: Path) -> None:
         fine = told if faults else not names
         return {"named_by": names, "ok": fine, "versions": left.facts.get("versions", {})}, fine
 
-    record(
-        {"name": name, "kind": faults[0].kind if faults else "healthy", "backend": backend},
-        name.replace("+", ",") if faults else "",
-        lambda folder: job_of(folder, backend, words),
-        judge,
-        lambda sentence: {"named_by": [], "ok": False, "log": [sentence]},
-        out,
-    )
+    kind = faults[0].kind if faults else "healthy"
+    row: Row = {"name": name, "kind": kind, "backend": backend, "named_by": [], "ok": False}
+    fault = name.replace("+", ",") if faults else ""
+    record(row, fault, lambda folder: job_of(folder, backend, words), judge, out)
 
 
 def new_names(name: str) -> None:

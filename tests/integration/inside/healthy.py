@@ -45,14 +45,13 @@ def job_of(cell: Cell, gpu: str, seed: int, steps: int, folder: Path) -> Job:
 
 def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path) -> None:
     """Train and judge one run, and append its line to ``out``."""
-    row: Row = dict(zip(KEYS, cell, strict=True)) | {"seed": seed}
+    row: Row = dict(zip(KEYS, cell, strict=True)) | {"seed": seed, "failed": ["it was not judged"]}
     began = time.monotonic()
 
     def judge(job: Job) -> tuple[Row, bool]:
         left = ended(job)
         found = suite.judge([job], {"base": left})
         failed = [f"{v.name}: {v.reason} ({v.measured}, {v.limit})" for v in found if not v.passed]
-        fine = not failed
         return {
             "steps": job.recipe.steps,
             "judged": job.judged,
@@ -60,10 +59,10 @@ def run(cell: Cell, gpu: str, seed: int, steps: int, out: Path) -> None:
             "failed": failed,
             "torch": left.facts.get("versions", {}).get("torch", ""),
             "seconds": round(time.monotonic() - began, 1),
-            **({} if fine else {"stacks": {rank: text[:4000] for rank, text in stacks(job.output).items()}}),
-        }, fine
+            **({} if not failed else {"stacks": {rank: text[:4000] for rank, text in stacks(job.output).items()}}),
+        }, not failed
 
-    record(row, "", partial(job_of, cell, gpu, seed, steps), judge, lambda sentence: {"failed": [sentence]}, out)
+    record(row, "", partial(job_of, cell, gpu, seed, steps), judge, out)
 
 
 def main() -> None:

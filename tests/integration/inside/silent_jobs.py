@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -68,36 +67,26 @@ def rows(out: Path) -> list[Row]:
 
 
 def record(
-    row: Row,
-    fault: str,
-    make: Callable[[Path], Job],
-    judge: Callable[[Job], tuple[Row, bool]],
-    broken: Callable[[str], Row],
-    out: Path,
+    row: Row, fault: str, make: Callable[[Path], Job], judge: Callable[[Job], tuple[Row, bool]], out: Path
 ) -> None:
     """Train the job of ``make`` with ``fault`` ("": none) and append ``row``, with what ``judge`` adds, to ``out``.
 
-    The end of the logs is kept where ``judge`` says that the run is not as it should be. ``broken`` makes the row of a
-    run that could not be judged, from a sentence.
+    The end of the logs is kept where the run is not as it should be: ``judge`` says so, or ``row`` as it is given.
     """
-    folder = Path(tempfile.mkdtemp(prefix="run-"))
-    try:
-        job = make(folder / "job")
-        command = [sys.executable, "-m", "primus.cli.main", *job.arguments()]
-        variables = os.environ | {"PRIMUS_FAULT": fault}
-        run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    fine, logs = False, []
+    with tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True) as folder:
         try:
+            job = make(Path(folder) / "job")
+            command = [sys.executable, "-m", "primus.cli.main", *job.arguments()]
+            variables = os.environ | {"PRIMUS_FAULT": fault}
+            run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=LIMIT)
+            logs = [run.stderr, *(file.read_text(errors="replace") for file in job.output.glob("*.txt"))]
             judgement, fine = judge(job)
-        except OSError:
-            judgement, fine = broken(f"the run left no result: {run.stderr[-2000:]}"), False
-        row |= judgement
-        if not fine:
-            logs = [job.output / name for name in ("reference.txt", "log.txt")]
-            row["log"] = [file.read_text(errors="replace")[-2000:] for file in logs if file.exists()]
-    except Exception as error:  # noqa: BLE001 - a run that breaks is a result
-        row |= broken(f"the harness failed: {type(error).__name__}: {error}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            row |= judgement
+        except Exception as error:  # noqa: BLE001 - a run that breaks is a result
+            logs.insert(0, f"{type(error).__name__}: {error}")
+    if not fine:
+        row["log"] = [text[-2000:] for text in logs]
     with out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -107,29 +96,20 @@ def together(waiting: list[partial[None]], count: int, seconds: float) -> None:
     progress, which are not recorded.
     """
     until = time.monotonic() + seconds
-    running: dict[int, float] = {}
+    running = set[int]()
     while (waiting or running) and time.monotonic() < until:
         while waiting and len(running) < count:
-            child = forked(partial(_alone, waiting.pop(0)))
-            running[child] = time.monotonic()
+            running.add(forked(partial(_alone, waiting.pop(0))))
         ended, _ = os.waitpid(-1, os.WNOHANG)
-        if ended:
-            running.pop(ended, None)
-        else:
+        running.discard(ended)
+        if not ended:
             time.sleep(0.1)
-        for child, began in running.items():
-            if time.monotonic() - began > LIMIT:
-                _end(child)
     for child in running:
-        _end(child)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
 
 
 def _alone(work: partial[None]) -> None:
     """Do ``work`` in a process group of its own, so that all its processes can be ended together."""
     os.setsid()
     work()
-
-
-def _end(group: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)

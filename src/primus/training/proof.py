@@ -232,7 +232,6 @@ def _limit_of_constant(row: Mapping[str, Any], evidence: Mapping[str, Any]) -> f
 
 
 def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return kind of tensor → the mean gap of its gradients, and the limit."""
     regular = [step for step in steps if step["regular"] and step["own_gradient"]]
     rows = [step for step in regular if not _sent_elsewhere(step)]
     if len(regular) < LIMITS["enough_steps"] or len(rows) < 2:

@@ -90,13 +90,12 @@ class Blocks:
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
         self._modules = dict(_blocks(parts))
         self._hooks: list[Any] = []
-        self._seen: dict[str, list[Tensors]] = {}
+        self._recorders: dict[str, _Recorder] = {}
 
     def watch(self) -> None:
         """Record all calls from now on, but those that repeat a forward pass in the backward pass."""
-        self._seen = {name: [] for name in self._modules}
         for name, module in self._modules.items():
-            recorder = _Recorder(self._seen[name], whole=name != "output")
+            recorder = self._recorders[name] = _Recorder(whole=name != "output")
             self._hooks += [
                 module.register_forward_pre_hook(recorder.before, with_kwargs=True),
                 module.register_forward_hook(recorder.after),
@@ -109,8 +108,8 @@ class Blocks:
         """
         while self._hooks:
             self._hooks.pop().remove()
-        seen, self._seen = self._seen, {}
-        return seen
+        recorders, self._recorders = self._recorders, {}
+        return {name: recorder.calls for name, recorder in recorders.items()}
 
 
 def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -128,11 +127,12 @@ def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
                 yield "output", module
 
 
-# Appends one mapping per call to ``calls``: the tensors, and later their gradients. Without ``whole``, only outputs,
+# Has one mapping per call in ``calls``: the tensors, and later their gradients. Without ``whole``, only outputs,
 # because logits and their gradients are the largest tensors of a small model.
 class _Recorder:
-    def __init__(self, calls: list[Tensors], *, whole: bool) -> None:
-        self._calls, self._whole = calls, whole
+    def __init__(self, *, whole: bool) -> None:
+        self.calls: list[Tensors] = []
+        self._whole = whole
         # Calls that had no graph. The backward pass repeats them, first come first, and then they get their gradients.
         self._without_graph: list[Tensors] = []
         self._current: Tensors | None = None
@@ -145,7 +145,7 @@ class _Recorder:
         tensors = {f"in.{name}": inputs.get(name) for name in ("hidden_states", "encoder_hidden_states", "temb")}
         if torch._C._current_graph_task_id() == -1:  # not within a backward pass
             self._current = {}
-            self._calls.append(self._current)
+            self.calls.append(self._current)
             if not torch.is_grad_enabled():
                 self._without_graph.append(self._current)
         else:

@@ -64,35 +64,17 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
     another size than keys) are supported; dropout, packed sequences and context parallelism are not.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_other: Any,
-    ) -> None:
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_other: Any) -> None:
         super().__init__(config=config)
-        if attention_dropout or config.attention_dropout or config.apply_query_key_layer_scaling:
-            raise SystemExit("megatron: attention by torch has neither dropout nor scaling by layer")
         self.scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
         # Megatron's window size counts the tokens before the token itself.
         self.window = config.window_size[0] + 1 if windowed else 0
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> torch.Tensor:
-        """Map [tokens, samples, heads, size] to [tokens, samples, heads × size of values]."""
-        assert attention_bias is None
-        assert packed_seq_params is None
+    def forward(self, *tensors: torch.Tensor | None, attn_mask_type: Any = None, **options: Any) -> torch.Tensor:
+        """Map query, key and value to [tokens, samples, heads × size of values]. The mask, which follows, is causal."""
+        assert all(option is None for option in options.values()), options
+        query, key, value, _mask = tensors
         return self.attend(query, key, value).flatten(2)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

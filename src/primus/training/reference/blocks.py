@@ -179,7 +179,6 @@ class _MicroBatch:
         return tensor
 
     def _time(self, name: str) -> Tensor:
-        """Return the vector of FLUX's time [images, hidden] that the block ``name`` got."""
         if (time := self.calls[name][0][self.number].get("in.temb")) is None:
             raise Unlike(f"{name} left no time")
         return time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -37,14 +38,16 @@ def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, Tensor
     return converted
 
 
-def _torchtitan(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+def _blocks(backend: str, model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     layer, inner = _placed(name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), "layers")
     if inner == "moe.tokens_per_expert":
         return []
-    ours = _renamed(model, "torchtitan", inner, name)
-    if family(model.family).backends["torchtitan"].model == "llama3" and ours.endswith(
-        ("q_proj.weight", "k_proj.weight")
-    ):
+    try:
+        ours = renamed(model, backend)[inner]
+    except KeyError:
+        raise UnknownWeight(name) from None
+    pairs = backend == "torchtitan" and family(model.family).backends[backend].model == "llama3"
+    if pairs and ours.endswith(("q_proj.weight", "k_proj.weight")):
         # The backend's rotation pairs neighbors; Hugging Face's pairs element i with i + size / 2.
         tensor = tensor.unflatten(0, (-1, model.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
     if "{}" in ours:
@@ -55,18 +58,6 @@ def _torchtitan(model: Architecture, name: str, tensor: Tensor) -> Iterable[tupl
 def _placed(name: str, layers: str) -> tuple[str, str]:
     match = re.fullmatch(rf"{re.escape(layers)}\.(\d+)\.(.+)", name)
     return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
-
-
-def _renamed(model: Architecture, backend: str, inner: str, name: str) -> str:
-    try:
-        return renamed(model, backend)[inner]
-    except KeyError:
-        raise UnknownWeight(name) from None
-
-
-def _fsdp(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    layer, inner = _placed(name, "layers")
-    return [(layer + _renamed(model, "fsdp", inner, name), tensor)]
 
 
 def _finetune(_model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -108,8 +99,8 @@ def _megatron(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[
 
 
 _CONVERT: dict[str, Callable[[Architecture, str, Tensor], Iterable[tuple[str, Tensor]]]] = {
-    "torchtitan": _torchtitan,
-    "fsdp": _fsdp,
+    "torchtitan": partial(_blocks, "torchtitan"),
+    "fsdp": partial(_blocks, "fsdp"),
     "finetune": _finetune,
     "megatron": _megatron,
     "flux": lambda _model, name, tensor: [(name, tensor)],

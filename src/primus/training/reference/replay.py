@@ -147,7 +147,6 @@ class _Replay:
         return [computed[step] for step in steps]
 
     def updated(self, computed: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
-        """Return how the run's weights after the step differ from those of the reference's optimizer."""
         row = computed.row
         self._of_blocks += computed.of_blocks
         self._of_weights += computed.of_weights
@@ -159,7 +158,6 @@ class _Replay:
         }
 
     def _gaps(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the relative gap of loss and gradient norm, and of each kind of tensor's gradient."""
         gaps = {kind: gap for kind, (gap, _) in row.get("gaps", {}).items()}
         for key in ("loss", "grad_norm"):
             expected = row[key]

@@ -36,13 +36,9 @@ _STEPS = {"base: reference data", "base: reference loss", "base: reference updat
 
 
 def plan(
-    recipe: str,
-    root: Path,
-    overrides: Sequence[str] = (),
-    choices: Choices | None = None,
-    level: str = "standard",
+    recipe: str, root: Path, overrides: Sequence[str] = (), choices: Choices | None = None, level: str = "standard",
     among: Path | None = None,
-) -> tuple[Job, ...]:
+) -> tuple[Job, ...]:  # fmt: skip
     """Return the jobs in the order to run them, each with its own folder below ``root``; ``among`` has the recipes.
 
     ``base`` also saves the checkpoint for ``resume``, and is the side of ``accumulation`` with one micro-batch.
@@ -217,16 +213,9 @@ def reference_version() -> str:
 
 
 def record(
-    jobs: Sequence[Job],
-    outcomes: Mapping[str, Outcome],
-    verdicts: Sequence[Verdict],
-    *,
-    target: str,
-    image: Mapping[str, Any],
-    gpu: str,
-    time: str,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    jobs: Sequence[Job], outcomes: Mapping[str, Outcome], verdicts: Sequence[Verdict], *, target: str,
+    image: Mapping[str, Any], gpu: str, time: str, extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the record of one validation. ``image`` identifies the bytes that ran; ``time`` is in ISO 8601.
 
     ``passed`` is true only if there are verdicts, all of them passed, and every planned job has a series of steps.

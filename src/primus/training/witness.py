@@ -190,15 +190,9 @@ class Witness:
     """
 
     def __init__(
-        self,
-        output: Path,
-        parts: Sequence[torch.nn.Module],
-        data_rank: int,
-        *,
-        whole: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-        taken: Callable[[], Taken | None] = lambda: None,
-        examined: Sequence[int] = (),
-    ) -> None:
+        self, output: Path, parts: Sequence[torch.nn.Module], data_rank: int, *, examined: Sequence[int] = (),
+        whole: Callable[[], Mapping[str, torch.Tensor]] | None = None, taken: Callable[[], Taken | None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._examined = examined
         self._blocks = Blocks(parts)
         self._folder = output / "witness"

@@ -162,14 +162,9 @@ def _attention_of_environment(transformer: TransformerConfig) -> Iterator[None]:
 
 
 def build(
-    model: Architecture,
-    training: LoopConfig,
-    config: Mapping[str, Any],
-    choices: MegatronConfig,
-    turbo: tuple[str, ...] = (),
-    *,
-    on_cpu: bool,
-) -> list[DistributedDataParallel | ShardedParallel]:
+    model: Architecture, training: LoopConfig, config: Mapping[str, Any], choices: MegatronConfig,
+    turbo: tuple[str, ...], *, on_cpu: bool,
+) -> list[DistributedDataParallel | ShardedParallel]:  # fmt: skip
     """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
     layers = layers_of(choices)
     if find_spec("transformer_engine") is None:

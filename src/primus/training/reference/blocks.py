@@ -150,12 +150,7 @@ class _MicroBatch:
         if time is not None:
             seen, exact, rounded = time[:, None], context[:, None], near[:, None]
             yield Result(
-                name="time",
-                run=seen,
-                exact=exact,
-                rounded=rounded,
-                certain=_every(seen),
-                floor=_LIMITS["time"],
+                name="time", run=seen, exact=exact, rounded=rounded, certain=_every(seen), floor=_LIMITS["time"]
             )
             context = time
         for name in names:

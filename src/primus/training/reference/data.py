@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import glob
+import gzip
 import json
+import lzma
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 
 from primus.recipes.recipe import MOCK
 from primus.training.mock import texts
+from primus.yamlfile import read_values
 
 _MOCK_TEXTS = 2000
 
@@ -209,10 +213,8 @@ def _generator(seed: int, number: int) -> torch.Generator:
 # A document's tokens, and whether each is trained; None if all are.
 _Piece = tuple[list[int], list[bool] | None]
 _Turns = list[dict[str, Any]]
-_SPLITS = {
-    "train": {"train", "training"}, "validation": {"validation", "valid", "dev", "val"},
-    "test": {"test", "testing", "eval", "evaluation"},
-}  # fmt: skip
+# What formats call their files, columns and senders, which the run's own reader knows as well.
+_TABLE: Mapping[str, Any] = read_values(Path(__file__).parents[1] / "corpus.yaml").data
 
 
 def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
@@ -226,7 +228,7 @@ def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
     for file in _files(Path(name), data.get("split")):
         rows = _rows(file)
         if column is None and rows:
-            column = next((key for key in ("text", "messages", "conversations", "prompt") if key in rows[0]), "output")
+            column = next(names[0] for names in _TABLE["layouts"] if rows[0].keys() >= {*names})
         for row in rows:
             pieces += _pieces(row, str(column), words, answers)
     share = job.get("evaluation", {}).get("fraction", 0)
@@ -238,13 +240,11 @@ def _files(path: Path, split: str | None) -> list[Path]:
         return [path]
     files = [Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names]
     shown = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    files = sorted(
-        file for file in shown if file.suffix != ".md" and file.name not in ("README", "LICENSE", "_SUCCESS")
-    )
+    files = sorted(file for file in shown if not re.fullmatch("|".join(_TABLE["beside"]), file.name, re.IGNORECASE))
     for words_of in (lambda file: [file.name], lambda file: file.relative_to(path).parts[:-1]):
         splits = {
-            name: [file for file in files if words & {*re.split(r"[-._ 0-9]", " ".join(words_of(file)).lower())}]
-            for name, words in _SPLITS.items()
+            name: [file for file in files if {*words} & {*re.split(r"[-._ 0-9]", " ".join(words_of(file)).lower())}]
+            for name, words in _TABLE["splits"].items()
         }
         if any(splits.values()):
             found = [name for name in splits if splits[name]]
@@ -260,7 +260,7 @@ _ALPACA = (
 
 
 def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> list[_Piece]:
-    if column == "output":
+    if column == "instruction":
         parts = [row["instruction"], *([row["input"]] if row.get("input") else [])]
         if words.template:
             contents = {"user": "\n".join(parts), "assistant": row["output"]}
@@ -279,27 +279,27 @@ def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> l
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    content = file.read_bytes()
-    if content[:2] == b"\x28\xb5":
-        from pyarrow import BufferReader, CompressedInputStream
-
-        content = CompressedInputStream(BufferReader(content), "zstd").read()
-    kinds = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
-    kind = "parquet" if content[:4] == b"PAR1" else kinds.get(file.suffix.lower())
-    if kind or content[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7"):
+    suffixes = [suffix for suffix in map(str.lower, file.suffixes) if suffix not in _TABLE["packed"]]
+    suffix, content = suffixes[-1] if suffixes else "", file.read_bytes()
+    if kind := "parquet" if content[:4] == b"PAR1" else _TABLE["tables"].get(suffix):
         from datasets import load_dataset
 
-        options = {"sep": "\t"} if file.suffix.lower() == ".tsv" else {}
-        files = glob.escape(str(file))
-        rows = load_dataset(kind or "json", data_files=files, split="train", streaming=True, **options)
+        options = {"sep": "\t"} if suffix == ".tsv" else {}
+        rows = load_dataset(kind, data_files=glob.escape(str(file)), split="train", streaming=True, **options)
         # A table has all columns in each row, and so have the messages in it.
         text = json.dumps(list(rows), default=str)
         filled: list[dict[str, Any]] = json.loads(
             text, object_hook=lambda part: {key: value for key, value in part.items() if value is not None}
         )
         return filled
+    if content[:2] == b"\x28\xb5":
+        from pyarrow import BufferReader, CompressedInputStream
+
+        content = CompressedInputStream(BufferReader(content), "zstd").read()
+    for magic, module in ((b"\x1f\x8b", gzip), (b"BZh", bz2), (b"\xfd7zXZ", lzma)):
+        content = module.decompress(content) if content.startswith(magic) else content
     lines = [line.removeprefix("\ufeff") for line in content.decode().split("\n")]
-    if file.suffix.lower() == ".txt":
+    if suffix == ".txt":
         grouped = groupby(lines, key=lambda line: bool(line.strip()))
         return [{"text": "\n".join(part).strip("\r\n")} for filled, part in grouped if filled]
     if lines[0].lstrip().startswith("["):
@@ -332,14 +332,13 @@ class _Words:
         return tokens, trained if answers else None
 
     def chat(self, turns: _Turns, row: dict[str, Any], first: int, answers: bool) -> _Piece:
-        roles = {"human": "user", "gpt": "assistant"}
         if "from" in turns[0]:
-            turns = [turn | {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+            turns = [turn | {"role": _TABLE["senders"][turn["from"]], "content": turn["value"]} for turn in turns]
         if row.get("system") and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": row["system"]}, *turns]
         tools = row.get("tools")
         tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
-        muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, ("weight", "train", "training", "loss_mask"))}
+        muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, _TABLE["weights"])}
         if answers and not first and not muted:
             marked = self._tokenizer.apply_chat_template(
                 turns, tools=tools, return_dict=True, return_assistant_tokens_mask=True

@@ -279,12 +279,9 @@ class _Replay:
                     different.append(f"step {step}, rank {rank}: {share:.0%} of the {name} are others")
             shares.append(rank)
         ranks, parallel = self._job["world_size"], self._job["data_parallel"]
-        if len(shares) != ranks:
-            different.append(f"step {step}: {len(shares)} of {ranks} ranks left their batch")
-        elif any(shares.count(share) != ranks // parallel for share in range(parallel)):
-            different.append(
-                f"step {step}: the ranks took the shares {shares} of the data, not {parallel} different ones"
-            )
+        if sorted(shares) != [share for share in range(parallel) for _ in range(ranks // parallel)]:
+            each = f"each of {parallel} by {ranks // parallel} ranks"
+            different.append(f"step {step}: the ranks took the shares {shares} of the data, not {each}")
         return different
 
     def _pass(self, step: int, weights: Tensors, model: Transformer) -> _Pass:

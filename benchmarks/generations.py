@@ -28,13 +28,14 @@ from typing import Any
 import zstandard
 
 from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
-from primus.engine.kinds.kernels import KernelFiles
+from primus.engine.kinds.kernels import kernel_files
 from primus.engine.kinds.wheels import wheel_entries
 from primus.errors import CheckFailed, PrimusError
 from primus.gpucode.elf import AMDGPU, read_elf
 from primus.oci.contents import reference, walk
 from primus.oci.layer import write_layer
 from primus.oci.store import Layer, Store
+from primus.oci.tar import Entry
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
@@ -230,10 +231,11 @@ def _unpruned(workspace: Workspace, plan: ImagePlan, layers: Mapping[str, Layer]
         for action in plan.layers:
             spec: Mapping[str, Any] = action.spec
             if action.kind == "kernels":
-                found = KernelFiles(arch=None)
+                found: list[Entry] = []
                 for deb in action.files:
-                    found.take(files.path(deb.sha256), spec["kernels"][deb.name], Path(folder) / deb.name)
-                whole[action.name] = write_layer(store, found.entries)
+                    patterns = spec["kernels"][deb.name]
+                    found += kernel_files(None, files.path(deb.sha256), patterns, Path(folder) / deb.name)
+                whole[action.name] = write_layer(store, found)
             elif "without" in spec:
                 prefix = Prefix(root=spec["prefix"], python=spec["python"])
                 (wheel,) = action.files

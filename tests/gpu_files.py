@@ -13,7 +13,6 @@ import msgpack
 import zstandard
 
 from primus.gates.examined import LayerFacts
-from primus.oci.store import LeftOut
 from primus.oci.tar import Member
 
 HOST = "host-x86_64-unknown-linux-gnu-"
@@ -116,6 +115,6 @@ def member(path: str, data: bytes | str = b"", kind: str = "file") -> Member:
     return Member(path=path, kind=kind, size=len(content), chunks=[content])  # type: ignore[arg-type]
 
 
-def image_with(layers: Mapping[str, LayerFacts], arch: str | None = None, left_out: LeftOut | None = None) -> Any:
+def image_with(layers: Mapping[str, LayerFacts], arch: str | None = None) -> Any:
     """An image as a gate sees it: layer → facts."""
-    return SimpleNamespace(facts=layers, arch=arch, left_out=left_out or LeftOut())
+    return SimpleNamespace(facts=layers, arch=arch)

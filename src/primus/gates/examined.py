@@ -35,7 +35,7 @@ from primus.gates.contents import (
 )
 from primus.gates.rules import rules_hash
 from primus.oci.contents import reference, walk
-from primus.oci.store import Layer, LeftOut
+from primus.oci.store import Layer
 from primus.oci.tar import Member
 from primus.plan.action import ImagePlan
 from primus.plan.image import Composed, stored
@@ -113,11 +113,6 @@ class Examined:
     def arch(self) -> str | None:
         """The GPU architecture that the image is for; None for an image without one."""
         return self.image.plan.resolved.arch
-
-    @property
-    def left_out(self) -> LeftOut:
-        """The GPU code that the build left out of the image."""
-        return sum((layer.left_out for layer in self.image.layers), LeftOut())
 
 
 def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), scratch: Path | None = None) -> LayerFacts:

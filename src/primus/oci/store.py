@@ -17,7 +17,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +25,6 @@ from primus import files
 from primus.errors import HostError, InputError
 from primus.oci import canonical
 from primus.schema import build, described, read_json
-from primus.terminal import bytes_text, counted
 from primus.yamlfile import Document
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -59,35 +58,10 @@ class Blob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """Number and bytes of the files left out; number of the files that lost code, of their code objects, and bytes."""
-
-    files: int = 0
-    size: int = 0
-    pruned: int = 0
-    objects: int = 0
-    freed: int = 0
-
-    def __add__(self, other: LeftOut) -> LeftOut:
-        """Return the sum of both."""
-        return LeftOut(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
-
-    def text(self) -> str:
-        """Describe it in words; empty if nothing was left out."""
-        sentences = []
-        if self.files:
-            sentences.append(f"{self.files:,} kernel files left out, {bytes_text(self.size)}")
-        if self.objects:
-            where = counted(self.pruned, "file")
-            sentences.append(f"{self.objects:,} code objects taken out of {where}, {bytes_text(self.freed)}")
-        return "; ".join(sentences)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layer:
     """The result of an action: the blob, the digest and size of the tar inside it, the paths.
 
-    ``seconds`` is the time of the whole action, and ``left_out`` GPU code for other GPUs that it does not contain.
+    ``seconds`` is the time of the whole action.
     """
 
     blob: Blob
@@ -95,7 +69,6 @@ class Layer:
     unpacked: int
     paths: str = described("", pattern=_DIGEST, shape="a sha256 digest")
     seconds: float = 0.0
-    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 def manifest_of(config: bytes, layers: Iterable[Blob], annotations: Mapping[str, str]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from primus.oci import canonical
@@ -92,7 +92,6 @@ class Built:
                 "unpacked": layer.unpacked,
                 "built": action.key in self.ran,
                 "seconds": layer.seconds if action.key in self.ran else 0.0,
-                "left_out": asdict(layer.left_out),
             }
             for action, layer in self.image.rows
         ]

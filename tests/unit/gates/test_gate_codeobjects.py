@@ -18,7 +18,6 @@ from primus.gates.codeobjects import Code, code_in, library_of
 from primus.gates.examined import GateReport, LayerFacts
 from primus.gates.rules import coverage, pruning
 from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
-from primus.oci.store import LeftOut
 
 SOURCE = Path(rules.__file__).parents[2]
 GFX942, GFX950 = 0x4C, 0x4F
@@ -259,8 +258,8 @@ def test_what_cannot_be_examined_is_a_warning() -> None:
 # Pruning
 
 
-def pruned(arch: str | None, codes: list[Code], left_out: LeftOut | None = None) -> GateReport:
-    report = pruning.judge(image_with({"blas": facts(codes)}, arch, left_out))
+def pruned(arch: str | None, codes: list[Code]) -> GateReport:
+    report = pruning.judge(image_with({"blas": facts(codes)}, arch))
     assert report.passed
     return report
 
@@ -273,7 +272,7 @@ def test_kernel_files_of_others_are_counted_per_layer() -> None:
     assert pruned("gfx942", files[:1]).findings == ()
 
 
-def test_a_library_with_others_code_is_named_and_what_was_taken_out_is_counted() -> None:
+def test_a_library_with_others_code_is_named() -> None:
     mixed = need("lib/librccl.so.1", elf({".hip_fatbin": bundle(["gfx90a", "gfx942", "gfx942:xnack+"])}))
     alone = need("lib/librocblas.so.5", elf({".hip_fatbin": bundle(["gfx942"])}))
     report = pruned("gfx942", [mixed, alone])
@@ -281,11 +280,6 @@ def test_a_library_with_others_code_is_named_and_what_was_taken_out_is_counted()
         ("warning", "lib/librccl.so.1", "it also holds code for gfx90a, gfx942:xnack+")
     ]
     assert report.summary == "0 kernel files for other architectures, 0 B; code for them in 1 library"
-    left_out = LeftOut(files=2, size=3000, pruned=1, objects=8, freed=5_000_000)
-    assert pruned("gfx942", [alone], left_out).summary == (
-        "0 kernel files for other architectures, 0 B; "
-        "2 kernel files left out, 3.0 kB; 8 code objects taken out of 1 file, 5.0 MB"
-    )
 
 
 @pytest.mark.parametrize("name", ["gates/rules/coverage.py", "gates/patterns.yaml", "gpucode/elf.py"])

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from gpu_files import bundle, compressed, elf, pages
-from primus.engine.kinds.kernels import KernelFiles, unlisted
+from primus.engine.kinds.kernels import kernel_files, unlisted
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.codeobjects import code_in
 from primus.gpucode.bundles import FORMAT
-from primus.oci.store import LeftOut
 from primus.oci.tar import Entry
 from primus.plan.project import Project
 from primus.plan.resolve import resolve, with_lock
@@ -54,18 +53,11 @@ FILES = {
 
 def test_a_layer_holds_the_kernel_files_of_one_gpu(tmp_path: Path) -> None:
     package = deb(tmp_path, FILES)
-    found = KernelFiles(arch="gfx942")
-    found.take(package, [PATTERN], tmp_path / "out")
-    assert [(e.path, e.mode, b"".join(e.chunks())) for e in found.entries] == [
-        (LIBRARY + "a_gfx942.hsaco", 0o644, b"this")
-    ]
-    assert found.left_out == LeftOut(files=2, size=16)
-    none = KernelFiles(arch="gfx95")
-    none.take(package, [PATTERN], tmp_path / "none")
-    assert (none.entries, none.left_out) == ([], LeftOut(files=3, size=20))
-    every = KernelFiles(arch=None)
-    every.take(package, ["/usr/lib/*"], tmp_path / "every")
-    assert sorted(e.path for e in every.entries) == sorted(FILES)
+    (entry,) = kernel_files("gfx942", package, [PATTERN], tmp_path / "out")
+    assert (entry.path, entry.mode, b"".join(entry.chunks())) == (LIBRARY + "a_gfx942.hsaco", 0o644, b"this")
+    assert kernel_files("gfx95", package, [PATTERN], tmp_path / "none") == []
+    every = kernel_files(None, package, ["/usr/lib/*"], tmp_path / "every")
+    assert sorted(e.path for e in every) == sorted(FILES)
 
 
 LIBRARIES = "usr/lib/x86_64-linux-gnu/"
@@ -76,18 +68,14 @@ def test_a_library_comes_with_the_code_of_one_gpu_and_the_links_to_it(tmp_path: 
     alone = bundle(["gfx942", "gfx1100"])
     files = {LIBRARIES + "librccl.so.1.0": fat, LIBRARIES + "other.so": b"", LIBRARIES + "transform.hsaco": alone}
     package = deb(tmp_path, files, {LIBRARIES + "librccl.so.1": "librccl.so.1.0"})
-    found = KernelFiles(arch="gfx950")
-    found.take(package, ["/usr/lib/*/librccl.so.*", "/usr/lib/*.hsaco"], tmp_path / "out")
-    entries = {e.path.removeprefix(LIBRARIES): e for e in found.entries}
+    found = kernel_files("gfx950", package, ["/usr/lib/*/librccl.so.*", "/usr/lib/*.hsaco"], tmp_path / "out")
+    entries = {e.path.removeprefix(LIBRARIES): e for e in found}
     assert set(entries) == {"librccl.so.1", "librccl.so.1.0", "transform.hsaco"}
     assert (entries["librccl.so.1"].kind, entries["librccl.so.1"].link) == ("symlink", "librccl.so.1.0")
     for name, targets in (("librccl.so.1.0", ("gfx950",)), ("transform.hsaco", ())):
         data = b"".join(entries[name].chunks())
         code = code_in(name, io.BytesIO(data), len(data))
         assert code is not None and code.targets == targets
-    left = found.left_out
-    assert (left.files, left.objects) == (0, 4)
-    assert re.fullmatch(r"4 code objects taken out of 2 files, [0-9.]+ \w?B", left.text())
 
 
 def test_what_cannot_be_taken_apart_is_said(tmp_path: Path) -> None:
@@ -96,15 +84,15 @@ def test_what_cannot_be_taken_apart_is_said(tmp_path: Path) -> None:
     (tmp_path / "tree/x_gfx942").hardlink_to(tmp_path / "tree/a.so")
     subprocess.run(["dpkg-deb", "--build", tmp_path / "tree", package], check=True, capture_output=True)
     with pytest.raises(CheckFailed, match="/x_gfx942 is neither a file nor a symbolic link"):
-        KernelFiles(arch="gfx942").take(package, ["/*gfx*"], tmp_path / "out")
+        kernel_files("gfx942", package, ["/*gfx*"], tmp_path / "out")
     with pytest.raises(CheckFailed, match=r"/a\.so holds no GPU code and names no architecture"):
-        KernelFiles(arch="gfx942").take(package, ["/a.so"], tmp_path / "a")
+        kernel_files("gfx942", package, ["/a.so"], tmp_path / "a")
     with pytest.raises(CheckFailed, match=r"/b\.so: an offload bundle reaches beyond its place"):
-        KernelFiles(arch="gfx942").take(package, ["/b.so"], tmp_path / "b")
+        kernel_files("gfx942", package, ["/b.so"], tmp_path / "b")
     broken = tmp_path / "b.deb"
     broken.write_bytes(b"no package")
     with pytest.raises(HostError, match=r"b\.deb cannot be unpacked"):
-        KernelFiles(arch="gfx942").take(broken, [PATTERN], tmp_path / "again")
+        kernel_files("gfx942", broken, [PATTERN], tmp_path / "again")
 
 
 def test_kernel_files_of_a_package_that_is_not_named_are_not_lost() -> None:

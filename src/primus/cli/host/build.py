@@ -142,9 +142,6 @@ def _table(built: Built, screen: Screen) -> str:
         rows.append((action.name, bytes_text(layer.blob.size), state, seconds, layer.blob.digest[7:19]))
     rows.append(("", bytes_text(image.size), counted(len(image.layers), "layer"), "", ""))
     lines += screen.table(rows, head=("layer", "size", "state", "seconds", "digest"), right=(1, 3), indent="  ")
-    for action, layer in image.rows:
-        if text := layer.left_out.text():
-            lines += screen.wrap(Styled(f"{action.name}, for other GPUs: {text} unpacked", "dim"), "  ", "    ")
     for sentence in built.failed:
         lines += screen.wrap(sentence, f"  {screen.paint('✗', 'red')} ", "    ")
     if built.failed:

@@ -32,8 +32,6 @@ def judge(examined: Examined) -> GateReport:
     summary = f"{total} kernel files for other architectures, {bytes_text(size)}"
     if libraries:
         summary += f"; code for them in {libraries} {'library' if libraries == 1 else 'libraries'}"
-    if text := examined.left_out.text():
-        summary += f"; {text}"
     return GateReport(summary=summary, findings=tuple(findings))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -83,7 +83,7 @@ def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) ->
         return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
 
 
-def _image(workshop: Workshop, plan: ImagePlan, ran: Collection[str], rules: str) -> Built:
+def _image(workshop: Workshop, plan: ImagePlan, ran: Mapping[str, float], rules: str) -> Built:
     store = workshop.workspace.store
     image = compose(store, plan)
     if image is None:
@@ -149,7 +149,7 @@ def _missing(workshop: Workshop, plans: Sequence[ImagePlan]) -> list[Action]:
     return list(todo.values())
 
 
-def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
+def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> dict[str, float]:
     # After the first failure, no further action starts; finished actions are kept.
     # Hashing and compressing acquire the GIL a thousand times per gigabyte and compete with gates that search text.
     # With the default switch interval, each time takes up to 5 ms.
@@ -157,8 +157,8 @@ def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
     todo = {action.key: action for action in actions}
     order = TopologicalSorter({a.key: todo.keys() & {n.key for n in (*a.needs, *a.tools)} for a in actions})
     order.prepare()
-    finished_keys: set[str] = set()
-    running: dict[Future[bool], str] = {}
+    ran: dict[str, float] = {}
+    running: dict[Future[float | None], str] = {}
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="action") as pool:
         try:
             while order.is_active():
@@ -167,8 +167,8 @@ def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
                     running[pool.submit(workshop.run, todo[key], KINDS[todo[key].kind])] = key
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     key = running.pop(future)
-                    if future.result():
-                        finished_keys.add(key)
+                    if (seconds := future.result()) is not None:
+                        ran[key] = seconds
                     order.done(key)
         except BaseException:
             for future in running:
@@ -178,4 +178,4 @@ def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
             while wait(running, timeout=0.2).not_done:
                 stop_all()
             raise
-    return finished_keys
+    return ran

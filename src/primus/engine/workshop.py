@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -87,12 +87,12 @@ class Workshop:
         """The cache of fetched files."""
         return self.workspace.files
 
-    def run(self, action: Action, kind: Kind) -> bool:
-        """Run the action, unless another builder runs or has just run it. Returns True if it ran here."""
+    def run(self, action: Action, kind: Kind) -> float | None:
+        """Run the action, and return its seconds; None if another builder ran it meanwhile."""
         store = self.workspace.store
         with store.lock(action.key):
             if self.done(action):
-                return False
+                return None
             self.progress.start(action.key, action.name, None)
             begin = time.monotonic()
             try:
@@ -108,10 +108,9 @@ class Workshop:
                 store.save("actions", action.key, {**record, "wheel": asdict(result)})
                 self.progress.finish(action.key, f"{result.file}, {seconds:.1f} s")
             else:
-                layer = asdict(replace(result, seconds=seconds))
-                store.save("actions", action.key, {**record, "layer": layer})
+                store.save("actions", action.key, {**record, "layer": asdict(result)})
                 self.progress.finish(action.key, f"{result.blob.size / 1e6:.1f} MB, {seconds:.1f} s")
-        return True
+        return seconds
 
     def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
         """Write the entries as the action's layer; see :func:`primus.oci.layer.write_layer` for what it raises."""

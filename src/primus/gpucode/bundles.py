@@ -163,22 +163,14 @@ class _Inflated:
         return data
 
 
-@dataclass(kw_only=True)
-class Removed:
-    """What was removed from a file: number of code objects, and their bytes."""
-
-    objects: int = 0
-    size: int = 0
-
-
-def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Removed | None:
+def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> bool:
     """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out``, without code that does
     not run on ``arch``.
 
     Nothing moves: each bundle is rewritten, shorter, at its old offset, and zeros follow up to its old end. A
     compressed bundle is compressed again in the same version; it stays unchanged if it would become larger.
 
-    Returns None, and copies nothing, if the file has no offload bundles. Raises ValueError if the file or one of its
+    Returns False, and copies nothing, if the file has no offload bundles. Raises ValueError if the file or one of its
     bundles is damaged.
     """
     source.seek(0)
@@ -189,8 +181,8 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Remove
         place = (0, size) if head.startswith((PLAIN, COMPRESSED)) else None
     bundles = list(bundles_in(source, *place)) if place else []
     if not bundles:
-        return None
-    removed, at, end = Removed(), 0, sum(place or ())
+        return False
+    at, end = 0, sum(place or ())
     for bundle in bundles:
         if bundle.offset < at or bundle.offset + bundle.length > end:
             raise ValueError("an offload bundle reaches beyond its place")
@@ -201,14 +193,11 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Remove
         at = bundle.offset
         remaining = tuple(p for p in bundle.parts if p not in idle)
         write = _write_compressed if bundle.version else _write_plain
-        if (length := write(source, bundle, remaining, out)) is None:
-            continue
-        removed.objects += sum(p.size > 0 for p in idle)
-        removed.size += bundle.length - length if bundle.version else sum(p.size for p in idle)
-        at += bundle.length
+        if write(source, bundle, remaining, out):
+            at += bundle.length
     _copy(source, at, size - at, out)
     out.truncate(size)
-    return removed
+    return True
 
 
 def _copy(source: IO[bytes], at: int, amount: int, out: IO[bytes]) -> None:

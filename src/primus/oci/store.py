@@ -59,16 +59,12 @@ class Blob:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The result of an action: the blob, the digest and size of the tar inside it, the paths.
-
-    ``seconds`` is the time of the whole action.
-    """
+    """The result of an action: the blob, the digest and size of the tar inside it, the paths."""
 
     blob: Blob
     diff_id: str = described("", pattern=_DIGEST, shape="a sha256 digest")
     unpacked: int
     paths: str = described("", pattern=_DIGEST, shape="a sha256 digest")
-    seconds: float = 0.0
 
 
 def manifest_of(config: bytes, layers: Iterable[Blob], annotations: Mapping[str, str]) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from primus.oci import canonical
@@ -73,13 +73,13 @@ def stored(store: Store, plan: ImagePlan) -> Composed | None:
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """An image with a name in the store. ``changed`` tells whether this build named it. ``failed`` has one sentence for
-    each gate that the image failed, and ``ran`` the keys of the actions that this build ran.
+    each gate that the image failed, and ``ran`` the seconds of the actions that this build ran, by key.
     """
 
     image: Composed
     changed: bool
     failed: tuple[str, ...]
-    ran: Collection[str] = ()
+    ran: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the image as JSON data. Its ``content`` does not depend on how layers are compressed."""
@@ -91,7 +91,7 @@ class Built:
                 "size": layer.blob.size,
                 "unpacked": layer.unpacked,
                 "built": action.key in self.ran,
-                "seconds": layer.seconds if action.key in self.ran else 0.0,
+                "seconds": self.ran.get(action.key, 0.0),
             }
             for action, layer in self.image.rows
         ]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gpu_files import HOST, bundle, code_object, compressed, elf, entry, pages
 from primus.gates.codeobjects import code_in
 from primus.gpucode.archs import runs_on
-from primus.gpucode.bundles import Removed, bundles_in, keep_only
+from primus.gpucode.bundles import bundles_in, keep_only
 from primus.gpucode.elf import read_elf
 
 GFX942, GFX950 = 0x4C, 0x4F
@@ -52,11 +52,10 @@ def bundle_of(code: Sequence[tuple[str, bytes]], align: int = 4096) -> bytes:
     return head + body
 
 
-def pruned(data: bytes, arch: str) -> tuple[bytes, Removed]:
+def pruned(data: bytes, arch: str) -> bytes:
     out = io.BytesIO()
-    removed = keep_only(arch, io.BytesIO(data), len(data), out)
-    assert removed is not None
-    return out.getvalue(), removed
+    assert keep_only(arch, io.BytesIO(data), len(data), out)
+    return out.getvalue()
 
 
 def read(data: bytes) -> list[Read]:
@@ -91,21 +90,20 @@ def read(data: bytes) -> list[Read]:
 def test_what_is_taken_out_leaves_zeros() -> None:
     kept, gone = b"KEPT" * 100, bytes(range(1, 200)) * 50
     section = bundle_of([("gfx942", gone), ("gfx950", kept), ("gfx90a", gone)], align=64)
-    small, removed = pruned(elf({".hip_fatbin": section}), "gfx950")
+    small = pruned(elf({".hip_fatbin": section}), "gfx950")
     offset, size = read_elf(io.BytesIO(small)).places()[".hip_fatbin"]
     rest = small[offset : offset + size].replace(kept, b"")
     assert len(rest.rstrip(b"\0")) < 32 + 2 * 24 + len(HOST) + len(entry("gfx950")) + 1
-    assert removed.size == 2 * len(gone)
 
 
 def test_a_bundle_alone_is_a_file_too_and_other_files_are_none() -> None:
-    small, removed = pruned(bundle(["gfx942", "gfx950"]), "gfx942")
+    small = pruned(bundle(["gfx942", "gfx950"]), "gfx942")
     code = code_in("x.hsaco", io.BytesIO(small), len(small))
     assert code is not None
-    assert (code.targets, removed.objects) == (("gfx942",), 1)
+    assert code.targets == ("gfx942",)
     for data in (b"", b"text", elf({".text": b"x"}), code_object(GFX942), elf({".hip_fatbin": b"\0" * 99})):
         out = io.BytesIO()
-        assert keep_only("gfx942", io.BytesIO(data), len(data), out) is None
+        assert keep_only("gfx942", io.BytesIO(data), len(data), out) is False
         assert out.getvalue() == b""
 
 
@@ -132,7 +130,7 @@ def test_a_bundle_larger_than_a_window_is_read_piece_by_piece() -> None:
     data = zstandard.ZstdCompressor(compression_params=params).compress(plain)
     head = struct.pack("<4sHHQQ8s", b"CCOB", 3, 1, 32 + len(data), len(plain), hashlib.md5(plain).digest()[:8])
     assert len(data) < 1.5 * len(block)
-    (one,) = read(pruned(elf({".hip_fatbin": head + data}), "gfx950")[0])
+    (one,) = read(pruned(elf({".hip_fatbin": head + data}), "gfx950"))
     assert one.code == ((HOST, b""), (entry("gfx950"), block))
 
 
@@ -142,9 +140,8 @@ def test_a_bundle_that_would_be_longer_stays_as_it_is() -> None:
     head = struct.pack("<4sHHII8s", b"CCOB", 2, 1, 24 + len(tight), len(plain), hashlib.md5(plain).digest()[:8])
     two = pages(head + tight, packed(bundle(["gfx942", "gfx950"]), "zstd 2"))
     library = elf({".hip_fatbin": two})
-    small, removed = pruned(library, "gfx950")
+    small = pruned(library, "gfx950")
     assert [len(one.code) for one in read(small)] == [3, 2]
-    assert removed.objects == 1
     assert read(small)[0] == read(library)[0]
 
 
@@ -166,21 +163,18 @@ def test_any_library_keeps_all_and_only_what_runs(
 ) -> None:
     section = pages(*(packed(bundle_of(code, align), form) for code, form, align in bundles))
     library = elf({".text": b"host code", ".hip_fatbin": section, ".data": b"after"})
-    small, removed = pruned(library, arch)
+    small = pruned(library, arch)
     assert len(small) == len(library)
     offset, size = read_elf(io.BytesIO(library)).places()[".hip_fatbin"]
     assert small[:offset] + small[offset + size :] == library[:offset] + library[offset + size :]
-    assert pruned(small, arch) == (small, Removed()), "what remains stays as it is"
+    assert pruned(small, arch) == small, "what remains stays as it is"
     read_back = read(small)
     assert [(one.offset, one.form) for one in read_back] == [(one.offset, one.form) for one in read(library)]
     code = code_in("lib.so", io.BytesIO(small), len(small))
     assert code is not None
     wanted = {target for part, _, _ in bundles for target, data in part if data and runs_on([target], arch)}
     assert {target for target in code.targets if runs_on([target], arch)} == wanted
-    idle = 0
     for one, (code, _, _) in zip(read_back, bundles, strict=True):
         lost = [(t, data) for t, data in code if not runs_on([t], arch)]
-        idle += sum(bool(data) for _, data in lost)
         stays = [c for c in code if c not in lost] if any(data for _, data in lost) else code
         assert one.code == ((HOST, b""), *((entry(t), data) for t, data in stays))
-    assert removed.objects == idle

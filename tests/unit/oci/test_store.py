@@ -153,7 +153,7 @@ def test_a_record_in_another_shape_or_without_its_whole_blob_is_missing(store: S
     store.save("actions", "k" * 64, {"name": "x", "layer": asdict(layer)})
     assert store.layer("k" * 64) == layer
     if damage == "shape":
-        store.save("actions", "k" * 64, {"layer": {**asdict(layer), "seconds": [2, 9]}})
+        store.save("actions", "k" * 64, {"layer": {**asdict(layer), "unpacked": [2, 9]}})
     else:
         path = store.blob_path(layer.blob.digest)
         path.write_bytes(path.read_bytes()[:-1])

@@ -138,7 +138,7 @@ def _table(built: Built, screen: Screen) -> str:
     rows = []
     for action, layer in image.rows:
         ran = action.key in built.ran
-        state, seconds = (Styled("built", "green"), f"{layer.seconds:.1f}") if ran else ("cached", "")
+        state, seconds = (Styled("built", "green"), f"{built.ran[action.key]:.1f}") if ran else ("cached", "")
         rows.append((action.name, bytes_text(layer.blob.size), state, seconds, layer.blob.digest[7:19]))
     rows.append(("", bytes_text(image.size), counted(len(image.layers), "layer"), "", ""))
     lines += screen.table(rows, head=("layer", "size", "state", "seconds", "digest"), right=(1, 3), indent="  ")

@@ -80,10 +80,10 @@ def _pruned(arch: str, path: str, whole: Path) -> Path:
     copy, size = whole.with_suffix(".pruned"), whole.stat().st_size
     try:
         with whole.open("rb") as source, copy.open("wb") as out:
-            removed = keep_only(arch, source, size, out)
+            has_code = keep_only(arch, source, size, out)
     except ValueError as error:
         raise CheckFailed(f"/{path}: {error}", hint=f"{_NARROW}, so that it stays whole in the base") from None
-    if removed is None:
+    if not has_code:
         raise CheckFailed(f"/{path} holds no GPU code and names no architecture", hint=_NARROW)
     whole.unlink()
     return copy

@@ -213,7 +213,7 @@ def _generator(seed: int, number: int) -> torch.Generator:
 # A document's tokens, and whether each is trained; None if all are.
 _Piece = tuple[list[int], list[bool] | None]
 _Turns = list[dict[str, Any]]
-# What formats call their files, columns and senders, which the run's own reader knows as well.
+# What formats call their files and columns. Who speaks, and what is trained, is not taken from the run's own reader.
 _TABLE: Mapping[str, Any] = read_values(Path(__file__).parents[1] / "corpus.yaml").data
 
 
@@ -332,13 +332,15 @@ class _Words:
         return tokens, trained if answers else None
 
     def chat(self, turns: _Turns, row: dict[str, Any], first: int, answers: bool) -> _Piece:
+        answering = ("gpt", "chatgpt", "bing", "bard", "model", "function_call")
+        roles = {"human": "user", "observation": "tool", **dict.fromkeys(answering, "assistant")}
         if "from" in turns[0]:
-            turns = [turn | {"role": _TABLE["senders"][turn["from"]], "content": turn["value"]} for turn in turns]
+            turns = [turn | {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
         if row.get("system") and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": row["system"]}, *turns]
         tools = row.get("tools")
         tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
-        muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, _TABLE["weights"])}
+        muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, ("weight", "train", "training", "loss_mask"))}
         if answers and not first and not muted:
             marked = self._tokenizer.apply_chat_template(
                 turns, tools=tools, return_dict=True, return_assistant_tokens_mask=True

@@ -29,13 +29,11 @@ from primus.yamlfile import read_values
 
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
 UNITS = {"gemm bf16": "TFLOP/s", "gemm fp8": "TFLOP/s", "memory": "TB/s", "all-reduce": "GB/s", "all-to-all": "GB/s"}
-_CHECK = "benchmark"
 _COLLECTIVES = ("all-reduce", "all-to-all")
 # All GPUs wait for the slowest in every step, so one that is this much below the node's median is reported.
 _APART = 0.10
 # A figure above the peak is a measurement error.
 _ABOVE_PEAK = 1.05
-_TIMEOUT = 300
 _REMEDIES = {
     "gemm bf16": "look for power caps and heat: amd-smi metric, or nvidia-smi -q -d PERFORMANCE",
     "memory": "look for other processes on the GPU and for ECC errors: amd-smi metric, or nvidia-smi",
@@ -65,21 +63,21 @@ def expected() -> Mapping[tuple[str, str], Mapping[str, Any]]:
 def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
     """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing can be measured."""
     if not host.gpus.names:
-        return [skipped(_CHECK, "no GPU on this machine")], []
+        return [skipped("benchmark", "no GPU on this machine")], []
     if not (gpus := visible(len(host.gpus.names), host.environment)):
-        return [skipped(_CHECK, "the environment hides all GPUs: unset HIP_VISIBLE_DEVICES")], []
+        return [skipped("benchmark", "the environment hides all GPUs: unset HIP_VISIBLE_DEVICES")], []
     if importlib.util.find_spec("torch") is None:
-        return [skipped(_CHECK, "PyTorch is not installed here; run it in the image")], []
+        return [skipped("benchmark", "PyTorch is not installed here; run it in the image")], []
     name = host.gpus.generation
     fp8 = arch_of(generation(name)).fp8 if name else ""
     ranks = measure(len(gpus), fp8)
     if isinstance(ranks, str):
-        return [failed(_CHECK, ranks, "run it again when no job runs; --quick leaves it out")], []
+        return [failed("benchmark", ranks, "run it again when no job runs; --quick leaves it out")], []
     figures = measurements(name, ranks)
     return [finding for measurement in figures for finding in judge(measurement)], figures
 
 
-def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str, Any]] | str:
+def measure(ranks: int, fp8: str, seconds: float = 300) -> list[Mapping[str, Any]] | str:
     """Return the figures of each rank, or the reason for a failure. ``fp8`` is the format of the matrix units."""
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as folder:
         command = [

@@ -105,14 +105,10 @@ class MegatronSession:
             return output, loss
 
         sums = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(batches) for _ in self.model_parts],
-            model=self.model_parts,
-            num_microbatches=len(batches),
-            seq_length=self._training.seq_len,
-            micro_batch_size=self._training.micro_batch_size,
-            forward_only=False,
-        )
+            forward_step_func=forward, data_iterator=[iter(batches) for _ in self.model_parts], model=self.model_parts,
+            num_microbatches=len(batches), seq_length=self._training.seq_len,
+            micro_batch_size=self._training.micro_batch_size, forward_only=False,
+        )  # fmt: skip
         return torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:

@@ -132,12 +132,9 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
             split, place = _split(tensor), _tensor_group(name).rank()
             sends = _data_rank(name) == 0 and (split >= 0 or place == 0)
             yield _Part(
-                name=name,
-                split=split,
-                place=place if split >= 0 else 0,
-                tensor=whole[name] if sends else None,
+                name=name, split=split, place=place if split >= 0 else 0, tensor=whole[name] if sends else None,
                 digest=_digest(whole[name]),
-            )
+            )  # fmt: skip
 
 
 def _split(tensor: torch.Tensor) -> int:

@@ -207,7 +207,7 @@ class _MicroBatch:
         pair, sure, balanced = self.pair, _every(entered), False
 
         def one(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor | None]:
-            states = entered.detach().to(_dtype(weights)).requires_grad_()
+            states = entered.detach().to(next(iter(weights.values())).dtype).requires_grad_()
             out, balance = model.block(weights, name, states, context)
             if back_out is None:
                 return out.detach(), None
@@ -247,7 +247,7 @@ class _MicroBatch:
         moved: dict[str, Tensor] = {}
 
         def one(model: Transformer, weights: Tensors) -> tuple[Tensor, Tensor]:
-            states = entered.detach().to(_dtype(weights)).requires_grad_()
+            states = entered.detach().to(next(iter(weights.values())).dtype).requires_grad_()
             out = model.head(weights, states, context)
             value = model.errors(out, batch).sum() * self.per_term
             gradient = torch.autograd.grad(value, states, retain_graph=True)[0]
@@ -303,10 +303,6 @@ def _sure(exact: Model, rounded: Transformer) -> Tensor:
     (choice,), (other,) = exact.choices.values(), rounded.choices.values()
     moved = (other.to(choice.dtype) - choice).abs().amax(-1)
     return ~exact.doubtful(choice, _LIMITS["ahead"] * moved.clamp(min=_mean_square(moved)))
-
-
-def _dtype(weights: Tensors) -> torch.dtype:
-    return next(iter(weights.values())).dtype
 
 
 def _mean_square(values: Tensor) -> float:

@@ -133,7 +133,7 @@ class Diffusion(Transformer):
         for name, kind in zip(names, "qkv", strict=True):
             projected = self._linear(weights, name, states).unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
             if kind != "v":
-                length = (projected.square().mean(-1, keepdim=True) + self._eps).rsqrt()
+                length = (projected.square().mean(-1, keepdim=True) + _EPS + self.constants.norm_eps).rsqrt()
                 projected = self.between(projected * length * weights[f"{norm}{kind}.weight"])
             heads.append(projected)
         return heads
@@ -142,15 +142,11 @@ class Diffusion(Transformer):
         query, key = (self.between(_turned(part, *turn)) for part in (query, key))
         return self.attended(query, key, value, torch.zeros((), dtype=torch.bool), query.shape[-1] ** -0.5)
 
-    @property
-    def _eps(self) -> float:
-        return _EPS + self.constants.norm_eps
-
     def _modulation(self, weights: Weights, name: str, condition: Tensor, parts: int) -> list[Tensor]:
         return list(self._linear(weights, name, self.between(_silu(condition))).unsqueeze(1).chunk(parts, -1))
 
     def _normed(self, states: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        even = self.between(_Even.apply(states, self._eps, self.keeping))
+        even = self.between(_Even.apply(states, _EPS + self.constants.norm_eps, self.keeping))
         return self.between(self.between(even * (1 + scale)) + shift)
 
     def _linear(self, weights: Weights, name: str, states: Tensor) -> Tensor:

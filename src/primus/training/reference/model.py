@@ -129,7 +129,7 @@ class Model(Transformer):
     """A language model. It predicts logits [samples, length, vocabulary] for the ``inputs`` [samples, length] of a
     batch; with ``positions``, each 0 begins a document of its own.
 
-    ``inner``: operations of :data:`.rounding.INNER` inside of which ``between`` is applied as well. ``eight``: the FP8
+    ``inner``: operations of ``limits.yaml`` inside of which ``between`` is applied as well. ``eight``: the FP8
     format in which linear layers multiply. ``doubt``: a token goes to the next best expert instead of the last chosen
     one if their scores differ by less than this share.
     """

@@ -20,7 +20,7 @@ from primus.recipes.choose import CPU
 from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Constants, Dialect, Model, Transformer, is_narrow
 from primus.training.reference.names import BIAS, Tensors, kind_of
-from primus.training.reference.rounding import INNER, bfloat, exact
+from primus.training.reference.rounding import LIMITS, bfloat, exact
 
 if TYPE_CHECKING:
     from primus.training.reference.blocks import Result
@@ -49,7 +49,7 @@ class Models:
             model.between = lambda tensor: bfloat(tensor * grid) / grid
             on_cpu = self._job["gpu"] == CPU
             if isinstance(model, Model):
-                model.inner = INNER[self._job["backend"]]
+                model.inner = LIMITS["inner"][self._job["backend"]]
                 # No fused kernel supports values of another size than keys.
                 model.adding = on_cpu and not self.sizes.mla.kv_lora_rank
             elif isinstance(model, Diffusion) and on_cpu:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,14 @@ _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 _INTO_STREAM = re.compile(r"\.(o_proj|down_proj)\.weight$")
 
 
-def strange(job: Job, sizes: Architecture, weights: Mapping[str, Tensor]) -> list[str]:
-    """Return which of the first ``weights``, by canonical names, do not follow the backend's rule."""
-    if not _begins_random(job):
+def strange(job: Job, sizes: Architecture, folder: Path, weights: Tensors) -> list[str]:
+    """Return which of the first ``weights``, by canonical names, do not follow the backend's rule, and which of those
+    in ``folder/weights-0.pt``, and which ranks, use random numbers of another seed.
+    """
+    config = job["config"]
+    if config.get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
-    findings = []
+    findings = [*_other_seeds(job, sizes, folder)]
     for name, tensor in weights.items():
         wide = tensor.double()
         if (value := constant(job, name, tensor)) is not None:
@@ -96,42 +99,31 @@ def strange(job: Job, sizes: Architecture, weights: Mapping[str, Tensor]) -> lis
     return findings
 
 
-def _begins_random(job: Job) -> bool:
-    return job["config"].get("weights", "random") == "random" and not job["resume_from"] and job["first_step"] == 1
-
-
 def _repeats(tensor: Tensor, ranks: int) -> bool:
     shares = [tensor.chunk(ranks, axis) for axis in (0, -1) if ranks > 1 and tensor.shape[axis] % ranks == 0]
     return any(torch.equal(first, other) for first, *others in shares for other in others)
 
 
-def other_seeds(job: Job, sizes: Architecture, folder: Path) -> list[str]:
-    """Return the weights in ``folder/weights-0.pt``, and the ranks, that use random numbers of another seed. A GPU
-    draws other numbers than a CPU, so that only the seeds of its ranks are compared.
-    """
-    if not _begins_random(job):
-        return []
+def _other_seeds(job: Job, sizes: Architecture, folder: Path) -> Iterator[str]:
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
     if (seed := job["config"].get(key, usual)) is None:
         # Without a seed, torchtitan uses a random one.
-        return []
+        return
     # Our own loop draws dropout from a different seed on each rank. Megatron and torchtitan seed all ranks alike.
     apart = job["backend"] not in ("torchtitan", "megatron")
     ranks = [torch.load(folder / f"batch-1-{rank}.pt", weights_only=True) for rank in range(job["world_size"])]
-    findings = [
-        f"rank {rank} draws random numbers from seed {seen['seed']}, not {seed + rank * apart}"
-        for rank, seen in enumerate(ranks)
-        if seen["seed"] != seed + rank * apart
-    ]
+    for rank, seen in enumerate(ranks):
+        if seen["seed"] != seed + rank * apart:
+            yield f"rank {rank} draws random numbers from seed {seen['seed']}, not {seed + rank * apart}"
     if any(seen["device"] != "cpu" for seen in ranks):
-        return findings
+        # A GPU draws other numbers from a seed than a CPU.
+        return
     stored = torch.load(folder / "weights-0.pt", weights_only=True)["weights"]
     drawn = _of_torchtitan if job["backend"] == "torchtitan" else _by_name
     for name, expected in drawn(job, sizes, stored, seed):
         tensor = stored[name].float()
         if float((tensor - expected).abs().max()) > _LIMITS["same"] * float(expected.abs().max()):
-            findings.append(f"{name} is not what seed {seed} draws")
-    return findings
+            yield f"{name} is not what seed {seed} draws"
 
 
 def _by_name(job: Job, sizes: Architecture, stored: Tensors, seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -45,7 +45,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     try:
         start = _weights(job, sizes, folder, steps[0] - 1)
         findings["parameters"] = parameters.describe(job, sizes, start)
-        findings["first"] = parameters.strange(job, sizes, start) + parameters.other_seeds(job, sizes, folder)
+        findings["first"] = parameters.strange(job, sizes, folder, start)
         if findings["parameters"]["missing"]:
             # The run trained another model, so there is nothing to repeat.
             return findings

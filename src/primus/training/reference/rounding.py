@@ -27,15 +27,6 @@ def bfloat(tensor: Tensor) -> Tensor:
     return tensor.to(torch.bfloat16).to(tensor.dtype)
 
 
-# Backend → operations in which it rounds besides their results: a norm before its weight, a product before its bias,
-# the angles and products of a rotation, and the gradient of each linear layer's input. Megatron has one linear layer
-# for queries, keys and values, and one for both parts of SwiGLU.
-INNER = {
-    "megatron": ("biases", "rotations"),
-    "finetune": ("norms", "rotations", "inputs"),
-    "fsdp": ("inputs",),
-    "torchtitan": ("inputs",),
-}
 # The FP8 format of a product's factors → that of its gradient, with more range and fewer digits.
 _OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
 

@@ -15,9 +15,6 @@ from primus.training.job import Job
 FSDP2 = ["megatron.torch_fsdp2=true", "ddp.use_distributed_optimizer=false"]
 
 
-EXPERTS = ("model.moe.experts=4", "model.moe.top_k=2", "model.moe.ffn_size=64")
-
-
 def proxy(*words: str, name: str = "llama3.1-8b", precision: str | None = None, gpu: str = "cpu") -> Recipe:
     return resolve(name, words, Choices(backend="megatron", gpu=gpu, proxy=True, precision=precision))
 

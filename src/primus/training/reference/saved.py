@@ -99,13 +99,10 @@ def _other_adapters(folder: Path, job: Mapping[str, Any], sizes: Architecture, l
 
 
 def _other_weights(folder: Path, saved: Tensors, expected: Tensors, tolerance: float) -> list[str]:
-    def differs(seen: torch.Tensor | None, tensor: torch.Tensor) -> bool:
-        return seen is None or not torch.allclose(seen, tensor.to(seen.dtype), rtol=0, atol=tolerance)
-
     return [
         f"{name} in {folder.name} is not the trained one"
         for name, tensor in expected.items()
-        if differs(saved.get(name), tensor)
+        if (seen := saved.get(name)) is None or not torch.allclose(seen, tensor.to(seen.dtype), rtol=0, atol=tolerance)
     ]
 
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from primus.errors import HostError, InputError, LacksPackages
 from primus.progress import Progress
 from primus.terminal import counted
-from primus.versions.lock import ARCHITECTURE, GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
+from primus.versions.lock import GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
 from primus.versions.traffic import bare_url, run_tool
 
 # Suites without pockets that are never released. A frozen archive keeps them beyond the date until which its index is
@@ -43,45 +43,15 @@ Stanza = Mapping[str, str]
 class Archive:
     """apt with private indexes. Created by :func:`open_archive`, and valid as long as its folder."""
 
-    folder: Path
-    maker: str = "debian"
-    mirrors: tuple[str, ...] = ()
-
-    @property
-    def options(self) -> list[str]:
-        """Return the options that make apt private. The rest of its configuration is the host's."""
-        folders = {
-            "Dir::State": "state",
-            "Dir::State::lists": "state/lists",
-            "Dir::State::status": "state/status",
-            "Dir::State::extended_states": "state/extended_states",
-            "Dir::Cache": "cache",
-            "Dir::Cache::archives": "cache/archives",
-            "Dir::Etc::sourceparts": "sources",
-            "Dir::Etc::preferencesparts": "preferences",
-        }
-        settings = [f"{name}={self.folder / path}" for name, path in folders.items()]
-        settings += [f"APT::Architecture={ARCHITECTURE}", f"APT::Architectures={ARCHITECTURE}"]
-        return ["-c", str(_CONFIGURATION), *(word for setting in settings for word in ("-o", setting))]
+    configuration: Path
+    mirrors: tuple[str, ...]
 
     def run(self, tool: str, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run ``apt-get`` or ``apt-cache`` on this archive. The caller checks the exit code."""
+        """Run a tool of apt on this archive. The caller checks the exit code."""
         env = os.environ | {"LC_ALL": "C.UTF-8", "LANGUAGE": "", "DEBIAN_FRONTEND": "noninteractive"}
         command = next(word for word in args if not word.startswith("-") and "=" not in word)
-        return run_tool([tool, *self.options, *args], " ".join(self.mirrors), command, cwd=cwd, text=True, env=env)
-
-    def update(self) -> None:
-        """Fetch the indexes. Raises HostError if a source does not answer or is not trusted."""
-        done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
-        if done.returncode == 0:
-            return
-        text = done.stdout + done.stderr
-        failed = [uri for uri in self.mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)]
-        variable = f"PRIMUS_{self.maker.upper()}_MIRROR"
-        raise HostError(
-            f"the {self.maker.title()} archive at {(failed or self.mirrors)[0]} does not answer: {_reason(text)}",
-            hint=f"check apt-get update on this host, or set {variable} to a mirror it reaches",
-        )
+        words = [tool, "-c", str(self.configuration), *args]
+        return run_tool(words, " ".join(self.mirrors), command, cwd=cwd, text=True, env=env)
 
 
 @contextmanager
@@ -98,6 +68,8 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
         folder = Path(name)
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
             (folder / part).mkdir(parents=True)
+        text = _CONFIGURATION.read_text(encoding="utf-8").replace("FOLDER", name)
+        (folder / "apt.conf").write_text(text, encoding="utf-8")
         (folder / "state/status").write_text(status, encoding="utf-8")
         maker = _maker(suites[0])
         stanzas = debian_stanzas(_host_stanzas(), suites, os.environ, _default_mirror(_DEBOOTSTRAP))
@@ -111,8 +83,15 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
         mirrors = dict.fromkeys(bare_url(uri) for stanza in stanzas for uri in stanza["URIs"].split())
-        archive = Archive(folder=folder, maker=maker, mirrors=tuple(mirrors))
-        archive.update()
+        archive = Archive(configuration=folder / "apt.conf", mirrors=tuple(mirrors))
+        done = archive.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
+        if done.returncode != 0:
+            text = done.stdout + done.stderr
+            failed = [uri for uri in mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)]
+            raise HostError(
+                f"the {maker.title()} archive at {[*failed, *mirrors][0]} does not answer: {_reason(text)}",
+                hint=f"check apt-get update on this host, or set PRIMUS_{maker.upper()}_MIRROR to a mirror it reaches",
+            )
         yield archive
 
 
@@ -126,14 +105,14 @@ def debian_stanzas(
     return tuple(stanza for suite in suites for stanza in _stanzas(host, suite, environment, default))
 
 
-def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str) -> tuple[Stanza, ...]:
+def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str) -> list[Stanza]:
     # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
     # index does no harm.
     stale = {"Check-Valid-Until": "no"} if suite in _ROLLING else {}
     common = {"Types": "deb", "Components": "main", **stale}
     maker = _maker(suite)
     variable = f"PRIMUS_{maker.upper()}"
-    pockets = [pocket for pocket in _POCKETS[:3] if not pocket or suite not in _ROLLING]
+    pockets = ("",) if suite in _ROLLING else _POCKETS[:3]
     mirrors = environment.get(f"{variable}_MIRROR", "").split()
     stanzas: dict[tuple[str, str], Stanza] = {}
     for stanza in (entry for entry in host if not mirrors and _is_of(maker, entry)):
@@ -143,25 +122,24 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str],
         if suites:
             stanzas[stanza["URIs"], suites] = {**stanza, **common, "Suites": suites, "Enabled": "yes"}
     if any(suite in stanza["Suites"].split() for stanza in stanzas.values()):
-        return tuple(stanzas.values())
+        return [*stanzas.values()]
     if maker == "debian":
         mirrors = mirrors or default.split()
+    if not mirrors:
+        message = f"apt on this host names no source of {maker.title()} {suite}"
+        hint = f"set {variable}_MIRROR to the URIs of a mirror (and {variable}_KEYRING to its keyring)"
+        if maker == "debian":
+            raise LacksPackages(message, ("debootstrap", "debian-archive-keyring"), hint)
+        raise HostError(message, hint=hint)
     keyring = environment.get(f"{variable}_KEYRING") or _KEYRING.format(maker)
-    result = []
+    result: list[Stanza] = []
     for uri in mirrors:
         # Debian's security archive has only that pocket, and its other mirrors do not have it. Ubuntu's have all.
-        secure = uri.rstrip("/").endswith("-security")
-        own = pockets if maker == "ubuntu" else [p for p in pockets if p == ("-security" if secure else "")]
+        secure = "-security" if uri.rstrip("/").endswith("-security") else ""
+        own = [suite + pocket for pocket in pockets if maker == "ubuntu" or pocket == secure]
         if own:
-            suites = " ".join(suite + pocket for pocket in own)
-            result.append({**common, "Signed-By": keyring, "URIs": uri, "Suites": suites})
-    if mirrors:
-        return tuple(result)
-    message = f"apt on this host names no source of {maker.title()} {suite}"
-    hint = f"set {variable}_MIRROR to the URIs of a mirror (and {variable}_KEYRING to its keyring)"
-    if maker == "debian":
-        raise LacksPackages(message, ("debootstrap", "debian-archive-keyring"), hint)
-    raise HostError(message, hint=hint)
+            result.append({**common, "Signed-By": keyring, "URIs": uri, "Suites": " ".join(own)})
+    return result
 
 
 def _default_mirror(script: Path) -> str:

@@ -158,10 +158,8 @@ def _titled(suite: str) -> str:
 
 def suite_of(word: str) -> tuple[str, str]:
     """Split a suite: ``bookworm-updates`` → ``("bookworm", "-updates")``; ``("", "?")`` for others."""
-    for name in (*GLIBC, *_ALIASES):
-        if word.startswith(name) and word[len(name) :] in _POCKETS:
-            return name, word[len(name) :]
-    return "", "?"
+    match = re.fullmatch(rf"({'|'.join((*GLIBC, *_ALIASES))})({'|'.join(_POCKETS)})", word)
+    return (match[1], match[2]) if match else ("", "?")
 
 
 def parse_sources(text: str, deb822: bool) -> tuple[Stanza, ...]:

@@ -17,6 +17,7 @@ from functools import cache, cached_property
 from html import unescape
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import url2pathname
 
@@ -186,13 +187,13 @@ class Indexes:
                     if page.status_code in (403, 404):
                         return []
                     page.raise_for_status()
-                    if not _is_page(page):
-                        raise requests.RequestException("it sends no HTML page")
+                    if "json" in page.headers.get("Content-Type", ""):
+                        return _json_offers(page.json(), page.url)
                     return _offers(page.text, page.url)
             folder = folder.absolute() if flat else folder.absolute() / package
             pages = (_offers(page.read_text(encoding="utf-8"), page.as_uri()) for page in folder.glob("index.html"))
             return [*chain(*pages), *(Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*"))]
-        except (OSError, ValueError, urllib3.exceptions.HTTPError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, urllib3.exceptions.HTTPError) as error:
             raise self.silence(url, cause(error), package) from None
 
     def silence(self, url: str, reason: str, about: str) -> HostError:
@@ -275,14 +276,14 @@ class Indexes:
 
 
 def _is_page(response: requests.Response) -> bool:
-    return "html" in response.headers.get("Content-Type", "")
+    return response.headers.get("Content-Type", "").startswith("text/html")
 
 
 def _offers(page: str, base: str) -> list[Offer]:
     offers = []
-    for attributes in re.findall(r"""<a\b((?:[^>"']|"[^"]*"|'[^']*')*)>""", page):
-        quoted = re.findall(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)')""", attributes)
-        values = {name: unescape(double or single) for name, double, single in quoted}
+    for attributes in re.findall(r"""(?i)<a\b((?:[^>"']|"[^"]*"|'[^']*')*)>""", page):
+        quoted = re.findall(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", attributes)
+        values = {name.lower(): unescape("".join(texts)) for name, *texts in quoted}
         url, _, fragment = urljoin(base, values.get("href", "")).partition("#")
         sha256 = re.fullmatch(r"sha256=([0-9a-f]{64})", fragment)
         offers.append(
@@ -295,6 +296,20 @@ def _offers(page: str, base: str) -> list[Offer]:
             )
         )
     return offers
+
+
+def _json_offers(page: Any, base: str) -> list[Offer]:
+    return [
+        Offer(
+            file=row["filename"],
+            url=urljoin(base, row["url"]),
+            sha256=row["hashes"].get("sha256"),
+            size=row.get("size"),
+            python=row.get("requires-python") or "",
+            yanked=bool(row.get("yanked")),
+        )
+        for row in page["files"]
+    ]
 
 
 def local_path(url: str) -> Path | None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError
-from primus.versions.indexes import Indexes, Offer, parse_config
+from primus.versions.indexes import Indexes, Offer, _json_offers, _offers, parse_config
 from primus.versions.lock import BaseRequest, Request
 from primus.versions.traffic import bare_url
 from primus.versions.wheels import NoSolutionError, _best, _tags, failure, unsolvable
@@ -84,6 +84,16 @@ def test_credentials_are_in_no_text() -> None:
 def test_a_bare_url_drops_every_secret(user: str, secret: str) -> None:
     shown = bare_url(f"https://{user}:{secret}@host/path/file.whl?token={secret}#sig={secret}")
     assert shown == "https://host/path/file.whl"
+
+
+def test_a_page_is_html_or_json_with_relative_links() -> None:
+    sha256, base = "a" * 64, "https://h/simple/a/"
+    html = f"<a data-yanked='' data-requires-python='&gt;=3' href='../../a%2B1.whl#sha256={sha256}'>a</a>"
+    first, second = _offers(html + "<a href=b>b</a>", base)
+    assert first == Offer(file="a+1.whl", url="https://h/a%2B1.whl", sha256=sha256, python=">=3", yanked=True)
+    assert second == Offer(file="b", url="https://h/simple/a/b")
+    row = {"filename": "b", "url": "b", "hashes": {}, "requires-python": None}
+    assert _json_offers({"files": [row]}, base) == [second]
 
 
 def _request(suite: str = "bookworm", **more: object) -> Request:

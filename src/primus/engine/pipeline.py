@@ -120,7 +120,7 @@ def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: boo
     for kind in {action.kind: None for action in todo}:
         KINDS[kind].prepare([action for action in todo if action.kind == kind], workshop)
     inputs = {file.sha256: file for action in todo for file in action.files}
-    absent = [file for file in inputs.values() if not workshop.files.has(file.sha256, file.size)]
+    absent = [file for file in inputs.values() if not workshop.workspace.files.has(file.sha256, file.size)]
     require_space_for(workshop.workspace, todo, () if offline else absent)
     if not absent:
         return
@@ -130,7 +130,7 @@ def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: boo
     locks = [(plan.resolved.lock, plan.resolved.request) for plan in plans]
     requests = {file: request for lock, request in locks if lock for file in lock.files}
     wanted = {file: requests[file] for file in absent}
-    fetch(wanted, workshop.files, offline=offline, progress=workshop.progress)
+    fetch(wanted, workshop.workspace.files, offline=offline, progress=workshop.progress)
 
 
 def _missing(workshop: Workshop, plans: Sequence[ImagePlan]) -> list[Action]:

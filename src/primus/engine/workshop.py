@@ -30,7 +30,6 @@ from primus.yamlfile import Document
 if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
-    from primus.versions.filecache import FileCache
 
 
 # Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
@@ -82,11 +81,6 @@ class Workshop:
     engine: str = "auto"
     judge: bool = True
 
-    @property
-    def files(self) -> FileCache:
-        """The cache of fetched files."""
-        return self.workspace.files
-
     def run(self, action: Action, kind: Kind) -> float | None:
         """Run the action, and return its seconds; None if another builder ran it meanwhile."""
         store = self.workspace.store
@@ -134,11 +128,11 @@ class Workshop:
         if action.makes_layer:
             return self.workspace.store.layer(action.key) is not None
         wheel = wheel_of(self.workspace.store, action.key)
-        return wheel is not None and self.files.has(wheel.sha256, wheel.size)
+        return wheel is not None and self.workspace.files.has(wheel.sha256, wheel.size)
 
     def file(self, file: LockedFile) -> Path:
         """Return the path of a fetched file."""
-        return self.files.path(file.sha256)
+        return self.workspace.files.path(file.sha256)
 
     def read_by(self, action: Action) -> tuple[LockedFile, ...]:
         """Return the files that the action reads; for ``wheels``, also the wheels that ``build`` actions created."""
@@ -152,21 +146,20 @@ class Workshop:
 
     @contextlib.contextmanager
     def _verified(self, action: Action) -> Iterator[None]:
-        """Verify the fetched files before the action reads them, and afterwards those that changed meanwhile."""
         marks: dict[str, tuple[int, ...]] = {}
         for file in self.read_by(action):
-            marks[file.sha256] = self.files.mark(file.sha256)
+            marks[file.sha256] = self.workspace.files.mark(file.sha256)
             self._verify(file)
         yield
         # apt compares each package with its hash as it reads it, and hard links change the inode's times.
         if action.kind != "debs" or "over" in action.spec:
             for file in self.read_by(action):
-                if self.files.mark(file.sha256) != marks[file.sha256]:
+                if self.workspace.files.mark(file.sha256) != marks[file.sha256]:
                     self._verify(file)
 
     def _verify(self, file: LockedFile) -> None:
-        if not self.files.verify(file.sha256):
-            self.files.drop(file.sha256)
+        if not self.workspace.files.verify(file.sha256):
+            self.workspace.files.drop(file.sha256)
             raise HostError(
                 f"the fetched {file.file} is damaged: its bytes no longer hash to sha256:{file.sha256}",
                 hint="it was removed from the file cache; build again to download it",

@@ -206,7 +206,6 @@ def _xattrs(member: tarfile.TarInfo) -> dict[str, bytes]:
 
 
 def _over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[LockedFile], Path]) -> list[Entry]:
-    """Return the files of the packages as entries, whose bytes are in tar files in ``scratch``."""
     entries: dict[str, Entry] = {}
     for deb in sorted(debs, key=lambda d: d.name):
         for entry in _entries(deb, find(deb), scratch):

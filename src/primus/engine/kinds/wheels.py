@@ -130,7 +130,7 @@ def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
     with wheels[0].open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     wheel = Wheel(file=wheels[0].name, sha256=sha256, size=wheels[0].stat().st_size)
-    shop.files.put(wheels[0], sha256)
+    shop.workspace.files.put(wheels[0], sha256)
     return wheel
 
 

@@ -165,7 +165,6 @@ def _beside(package: Package, version: Version, meant: Version, train: list[tupl
 
 
 def _other_device(package: Package, arch: str | None) -> str:
-    """Return how the package is for another device than the image; empty if it is not."""
     if device := _DEVICE.search(package.name):
         if arch is None:
             return f"is for {device[1]}, the target names no GPU architecture"

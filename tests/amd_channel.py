@@ -29,7 +29,7 @@ import gits
 from gpu_files import bundle, code_object, elf, kernel_pack, pack_host, pages
 from loopback import make_wheel, serve
 from primus.versions.components import Pin
-from project_kit import SOURCE, Kit
+from project_kit import SOURCE, Kit, free_port
 
 REPOSITORY = Path(__file__).parents[1]
 # One of gfx942 and both of gfx950, which share everything.
@@ -258,9 +258,7 @@ def make_base(folder: Path) -> str:
 @contextmanager
 def registry(folder: Path, logins: str = "") -> Iterator[int]:
     """Debian's docker-registry on 127.0.0.1; yields its port. With ``logins`` (htpasswd's lines) it wants one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder.mkdir(parents=True)
     config = folder / "config.yml"
     config.write_text(

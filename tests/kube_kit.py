@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
+
+from project_kit import free_port
 
 PACKAGES = {"go": "golang-go", "etcd": "etcd-server", "openssl": "openssl", "kubectl": "kubernetes-client"}
 SERVERS = ("kube-apiserver", "kube-controller-manager")
@@ -98,20 +99,14 @@ def _compile(folder: Path, tree: Path) -> None:
         shutil.move(folder / "bin" / name, CACHE / name)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Kubernetes:
     """The API below ``folder``. ``config`` is a kubeconfig with every right; nothing runs pods."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, folder / "kubeconfig"
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
-        programs, port, token = build(), _free_port(), "test-token"
-        client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+        programs, port, token = build(), free_port(), "test-token"
+        client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         key = folder / "accounts.key"
         subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
         (folder / "tokens.csv").write_text(f"{token},admin,1\n")
@@ -142,7 +137,7 @@ class Kubernetes:
             self._start(
                 "kube-controller-manager", programs / "kube-controller-manager", "--kubeconfig", self.config,
                 "--leader-elect=false", "--controllers", "job,garbagecollector,namespace",
-                "--bind-address", "127.0.0.1", "--secure-port", _free_port(), "--port", "0",
+                "--bind-address", "127.0.0.1", "--secure-port", free_port(), "--port", "0",
                 "--cert-dir", folder / "certificates",
             )  # fmt: skip
         except BaseException:

@@ -6,11 +6,13 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
+import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn
@@ -121,6 +123,21 @@ class Kit:
         """Layer → whether this build made it."""
         result = json.loads(self.build(*(words or ("demo",)), "--json").out)
         return {line["name"]: line["built"] for line in result["images"][0]["layers"]}
+
+
+def until(true: Callable[[], object], seconds: float = 60) -> bool:
+    """Whether ``true()`` becomes true within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not (fulfilled := true()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(fulfilled)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def plan_over(root: Path, name: str, lock: Lock | None) -> ImagePlan:

@@ -14,6 +14,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from project_kit import free_port, until
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 
 
@@ -25,12 +27,6 @@ def missing() -> str:
     if lacking:
         return f"{', '.join(lacking)} not installed (apt-get install slurm-wlm munge)"
     return "" if os.geteuid() == 0 else "slurmd needs root"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Slurm:
@@ -59,7 +55,7 @@ class Slurm:
     def _configure(self) -> None:
         folder, host, cpus = self.folder, socket.gethostname().partition(".")[0], os.cpu_count() or 1
         lines = [
-            "ClusterName=test", f"SlurmctldHost={host}(127.0.0.1)", f"SlurmctldPort={_free_port()}",
+            "ClusterName=test", f"SlurmctldHost={host}(127.0.0.1)", f"SlurmctldPort={free_port()}",
             "SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge",
             f"AuthInfo=socket={folder}/munge/socket,cred_expire=1", "CryptoType=crypto/munge",
             f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool/%n",
@@ -70,7 +66,7 @@ class Slurm:
             "AccountingStorageType=accounting_storage/none", "SlurmdTimeout=10", "KillWait=10", "MessageTimeout=10",
             "UnkillableStepTimeout=30", "JobRequeue=1", "SchedulerParameters=sched_interval=2,batch_sched_delay=1",
             *(
-                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cpus} "
+                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cpus} "
                 "RealMemory=1000 Gres=gpu:8"
                 for name in self.names
             ),
@@ -89,9 +85,7 @@ class Slurm:
             "munged", "munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/socket",
             f"--pid-file={folder}/pid", f"--log-file={folder}/log", f"--seed-file={folder}/seed",
         )  # fmt: skip
-        deadline = time.monotonic() + 20
-        while not (folder / "socket").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        until((folder / "socket").exists, 20)
 
     def _start(self, name: str, *words: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
@@ -240,10 +234,7 @@ class Job:
 
     def running(self, seconds: float = 60) -> None:
         """Wait until Slurm has started the job."""
-        deadline = time.monotonic() + seconds
-        while self.slurm.job(self.number)["JobState"] != "RUNNING":
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.1)
+        assert until(lambda: self.slurm.job(self.number)["JobState"] == "RUNNING", seconds), self.said()
 
     def result(self, attempt: int = 0) -> dict[str, object]:
         """What an attempt wrote about itself."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import gits
 from amd_channel import registry
 from host_tools import needs
 from loopback import make_wheel
@@ -158,9 +159,7 @@ def committed(cpu_image: Kit, folder: Path) -> Kit:
     kit = Kit(folder)
     target = (folder / "images/cpu.yaml").read_text()
     kit.write("images/cpu.yaml", re.sub(r"(?ms)^recipes:.*?^(?=\w)", "recipes: [llama3-proxy]\n", target))
-    me = ["-c", "user.name=Nobody", "-c", "user.email=nobody@example.com", "-c", "commit.gpgsign=false"]
-    for words in (["init", "-q"], ["add", "-A"], [*me, "commit", "-q", "-m", "Everything"]):
-        subprocess.run(["git", *words], cwd=folder, check=True)
+    gits.commit(folder, {})
     return kit
 
 
@@ -202,10 +201,9 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         assert lock == (kit.root / "images/locks/pypi/cpu.json").read_bytes()
         record = json.loads(fetch(name, documents[VALIDATION], tmp_path / "validation"))
         assert record == json.loads((validated / "cpu/llama3-proxy/record.json").read_text())
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=kit.root, capture_output=True, text=True, check=True)
         said = json.loads(fetch(name, documents[IN_TOTO], tmp_path / "provenance"))
         source = said["predicate"]["buildDefinition"]["resolvedDependencies"][0]
-        assert source["digest"]["gitCommit"] == head.stdout.strip()
+        assert source["digest"]["gitCommit"] == gits.head(kit.root)
 
         again = json.loads(kit.primus(*words, "--records", str(validated), "--json").out)
         assert (again["published"][0]["new"], again["published"][0]["bytes_sent"]) == (False, 0)

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import outcome
 from primus.training.job import Job
-from project_kit import Kit
+from project_kit import Kit, until
 
 pytestmark = pytest.mark.integration
 
@@ -108,9 +107,7 @@ def test_an_interrupted_validation_leaves_no_record(cpu_image: Kit, tmp_path: Pa
         command, cwd=cpu_image.root, env=cpu_image.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
-    until = time.monotonic() + 300
-    while not list(tmp_path.rglob("log.txt")) and time.monotonic() < until and process.poll() is None:
-        time.sleep(0.2)
+    until(lambda: [*tmp_path.rglob("log.txt")] or process.poll() is not None, 300)
     # As a terminal does it: to every process of the group.
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=120)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from project_kit import Kit, make_project
+from project_kit import Kit, make_project, until
 
 pytestmark = pytest.mark.integration
 
@@ -106,19 +106,15 @@ def test_a_builder_that_ends_leaves_no_mmdebstrap_behind(
     process = subprocess.Popen(
         cpu_image.command(*words), cwd=cpu_image.root, env=cpu_image.env, stderr=subprocess.PIPE, text=True
     )
-    while not sleeping():
-        assert process.poll() is None, "it ended before mmdebstrap was there"
-        time.sleep(0.05)
+    assert until(lambda: sleeping() or process.poll() is not None)
+    assert process.poll() is None, "it ended before mmdebstrap was there"
     process.send_signal(how)
     _, err = process.communicate(timeout=60)
     if how == signal.SIGINT:
         assert process.returncode == 130
         assert "finished work is kept" in err
     # After SIGKILL nobody waits for what the kernel ends then.
-    limit = time.monotonic() + 20
-    while sleeping() and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert not sleeping()
+    assert until(lambda: not sleeping(), 20)
 
 
 def test_two_builders_share_the_work(kit: Kit) -> None:

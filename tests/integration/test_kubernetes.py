@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import pytest
 
 import kube_kit
 from primus.cli.main import main
+from project_kit import free_port, until
 
 WHY = kube_kit.missing()
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY)]
@@ -51,13 +51,6 @@ def launch(server: kube_kit.Kubernetes, monkeypatch: pytest.MonkeyPatch, capsys:
     return call
 
 
-def until(true: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
-
-
 def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kubernetes) -> None:
     def pods() -> list[dict[str, object]]:
         label = "--selector=app.kubernetes.io/name=watched"
@@ -68,14 +61,14 @@ def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kube
     assert "applied job watched in namespace default" in created.out
     spec = json.loads(server.kubectl("get", "job", "watched", "--output=json"))["spec"]
     assert (spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (2, 2, 6)
-    until(lambda: len(pods()) == 2)
+    assert until(lambda: len(pods()) == 2)
     lost = pods()[0]
     lost["status"]["phase"] = "Failed"  # type: ignore[index]
     place = f"/api/v1/namespaces/default/pods/{lost['metadata']['name']}/status"  # type: ignore[index]
     server.kubectl("replace", "--raw", place, "--filename=-", stdin=json.dumps(lost))
-    until(lambda: len(pods()) == 3)
+    assert until(lambda: len(pods()) == 3)
     server.kubectl("delete", "pod", lost["metadata"]["name"])  # type: ignore[index]
-    until(lambda: len(pods()) == 2)
+    assert until(lambda: len(pods()) == 2)
     container = pods()[0]["spec"]["containers"][0]  # type: ignore[index]
     assert container["resources"]["limits"]["amd.com/gpu"] == "8"
     assert container["image"] == IMAGE
@@ -92,8 +85,8 @@ def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kube
     assert "watched" in server.names("job") & server.names("service")
     gone = launch("delete", "watched")
     assert gone.code == 0, gone.err
-    until(lambda: "watched" not in server.names("job"))
-    until(lambda: not pods())
+    assert until(lambda: "watched" not in server.names("job"))
+    assert until(lambda: not pods())
     assert "watched" not in server.names("service")
 
 
@@ -135,7 +128,7 @@ def test_a_wrong_token_and_a_silent_server_are_sentences(
 ) -> None:
     wrong = tmp_path / "wrong"
     monkeypatch.setenv("KUBECONFIG", str(wrong))
-    for port in (server.port, kube_kit._free_port()):
+    for port in (server.port, free_port()):
         server.write_config(wrong, port, "other")
         refused = launch("nodes")
         assert refused.code == 3

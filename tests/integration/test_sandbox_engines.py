@@ -22,6 +22,7 @@ from primus.errors import HostError, InputError
 from primus.sandbox.container import Command, Devices, Mount, RootFs
 from primus.sandbox.devices import listed
 from primus.sandbox.engines import Engine, choose
+from project_kit import until
 
 pytestmark = [pytest.mark.integration, needs_busybox]
 
@@ -53,9 +54,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> RootFs:
     return image(tmp_path_factory.mktemp("tiny"), files, WorkingDir="/srv", Cmd=["echo", "the", "cmd"])
 
 
-def sh(engine: Engine, root: RootFs, script: str, tmp_path: Path, **options: object) -> tuple[int, str, str]:
+def sh(
+    engine: Engine, root: RootFs, script: str, tmp_path: Path, argv: tuple[str, ...] | None = None, **options: object
+) -> tuple[int, str, str]:
+    """Exit code, output and errors of ``script``, or of ``argv``."""
     out, err = tmp_path / "out", tmp_path / "err"
-    command = Command(argv=("sh", "-c", script), **options)  # type: ignore[arg-type]
+    command = Command(argv=("sh", "-c", script) if argv is None else argv, **options)  # type: ignore[arg-type]
     with out.open("wb") as o, err.open("wb") as e, Path(os.devnull).open("rb") as nothing:
         code = engine.run(root, command, stdin=nothing, stdout=o, stderr=e)
     return code, out.read_text(), err.read_text()
@@ -63,25 +67,18 @@ def sh(engine: Engine, root: RootFs, script: str, tmp_path: Path, **options: obj
 
 def test_exit_code_and_streams(engine, tiny, tmp_path):
     assert sh(engine, tiny, "echo out; echo err >&2; exit 7", tmp_path) == (7, "out\n", "err\n")
-
-
-def test_death_by_signal_is_128_plus_n(engine, tiny, tmp_path):
-    assert sh(engine, tiny, "kill -KILL $$", tmp_path)[0] == 137
+    assert sh(engine, tiny, "kill -KILL $$", tmp_path)[0] == 137, "128 + the number of a signal"
 
 
 @pytest.mark.parametrize(("name", "code"), [("no-such-tool", 127), ("/etc/not-a-program", 126)])
 def test_what_cannot_start(engine, tiny, tmp_path, name, code):
-    err = tmp_path / "err"
-    with err.open("wb") as e, Path(os.devnull).open("rb") as nothing:
-        assert engine.run(tiny, Command(argv=(name,)), stdin=nothing, stdout=e, stderr=e) == code
-    assert name in err.read_text()
+    ended, out, err = sh(engine, tiny, "", tmp_path, (name,))
+    assert ended == code
+    assert name in out + err
 
 
 def test_the_images_own_settings(engine, tiny, tmp_path):
-    out = tmp_path / "out"
-    with out.open("wb") as o, Path(os.devnull).open("rb") as nothing:
-        assert engine.run(tiny, Command(), stdin=nothing, stdout=o) == 0
-    assert out.read_text() == "the cmd\n"
+    assert sh(engine, tiny, "", tmp_path, ())[:2] == (0, "the cmd\n")
     assert sh(engine, tiny, "pwd; echo $FROM_IMAGE-$MINE", tmp_path, env={"MINE": "a b"})[1] == "/srv\nyes-a b\n"
     assert sh(engine, tiny, "pwd", tmp_path, cwd="/home")[1] == "/home\n"
 
@@ -141,11 +138,11 @@ def test_host_network(engine, tiny, tmp_path):
 
 
 def test_memory_limit(engine, tiny, tmp_path):
-    assert sh(engine, tiny, "dd if=/dev/zero of=/dev/null bs=300M count=1", tmp_path)[0] == 0
-    command = Command(argv=("dd", "if=/dev/zero", "of=/dev/null", "bs=300M", "count=1"), memory_bytes=64 << 20)
-    with (tmp_path / "e").open("wb") as e, Path(os.devnull).open("rb") as nothing:
-        assert engine.run(tiny, command, stdin=nothing, stdout=e, stderr=e) == 137
-    assert "memory limit of 64 MiB" in (tmp_path / "e").read_text()
+    script = "exec dd if=/dev/zero of=/dev/null bs=300M count=1"
+    assert sh(engine, tiny, script, tmp_path)[0] == 0
+    code, _, err = sh(engine, tiny, script, tmp_path, memory_bytes=64 << 20)
+    assert code == 137
+    assert "memory limit of 64 MiB" in err
     assert not Path("oom").exists()
 
 
@@ -269,10 +266,7 @@ def runner(engine: Engine, place: Path, script: str, **options: object) -> Itera
             # A failed assertion must not wait for a command that never ends.
             process.kill()
             # What podman removes must still be there.
-            for _ in range(200):
-                if not alive(str(place)):
-                    break
-                time.sleep(0.05)
+            until(lambda: not alive(str(place)), 10)
 
 
 # SIGINT comes from a terminal, too: test_ctrl_c_arrives_once.
@@ -328,18 +322,9 @@ def test_killed_runner_leaves_nothing(engine, tmp_path):
     script = f"echo ready; /bin/sleep {one} & /bin/sleep {two}"
     with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout.readline() == b"ready\n"
-        for _ in range(100):
-            if alive(f"sleep\0{one}"):
-                break
-            time.sleep(0.05)
-        assert alive(f"sleep\0{one}")
+        assert until(lambda: alive(f"sleep\0{one}"), 5)
         process.kill()
-    for _ in range(100):
-        if not alive(f"sleep\0{one}") and not alive(f"sleep\0{two}"):
-            break
-        time.sleep(0.05)
-    assert not alive(f"sleep\0{one}")
-    assert not alive(f"sleep\0{two}")
+    assert until(lambda: not alive(f"sleep\0{one}") and not alive(f"sleep\0{two}"), 5)
 
 
 def test_terminal(engine, tmp_path):

@@ -24,6 +24,7 @@ from primus.versions.fetch import fetch
 from primus.versions.filecache import FileCache
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.wheels import resolve_sdists, resolve_wheels
+from project_kit import until
 
 pytestmark = pytest.mark.integration
 
@@ -370,9 +371,7 @@ def test_ctrl_c_on_a_stalled_server_ends_at_once_and_keeps_the_part(index: Serve
         [sys.executable, "-c", PROGRAM, entry, str(cache.root)], stderr=subprocess.PIPE, text=True
     )
     part = cache.path(big.sha256).with_name(big.sha256 + ".part")
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not (part.exists() and part.stat().st_size > 500_000):
-        time.sleep(0.05)
+    assert until(lambda: part.exists() and part.stat().st_size > 500_000, 20)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, text = process.communicate(timeout=10)

@@ -223,10 +223,6 @@ def table(delimiter: str) -> bytes:
     return stream.getvalue().encode()
 
 
-def link(place: Path, target: str) -> None:
-    place.symlink_to(target)
-
-
 # name → a function that makes it, of ``text`` and its folder; the files, read by datasets itself, must say the same.
 Maker = Callable[[Path], Any]
 CORPORA: dict[str, tuple[str, Maker]] = {
@@ -260,20 +256,12 @@ def check_corpus(case: str, where: Path) -> None:
     assert [ids for ids, _ in ours(where / name, folder)] == wanted
 
 
-def tree(where: Path, **files: str) -> Path:
-    for name, text in files.items():
-        place = where / "data" / name.replace("__", "/")
-        written(place.parent, place.name, {"text": text})
-    return where / "data"
-
-
 def linked(where: Path) -> Path:
-    folder = tree(where, a="a")
+    folder = where / "data"
+    written(folder, "a.jsonl", {"text": "a"})
     written(where / "elsewhere", "z.jsonl", {"text": "z"})
-    (folder / "a").rename(folder / "a.jsonl")
-    link(folder / "b.jsonl", "../elsewhere/z.jsonl")
-    link(folder / "c", "../elsewhere")
-    link(folder / "d", "..")
+    for name, target in {"b.jsonl": "../elsewhere/z.jsonl", "c": "../elsewhere", "d": ".."}.items():
+        (folder / name).symlink_to(target)
     return folder
 
 
@@ -388,7 +376,7 @@ REFUSED: dict[str, tuple[Maker, Maker | None, dict[str, Any], str, str]] = {
                         None, {}, "row 2", "found null"),
     "a list per line": (made("a.jsonl", b'["a"]\n["b"]\n'), None, {}, "a.jsonl:2:1", "one JSON list"),
     "no text": (made("a.jsonl", b""), None, {}, "a.jsonl", "contains no text"),
-    "a link that leads nowhere": (lambda w: (named(w, "a.jsonl"), link(w / "data/b.jsonl", "gone"))[0], None, {},
+    "a link that leads nowhere": (lambda w: (named(w, "a.jsonl"), (w / "data/b.jsonl").symlink_to("gone"))[0], None, {},
                                   "b.jsonl", "leads nowhere"),
     "two forms": (lambda w: named(w, "a.jsonl", "b.txt"), None, {}, "data", "files of one form"),
     "a file of no split": (lambda w: named(w, "train.jsonl", "test.jsonl", "extra.jsonl"), None, {}, "data",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,10 +134,7 @@ def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
 
 def cpu_model() -> str:
     """Return the model of this machine's CPU from the kernel. Virtual machines often report only a general name."""
-    entries: dict[str, str] = {}
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            entries.setdefault(key.strip(), value.strip())
+    first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    entries = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     numbers = [f"{key} {entries[key]}" for key in ("cpu family", "model", "stepping") if key in entries]
     return ", ".join([entries.get("model name", "unknown"), *numbers])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
-from primus.errors import InputError
+from primus.release import golden
 from primus.release.history import Release
+from primus.release.sides import Side
 
 # The rows of the published tables, in their order. Components that only some releases list follow, sorted by name.
 ROWS = (
@@ -54,56 +54,34 @@ class Diff:
     sections: tuple[Section, ...]
     not_compared: tuple[str, ...]
     notes: Mapping[str, tuple[str, ...]]
-    curves: tuple[str, ...] = ()
-    issues: tuple[str, ...] = ()
+    curves: tuple[str, ...]
+    issues: tuple[str, ...]
 
 
-def one_of(releases: Sequence[Release], word: str) -> Release:
-    """Return the only release in ``releases``. Tags with the same published table count as one.
-
-    Raises InputError, with the choices, if several remain.
-    """
-    references = {release.reference for release in releases}
-    distinct = [release for release in releases if release.same_as not in references]
-    if len(distinct) == 1:
-        return distinct[0]
-    names = ", ".join(release.reference for release in distinct)
-    hint = f"name one, for example {distinct[-1].reference}"
-    raise InputError(f"{word} stands for {len(distinct)} images: {names}", hint=hint)
-
-
-def diff(
-    old: Release,
-    new: Release,
-    before: Mapping[str, Values] = MappingProxyType({}),
-    after: Mapping[str, Values] = MappingProxyType({}),
-    *,
-    curves: tuple[str, ...] = (),
-    issues: tuple[str, ...] = (),
-) -> Diff:
-    """Compare ``old`` with ``new``, and the parts of both that have the same name: name → value."""
-    names = component_order([*old.components, *new.components])
+def diff(old: Side, new: Side, issues: Iterable[object] = ()) -> Diff:
+    """Compare ``old`` with ``new``, of which ``issues`` are known."""
+    before, after, sides = old.release, new.release, (old.release, new.release)
+    names = component_order([*before.components, *after.components])
     sections = [
-        _compare("facts", release_facts(old), release_facts(new), release_facts(old)),
+        _compare("facts", release_facts(before), release_facts(after), release_facts(before)),
         # The locked version counts for a component that only the other side names.
-        _compare("components", {**old.locked, **old.components}, {**new.locked, **new.components}, names),
+        _compare("components", {**before.locked, **before.components}, {**after.locked, **after.components}, names),
         *(
-            _compare(name, before[name], after[name], sorted({*before[name], *after[name]}, key=_natural))
-            for name in after
-            if name in before
+            _compare(name, old.parts[name], part, sorted({*old.parts[name], *part}, key=_natural))
+            for name, part in new.parts.items()
+            if name in old.parts
         ),
     ]
-    sides = {side.reference: side for side in (old, new)}.values()
     return Diff(
-        old=old.reference,
-        new=new.reference,
-        old_origin=old.origin,
-        new_origin=new.origin,
+        old=before.reference,
+        new=after.reference,
+        old_origin=before.origin,
+        new_origin=after.origin,
         sections=tuple(sections),
-        not_compared=tuple(sorted(before.keys() ^ after.keys())),
+        not_compared=tuple(sorted(old.parts.keys() ^ new.parts.keys())),
         notes={side.reference: side.notes for side in sides if side.notes and not side.origin},
-        curves=curves,
-        issues=issues,
+        curves=golden.changes(old.curves, new.curves, before.reference, after.reference),
+        issues=tuple(map(str, issues)),
     )
 
 

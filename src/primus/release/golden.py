@@ -80,8 +80,15 @@ def compared(every: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any]) ->
                    limit=limit)  # fmt: skip
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the differences between the curves of two releases, one sentence per recipe and backend."""
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """Return the differences of the curves of two sides called ``names``, one sentence per recipe and backend.
+
+    Without differences, one sentence says so, or which side has no curves; none if neither has.
+    """
+    if not old and not new:
+        return ()
+    if not old or not new:
+        return (f"{names[bool(old)]} has no golden curves, so training was not compared",)
     sentences = []
     for name in sorted({*old["curves"], *new["curves"]}):
         before, after = old["curves"].get(name), new["curves"].get(name)
@@ -95,17 +102,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
                 recipe = "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
                 sentences.append(f"{_WORDS[key]} of {name} changed at step {step}, by {gap:.1e}{recipe}")
                 break
-    return tuple(sentences)
-
-
-def between(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tuple[str, ...]:
-    """Return the differences of the curves of two sides called ``names``, or one sentence; none without any curve."""
-    if not old and not new:
-        return ()
-    if not old or not new:
-        return (f"{names[bool(old)]} has no golden curves, so training was not compared",)
     shared = old["curves"].keys() & new["curves"].keys()
-    return changes(old, new) or (f"all {len(shared)} golden curves agree",)
+    return tuple(sentences) or (f"all {len(shared)} golden curves agree",)
 
 
 def record(

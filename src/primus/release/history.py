@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from packaging.version import Version
+
 from primus.errors import InputError, did_you_mean
 from primus.schema import build, described
 from primus.system.preflight import amdgpu_drivers
@@ -89,12 +91,8 @@ def load_history() -> History:
 
 def newest_first(releases: Sequence[Release]) -> tuple[Release, ...]:
     """By release number (v25.10 is newer than v25.9), then by image and tag."""
-
-    def number(release: Release) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"[0-9]+", release.name)))
-
     by_reference = sorted(releases, key=lambda release: (release.image, release.tag))
-    return tuple(sorted(by_reference, key=number, reverse=True))
+    return tuple(sorted(by_reference, key=lambda release: Version(release.name), reverse=True))
 
 
 def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Release, ...]:

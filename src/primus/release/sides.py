@@ -20,7 +20,6 @@ from primus.oci.store import Store
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
 from primus.release import golden
-from primus.release.diff import one_of
 from primus.release.documents import GATES, LOCK, VALIDATION, git
 from primus.release.history import IMAGE, Release, key_of, load_history, newest_first, pin_names, pins, select, spread
 from primus.release.registry import Repository, plain_http
@@ -85,6 +84,20 @@ def side(word: str, project: Project | None, target: str = "") -> Side:
         hint=did_you_mean(word, dict.fromkeys([*names, *images, *(r.name for r in published)]), most=3)
         or "primus releases lists the published ones, and git log the revisions",
     )
+
+
+def one_of(releases: Sequence[Release], word: str) -> Release:
+    """Return the only release in ``releases``. Tags with the same published table count as one.
+
+    Raises InputError, with the choices, if several remain.
+    """
+    references = {release.reference for release in releases}
+    distinct = [release for release in releases if release.same_as not in references]
+    if len(distinct) == 1:
+        return distinct[0]
+    names = ", ".join(release.reference for release in distinct)
+    hint = f"name one, for example {distinct[-1].reference}"
+    raise InputError(f"{word} stands for {len(distinct)} images: {names}", hint=hint)
 
 
 def files(side: Side, other: Side, store: Store) -> Part:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from primus.cli.main import main
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
-from primus.release import show
-from primus.release.diff import Diff, component_order, diff, one_of
+from primus.release.diff import component_order, diff
 from primus.release.history import Release, load_history, pin_names, pins, select
+from primus.release.sides import Side, one_of
 from project_kit import Kit, make_project
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -22,10 +22,6 @@ HISTORY = load_history()
 
 def one(word: str) -> Release:
     return one_of(select(HISTORY, word), word)
-
-
-def text_of(difference: Diff) -> str:
-    return show.diff_page(difference)
 
 
 @pytest.fixture
@@ -165,7 +161,7 @@ releases = st.builds(
 
 @given(releases, releases)
 def test_every_version_is_accounted_for_once(old: Release, new: Release) -> None:
-    _, components = diff(old, new).sections
+    _, components = diff(Side(release=old), Side(release=new)).sections
     stated = {name for side in (old, new) for name, version in side.components.items() if version}
     assert sorted(stated) == sorted([*(c.what for c in components.changes), *components.same])
     for change in components.changes:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from primus.cli.host.common import PROJECT, STORE
 from primus.cli.verb import JSON, answer, flag, matching, option, verb
 from primus.errors import InputError
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
-from primus.release import golden, show
+from primus.release import show
 from primus.release.diff import diff as compare
 from primus.release.history import IMAGE, Release, load_history, pin_names, pins, select
 from primus.release.sides import files, side, target_of
@@ -67,14 +67,15 @@ def diff(args: argparse.Namespace) -> int:
         project.workspace.hold()
     target = target_of(args.old) or target_of(args.new)
     old, new = (side(word, project, target) for word in (args.old, args.new))
-    parts = [old.parts, new.parts]
     if old.layers and new.layers and project is not None:
         pairs = ((old, new), (new, old))
-        parts = [{**one.parts, "files": files(one, other, project.workspace.store)} for one, other in pairs]
-    curves = golden.between(old.curves, new.curves, old.release.reference, new.release.reference)
+        old, new = (
+            replace(one, parts={**one.parts, "files": files(one, other, project.workspace.store)})
+            for one, other in pairs
+        )
     gpus = new.release.gpus or (target_of(args.new),)
     known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
-    difference = compare(old.release, new.release, *parts, curves=curves, issues=tuple(map(str, known_issues)))
+    difference = compare(old, new, known_issues)
     text = show.notes(difference) if args.markdown else show.diff_page(difference, Screen.of())
     answer(args, asdict(difference), [text])
     return 0

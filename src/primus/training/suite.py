@@ -53,18 +53,16 @@ def plan(
             f"validation.resume_at: {middle} leaves no step of {whole.steps} to resume",
             where=whole.settings["validation.resume_at"].origin,
         )
-    knows = whole.knows
 
     def job(name: str, settings: Mapping[str, int], choices: Choices = whole.choices) -> Job:
         words = [f"{what}={value}" for what, value in settings.items()]
         return Job(name=name, recipe=resolve(recipe, whole.overrides, choices, words, among), output=root / name)
 
     base = replace(job("base", {"checkpoint": middle}), judged=judged)
-    repeat = job("repeat", {})
     resumed = replace(job("resume", {}), resume_from=base.output / "checkpoint" / f"step-{middle}")
     part = whole.local_batch // whole.get("validation.accumulation", int)
     split = job("accumulation", {"local_batch": part, "global_batch": whole.global_batch, "steps": 2})
-    jobs = [base, repeat, resumed, split]
+    jobs = [base, job("repeat", {}), resumed, split]
     if level == "full":
         if _splits_in_two(whole):
             batch = {"local_batch": whole.global_batch, "global_batch": whole.global_batch, "steps": 2}
@@ -75,7 +73,7 @@ def plan(
             # From the same weights, because two ranks may draw other ones from a seed than one.
             split = replace(
                 job("tensor-parallel", batch | {"ranks": 2, "tp": 2}),
-                resume_from=single.output / "checkpoint" / "step-1" if knows.resharding else None,
+                resume_from=single.output / "checkpoint" / "step-1" if whole.knows.resharding else None,
             )
             jobs += [single, split]
         jobs += [

@@ -217,15 +217,24 @@ class Witness:
     def first_weights(self, step: int) -> None:
         """Record the weights before the first update; ``step`` is the last finished step. All ranks."""
         self._weights(step, self._whole())
-        if step + 1 in self._examined:
-            self._blocks.watch()
 
     def step(self, step: int) -> None:
         """Write the record of ``step`` and the weights after it. All ranks."""
         with self.busy(step):
-            self._step(step)
-        if step + 1 in self._examined:
-            self._blocks.watch()
+            torch.save(self._rank | self._batch, self._folder / f"batch-{step}-{_rank()}.pt")
+            self._batch = {}
+            if step in self._examined:
+                calls = {"data_rank": self._rank["data_rank"], "calls": self._blocks.taken()}
+                torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
+            taken = self._taken()
+            if taken is None and self._rates:
+                taken = Taken(gradients=self._gradients, rates=self._rates)
+            if _rank() == 0 and taken:
+                content = {key: value for key, value in vars(taken).items() if key != "weights"}
+                torch.save(content, self._folder / f"update-{step}.pt")
+            self._gradients, self._rates = {}, {}
+            # Other ranks than the first have no weights at hand, and gathering them is a matter of all.
+            self._weights(step, self._whole() if taken is None or taken.weights is None else taken.weights)
 
     @contextmanager
     def busy(self, step: int) -> Iterator[None]:
@@ -235,22 +244,6 @@ class Witness:
         self._seconds[step] = round(self._seconds.get(step, 0.0) + time.perf_counter() - began, 4)
         if _rank() == 0:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
-
-    def _step(self, step: int) -> None:
-        torch.save(self._rank | self._batch, self._folder / f"batch-{step}-{_rank()}.pt")
-        self._batch = {}
-        if step in self._examined:
-            calls = {"data_rank": self._rank["data_rank"], "calls": self._blocks.taken()}
-            torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
-        taken = self._taken()
-        if taken is None and self._rates:
-            taken = Taken(gradients=self._gradients, rates=self._rates)
-        if _rank() == 0 and taken:
-            content = {key: value for key, value in vars(taken).items() if key != "weights"}
-            torch.save(content, self._folder / f"update-{step}.pt")
-        self._gradients, self._rates = {}, {}
-        # Other ranks than the first have no weights at hand, and gathering them is a matter of all.
-        self._weights(step, self._whole() if taken is None or taken.weights is None else taken.weights)
 
     def erase(self) -> None:
         """Set everything that is trained, and all optimizer states, to zero, and reset the random numbers."""
@@ -277,6 +270,8 @@ class Witness:
             waiting = self._folder / f"weights-{step}.waiting"
             torch.save({"weights": dict(weights)}, waiting)
             os.replace(waiting, self._folder / f"weights-{step}.pt")  # noqa: PTH105
+        if step + 1 in self._examined:
+            self._blocks.watch()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_given: Any) -> None:
         if isinstance(getattr(optimizer, "optimizers", None), list):

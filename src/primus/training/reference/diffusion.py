@@ -167,8 +167,7 @@ class Diffusion(Transformer):
             frequencies = _PERIOD ** (-torch.arange(0, along, 2, dtype=torch.float64) / along)
             angles.append(axis[:, None] * frequencies)
         whole = torch.cat(angles, -1)
-        whole = torch.cat((torch.zeros(before, whole.shape[1], dtype=torch.float64), whole))
-        whole = self.constants.phases(whole)
+        whole = self.constants.phases(torch.cat((torch.zeros(before, whole.shape[1], dtype=torch.float64), whole)))
         rounded = [self.constants.angles(table.to(image.dtype)) for table in (whole.cos(), whole.sin())]
         return self.between(rounded[0]), self.between(rounded[1])
 

@@ -176,27 +176,21 @@ class Pin:
 
     def resolved(self, place: int, arch: str | None) -> Pin:
         """Return the pin with its position in the component and ``{arch}`` replaced. ValueError if there is none."""
-        build = self.build or Build()
-        texts = [self.wheel, self.sdist, build.prepare, *build.wheels, *build.environment.values()]
-        if arch is None and (named := [text for text in texts if text and "{arch}" in text]):
-            raise ValueError(f"{named[0]} is for one GPU architecture, and the target has none")
 
         def fill(text: str) -> str:
+            if arch is None and "{arch}" in text:
+                raise ValueError(f"{text} is for one GPU architecture, and the target has none")
             return text.replace("{arch}", arch or "")
 
-        filled = replace(
-            build,
-            wheels=tuple(map(fill, build.wheels)),
-            environment={name: fill(text) for name, text in build.environment.items()},
-            prepare=fill(build.prepare),
-        )
-        return replace(
-            self,
-            wheel=self.wheel and fill(self.wheel),
-            sdist=self.sdist and fill(self.sdist),
-            build=filled if self.build else None,
-            place=place,
-        )
+        wheel, sdist, build = self.wheel and fill(self.wheel), self.sdist and fill(self.sdist), self.build
+        if build:
+            build = replace(
+                build,
+                wheels=tuple(map(fill, build.wheels)),
+                environment={name: fill(text) for name, text in build.environment.items()},
+                prepare=fill(build.prepare),
+            )
+        return replace(self, wheel=wheel, sdist=sdist, build=build, place=place)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import re
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -152,7 +151,7 @@ class Indexes:
 
     def get(self, url: str, method: str = "GET", headers: Mapping[str, str] | None = None) -> requests.Response:
         """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
-        parts, began, outcome = urlsplit(url), time.monotonic(), "no answer"
+        parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]
         try:
             response = self._session.request(
@@ -168,13 +167,12 @@ class Indexes:
                 cert=self.client_cert,
                 timeout=_TIMEOUT,
             )
-            about = response.headers
-            outcome = f"{response.status_code} {about.get('Content-Type')} {about.get('Content-Length')}"
         except requests.RequestException as error:
-            outcome = cause(error)
+            LOG.info("primus %s %s: %s", method, bare_url(url), cause(error))
             raise
-        finally:
-            LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), time.monotonic() - began, outcome)
+        about, seconds = response.headers, response.elapsed.total_seconds()
+        outcome = f"{response.status_code} {about.get('Content-Type')} {about.get('Content-Length')}"
+        LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), seconds, outcome)
         return response
 
     def offers(self, package: str, place: str) -> list[Offer]:

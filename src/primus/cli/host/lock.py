@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -70,7 +70,7 @@ def lock(args: argparse.Namespace) -> int:
         if args.report or args.dry_run:
             raise InputError("--check contacts no source, so there is nothing to report or resolve")
         return _check(targets, args)
-    with _reported(args.report):
+    with _reported(args.report) if args.report else nullcontext():
         return _lock(targets, args)
 
 
@@ -81,9 +81,9 @@ def outdated(args: argparse.Namespace) -> int:
     Pins of Python indexes are compared, for the channels that build the targets, or for --channel. Debian packages
     follow their suite: primus lock --refresh. Exit code 3 if an index does not answer.
     """
-    outlooks, places = _outlooks(args)
+    outlooks = Outlooks(_resolved(args))
     with ThreadPoolExecutor(4) as pool:
-        rows = list(pool.map(outlooks.of, places))
+        rows = list(pool.map(outlooks.of, outlooks.uses))
     table = []
     for row in (row for row in rows if row.newest or row.error):
         others = ", ".join(name for name in _named(row.moves) if name != row.component)
@@ -144,16 +144,19 @@ def bump(args: argparse.Namespace) -> int:
 
 
 def _wanted(args: argparse.Namespace) -> list[Outlook]:
-    outlooks, places = _outlooks(args)
+    outlooks = Outlooks(_resolved(args))
     if not args.component:
         with ThreadPoolExecutor(4) as pool:
-            return [] if args.release else list(pool.map(outlooks.of, places))
+            return [] if args.release else list(pool.map(outlooks.of, outlooks.uses))
     rows: list[Outlook] = []
     for word in args.component:
         name, _, version = word.partition("=")
-        its = [outlooks.of(place, version or None) for place in places if place[0] == name]
+        its = [outlooks.of(place, version or None) for place in outlooks.uses if place[0] == name]
         if not its:
-            hint = did_you_mean(name, {n for n, _ in places}) or "primus outdated --json lists those that can be moved"
+            hint = (
+                did_you_mean(name, {n for n, _ in outlooks.uses})
+                or "primus outdated --json lists those that can be moved"
+            )
             raise InputError(f"no pin of a Python index is called {name!r}", hint=hint)
         if version and not any(row.newest or row.error for row in its):
             targets = ", ".join(target for row in its for target in row.targets)
@@ -162,13 +165,8 @@ def _wanted(args: argparse.Namespace) -> list[Outlook]:
     return rows
 
 
-def _outlooks(args: argparse.Namespace) -> tuple[Outlooks, list[Place]]:
-    outlooks = Outlooks(_resolved(args))
-    return outlooks, list(outlooks.uses)
-
-
 def _resolved(args: argparse.Namespace) -> Sequence[ResolvedTarget]:
-    """Resolve the targets that are named, or else all of them; with --channel, all of that channel."""
+    # Without names, all targets; with --channel alone, all of that channel.
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
@@ -276,10 +274,7 @@ def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
 
 
 @contextmanager
-def _reported(path: Path | None) -> Iterator[None]:
-    if path is None:
-        yield
-        return
+def _reported(path: Path) -> Iterator[None]:
     try:
         report = logging.FileHandler(path, mode="w", encoding="utf-8")
     except OSError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING
 
@@ -44,7 +46,8 @@ KINDS: Mapping[str, Kind] = {
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a build: ``offline`` uses downloaded files only, ``rehash`` reads all files and layers again,
-    ``engine`` runs build actions, ``quiet`` shows no progress, ``judge`` lets the gates judge the image.
+    ``engine`` runs build actions, ``quiet`` shows no progress, ``judge`` lets the gates judge the image. ``spent`` gets
+    the seconds of each stage.
     """
 
     offline: bool = False
@@ -52,6 +55,14 @@ class Options:
     engine: str = "auto"
     quiet: bool = False
     judge: bool = True
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count what happens inside as the stage ``name``."""
+        begin = time.monotonic()
+        yield
+        self.spent[name] = time.monotonic() - begin
 
 
 def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
@@ -78,9 +89,12 @@ def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) ->
             check_pins(plan.resolved)
     with choose_progress(options.quiet) as progress:
         workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine, judge=options.judge)
-        _fetch_files(workshop, plans, offline=options.offline)
-        ran = _run_actions(workshop, _missing(workshop, plans))
-        return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
+        with options.stage("fetch"):
+            _fetch_files(workshop, plans, offline=options.offline)
+        with options.stage("build"):
+            ran = _run_actions(workshop, _missing(workshop, plans))
+        with options.stage("check"):  # compose → gates → index
+            return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
 
 
 def _image(workshop: Workshop, plan: ImagePlan, ran: Mapping[str, float], rules: str) -> Built:

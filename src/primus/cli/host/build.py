@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, resolved_targets
@@ -76,7 +76,7 @@ def build(args: argparse.Namespace) -> int:
     if args.dry_run:
         _print_plans(plans, workspace.store, args)
         return 0
-    rules = rules_hash()
+    rules, spent = rules_hash(), dict[str, float]()
     # With --rehash, the store may be damaged, and is mended first.
     there = () if args.rehash else plans
     images = [image for plan in there if (image := finished(workspace.store, plan, rules))]
@@ -85,12 +85,12 @@ def build(args: argparse.Namespace) -> int:
         from primus.engine.pipeline import Options
         from primus.engine.pipeline import build as build_images
 
-        options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
+        options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json, spent=spent)
         images = build_images(plans, workspace, options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
     if not args.json:
-        print(_summary(images, seconds), file=sys.stderr, flush=True)
+        print(_summary(images, seconds, spent), file=sys.stderr, flush=True)
     document = {"images": [built.as_json() for built in images], "seconds": round(seconds, 3)}
     answer(args, document, [built.image.digest for built in images])
     return 0
@@ -114,14 +114,16 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namesp
     answer(args, document, [("\n\n" if full else "\n").join(texts)])
 
 
-def _summary(images: Sequence[Built], seconds: float) -> str:
+def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> str:
     if not any(built.changed for built in images):
         return "\n".join(_unchanged(built, seconds) for built in images)
     screen = Screen.of(sys.stderr)
     tables = [_table(built, screen) for built in images]
     number = sum(len(built.image.layers) for built in images)
     ran = sum(action.key in built.ran for built in images for action in built.image.plan.layers)
-    return "\n".join([*tables, f"{counted(ran, 'layer')} built, {number - ran} reused, {seconds:.2f} s"])
+    stages = ", ".join(f"{stage} {part:.1f}" for stage, part in spent.items() if part >= 0.05)
+    total = f"{seconds:.2f} s" + (f" ({stages})" if stages else "")
+    return "\n".join([*tables, f"{counted(ran, 'layer')} built, {number - ran} reused, {total}"])
 
 
 def _unchanged(built: Built, seconds: float) -> str:

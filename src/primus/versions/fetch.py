@@ -105,8 +105,10 @@ class _Fetch:
                     base = request.bases[file.base or ""]
                     if file.kind == "deb":
                         debs.setdefault(suites_of(base.suite, base.packages), []).append(file)
+                    elif base.image:
+                        images.setdefault(base.image, []).append(file)
                     else:
-                        images.setdefault(base.image or "", []).append(file)
+                        raise KeyError(f"an image of base {file.base}")
             except KeyError as error:
                 message = f"the lock names {error.args[0]}, but versions.yaml does not"
                 raise InputError(message, hint="run `primus lock` again") from None

@@ -30,11 +30,11 @@ from project_kit import make_project
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo")]
 
 Answer = tuple[int, dict[str, str], bytes]
-Fault = Callable[[Answer], Answer | None]
+CUT = None  # the connection ends without an answer
 
 
 class Proxy(ThreadingHTTPServer):
-    """Stands before the registry on ``port``. Requests that match ``what`` (method and path) get the ``fault``."""
+    """Stands before the registry on ``port``. Requests that match ``what`` (method and path) get ``fault`` instead."""
 
     daemon_threads = True
 
@@ -42,8 +42,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.port = port
         self.what, self.times = "", 0
-        self.before: Fault | None = None
-        self.after: Fault | None = None
+        self.fault: Answer | None = CUT
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -56,13 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         hit = self.server.times != 0 and re.search(self.server.what, f"{self.command} {self.path}") is not None
         if hit:
             self.server.times -= 1
-        answer: Answer | None = (0, {}, b"")
-        if hit and self.server.before:
-            answer = self.server.before((0, {}, b""))
-        else:
-            answer = self._asked(body)
-            if hit and self.server.after:
-                answer = self.server.after(answer)
+        answer = self.server.fault if hit else self._asked(body)
         if answer is None:
             self.close_connection = True
             self.connection.close()
@@ -135,30 +128,25 @@ def repository(proxy: Proxy) -> str:
     return f"127.0.0.1:{proxy.server_port}/rocm/primus-{proxy.server_port}"
 
 
-def without(name: str) -> Fault:
-    return lambda answer: (answer[0], {n: v for n, v in answer[1].items() if n.lower() != name}, answer[2])
-
-
-def say(status: int, content: bytes = b"", **headers: str) -> Fault:
-    return lambda _: (status, {name.replace("_", "-"): value for name, value in headers.items()}, content)
+def say(status: int, content: bytes = b"", **headers: str) -> Answer:
+    return status, {name.replace("_", "-"): value for name, value in headers.items()}, content
 
 
 @pytest.mark.parametrize(
-    ("what", "times", "fault", "after"),
+    ("what", "times", "fault"),
     [
-        pytest.param("GET .*/manifests/v", 2, say(429, Retry_After="0"), False, id="overloaded"),
-        pytest.param("POST .*/uploads", 1, say(503), False, id="unavailable"),
-        pytest.param("PATCH .*/uploads", 1, lambda _: None, False, id="cut in a blob"),
-        pytest.param("PUT .*/manifests/sha256:", 1, lambda _: None, False, id="cut in a manifest"),
-        pytest.param("PUT .*/manifests/sha256-", 1, say(201), False, id="forgets the list of documents once"),
+        pytest.param("GET .*/manifests/v", 2, say(429, Retry_After="0"), id="overloaded"),
+        pytest.param("POST .*/uploads", 1, say(503), id="unavailable"),
+        pytest.param("PATCH .*/uploads", 1, CUT, id="cut in a blob"),
+        pytest.param("PUT .*/manifests/sha256:", 1, CUT, id="cut in a manifest"),
+        pytest.param("PUT .*/manifests/sha256-", 1, say(201), id="forgets the list of documents once"),
     ],
 )
 def test_a_passing_fault_is_overcome(
-    built: tuple[Ready, Store], proxy: Proxy, what: str, times: int, fault: Fault, after: bool
+    built: tuple[Ready, Store], proxy: Proxy, what: str, times: int, fault: Answer | None
 ) -> None:
     name = repository(proxy)
-    proxy.what, proxy.times = what, times
-    proxy.before, proxy.after = (None, fault) if after else (fault, None)
+    proxy.what, proxy.times, proxy.fault = what, times, fault
     publish(*built, name, Progress())
     assert_published(built[0], proxy, name)
 
@@ -174,14 +162,14 @@ def test_a_passing_fault_is_overcome(
         ("GET .*sha256-", say(200, b'{"manifests": [{"a": 1}]}'), "is not a list of manifests"),
         ("GET .*sha256-", say(200, b'{"manifests": null}'), "is not a list of manifests"),
         ("", say(200, b"<html>Sign in</html>"), "is not a JSON object"),
-        ("PATCH .*/uploads", lambda _: None, "does not answer: .*EOF"),
+        ("PATCH .*/uploads", CUT, "does not answer: .*EOF"),
     ],
 )
 def test_a_lasting_fault_is_a_sentence_and_the_next_run_heals(
-    built: tuple[Ready, Store], proxy: Proxy, what: str, fault: Fault, told: str
+    built: tuple[Ready, Store], proxy: Proxy, what: str, fault: Answer | None, told: str
 ) -> None:
     name = repository(proxy)
-    proxy.what, proxy.times, proxy.before = what, -1, fault
+    proxy.what, proxy.times, proxy.fault = what, -1, fault
     with pytest.raises(HostError, match=told) as refused:
         publish(*built, name, Progress())
     assert refused.value.hint

@@ -216,6 +216,7 @@ def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examin
     image = stored(workspace.store, plan)
     if image is None:
         raise InputError(
-            f"{plan.ref} is not built from the current versions.yaml and lock", hint=f"primus build {plan.target}"
+            f"{plan.ref} is not built from the current versions.yaml and lock",
+            hint=f"primus build {plan.resolved.name}",
         )
     return examine_image(image, workspace, progress)

@@ -79,11 +79,6 @@ class ImagePlan:
     annotations: Mapping[str, str]
 
     @property
-    def target(self) -> str:
-        """The target's name."""
-        return self.resolved.name
-
-    @property
     def ref(self) -> str:
         """The image's name in the store."""
         return self.resolved.ref
@@ -91,7 +86,7 @@ class ImagePlan:
     @property
     def state(self) -> str:
         """The name under which the store records the last build."""
-        return f"{self.target}{self.resolved.choice.suffix}"
+        return f"{self.resolved.name}{self.resolved.choice.suffix}"
 
     @cached_property
     def key(self) -> str:

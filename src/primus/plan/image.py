@@ -95,7 +95,7 @@ class Built:
             }
             for action, layer in self.image.rows
         ]
-        names = {"target": plan.target, "ref": plan.ref, "digest": self.image.digest}
+        names = {"target": plan.resolved.name, "ref": plan.ref, "digest": self.image.digest}
         content = canonical.digest_of(self.image.config)
         return {**names, "content": content, "changed": self.changed, "layers": layers, "failed": self.failed}
 

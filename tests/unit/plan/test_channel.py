@@ -23,15 +23,12 @@ TARGET = Target(
 )
 
 
-def test_best_channel_with_a_lock() -> None:
+def test_the_best_channel_with_a_lock_else_the_best() -> None:
     both = choose("mi355x", TARGET, None, lambda c: True)
     assert (both.channel, both.base, both.preview, both.suffix) == ("amd", "ubuntu", None, "")
     one = choose("mi355x", TARGET, None, lambda c: c == "debian")
     assert (one.channel, one.base, one.suffix) == ("debian", "sid", "-preview")
     assert "amd has none here (primus lock mi355x --channel amd)" in one.reason
-
-
-def test_without_locks_the_best_channel() -> None:
     assert choose("mi355x", TARGET, None, lambda c: False).channel == "amd"
 
 

@@ -46,9 +46,9 @@ def explain(args: argparse.Namespace) -> int:
     Exit code 0 if there is nothing to do, 1 if a build would do something.
     """
     plans, workspace = _planned(args)
-    changed = {plan.target: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
+    changed = {plan.resolved.name: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
     document = {target: [asdict(change) for change in rows] for target, rows in changed.items()}
-    answer(args, document, (explain_text(p, changed[p.target], workspace.store, Screen.of()) for p in plans))
+    answer(args, document, (explain_text(p, changed[p.resolved.name], workspace.store, Screen.of()) for p in plans))
     return 1 if any(changed.values()) else 0
 
 
@@ -99,7 +99,7 @@ def build(args: argparse.Namespace) -> int:
 def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False) -> None:
     outlines = [(plan, outline(store, plan)) for plan in plans]
     document = [
-        {"target": p.target, "ref": p.ref, "key": p.key, "layers": rows}
+        {"target": p.resolved.name, "ref": p.ref, "key": p.key, "layers": rows}
         | {"known_issues": [asdict(issue) for issue in p.resolved.known_issues]}
         for p, rows in outlines
     ]
@@ -128,7 +128,7 @@ def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]
 
 def _unchanged(built: Built, seconds: float) -> str:
     plan, gates = built.image.plan, ", ".join(sentence.partition(":")[0] for sentence in built.failed)
-    name = plan.ref + (f" (fails {gates}; see primus check {plan.target})" if gates else "")
+    name = plan.ref + (f" (fails {gates}; see primus check {plan.resolved.name})" if gates else "")
     return f"{name}: nothing to do, {seconds:.2f} s"
 
 

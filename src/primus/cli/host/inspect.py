@@ -99,7 +99,7 @@ def verify(args: argparse.Namespace) -> int:
         ]
         for image, rebuilt in zip(first, second, strict=True):
             if image.digest != rebuilt.digest:
-                failed[image.plan.target] = _difference((workspace.store, image), (twin.store, rebuilt))
+                failed[image.plan.resolved.name] = _difference((workspace.store, image), (twin.store, rebuilt))
     finally:
         if not failed:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -108,7 +108,7 @@ def verify(args: argparse.Namespace) -> int:
     passed = not failed and all(outcome.passed for outcome in outcomes)
     rows, lines = [], []
     for image, outcome in zip(first, outcomes, strict=True):
-        target, difference = image.plan.target, failed.get(image.plan.target)
+        target, difference = image.plan.resolved.name, failed.get(image.plan.resolved.name)
         row = {"target": target, "digest": image.digest, "difference": difference}
         rows.append({**row, "gates": outcome.as_json()["gates"]})
         verdict = f"differs: {difference}" if difference else "both builds are identical"

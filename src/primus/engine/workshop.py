@@ -125,7 +125,7 @@ class Workshop:
 
     def done(self, action: Action) -> bool:
         """Whether the store has the action's result."""
-        if action.makes_layer:
+        if action.kind != "build":
             return self.workspace.store.layer(action.key) is not None
         wheel = wheel_of(self.workspace.store, action.key)
         return wheel is not None and self.workspace.files.has(wheel.sha256, wheel.size)
@@ -233,7 +233,7 @@ def require_space_for(workspace: Workspace, todo: Sequence[Action], absent: Iter
     require_space(
         [
             (workspace.folder / "files", sum(file.size for file in absent)),
-            (workspace.store.root, int(_LAYER * sum(f.size for a in todo if a.makes_layer for f in a.files))),
+            (workspace.store.root, int(_LAYER * sum(f.size for a in todo if a.kind != "build" for f in a.files))),
             # An ordinary user's mmdebstrap works in the folder for temporary files.
             (Path(tempfile.gettempdir()) if os.geteuid() else workspace.store.root, scratch),
         ]

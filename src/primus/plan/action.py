@@ -31,7 +31,8 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """The inputs of one unit of work, and ``spec``, the instructions for the kind's executor as JSON data.
+    """The inputs of one unit of work, and ``spec``, the instructions for the kind's executor as JSON data. The result
+    is a layer of the image, or a wheel if its ``kind`` is ``build``.
 
     ``files`` are the locked files that it reads. ``tree`` are the local files (path, kind, sha256) of the folder
     ``root``. Both enter the key as hashes in ``inputs``. ``needs`` are the actions whose result affects its bytes.
@@ -60,11 +61,6 @@ class Action:
                 "needs": [a.key for a in self.needs],
             }
         )
-
-    @property
-    def makes_layer(self) -> bool:
-        """Whether the result is a layer of the image (a ``build`` creates a wheel instead)."""
-        return self.kind != "build"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,6 @@ class Change:
     new: str | None
     where: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.action}: {self.text()}"
-
     def text(self) -> str:
         """The change without the action's name."""
         place = f"  ({self.where})" if self.where else ""
@@ -107,7 +104,7 @@ def explain_text(plan: ImagePlan, changed: Sequence[Change], store: Store, scree
         return f"{plan.ref}: nothing to do"
     lines = [f"{screen.paint(plan.ref, 'bold')}:"]
     for change in changed:
-        lines += screen.wrap(str(change), "  ", "      ")
+        lines += screen.wrap(f"{change.action}: {change.text()}", "  ", "      ")
     names = ", ".join(action.name for action in plan.layers if store.layer(action.key) is None)
     what = names or "no layer, only config and manifest"
     return "\n".join([*lines, *screen.wrap(f"to build: {what}", "  ", "      ")])

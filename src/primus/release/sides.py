@@ -237,7 +237,6 @@ def _of_registry(name: str, tag: str) -> Side:
 
 
 def _layer_names(history: Sequence[Mapping[str, Any]], digests: Sequence[str]) -> list[str]:
-    """Return the names of layers: those of our components, else the beginnings of their digests."""
     steps = [str(step.get("created_by", "")) for step in history if not step.get("empty_layer")]
     if len(steps) != len(digests) or not all(step.startswith("primus ") for step in steps):
         return [digest[7:19] for digest in digests]

@@ -237,8 +237,6 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is known of the image: its digest, its config, what its layers state, and our documents about it."""
-
     digest: str
     config: Mapping[str, Any]
     stated: Mapping[str, Sequence[Stated]]

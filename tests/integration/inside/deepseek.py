@@ -54,7 +54,7 @@ def gap_of(sizes: Architecture) -> float:
     from primus.training.megatron.model import build
 
     config = {"model.moe_token_dispatcher_type": "alltoall", "model.moe_router_dtype": "fp32"}
-    (part,) = build(sizes, LoopConfig(seq_len=LENGTH, dtype="float32"), config, MegatronConfig(), on_cpu=True)
+    (part,) = build(sizes, LoopConfig(seq_len=LENGTH, dtype="float32"), config, MegatronConfig(), (), on_cpu=True)
     own = dict(part.module.named_parameters())
     own |= {name: tensor for name, tensor in part.module.named_buffers() if name.endswith("expert_bias")}
     for name, tensor in own.items():

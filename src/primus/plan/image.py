@@ -106,9 +106,7 @@ def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
     record = store.record("targets", plan.state) or {}
     if image is None or (record.get("digest"), record.get("judged")) != (image.digest, judged_by(plan, rules)):
         return None
-    sentences = record.get("failed")
-    failed = tuple(map(str, sentences)) if isinstance(sentences, list) else ()
-    return Built(image=image, changed=False, failed=failed)
+    return Built(image=image, changed=False, failed=tuple(record.get("failed", ())))
 
 
 def judged_by(plan: ImagePlan, rules: str) -> str:

@@ -8,7 +8,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -114,17 +113,22 @@ class StatIndex:
                 write_sealed(self._path, self._entries)
 
 
-@dataclass(frozen=True)
 class Workspace:
-    """The store, and the folder that contains everything else (``.primus`` of a project). It contains no input."""
+    """The store, and the folder that contains everything else (``.primus`` of a project). It contains no input.
 
-    store: Store
-    folder: Path
+    ``files`` are fetched ones, ``unpacked`` layers for the sandbox, ``facts`` the cached results of gates for each
+    layer, and ``logs`` those of actions that ran in the sandbox.
+    """
 
-    @cached_property
-    def _in_use(self) -> InUse:
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store = store
+        self.folder = folder
+        self.files = FileCache(folder / "files")
+        self.unpacked = folder / "unpacked"
+        self.facts = folder / "cache" / "gates"
+        self.logs = folder / "logs"
         # Commands with different stores share the folder, so it has a lock of its own.
-        return InUse(self.folder / "in-use", "the downloads and unpacked layers", self.folder)
+        self._in_use = InUse(folder / "in-use", "the downloads and unpacked layers", folder)
 
     def hold(self) -> None:
         """Prevent :meth:`alone` from starting until this process ends."""
@@ -138,26 +142,6 @@ class Workspace:
             yield
 
     @cached_property
-    def files(self) -> FileCache:
-        """The cache of fetched files."""
-        return FileCache(self.folder / "files")
-
-    @cached_property
     def stats(self) -> StatIndex:
         """The cache of hashes of local files."""
         return StatIndex(self.folder / "cache" / "stats.json")
-
-    @property
-    def unpacked(self) -> Path:
-        """The unpacked layers, for the sandbox."""
-        return self.folder / "unpacked"
-
-    @property
-    def facts(self) -> Path:
-        """The cached results of gates for each layer."""
-        return self.folder / "cache" / "gates"
-
-    @property
-    def logs(self) -> Path:
-        """The logs of actions that ran in the sandbox."""
-        return self.folder / "logs"

@@ -129,22 +129,21 @@ class _Planner:
 
     def packages(self, root: str, where: str) -> Action:
         debs, base = self.locked("deb", root), self.base
+        inputs = [Input(name="suite", value=base.suite, where=where)]
+        if not base.image:
+            # Not part of the spec, which also affects builds in this root: both ways give the same packages.
+            inputs.append(Input(name="variant", value=skeleton.VARIANT))
+        spec = {"kernels": _patterns(base)} if base.kernels else {}
+        return self.debs(f"base {root}", debs, where, inputs, **spec, **({"over": base.image} if base.image else {}))
+
+    def debs(
+        self, name: str, debs: tuple[LockedFile, ...], where: str, inputs: Sequence[Input] = (), **spec: object
+    ) -> Action:
         return Action(
-            name=f"base {root}",
+            name=name,
             kind="debs",
-            inputs=(
-                self.tool,
-                Input(name="suite", value=base.suite, where=where),
-                # Not part of the spec, which also affects builds in this root: both ways give the same packages.
-                *([] if base.image else [Input(name="variant", value=skeleton.VARIANT)]),
-                *_locked(debs, where),
-            ),
-            spec={
-                "suite": base.suite,
-                "trim": list(chain(*skeleton.trim().values())),
-                **({"kernels": _patterns(base)} if base.kernels else {}),
-                **({"over": base.image} if base.image else {}),
-            },
+            inputs=(self.tool, *inputs, *_locked(debs, where)),
+            spec={"suite": self.base.suite, "trim": list(chain(*skeleton.trim().values())), **spec},
             files=debs,
         )
 
@@ -170,13 +169,7 @@ class _Planner:
                 where=self.resolved.place("extras", self.resolved.choice.channel),
                 hint="leave it out",
             )
-        return Action(
-            name=f"extra {extra}",
-            kind="debs",
-            inputs=(self.tool, *_locked(debs, self.resolved.base_place(base, "extras", extra))),
-            spec={"suite": self.base.suite, "trim": list(chain(*skeleton.trim().values())), "over": base},
-            files=debs,
-        )
+        return self.debs(f"extra {extra}", debs, self.resolved.base_place(base, "extras", extra), over=base)
 
     def kernels(self) -> Action:
         resolved = self.resolved
@@ -341,7 +334,7 @@ class _Planner:
             ),
             spec={
                 "package": package,
-                "script": skeleton.wheel_script(),
+                "script": skeleton.BUILD_WHEEL.read_text(encoding="utf-8"),
                 "python": self.prefix.interpreter if layers else f"/usr/bin/python{self.prefix.python}",
                 "environment": {**variables, "PREPARE": build.prepare},
                 "root": [action.spec for action in system],

@@ -35,6 +35,8 @@ VARIANT = "essential"
 BYTECODE = Path(__file__).with_name("compile_bytecode.py")
 ORDER = Path(__file__).with_name("sorted_folders.py")
 _SHELL = Path(__file__).with_name("shell")
+# Builds a wheel from a source archive ($1) with the Python of the build root ($2).
+BUILD_WHEEL = _SHELL / "build_wheel.sh"
 
 
 @cache
@@ -42,11 +44,6 @@ def trim() -> Mapping[str, tuple[str, ...]]:
     """Return what of its packages a base does not contain: the patterns of skeleton.yaml, in its order."""
     data = read_values(Path(__file__).with_name("skeleton.yaml")).data
     return {name: tuple(patterns) for name, patterns in cast("Mapping[str, Sequence[str]]", data).items()}
-
-
-def wheel_script() -> str:
-    """Return the script that builds a wheel from a source archive ($1) with the Python of the build root ($2)."""
-    return (_SHELL / "build_wheel.sh").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)

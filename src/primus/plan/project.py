@@ -40,7 +40,7 @@ class Project:
 
     def __init__(self, root: Path, *, store: Path | None = None, channel: str | None = None) -> None:
         self.root = root
-        self._channel = channel
+        self.channel = channel
         work = root / ".primus"
         self.workspace = Workspace(Store(store or work / "store"), work)
         self._targets: dict[str, tuple[Target, Document]] = {}
@@ -120,11 +120,6 @@ class Project:
     def gpus(self) -> Table:
         """The table of GPU generations."""
         return build(Table, self._document(TABLE_FILE, f"{TABLE_FILE.parent.name}/{TABLE_FILE.name}"))
-
-    def choice(self, name: str) -> Choice:
-        """Return the channel that builds the target."""
-        target, _ = self.target(name)
-        return choose(name, target, self._channel, lambda channel: self.lock_path(name, channel).is_file())
 
     def lock_path(self, name: str, channel: str) -> Path:
         """Return the path of the target's committed lock for the channel."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from primus.errors import InputError, PrimusError
 from primus.files import write_file
 from primus.gpus.table import Generation, generation
-from primus.plan.project import Choice, Project
+from primus.plan.project import Choice, Project, choose
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
 from primus.system.issues import Issue, issues
 from primus.versions.components import Pin, Versions
@@ -163,7 +163,8 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     for this target, and for a lock that cannot be read.
     """
     target, document = project.target(name)
-    choice, versions = project.choice(name), project.versions
+    choice = choose(name, target, project.channel, lambda channel: project.lock_path(name, channel).is_file())
+    versions = project.versions
     lock_path = project.lock_path(name, choice.channel)
 
     def place(*key: str | int) -> str:

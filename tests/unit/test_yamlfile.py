@@ -141,7 +141,8 @@ def test_hostile_text_is_refused_at_once(text: str, words: str) -> None:
         with pytest.raises(InputError) as caught:
             read_text(text, "f")
         assert words in caught.value.message
-    assert time.process_time() - began < 1
+    # The slowest takes 0.4 s, and 1.1 s on cores that others use; without the limits they take minutes or all memory.
+    assert time.process_time() - began < 3
 
 
 def test_aliases_are_values_of_their_own() -> None:

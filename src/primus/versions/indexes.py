@@ -34,6 +34,10 @@ _PLAIN = {"Accept-Encoding": "identity"}
 _BLOCK = 1 << 18
 # Seconds to connect, and seconds of silence.
 _TIMEOUT = (4.0, 20.0)
+# Bytes of an index's page of one package. That of a large package with nightly builds has a few megabytes.
+_LARGEST_PAGE = 64 << 20
+# What reading a page of another form raises.
+_ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _RETRIES = Retry(
     total=2,
     connect=1,
@@ -185,13 +189,16 @@ class Indexes:
                     if page.status_code in (403, 404):
                         return []
                     page.raise_for_status()
+                    content = page.raw.read(_LARGEST_PAGE + 1, decode_content=True)
+                    if len(content) > _LARGEST_PAGE:
+                        raise ValueError("its page has no end")
                     if "json" in page.headers.get("Content-Type", ""):
-                        return _json_offers(page.json(), page.url)
-                    return _offers(page.text, page.url)
+                        return _json_offers(json.loads(content), page.url)
+                    return _offers(content.decode("utf-8", "replace"), page.url)
             folder = folder.absolute() if flat else folder.absolute() / package
             pages = (_offers(page.read_text(encoding="utf-8"), page.as_uri()) for page in folder.glob("index.html"))
             return [*chain(*pages), *(Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*"))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, urllib3.exceptions.HTTPError) as error:
+        except (*_ODD, OSError, urllib3.exceptions.HTTPError) as error:
             raise self.silence(url, cause(error), package) from None
 
     def silence(self, url: str, reason: str, about: str) -> HostError:
@@ -302,7 +309,7 @@ def _json_offers(page: Any, base: str) -> list[Offer]:
             file=row["filename"],
             url=urljoin(base, row["url"]),
             sha256=row["hashes"].get("sha256"),
-            size=row.get("size"),
+            size=None if row.get("size") is None else int(row["size"]),
             python=row.get("requires-python") or "",
             yanked=bool(row.get("yanked")),
         )

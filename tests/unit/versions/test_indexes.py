@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import os
+import threading
 import tomllib
 from pathlib import Path
 
@@ -94,6 +97,31 @@ def test_a_page_is_html_or_json_with_relative_links() -> None:
     assert second == Offer(file="b", url="https://h/simple/a/b")
     row = {"filename": "b", "url": "b", "hashes": {}, "requires-python": None}
     assert _json_offers({"files": [row]}, base) == [second]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [b"[" * 200_000, b"[]", b"null", b'{"files": 1}', b'{"files": [{"filename": "a"}]}', b"\xff", b'{"files": [',
+     b'{"files": [{"filename": "a", "url": 5, "hashes": {}}]}',
+     b'{"files": [{"filename": "a", "url": "a", "hashes": []}]}',
+     b'{"files": [{"filename": "a", "url": "a", "hashes": {}, "size": "many"}]}', b" " * ((64 << 20) + 1)],
+    ids=lambda page: repr(page[:60]),
+)  # fmt: skip
+def test_an_odd_page_is_a_sentence_that_names_the_index(page: bytes) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/vnd.pypi.simple.v1+json")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(page)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}/simple"
+        with pytest.raises(HostError, match=f"the Python index at {place}/numpy/ does not answer: ."):
+            Indexes(urls=(place,)).offers("numpy", place)
+        server.shutdown()
 
 
 def _request(suite: str = "bookworm", **more: object) -> Request:

@@ -75,7 +75,7 @@ def _base(*packages: str, python: str = "3.11.2") -> BaseRequest:
 
 
 def _resolve(base: BaseRequest) -> dict[str, LockedFile]:
-    return {f.name: f for f in resolve_debs("b", base, progress=Progress())}
+    return {f.name: f for f in resolve_debs("b", base)}
 
 
 def _fetch(files: Iterable[LockedFile], folder: Path, base: BaseRequest | None = None) -> None:
@@ -110,7 +110,7 @@ def test_unmet_needs_are_one_sentence(archive: Server) -> None:
 
 def test_packages_of_another_suite_leave_the_rest_alone(later: Server, tmp_path: Path) -> None:
     base = _base("python3.11-minimal", "tool/sid", "libtool/sid")
-    files = resolve_debs("b", base, progress=Progress())
+    files = resolve_debs("b", base)
     found = {f.name: f.version for f in files}
     assert found == {
         "core": "1:1.0-1",
@@ -165,7 +165,7 @@ def test_unreachable_archive_answers_in_seconds(
 
 def test_a_suite_the_archive_lacks_is_named(archive: Server) -> None:
     with pytest.raises(HostError, match=r"the Debian archive at .* does not answer: 404"):
-        resolve_debs("b", BaseRequest(suite="trixie", python="3.13.5", packages=("a",)), progress=Progress())
+        resolve_debs("b", BaseRequest(suite="trixie", python="3.13.5", packages=("a",)))
 
 
 def test_an_untrusted_archive_is_refused(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def _request(python: str = "3.11", **wheels: str) -> Request:
 
 
 def _resolve(request: Request, **keep: str) -> dict[str, LockedFile]:
-    return {f.name: f for f in resolve_wheels(request, progress=Progress(), keep=keep)}
+    return {f.name: f for f in resolve_wheels(request, keep)}
 
 
 def _fetch(files: list[LockedFile], cache: FileCache, offline: bool = False) -> None:
@@ -150,10 +150,10 @@ def test_an_sdist_is_found_by_version(index: Server) -> None:
     with tarfile.open(path, "w:gz"):
         pass
     request = replace(_request(), sdists={"src-thing": "1.5"})
-    (file,) = resolve_sdists(request, progress=Progress())
+    (file,) = resolve_sdists(request)
     assert (file.kind, file.file, file.size) == ("sdist", path.name, path.stat().st_size)
     with pytest.raises(InputError, match=r"src-thing==1\.6"):
-        resolve_sdists(replace(request, sdists={"src-thing": "1.6"}), progress=Progress())
+        resolve_sdists(replace(request, sdists={"src-thing": "1.6"}))
 
 
 def test_unreachable_index_answers_in_seconds(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

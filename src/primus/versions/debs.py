@@ -18,8 +18,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from primus.errors import HostError, InputError, LacksPackages
-from primus.progress import Progress
-from primus.terminal import counted
 from primus.versions.lock import GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
 from primus.versions.traffic import bare_url, run_tool
 
@@ -215,16 +213,14 @@ def _reason(text: str) -> str:
     return re.sub(r"(Failed to fetch )?\S+://\S+\s*", "", error[1]).strip() if error else "no reason given"
 
 
-def resolve_debs(base_name: str, base: BaseRequest, *, progress: Progress, status: str = "") -> tuple[LockedFile, ...]:
+def resolve_debs(base_name: str, base: BaseRequest, status: str = "") -> tuple[LockedFile, ...]:
     """Return every deb of the base's root file system: essential and requested packages and their dependencies.
 
     For a base over an image, whose dpkg ``status`` lists the installed packages, return only the missing ones.
     Recommended packages are left out. Raises InputError for a package or Python version that the suite does not
     have, HostError if the archive is not available.
     """
-    key = f"debs {base_name}"
     suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
-    progress.start(key, f"resolve {' and '.join(suites)}", unit="files")
     with open_archive(suites, preferences(base.suite, base.packages), status) as archive:
         # usrmerge converts a running system and depends on all of perl. A root file system that is merged from the
         # start fulfills the same dependency with a marker package, which mmdebstrap's hook for it installs.
@@ -243,7 +239,6 @@ def resolve_debs(base_name: str, base: BaseRequest, *, progress: Progress, statu
         for uri, name, version, size, sha256 in sorted(_URI.findall(text), key=lambda row: row[1])
     )
     check_python(base_name, base, {file.name: file.version for file in files})
-    progress.finish(key, counted(len(files), "package"))
     return files
 
 

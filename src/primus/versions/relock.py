@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from primus.errors import InputError
 from primus.progress import Progress
+from primus.terminal import counted
 from primus.versions.debs import resolve_debs
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
 from primus.versions.registry import resolve_image
@@ -22,43 +26,36 @@ Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
 _FOR_SCRIPTS = (
     "\nPackage: adduser\nStatus: install ok installed\nVersion: 999\nArchitecture: all\nMulti-Arch: foreign\n"
 )
-# Kind of a pin or file → its part of the lock. Bases and builds are parts by name.
-_PARTS = {"wheel": "wheels", "deb": "wheels", "sdist": "sdists", "git": "gits"}
+_Way = Callable[[], Sequence[LockedFile]]
 
 
 def stale(
     request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()
 ) -> frozenset[str]:
     """Return the parts to resolve again: ``wheels``, ``sdists``, ``gits``, ``base NAME`` and ``build NAME``."""
-    builds = {f"build {name}" for name in request.builds}
-    parts = {f"base {name}" for name in request.bases} | {*_PARTS.values()} | builds
-    if previous is None or refresh:
-        return frozenset(parts)
-    changed = {_part(f) for f in gone}
-    for change in drift(previous, request):
-        kind, _, rest = change.pin.partition(" ")
-        if kind in ("architecture", "python"):
-            return frozenset(parts)
-        changed.add(_PARTS.get(kind) or f"{kind} {rest.rpartition(' ')[0]}")
-        # A package that is built here, or was until now, changes which wheels are needed.
-        if kind in ("sdist", "git"):
-            changed.add("wheels")
-        # A base's glibc and exact Python determine which wheels fit it.
-        if change.pin.startswith("base ") and change.pin.endswith((" suite", " python")):
-            changed.add("wheels")
-    if "wheels" in changed:
-        # They have the image's versions.
-        changed |= builds
-    # An extra is installed over its base, so both come from the archive of the same day.
+    # Part → what it follows from: pins, and files of parts that are gone. A package that is built here, or was until
+    # now, changes which wheels are needed. A base's glibc and exact Python determine which wheels fit it.
+    wheels = "wheels|(wheel|deb|sdist|git) .*|base .* (suite|python)"
+    sources = {"wheels": wheels, "sdists": "sdists|sdist .*", "gits": "gits|git .*"}
     for name, base in request.bases.items():
-        if base.over and changed & {f"base {name}", f"base {base.over}"}:
-            changed |= {f"base {name}", f"base {base.over}"}
-    return frozenset(changed & parts)
+        # An extra is installed over its base, so both come from the archive of the same day.
+        both = [re.escape(n) for n, other in request.bases.items() if (other.over or n) == (base.over or name)]
+        sources[f"base {name}"] = rf"base ({'|'.join(both)})( \w+)?"
+    # Builds have the image's versions.
+    sources |= {f"build {name}": rf"{wheels}|build {re.escape(name)}( wheels)?" for name in request.builds}
+    if previous is None or refresh:
+        return frozenset(sources)
+    changes = [*(change.pin for change in drift(previous, request)), *map(_part, gone)]
+    return frozenset(
+        part
+        for part, source in sources.items()
+        if any(re.fullmatch(f"architecture|python|{source}", change) for change in changes)
+    )
 
 
 def _part(file: LockedFile) -> str:
     if file.base is None:
-        return _PARTS[file.kind]
+        return f"{file.kind}s"
     return f"{'build' if file.kind == 'wheel' else 'base'} {file.base}"
 
 
@@ -79,35 +76,46 @@ def resolve(
     """
     shared = {} if shared is None else shared
     parts = stale(request, previous, refresh, gone)
-    keep: dict[str, str] = {}
-    if previous is not None and not refresh:
-        keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
-    ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
-        "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
-        "sdists": lambda: resolve_sdists(request, progress=progress),
-        "gits": lambda: _commits(request.gits, shared),
-        "bases": lambda: _bases(request, parts, shared, progress),
-    }
-    files = previous.files if previous is not None else ()
-    here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
-    unchanged = [f for f in files if _part(f) in here - parts]
+    locked: dict[str, list[LockedFile]] = defaultdict(list)
+    for file in previous.files if previous is not None else ():
+        locked[_part(file)].append(file)
+
+    def versions(part: str) -> dict[str, str]:
+        return {} if refresh else {f.name: f.version for f in locked[part] if f not in gone}
+
+    ways: dict[str, _Way] = {"gits": lambda: _commits(request.gits, shared)}
+    if request.wheels or request.requires:
+        way = partial(resolve_wheels, request, versions("wheels"))
+        ways["wheels"] = partial(_shown, progress, "resolve wheels", "wheel", way)
+    if request.sdists:
+        way = partial(resolve_sdists, request)
+        ways["sdists"] = partial(_shown, progress, "find source archives", "source archive", way)
     with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(way) for part, way in ways.items() if part in (*parts, "bases")]
-        resolved = [file for future in futures for file in future.result()]
+        futures = [pool.submit(way) for part, way in ways.items() if part in parts]
+        files = _bases(request, parts, shared, progress)
+        files += [file for future in futures for file in future.result()]
     for name, base in request.bases.items():
         if base.over and f"base {name}" in parts:
-            resolved = _without(name, base.over, resolved)
-    image = {f.name: f.version for f in (*unchanged, *resolved) if f.kind == "wheel"}
-    for name in request.builds:
-        before = previous.of("wheel", name) if previous is not None else ()
-        if f"build {name}" in parts:
-            held = {} if refresh else {f.name: f.version for f in before if f not in gone}
-            wheels = request.builds[name]
-            resolved += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
+            files = _without(name, base.over, files)
+    here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
+    files += [file for part in here - parts for file in locked[part]]
+    image = {file.name: file.version for file in files if file.kind == "wheel"}
+    for name, wheels in request.builds.items():
+        part = f"build {name}"
+        if part in parts:
+            way = partial(resolve_build, request, name, wheels, image, versions(part))
+            files += _shown(progress, f"resolve wheels of {name}", "wheel", way)
         else:
-            unchanged += before
-    answer = sorted([*unchanged, *resolved], key=lambda f: (f.kind, f.base or "", f.name))
+            files += locked[part]
+    answer = sorted(files, key=lambda f: (f.kind, f.base or "", f.name))
     return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
+
+
+def _shown(progress: Progress, label: str, noun: str, way: _Way) -> Sequence[LockedFile]:
+    progress.start(label, label, unit="files")
+    files = way()
+    progress.finish(label, counted(len(files), noun))
+    return files
 
 
 def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedFile]:
@@ -142,10 +150,8 @@ def _bases(request: Request, parts: Collection[str], shared: Shared, progress: P
 
 
 def _base(name: str, base: BaseRequest, progress: Progress) -> tuple[LockedFile, ...]:
-    assumed = _FOR_SCRIPTS if base.over else ""
-    if base.image is None:
-        return resolve_debs(name, base, progress=progress, status=assumed)
-    layers, status = resolve_image(name, base.image)
-    if not base.packages:
+    layers, status = resolve_image(name, base.image) if base.image else ((), "")
+    if base.image and not base.packages:
         return layers
-    return (*layers, *resolve_debs(name, base, progress=progress, status=status + assumed))
+    way = partial(resolve_debs, name, base, status + (_FOR_SCRIPTS if base.over else ""))
+    return (*layers, *_shown(progress, f"resolve packages of {name}", "package", way))

@@ -30,8 +30,6 @@ from packaging.version import InvalidVersion, Version
 from uv import find_uv_bin
 
 from primus.errors import HostError, InputError
-from primus.progress import Progress
-from primus.terminal import counted
 from primus.versions.indexes import Indexes, Offer
 from primus.versions.lock import GLIBC, MACHINE, BaseRequest, Kind, LockedFile, Request
 from primus.versions.traffic import bare_url, run_tool
@@ -40,18 +38,15 @@ from primus.versions.traffic import bare_url, run_tool
 _NEWEST_GLIBC = 40
 
 
-class NoSolutionError(Exception):
-    """No set of versions fits. The message is uv's explanation."""
+class NoSolutionError(InputError):
+    """No set of versions of the host's indexes fits the pins."""
 
 
-def resolve_wheels(request: Request, *, progress: Progress, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
+def resolve_wheels(request: Request, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
     """Return the pinned wheels and all dependencies. ``keep`` maps names to preferred versions.
 
     Raises InputError if no set of versions fits, HostError if an index does not answer.
     """
-    if not request.wheels and not request.requires:
-        return ()
-    progress.start("wheels", "resolve wheels", unit="files")
     pins = [f"{name}=={version}" for name, version in request.wheels.items()]
     pins += [name for name in request.requires if name not in request.wheels]
     files = _locked(request, pins, keep=keep)
@@ -61,25 +56,17 @@ def resolve_wheels(request: Request, *, progress: Progress, keep: Mapping[str, s
                 f"{file.name} is pinned to {pinned}, but the index offers {file.version}",
                 hint=f"pin {file.version} if that is the intended version",
             )
-    progress.finish("wheels", counted(len(files), "wheel"))
     return files
 
 
 def resolve_build(
-    request: Request,
-    root: str,
-    wheels: Sequence[str],
-    *,
-    image: Mapping[str, str],
-    keep: Mapping[str, str],
-    progress: Progress,
+    request: Request, root: str, wheels: Sequence[str], image: Mapping[str, str], keep: Mapping[str, str]
 ) -> tuple[LockedFile, ...]:
     """Return the wheels of the build root ``root`` and all dependencies, in the versions of ``image`` if it has them.
 
     ``keep`` maps names to preferred versions. Raises InputError for a name without a version that the image does
     not have, and if the build's own packages do not fit the image's versions.
     """
-    progress.start(root, f"resolve wheels of {root}", unit="files")
     pins: dict[str, str] = {}
     for wheel in wheels:
         name, _, version = wheel.partition("==")
@@ -89,18 +76,12 @@ def resolve_build(
         pins[name] = f"{name}=={version or image[name]}"
     constraints = [f"{name}=={version}" for name, version in image.items() if name not in pins]
     files = _locked(request, list(pins.values()), constraints=constraints, keep=keep)
-    progress.finish(root, counted(len(files), "wheel"))
     return tuple(replace(file, base=root) for file in files)
 
 
-def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
+def resolve_sdists(request: Request) -> tuple[LockedFile, ...]:
     """Return the source archive of each sdist pin. Its dependencies are pinned separately."""
-    if not request.sdists:
-        return ()
-    progress.start("sdists", "find source archives", unit="files")
-    files = tuple(_sdist(name, version, request) for name, version in request.sdists.items())
-    progress.finish("sdists", counted(len(files), "source archive"))
-    return files
+    return tuple(_sdist(name, version, request) for name, version in request.sdists.items())
 
 
 def offered(name: str, request: Request, kind: str) -> set[Version]:
@@ -184,13 +165,13 @@ def _provide(packages: Mapping[str, str], folder: Path) -> list[str]:
     return [f"{name}=={version}" for name, version in packages.items()]
 
 
-def failure(text: str, indexes: Indexes) -> NoSolutionError | HostError | InputError:
+def failure(text: str, indexes: Indexes) -> HostError | InputError:
     """Return the error for what uv writes when it fails."""
     text = re.sub(r"\n {3,}", " ", text)
     causes = [" ".join(line.split()) for line in re.findall(r"^ +cause: (.*)$", text, re.M)]
     url = re.search(r"Failed to fetch: `?(https?://[^\s`]+)", text)
     if url is None and "No solution found" in text:
-        return NoSolutionError(" ".join(causes))
+        return unsolvable(" ".join(causes), indexes)
     if url is None:
         reason = " ".join([*re.findall(r"^error: (.*)$", text, re.M), *causes]) or "no reason given"
         return InputError(f"uv cannot resolve the Python packages: {reason}")
@@ -198,12 +179,12 @@ def failure(text: str, indexes: Indexes) -> NoSolutionError | HostError | InputE
     return indexes.silence(url[1], reason, bare_url(url[1]).rstrip("/").rpartition("/")[2])
 
 
-def unsolvable(error: NoSolutionError, urls: Sequence[str]) -> InputError:
-    """Return the error for pins that no set of files of the indexes ``urls`` fulfills."""
-    pinned = re.search(r"you require ([^\s=]+)==", str(error))
-    return InputError(
-        f"the pins do not fit the Python indexes of this host ({', '.join(urls)}): "
-        + str(error).removeprefix("Because ").partition(", we can conclude that your")[0],
+def unsolvable(reason: str, indexes: Indexes) -> NoSolutionError:
+    """Return the error for pins that no set of files of the indexes fulfills; ``reason`` is in uv's words."""
+    pinned = re.search(r"you require ([^\s=]+)==", reason)
+    return NoSolutionError(
+        f"the pins do not fit the Python indexes of this host ({', '.join(indexes.shown)}): "
+        + reason.removeprefix("Because ").partition(", we can conclude that your")[0],
         hint="correct a pin in versions.yaml, or check that pip's index-url, extra-index-url and find-links, or "
         "`indexes` in versions.yaml, reach its channel",
         about=pinned[1] if pinned else None,
@@ -213,11 +194,11 @@ def unsolvable(error: NoSolutionError, urls: Sequence[str]) -> InputError:
 def _available(name: str, request: Request, indexes: Indexes, kind: str) -> Iterator[tuple[str | None, Version, Offer]]:
     """Yield index, version and file of the package's source archives, or of the wheels that fit the target's base.
 
-    What must come from the channel's own indexes comes from them alone.
+    What must come from the channel's own indexes comes from them alone; they are the last for all else.
     """
     tags, python = _tags(request), _base(request).python
-    own = name in request.indexed
-    for index, place in indexes.own.items() if own else ((None, place) for place in indexes.places):
+    places = [] if name in request.indexed else [(None, place) for place in indexes.places]
+    for index, place in (*places, *indexes.own.items()):
         for offer in indexes.offers(name, place):
             with contextlib.suppress(InvalidVersion, InvalidWheelFilename, InvalidSdistFilename, InvalidSpecifier):
                 if kind == "wheel":
@@ -234,18 +215,14 @@ def _sdist(name: str, version: str, request: Request) -> LockedFile:
     for index, other, offer in _available(name, request, indexes, "sdist"):
         if other == Version(version):
             return _measured("sdist", name, version, offer, index, indexes)
-    raise unsolvable(NoSolutionError(f"there is no source archive of {name}=={version}"), indexes.shown)
+    raise unsolvable(f"there is no source archive of {name}=={version}", indexes)
 
 
 def _locked(
     request: Request, pins: Sequence[str], *, constraints: Sequence[str] = (), keep: Mapping[str, str]
 ) -> tuple[LockedFile, ...]:
     indexes = Indexes.of_host(request.indexes)
-    try:
-        packages = _compile(request, indexes, pins, constraints, keep)
-    except NoSolutionError as error:
-        raise unsolvable(error, indexes.shown) from None
-
+    packages = _compile(request, indexes, pins, constraints, keep)
     packages = [package for package in packages if package["name"] not in request.provided]
     with ThreadPoolExecutor(8) as pool:
         return tuple(pool.map(partial(_wheel, request=request, indexes=indexes), packages))
@@ -254,25 +231,19 @@ def _locked(
 def _wheel(package: Mapping[str, Any], request: Request, indexes: Indexes) -> LockedFile:
     name, version = package["name"], package["version"]
     wheel, index = _best(package, [_offer(file) for file in package["wheels"]], request), None
-    if name in request.indexed:
-        # uv may have it from elsewhere, but it must come from an index of the channel.
-        files = _available(name, request, indexes, "wheel")
-        own = [(index, offer) for index, other, offer in files if other == Version(version)]
-        if not own:
+    if indexes.own:
+        # uv does not say from where it has it.
+        files = [(i, o) for i, v, o in _available(name, request, indexes, "wheel") if v == Version(version)]
+        places = [(index, offer) for index, offer in files if index or offer.file == wheel.file]
+        if not places:
             raise InputError(
                 f"{name} {version} is pinned to channel {request.channel}, but none of its indexes has {wheel.file}",
                 hint="its indexes: " + ", ".join(f"{n} ({bare_url(url)})" for n, url in indexes.own.items()),
                 about=name,
             )
-        index = own[0][0]
-        wheel = _best(package, [offer for place, offer in own if place == index], request)
-    elif indexes.own and not any(_lists(indexes, name, place, wheel) for place in indexes.places):
-        index = next((index for index, place in indexes.own.items() if _lists(indexes, name, place, wheel)), None)
+        if (index := places[0][0]) is not None:
+            wheel = _best(package, [offer for place, offer in places if place == index], request)
     return _measured("wheel", name, version, wheel, index, indexes)
-
-
-def _lists(indexes: Indexes, name: str, place: str, wheel: Offer) -> bool:
-    return any(offer.file == wheel.file for offer in indexes.offers(name, place))
 
 
 def _best(package: Mapping[str, Any], wheels: Sequence[Offer], request: Request) -> Offer:
@@ -301,11 +272,10 @@ def _measured(kind: Kind, name: str, version: str, offer: Offer, index: str | No
 
 
 def _base(request: Request) -> BaseRequest:
-    bases = [base for base in request.bases.values() if base.python.startswith(request.python + ".")]
-    if not bases:
-        raise InputError(f"no base of target {request.target} has Python {request.python}")
-    # If there are several bases with this Python, what works on the oldest works on all.
-    base = min(bases, key=lambda b: GLIBC.get(b.suite, 0))
+    # The others are the roots of builds and extras, which have its suite and Python.
+    base = next(iter(request.bases.values()), None)
+    if base is None:
+        raise InputError(f"target {request.target} has Python packages, but no base")
     if base.suite not in GLIBC:
         raise InputError(f"no glibc version is known for suite {base.suite!r}", hint=f"known: {', '.join(GLIBC)}")
     return base

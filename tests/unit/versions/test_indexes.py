@@ -17,7 +17,7 @@ from primus.errors import HostError, InputError
 from primus.versions.indexes import Indexes, Offer, _json_offers, _offers, parse_config
 from primus.versions.lock import BaseRequest, Request
 from primus.versions.traffic import bare_url
-from primus.versions.wheels import NoSolutionError, _best, _tags, failure, unsolvable
+from primus.versions.wheels import NoSolutionError, _best, _tags, failure
 
 LISTING = (
     "global.index-url='http://global/simple'\nglobal.extra-index-url='\\nhttp://a/simple\\nhttp://b/simple'\n"
@@ -180,18 +180,16 @@ def test_a_network_failure_names_index_package_and_uvs_cause() -> None:
 
 
 def test_pins_that_nothing_fulfills_are_a_sentence_in_uvs_words() -> None:
-    conflict, absent = failure(CONFLICT, Indexes(urls=())), failure(NO_VERSION, Indexes(urls=()))
+    conflict, absent = (failure(text, Indexes(urls=("http://h/simple",))) for text in (CONFLICT, NO_VERSION))
     assert isinstance(conflict, NoSolutionError)
     assert isinstance(absent, NoSolutionError)
-    sentence = unsolvable(conflict, ["http://h/simple"]).message
-    assert sentence.startswith("the pins do not fit the Python indexes of this host (http://h/simple): all versions of")
-    assert "you require small==1.1" in sentence
-    error = unsolvable(absent, ["http://h/simple"])
-    assert error.about == "small"
-    assert error.message.endswith("there is no version of small==1.2 and you require small==1.2")
+    start = "the pins do not fit the Python indexes of this host (http://h/simple): all versions of"
+    assert conflict.message.startswith(start)
+    assert "you require small==1.1" in conflict.message
+    assert absent.about == "small"
+    assert absent.message.endswith("there is no version of small==1.2 and you require small==1.2")
 
 
 @given(st.one_of(st.text(), st.text().map("error: {}".format)))
 def test_every_failure_is_one_line(text: str) -> None:
-    error = failure(text, Indexes(urls=()))
-    assert "\n" not in (error.message if not isinstance(error, NoSolutionError) else str(error))
+    assert "\n" not in failure(text, Indexes(urls=())).message

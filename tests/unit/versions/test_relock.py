@@ -83,16 +83,16 @@ def test_a_builds_wheels_are_not_the_images() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
 
-    def wheels(request: Request, *, progress: object, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
+    def wheels(request: Request, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
         seen.append(("wheels", dict(keep)))
         return (_file("wheel", "numpy", "9"), _file("wheel", "torch", request.wheels["torch"]))
 
-    def debs(name: str, base: BaseRequest, *, progress: object, status: str) -> tuple[LockedFile, ...]:
+    def debs(name: str, base: BaseRequest, status: str) -> tuple[LockedFile, ...]:
         seen.append(("debs", name))
         more = (_file("deb", "tool", "adduser" if "adduser" in status else "none", base=name),) if base.over else ()
         return (_file("deb", "bash", "9", base=name), *more)
 
-    def build(request: Request, root: str, wheels: tuple[str, ...], **_: object) -> tuple[LockedFile, ...]:
+    def build(request: Request, root: str, wheels: tuple[str, ...], *_: object) -> tuple[LockedFile, ...]:
         seen.append((root, wheels))
         return (_file("wheel", "ninja", base=root), *(_file("wheel", name, base=root) for name in wheels))
 

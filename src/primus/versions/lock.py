@@ -17,8 +17,6 @@ from primus.errors import InputError
 from primus.files import path_fault, read_bytes
 from primus.schema import build, described, parse_json
 
-FORMAT = 1
-_GENERATED = "by `primus lock`; do not edit"
 # Every supported suite → minor version of its glibc 2. A wheel that was built for a newer glibc does not work there.
 GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
 # The architecture of every image, as Debian and registries call it, and as the kernel and wheels do.
@@ -140,8 +138,13 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock:
-    """A resolved request. ``pins`` is the request, ``files`` the result, sorted by kind and name."""
+    """A resolved request. ``pins`` is the request, ``files`` the result, sorted by kind and name.
 
+    ``format`` and ``generated`` are the same in every lock.
+    """
+
+    generated: str = field(default="by `primus lock`; do not edit", compare=False)
+    format: int = 1
     target: str
     channel: str
     pins: Mapping[str, str]
@@ -161,14 +164,6 @@ class Lock:
     def python_packages(self) -> tuple[LockedFile, ...]:
         """Return the Python packages of the image: its wheels, and the sources that are built to wheels."""
         return (*self.of("wheel"), *self.of("sdist"), *self.of("git"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _File(Lock):
-    """The lock as it is written."""
-
-    format: int
-    generated: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +215,7 @@ def dumps(lock: Lock) -> str:
     order = sorted(lock.files, key=lambda f: (f.kind, f.base or "", f.name))
     pins = ",\n".join(f"    {line(k)}: {line(v)}" for k, v in sorted(lock.pins.items()))
     files = ",\n".join("    " + line({k: v for k, v in asdict(f).items() if v is not None}) for f in order)
-    head = {"generated": _GENERATED, "format": FORMAT, "target": lock.target, "channel": lock.channel}
-    top = ",\n".join(f"  {line(k)}: {line(v)}" for k, v in head.items())
+    top = ",\n".join(f'  "{k}": {line(getattr(lock, k))}' for k in ("generated", "format", "target", "channel"))
     return f'{{\n{top},\n  "pins": {{\n{pins}\n  }},\n  "files": [\n{files}\n  ]\n}}\n'
 
 
@@ -229,19 +223,19 @@ def loads(text: str | bytes, name: str) -> Lock:
     """Parse a lock; ``name`` is the file's name in messages. Raises InputError if the text is not a lock."""
     try:
         document = parse_json(text, name)
-        if isinstance(document.data, dict) and (number := document.data.get("format", FORMAT)) != FORMAT:
-            raise InputError(f"its format {number} is not {FORMAT}", where=document.where(("format",)))
-        lock = build(_File, document)
+        if isinstance(document.data, dict) and (number := document.data.get("format")) != Lock.format:
+            raise InputError(f"its format {number} is not {Lock.format}", where=document.where(("format",)))
+        lock = build(Lock, document)
         seen: set[tuple[str, str | None, str]] = set()
         for index, file in enumerate(lock.files):
             if (entry := (file.kind, file.base, file.name)) in seen:
                 raise InputError(f"the {file.kind} {file.name} is listed twice", where=document.where(("files", index)))
             seen.add(entry)
+        return lock
     except InputError as error:
         # `primus lock` reads the lock that it replaces, so it also refuses a damaged one.
         hint = "restore it from version control, or delete it and run `primus lock`"
         raise InputError(f"not a lock: {error.message}", where=error.where, hint=hint) from None
-    return Lock(target=lock.target, channel=lock.channel, pins=lock.pins, files=lock.files)
 
 
 def load(path: Path, name: str | None = None) -> Lock | None:

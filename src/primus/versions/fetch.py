@@ -9,8 +9,8 @@ import errno
 import multiprocessing
 import os
 import tempfile
-import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,7 +28,7 @@ from primus.terminal import counted
 from primus.versions.debs import download_debs
 from primus.versions.filecache import FileCache
 from primus.versions.indexes import LOGIN_HINT, Indexes, Offer
-from primus.versions.lock import Commit, LockedFile, Request, suites_of
+from primus.versions.lock import LockedFile, Request, suites_of
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
 from primus.versions.traffic import bare_url, cause
@@ -38,10 +38,6 @@ _FAULTS = 4
 _FIRST_WAIT_S = 0.4
 # "Not found". Indexes on an object store without listing permission answer 403 for what they do not have.
 _ABSENT = (403, 404, 410)
-
-
-class _Stopped(Exception):
-    """The whole fetch is being stopped; the downloaded part is kept and can be resumed."""
 
 
 def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: bool = False, progress: Progress) -> None:
@@ -83,13 +79,12 @@ def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: boo
 class _Fetch:
     def __init__(self, cache: FileCache, scratch: Path, progress: Progress) -> None:
         self._cache, self._scratch, self._progress = cache, scratch, progress
-        self._stop = threading.Event()
         self.gone: list[LockedFile] = []
 
     def jobs(self, files: Mapping[LockedFile, Request]) -> list[Callable[[], None]]:
         """Return a job per archive and image, and one per other file."""
-        debs: dict[tuple[str, ...], list[LockedFile]] = {}
-        images: dict[str, list[LockedFile]] = {}
+        archives: dict[tuple[str, ...], list[LockedFile]] = defaultdict(list)
+        images: dict[str, list[LockedFile]] = defaultdict(list)
         jobs: list[Callable[[], None]] = []
         own = {name: url for request in files.values() for name, url in request.indexes.items()}
         indexes = Indexes.of_host(own) if any(file.kind in ("wheel", "sdist") for file in files) else None
@@ -97,40 +92,40 @@ class _Fetch:
         for file, request in sorted(files.items(), key=lambda item: -item[0].size):
             try:
                 if file.kind == "git":
-                    jobs.append(partial(self._archive, file, request.gits[file.name]))
+                    commit = request.gits[file.name]
+                    jobs.append(partial(self._copy, [file], commit.url, partial(archive_commit, commit, file.sha256)))
                 elif indexes and file.kind in ("wheel", "sdist"):
                     places = [own[file.index]] if file.index else indexes.places
                     jobs.append(partial(self._download, file, indexes, places))
                 else:
                     base = request.bases[file.base or ""]
                     if file.kind == "deb":
-                        debs.setdefault(suites_of(base.suite, base.packages), []).append(file)
+                        archives[suites_of(base.suite, base.packages)].append(file)
                     elif base.image:
-                        images.setdefault(base.image, []).append(file)
+                        images[base.image].append(file)
                     else:
                         raise KeyError(f"an image of base {file.base}")
             except KeyError as error:
                 message = f"the lock names {error.args[0]}, but versions.yaml does not"
                 raise InputError(message, hint="run `primus lock` again") from None
-        groups = [partial(self._debs, group, suites) for suites, group in debs.items()]
-        return [*groups, *(partial(self._image, group, image) for image, group in images.items()), *jobs]
+        for suites, group in archives.items():
+            source = f"the archive of {' and '.join(suites)}"
+            jobs.insert(0, partial(self._copy, group, source, partial(download_debs, group, suites)))
+        for image, group in images.items():
+            jobs.insert(0, partial(self._copy, group, image, partial(copy_image, image)))
+        return jobs
 
     def run(self, jobs: Sequence[Callable[[], None]], files: Collection[LockedFile]) -> None:
         """Run all jobs. Raises the first failure."""
         present = 0
-        # Its threads are daemons, so Ctrl-C does not wait for a server that stalls.
-        with ThreadPool(_JOBS) as pool:
+        # Its threads are daemons, so neither Ctrl-C nor a failure waits for a server that stalls.
+        with ThreadPool(_JOBS) as pool, suppress(StopIteration):
             results = pool.imap_unordered(lambda job: job(), jobs)
-            try:
-                while True:
-                    with suppress(multiprocessing.TimeoutError):
-                        results.next(timeout=0.2)
-                    before, present = present, self._present(files)
-                    self._progress.advance("fetch", present - before)
-            except StopIteration:
-                return
-            finally:
-                self._stop.set()
+            while True:
+                with suppress(multiprocessing.TimeoutError):
+                    results.next(timeout=0.2)
+                before, present = present, self._present(files)
+                self._progress.advance("fetch", present - before)
 
     def _present(self, files: Collection[LockedFile]) -> int:
         size = sum(min(file.size, self._cache.size(file.sha256)) for file in files)
@@ -138,6 +133,20 @@ class _Fetch:
         with suppress(FileNotFoundError):
             size += sum(path.stat().st_size for path in self._scratch.rglob("*") if path.is_file())
         return size
+
+    def _copy(self, files: Sequence[LockedFile], source: str, tool: Callable[[Path], None]) -> None:
+        """Let the tool write the files to a folder, each named by its sha256, and take them from there."""
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        with_packages(partial(tool, folder), say=self._progress.say)
+        for file in files:
+            path = folder / file.sha256
+            if not path.exists():
+                self.gone.append(file)
+                continue
+            with _disk_errors(self._cache.root, file):
+                if not self._cache.put(path, file.sha256):
+                    raise _refusal(file, "other bytes", source)
+                path.unlink()
 
     def _download(self, file: LockedFile, indexes: Indexes, places: Sequence[str]) -> None:
         failure: HostError | None = None
@@ -159,77 +168,47 @@ class _Fetch:
             with _disk_errors(self._cache.root, file), self._cache.part(file.sha256) as part:
                 if part is None:
                     return True
-                resumed = part.seek(0, os.SEEK_END) > 0
-                if not self._append(part, file, offer.url, indexes):
-                    return False
-                sha256 = self._cache.commit(part, file.sha256)
-                # What was there before may come from another source or a bad disk. Only a file read in one go
-                # proves that the source is wrong.
-                if resumed and sha256 != file.sha256 and self._append(part, file, offer.url, indexes):
+                # What is there already may come from another source or a bad disk. Only a file read in one go proves
+                # that the source is wrong.
+                for _ in range(2 if part.seek(0, os.SEEK_END) else 1):
+                    if not _append(part, file, offer.url, indexes):
+                        return False
                     sha256 = self._cache.commit(part, file.sha256)
-        if sha256 != file.sha256:
-            raise _refusal(file, f"sha256 {sha256}", offer.url)
-        return True
+                    if sha256 == file.sha256:
+                        return True
+        raise _refusal(file, f"sha256 {sha256}", offer.url)
 
-    def _append(self, part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
-        """Download the rest of the part, as long as bytes keep arriving. Returns False if the source has no file."""
-        faults, size = 0, part.seek(0, os.SEEK_END)
-        while size < file.size or not file.size:
-            before = size
-            try:
-                for offset, block in indexes.read(url, size):
-                    if self._stop.is_set():
-                        raise _Stopped
-                    # A server without ranges begins again.
-                    part.truncate(offset)
-                    part.write(block)
-                    size = offset + len(block)
-                    if size > file.size:
-                        break
-                return True
-            except (FileNotFoundError, PermissionError):
+
+def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> bool:
+    """Download the rest of the part, as long as bytes keep arriving. Returns False if the source has no file."""
+    faults, size = 0, part.seek(0, os.SEEK_END)
+    while size < file.size or not file.size:
+        before = size
+        try:
+            for offset, block in indexes.read(url, size):
+                # A server without ranges begins again.
+                part.truncate(offset)
+                part.write(block)
+                size = offset + len(block)
+                if size > file.size:
+                    break
+            break
+        except (FileNotFoundError, PermissionError):
+            return False
+        except (requests.RequestException, HTTPError) as error:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if status in _ABSENT:
                 return False
-            except (requests.RequestException, HTTPError) as error:
-                status = getattr(getattr(error, "response", None), "status_code", None)
-                if status in _ABSENT:
-                    return False
-                if status == 416:
-                    return True
-                # A server that starts over each time makes no progress.
-                faults = 1 if size > before else faults + 1
-                if status is not None or faults >= _FAULTS:
-                    times = f", {_FAULTS} times" if status is None else ""
-                    hint = LOGIN_HINT if status in (401, 407) else "run it again to continue the download"
-                    raise HostError(f"{bare_url(url)} cannot be fetched: {cause(error)}{times}", hint=hint) from None
-            if self._stop.wait(_FIRST_WAIT_S * 2 ** (faults - 1)):
-                raise _Stopped
-        return True
-
-    def _debs(self, files: Sequence[LockedFile], suites: tuple[str, ...]) -> None:
-        folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        with_packages(partial(download_debs, files, suites, folder), say=self._progress.say)
-        for file in files:
-            if (folder / file.sha256).exists():
-                self._put(file, folder, f"the archive of {' and '.join(suites)}")
-            else:
-                self.gone.append(file)
-
-    def _image(self, files: Sequence[LockedFile], image: str) -> None:
-        folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        copy_image(image, folder)
-        for file in files:
-            self._put(file, folder, image)
-
-    def _archive(self, file: LockedFile, commit: Commit) -> None:
-        archive_commit(commit.url, commit.commit, self._scratch / file.sha256)
-        self._put(file, self._scratch, commit.url)
-
-    def _put(self, file: LockedFile, folder: Path, source: str) -> None:
-        path = folder / file.sha256
-        with _disk_errors(self._cache.root, file):
-            if not path.exists() or not self._cache.put(path, file.sha256):
-                raise _refusal(file, "other bytes", source)
-            path.unlink()
+            if status == 416:
+                break
+            # A server that starts over each time makes no progress.
+            faults = 1 if size > before else faults + 1
+            if status is not None or faults >= _FAULTS:
+                times = f", {_FAULTS} times" if status is None else ""
+                hint = LOGIN_HINT if status in (401, 407) else "run it again to continue the download"
+                raise HostError(f"{bare_url(url)} cannot be fetched: {cause(error)}{times}", hint=hint) from None
+        time.sleep(_FIRST_WAIT_S * 2 ** (faults - 1))
+    return True
 
 
 @contextmanager

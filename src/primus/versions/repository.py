@@ -30,24 +30,25 @@ _ATTRIBUTES = "* -text -eol -ident -filter -working-tree-encoding\n"
 def resolve_commit(name: str, pin: Commit) -> LockedFile:
     """Return the archive of the commit of package ``name``. Raises InputError if the repository has no such commit."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
-        path = Path(folder, "archive.tar")
-        archive_commit(pin.url, pin.commit, path)
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        size = path.stat().st_size
+        archive_commit(pin, "archive.tar", Path(folder))
+        with Path(folder, "archive.tar").open("rb") as file:
+            sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
     return LockedFile(
         kind="git", name=name, version=pin.version, file=f"{name}-{pin.commit}.tar", size=size, sha256=sha256
     )
 
 
-def archive_commit(url: str, commit: str, target: Path) -> None:
-    """Write the archive of the commit to ``target``. InputError for an unknown commit, HostError without an answer."""
-    with tempfile.TemporaryDirectory(prefix="primus-git-") as name:
-        source = Path(name, "source")
-        _check_out(source, url, commit)
+def archive_commit(pin: Commit, name: str, folder: Path) -> None:
+    """Write the archive of the commit to ``folder`` as ``name``.
+
+    Raises InputError for an unknown commit, HostError if the repository does not answer.
+    """
+    with tempfile.TemporaryDirectory(prefix="primus-git-") as scratch:
+        source = Path(scratch, "source")
+        _check_out(source, pin.url, pin.commit)
         paths = (path for path in source.rglob("*") if path.is_symlink() or path.is_file())
         names = sorted(os.fsencode(path.relative_to(source)) for path in paths)
-        with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as archive:
+        with tarfile.open(folder / name, "w", format=tarfile.GNU_FORMAT) as archive:
             for path in map(Path, map(os.fsdecode, names)):
                 # The repository of a submodule is a file or folder of the name .git.
                 if ".git" not in path.parts:

@@ -38,7 +38,7 @@ def parent(url: str) -> str:
 
 
 def test_the_archive_has_every_file_of_the_commit_and_its_submodules(main: str, tmp_path: Path) -> None:
-    archive_commit(main, parent(main), tmp_path / "a.tar")
+    archive_commit(Commit(url=main, commit=parent(main), version="1.0"), "a.tar", tmp_path)
     with tarfile.open(tmp_path / "a.tar") as archive:
         names = archive.getnames()
         assert {member.mtime for member in archive} == {315532800}
@@ -56,7 +56,7 @@ def test_the_archive_of_a_commit_always_has_the_same_bytes(main: str) -> None:
 
 def test_a_commit_of_nobody_is_named(main: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"main .*{'1' * 40}") as caught:
-        archive_commit(main, "1" * 40, tmp_path / "a.tar")
+        archive_commit(Commit(url=main, commit="1" * 40, version="1.0"), "a.tar", tmp_path)
     assert caught.value.about == "main"
 
 
@@ -70,5 +70,5 @@ def test_a_repository_that_is_not_there_or_silent_is_a_sentence(
         urls = {f"file://{tmp_path}/main": "not", f"http://me:SECRET@127.0.0.1:{silent.getsockname()[1]}/main": "1 s"}
         for url, words in urls.items():
             with pytest.raises(HostError, match=f"the repository .*/main does not answer: .*{words}") as caught:
-                archive_commit(url, "1" * 40, tmp_path / "a.tar")
+                archive_commit(Commit(url=url, commit="1" * 40, version="1.0"), "a.tar", tmp_path)
             assert "SECRET" not in str(caught.value)

@@ -226,6 +226,20 @@ def size(model: Architecture) -> Size:
     return Size(total=total, active=active, embedding=embedding)
 
 
+def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the model, by Hugging Face's name; balancing biases are none."""
+    dit, dense = model.dit, model.layers - model.sparse_layers
+    blocks: dict[str, tuple[str, ...]] = {f"transformer_blocks.{n}": ("double",) for n in range(dit.double_layers)}
+    blocks |= {f"single_transformer_blocks.{n}": ("single",) for n in range(dit.single_layers)}
+    blocks |= {f"model.layers.{n}": ("layer", "dense" if n < dense else "sparse") for n in range(model.layers)}
+    expected = {weight.name: weight.sizes(model) for weight in weights_of(model, "outer")}
+    for block, parts in blocks.items():
+        for weight in weights_of(model, *parts):
+            for expert in range(model.moe.experts if "{}" in weight.name else 1):
+                expected[f"{block}.{weight.name.format(expert)}"] = weight.sizes(model)
+    return {name: shape for name, shape in expected.items() if not name.endswith(".e_score_correction_bias")}
+
+
 def readable(count: int) -> str:
     """Format a count with three digits and a unit: ``8.03 B``, ``0.52 M``."""
     unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6)

@@ -168,7 +168,9 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
 
     Values may have any type. Raises InputError if rope scaling is no mapping.
     """
-    whole = {**known.defaults, **config}
+    # transformers 5 writes it under another name.
+    renamed = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    whole = {**known.defaults, **renamed, **config}
     heads, width = whole["num_attention_heads"], whole.get("hidden_size")
     part = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     rope = {} if config.get(part) is None else config[part]
@@ -194,7 +196,7 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not known.images:
         yield "rope_scaling.kind", f"{part}.rope_type", "none" if kind == "default" else kind
-    if kind in STRETCH:
+    if isinstance(kind, str) and kind in STRETCH:
         original = rope.get("original_max_position_embeddings", whole["max_position_embeddings"])
         yield "rope_scaling.original_max_position", f"{part}.original_max_position_embeddings", original
         for name, usual in {"factor": 1.0, **STRETCH[kind]}.items():

@@ -71,7 +71,7 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise InputError("config.json cannot be read, or is not JSON", where=str(file), hint=source) from error
     if not isinstance(config, dict):
         raise InputError("config.json is not a mapping", where=str(file))
-    tuned = dict.fromkeys(family(name).transformers for name in families() if family(name).tuned)
+    tuned = list(dict.fromkeys(family(name).transformers for name in families() if family(name).tuned))
     if (kind := config.get("model_type")) not in tuned:
         why, hint = f"primus has no recipe for models of type {kind!r}", f"there are recipes for {', '.join(tuned)}"
         raise InputError(why, where=f"{file}: model_type", hint=hint)

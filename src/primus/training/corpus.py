@@ -40,7 +40,8 @@ _HINT = (
 _BLOCK = 1 << 20
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 _BESIDE = re.compile("|".join(_TABLE["beside"]), re.IGNORECASE)
-_PART = re.compile(r"([A-Za-z0-9_.]+)-\d{5}-of-\d{5}")
+# Files of one split, except data-00000-of-00001.arrow, which `save_to_disk` writes to the folder of each split.
+_PART = re.compile(r"(?!data-)([A-Za-z0-9_.]+)-\d{5}-of-\d{5}")
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n{}### Response:\n"
@@ -108,7 +109,9 @@ def files_of(corpus: Corpus) -> Files:
         if not file.exists():
             raise InputError("the link leads nowhere", where=str(file), hint="remove it, or restore its file")
         refuse_special(file, str(file))
-    splits = _splits(root, [file for file in every if not _BESIDE.fullmatch(file.name)])
+    # datasets reads no folder like __pycache__ either.
+    data = [file for file in every if not any(part.startswith("__") for part in file.relative_to(root).parts[:-1])]
+    splits = _splits(root, [file for file in data if not _BESIDE.fullmatch(file.name)])
     chosen = corpus.split or (corpus.usual_split if len(splits) > 1 else next(iter(splits), None))
     names = ", ".join(sorted(split for split in splits if split))
     if len(splits) > 1 and None in splits and not corpus.split:
@@ -398,29 +401,37 @@ def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _chat(row: Mapping[Any, Any], messages: list[dict[str, Any]], first: int, where: str) -> Document:
-    system, tools, options = (row.get(name) for name in ("system", "tools", "chat_template_kwargs"))
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages, first = [{"role": "system", "content": system}, *messages], first + bool(first)
+    system, tools, options = (row.get(name) or None for name in ("system", "tools", "chat_template_kwargs"))
+    if system is not None:
+        if messages[0]["role"] != "system":
+            begin = {"role": "system", "content": _text(system, "system", where)}
+            messages, first = [begin, *messages], first + bool(first)
+        elif messages[0]["content"] != system:
+            raise InputError("the column 'system' differs from the chat's own system message", where=where)
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools or "null")
+            tools = json.loads(tools)
         except ValueError:
             raise InputError("expected a JSON list in 'tools'", where=where) from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError("expected a list of tools (JSON schemas) in 'tools'", where=where)
+    if options is not None and not isinstance(options, Mapping):
+        raise InputError("expected an object of the template's variables in 'chat_template_kwargs'", where=where)
     _refuse_surrogates(json.dumps(messages, ensure_ascii=False, default=str), where)
-    options = options if isinstance(options, Mapping) else {}
-    return Document(messages=messages, first=first, tools=tools or None, options=options)
+    return Document(messages=messages, first=first, tools=tools or None, options=options or {})
 
 
 def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
     instruction, output = (_text(row[name], name, where) for name in ("instruction", "output"))
-    context = _text(row.get("input") or "", "input", where)
+    context = "" if row.get("input") is None else _text(row["input"], "input", where)
     more = ", paired with an input that provides further context" if context else ""
     text = _ALPACA.format(more, instruction, f"### Input:\n{context}\n\n" if context else "")
     turns = [{"role": "user", "content": f"{instruction}\n{context}" if context else instruction},
              {"role": "assistant", "content": output}]  # fmt: skip
-    return Document(text=text + output, prompt=len(text), messages=_chat(row, turns, 0, where).messages)
+    chat = _chat(row, turns, 0, where)
+    # Alpaca's text has no place for a system prompt or tools.
+    plain = chat.messages == turns and not chat.tools
+    return replace(chat, text=text + output if plain else "", prompt=len(text))
 
 
 def tokenizer_folder(name: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import stat
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,9 @@ from primus.yamlfile import flat
 
 _LONGEST = 100 << 20
 _SAMPLE = 1 << 16
+OTHER_MODEL = "config.json describes another model than the tensors: take both from the same source"
+# The dtypes of plain weights, and their sizes.
+PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,12 @@ def header(file: Path) -> Header:
         content.pop("__metadata__", None)
         shapes = {name: tuple(map(int, entry["shape"])) for name, entry in content.items()}
         dtypes = {name: str(entry["dtype"]) for name, entry in content.items()}
+        if any(
+            math.prod(shapes[name]) * PLAIN[dtypes[name]] != entry["data_offsets"][1] - entry["data_offsets"][0]
+            for name, entry in content.items()
+            if dtypes[name] in PLAIN
+        ):
+            raise ValueError
         end = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
         size = file.stat().st_size
     except OSError as error:

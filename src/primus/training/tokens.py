@@ -6,6 +6,7 @@ what ``apply_chat_template`` returns. Truncation and padding never apply.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -71,6 +72,7 @@ class Encoder:
         folder = tokenizer_folder(name)
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
+            self.tokenizer("some settings of a wrong type only fail here")
         except Exception as error:
             raise InputError(
                 f"the tokenizer cannot be loaded: {first_line(error)}", where=name,
@@ -78,6 +80,10 @@ class Encoder:
             ) from error  # fmt: skip
         if not self.tokenizer.is_fast:
             raise InputError("the tokenizer has no fast form (tokenizer.json)", where=name)
+        if getattr(self.tokenizer.backend_tokenizer.model, "dropout", None):
+            where, hint = f"{name}/tokenizer.json: model.dropout", "set it to null"
+            raise InputError("the tokenizer tokenizes the same text differently each time", where=where, hint=hint)
+        self._arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
         # Some tokenizers have a BOS token, and say that text does not begin with it.
         begins = _setting(folder, "tokenizer_config.json", "add_bos_token") is not False
         self.begin: int | None = self.tokenizer.bos_token_id if begins else None
@@ -85,7 +91,7 @@ class Encoder:
         for file in ("config.json", "generation_config.json"):
             number = _setting(folder, file, "eos_token_id")
             number = number[0] if isinstance(number, list) and number else number
-            if self.end is None and isinstance(number, int):
+            if self.end is None and isinstance(number, int) and number >= 0:
                 self.end = number
 
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -101,7 +107,9 @@ class Encoder:
         """Return the tokens of a document, and 1 for each that is trained: all of them without ``completions``."""
         if document.messages is not None and (self.tokenizer.chat_template or not document.text):
             return self._chat(document, where, completions)
-        tokens, mask = self._masked(document.text, [(document.prompt, len(document.text))], special=True)
+        encoded = self.tokenizer(document.text, return_offsets_mapping=True)
+        tokens = encoded["input_ids"]
+        mask = [int(end > max(start, document.prompt)) for start, end in encoded["offset_mapping"]]
         whole = self._between(tokens)
         mask = [*[0] * (tokens[:1] != whole[:1]), *mask, 1][: len(whole)]
         mask[-1] = max(mask[-1], int(whole[-1] == self.end))
@@ -119,12 +127,16 @@ class Encoder:
             before = text
         return parts
 
-    def _masked(self, text: str, spans: Sequence[tuple[int, int]], *, special: bool) -> tuple[list[int], list[int]]:
-        encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-        return encoded["input_ids"], [
-            int(any(start < last and end > first for first, last in spans) and end > start)
-            for start, end in encoded["offset_mapping"]
-        ]
+    def _masked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+        """As transformers: from the first token of a span's first character to the first token of its last one."""
+        encoded = self.tokenizer(text, add_special_tokens=False)
+        mask = [0] * len(encoded["input_ids"])
+        for span in spans:
+            ends = (map(encoded.char_to_token, range(*span)), map(encoded.char_to_token, reversed(range(*span))))
+            first, last = (next((token for token in tokens if token is not None), None) for tokens in ends)
+            if first is not None and last is not None:
+                mask[first : last + 1] = [1] * (last + 1 - first)
+        return encoded["input_ids"], mask
 
     def _chat(self, document: Document, where: str, completions: bool) -> tuple[list[int], list[int]]:
         options = {**document.options, "tools": document.tools}
@@ -138,8 +150,10 @@ class Encoder:
                 "chat_template",
             ) from None  # fmt: skip
         try:
-            if document.tools or any("tool_calls" in turn or isinstance(turn["content"], list) for turn in messages):
+            if document.tools or any("tool_calls" in turn or not isinstance(turn["content"], str) for turn in messages):
                 _refuse_dropped(document, self._rendered([messages], options)[0])
+            if reserved := sorted(self._arguments & {*document.options}):
+                raise ValueError(f"chat_template_kwargs has {reserved[0]}, which is no variable of a template")
             if completions and _MARKED.search(template) and not document.first and all(map(_trains, messages)):
                 encoded = self.tokenizer.apply_chat_template(
                     messages, return_dict=True, return_assistant_tokens_mask=True, **options
@@ -156,7 +170,7 @@ class Encoder:
                 "that the assistant's words cannot be told from the rest", where=where,
                 hint="data.train_on=all trains every token; or mark the words with {% generation %} in the template",
             )  # fmt: skip
-        return self._masked(text, spans, special=False)
+        return self._masked(text, spans)
 
     def _rendered(self, chats: Sequence[Any], options: Mapping[str, Any], **more: Any) -> list[str]:
         texts: list[str] = self.tokenizer.apply_chat_template(list(chats), tokenize=False, **options, **more)
@@ -193,8 +207,9 @@ def _refuse_dropped(document: Document, text: str) -> None:
         name = tool.get("function", tool).get("name", "")
         if name not in text:
             raise ValueError(f"it leaves out the tool {name!r}")
-    if "{'type': " in text:
-        raise ValueError("it has no form for content in parts")
+    for turn in document.messages or ():
+        if not isinstance(content := turn.get("content"), str | None) and str(content) in text:
+            raise ValueError(f"it has no form for content that is no text, {str(content)[:40]}")
 
 
 def _agreed(text: str, *beginnings: str) -> int | None:

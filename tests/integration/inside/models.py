@@ -19,6 +19,7 @@ from primus.recipes.architecture import (
     MixtureOfExperts,
     RopeScaling,
     architecture,
+    shapes,
     size,
 )
 from primus.recipes.family import described, families_of, family
@@ -28,7 +29,7 @@ from primus.training.flux.entry import draw, flow_matching, transformer
 from primus.training.fsdp.llama import Llama
 from primus.training.loop import weights
 from primus.training.reference.names import to_canonical
-from primus.training.reference.parameters import shapes, without_bias
+from primus.training.reference.parameters import without_bias
 
 SMALL = Architecture(
     family="llama3", layers=2, hidden_size=64, heads=4, kv_heads=2, ffn_size=96, vocab_size=128, max_seq_len=256,

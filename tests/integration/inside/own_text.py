@@ -407,7 +407,7 @@ REFUSED: dict[str, tuple[Maker, Maker | None, dict[str, Any], str, str]] = {
         **{"chat_template.jinja": CONTENTS}), {}, "a.jsonl:1", "leaves out the tool 'add'"),
     "parts that the template shows as Python": (
         row_file({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, SAID]}),
-        tokenizer_with(**{"chat_template.jinja": CONTENTS}), {}, "a.jsonl:1", "content in parts"),
+        tokenizer_with(**{"chat_template.jinja": CONTENTS}), {}, "a.jsonl:1", "no text, [{"),
     "an answer that is null": (row_file({"messages": [ASKED, {"role": "assistant", "content": None}]}), None, {},
                                "a.jsonl:1", "role and content"),
     "a weight of a half": (row_file({"messages": [ASKED, SAID | {"weight": 0.5}]}), None, {}, "a.jsonl:1", "0.5"),

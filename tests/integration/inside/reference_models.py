@@ -9,6 +9,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from transformers import AutoModelForCausalLM
 
+from primus.recipes.architecture import shapes
 from primus.recipes.family import families, family
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
@@ -18,7 +19,7 @@ from primus.training.flux.entry import rotary_axes
 from primus.training.reference import blocks, diffusion, models
 from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
-from primus.training.reference.parameters import shapes, without_bias
+from primus.training.reference.parameters import without_bias
 from primus.training.reference.rounding import Rounding, attended, bfloat, exact
 from primus.training.witness import Blocks
 

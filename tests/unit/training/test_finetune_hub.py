@@ -128,7 +128,7 @@ def test_a_size_that_is_not_the_weights_is_refused(tmp_path: Path) -> None:
 def test_weights_that_torchtitan_starts_from_are_checked_too(tmp_path: Path) -> None:
     folder = written(tmp_path / "w", QWEN25)
     words = ["checkpoint.initial_load_in_hf=true", f"assets.tokenizer={folder}"]
-    with pytest.raises(InputError, match="of type qwen2, and the recipe's model is of type llama"):
+    with pytest.raises(InputError, match="of type qwen2, and the recipe's family is llama3"):
         recipe = resolve("llama3.1-8b", words, Choices(gpu="mi300x", backend="torchtitan"))
         backend_of(recipe).check_weights(recipe)
 

@@ -6,16 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from primus.errors import InputError
-from primus.recipes.architecture import Architecture
-from primus.recipes.family import family
+from primus.files import read_bytes
+from primus.recipes.architecture import Architecture, architecture, shapes
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
-from primus.recipes.weights import FILES, HUB, config_of, downloaded
+from primus.recipes.weights import FILES, HUB, downloaded, model_of
 from primus.training import identity
 from primus.training.launch import clean
 from primus.turbo.optimizations import importable
@@ -55,7 +56,8 @@ class FinetuneConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
-_PLAIN = ("F64", "F32", "F16", "BF16")
+_HEAD = "lm_head.weight"
+_MIXTRALS = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
 
 def check(folder: Path, model: Architecture) -> None:
@@ -64,17 +66,13 @@ def check(folder: Path, model: Architecture) -> None:
     Damaged and quantized files are found from their headers. Then transformers itself builds the model of the folder's
     ``config.json`` and loads the headers' shapes into it, in a process of its own.
     """
-    file, config = config_of(folder)
-    if config["model_type"] != (kind := family(model.family).transformers):
-        why = f"the weights are of type {config['model_type']}, and the recipe's model is of type {kind}"
-        raise InputError(why, where=f"{file}: model_type")
-    for part in identity.tensor_files(folder):
-        for name, dtype in identity.header(part).dtypes.items():
-            if dtype not in _PLAIN:
-                raise InputError(
-                    f"{name} is {dtype}, and only plain weights ({', '.join(_PLAIN)}) are trained", where=str(part),
-                    hint="name the weights that these were quantized from, or dequantize them",
-                )  # fmt: skip
+    sizes = {key.removeprefix("model."): setting.value for key, setting in model_of(folder, model.family).items()}
+    generation = folder / "generation_config.json"
+    with suppress(OSError, ValueError):
+        if not isinstance(json.loads(read_bytes(generation)), dict):
+            raise InputError("generation_config.json is not a mapping", where=str(generation), hint="remove it")
+    with suppress(ArithmeticError):  # of sizes that transformers refuses
+        _check_headers(folder, architecture(sizes))
     if not importable("transformers"):
         return  # the check of the backend's packages, which comes next, names it
     command = [sys.executable, "-P", "-m", "primus.training.finetune.models", str(folder), json.dumps(asdict(model))]
@@ -86,7 +84,38 @@ def check(folder: Path, model: Architecture) -> None:
         last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
         raise InputError(f"transformers cannot load these weights: {last[:300]}", where=str(folder)) from None
     if objection:
-        raise InputError(objection["why"], where=objection.get("where", str(file)), hint=objection.get("hint"))
+        raise InputError(objection.pop("why"), **{"where": f"{folder}/config.json", **objection})
+
+
+def _check_headers(folder: Path, model: Architecture) -> None:
+    expected, places, strange = shapes(model), dict[str, str](), dict[str, Path]()
+    for part in identity.tensor_files(folder):
+        head = identity.header(part)
+        for name, dtype in head.dtypes.items():
+            if dtype not in identity.PLAIN:
+                raise InputError(
+                    f"{name} is {dtype}, and only plain weights ({', '.join(identity.PLAIN)}) are trained",
+                    where=str(part), hint="name the weights that these were quantized from, or dequantize them",
+                )  # fmt: skip
+            plain = name if name.startswith((_HEAD, "model.")) else f"model.{name}"  # of a file without the head
+            for old, new in _MIXTRALS.items():
+                plain = plain.replace(old, new)
+            if plain not in expected:
+                strange |= {} if plain == _HEAD or plain.endswith("rotary_emb.inv_freq") else {name: part}
+            elif places.setdefault(plain, name) != name:
+                why = f"{name} and {places[plain]} are the same weight"
+                raise InputError(why, where=str(part), hint="remove one of them")
+            elif head.shapes[name] != expected[plain]:
+                in_model = f"{list(expected[plain])} in the model of config.json"
+                why = f"{name} is {list(head.shapes[name])} in the file, and {in_model}"
+                raise InputError(why, where=str(part), hint=identity.OTHER_MODEL)
+    if model.moe.experts and any(".experts." in name for name in strange):
+        return  # transformers stacks the matrices of all experts, also in files
+    what = "the model of config.json has no place for" if strange else "the weights lack"
+    if names := sorted(strange or expected.keys() - places.keys()):
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        where = str(strange.get(names[0], folder))
+        raise InputError(f"{what} {names[0]}{more}", where=where, hint=identity.OTHER_MODEL)
 
 
 def source_of(name: str, *, offline: bool) -> Path | None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from primus.recipes import family
 from primus.recipes.architecture import Architecture, architecture
-from primus.training.identity import tensor_files
+from primus.training.identity import OTHER_MODEL, tensor_files
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
 from primus.training.tokens import Encoder
@@ -228,19 +228,10 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         None, config=config, state_dict=shapes, device_map={"": "meta"}, dtype=torch.float32,
         ignore_mismatched_sizes=True, output_loading_info=True,
     )  # fmt: skip
-    hint = "config.json describes another model than the tensors: take both from the same source"
-    for name, in_file, expected in sorted(report["mismatched_keys"], key=str):
-        yield {
-            "why": f"{name} is {list(in_file)} in the file, and {list(expected)} in the model of config.json",
-            "where": str(places.get(name, folder)), "hint": hint,
-        }  # fmt: skip
-    for kind, what in (
-        ("unexpected_keys", "the model of config.json has no place for"),
-        ("missing_keys", "the weights lack"),
-    ):
-        if names := sorted(report[kind]):
-            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-            yield {"why": f"{what} {names[0]}{more}", "where": str(places.get(names[0], folder)), "hint": hint}
+    for kind in ("mismatched_keys", "unexpected_keys", "missing_keys"):
+        if names := sorted(report[kind], key=str):
+            where = str(places.get(names[0], folder))
+            yield {"why": f"transformers reports {kind}: {names[0]}", "where": where, "hint": OTHER_MODEL}
     output, embedding = OUTER
     if config.tie_word_embeddings and output in places and embedding in places:
         with safe_open(places[embedding], "pt") as first, safe_open(places[output], "pt") as second:

@@ -10,6 +10,7 @@ import lzma
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,7 @@ def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
     if name == MOCK:
         return [(words.plain(text), None) for text in texts(seed, _MOCK_TEXTS)]
     data = job.get("data", {})
-    column, answers = data.get("column"), data.get("train_on", "completions") == "completions"
+    column, answers = data.get("column") or None, data.get("train_on", "completions") == "completions"
     pieces: list[_Piece] = []
     for file in _files(Path(name), data.get("split")):
         rows = _rows(file)
@@ -238,9 +239,18 @@ def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
 def _files(path: Path, split: str | None) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = [Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names]
-    shown = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    entered: dict[str, list[Path]] = {}
+    for folder, _, names in os.walk(path, followlinks=True):
+        entered.setdefault(os.path.realpath(folder), [Path(folder, name) for name in names])
+    shown = (
+        file
+        for files in entered.values()
+        for file in files
+        if not re.search(r"(^|/)(\.|__.*/)", str(file.relative_to(path)))
+    )
     files = sorted(file for file in shown if not re.fullmatch("|".join(_TABLE["beside"]), file.name, re.IGNORECASE))
+    if (split or "train") in (shards := {file: re.sub(r"-\d{5}-of-\d{5}.*", "", file.name) for file in files}).values():
+        return [file for file in files if shards[file] == (split or "train")]
     for words_of in (lambda file: [file.name], lambda file: file.relative_to(path).parts[:-1]):
         splits = {
             name: [file for file in files if {*words} & {*re.split(r"[-._ 0-9]", " ".join(words_of(file)).lower())}]
@@ -341,27 +351,29 @@ class _Words:
         tools = row.get("tools")
         tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
         muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, ("weight", "train", "training", "loss_mask"))}
-        if answers and not first and not muted:
+        options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+        marks = re.search(r"{%-?\s*generation\b", self._tokenizer.get_chat_template(None, tools))
+        if answers and not first and not muted and marks:
             marked = self._tokenizer.apply_chat_template(
-                turns, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+                turns, **options, return_dict=True, return_assistant_tokens_mask=True
             )
-            if any(marked["assistant_masks"]):
-                return marked["input_ids"], list(map(bool, marked["assistant_masks"]))
-        text = self._rendered(turns, tools)
+            return marked["input_ids"], list(map(bool, marked["assistant_masks"]))
+        text = self._rendered(turns, options)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = [
-            self._span(text, turns[:number], turn, tools)
+            self._span(text, turns[:number], turn, options)
             for number, turn in enumerate(turns if answers else ())
             if turn["role"] == "assistant" and number >= first and number not in muted
         ]
-        inside = [
-            any(start < last and end > begin for begin, last in spans) for start, end in encoded["offset_mapping"]
-        ]
+        inside = [False] * len(encoded["input_ids"])
+        for begin, last in spans:
+            if tokens := {encoded.char_to_token(place) for place in range(begin, last)} - {None}:
+                inside[min(tokens) : max(tokens) + 1] = [True] * (max(tokens) + 1 - min(tokens))
         return encoded["input_ids"], inside if answers else None
 
-    def _span(self, text: str, before: _Turns, turn: dict[str, Any], tools: Any) -> tuple[int, int]:
-        asked = self._rendered(before, tools, add_generation_prompt=True)
-        answered = self._rendered([*before, turn], tools)
+    def _span(self, text: str, before: _Turns, turn: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
+        asked = self._rendered(before, options, add_generation_prompt=True)
+        answered = self._rendered([*before, turn], options)
         start = len(asked if text.startswith(asked) else re.sub(r"<think>\s*(</think>\s*)?$", "", asked))
         rest = answered[start:]
         if not text.startswith(rest, start):
@@ -370,8 +382,9 @@ class _Words:
             rest = rest if text.startswith(rest, start) else rest.removesuffix(self._tokenizer.eos_token or "")
         return start, start + len(rest)
 
-    def _rendered(self, turns: _Turns, tools: Any, **more: Any) -> str:
-        return str(self._tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **more))
+    def _rendered(self, turns: _Turns, options: dict[str, Any], **more: Any) -> str:
+        # A list of conversations, which may be empty.
+        return str(self._tokenizer.apply_chat_template([turns], **options, tokenize=False, **more)[0])
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -383,8 +396,10 @@ def _tokenizer(folder: Path) -> Any:
 def settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of a JSON file in ``folder``; nothing if there is none."""
     file = folder / name
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return content
+    with suppress(OSError, ValueError):
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return content
+    return {}
 
 
 def marks(folder: Path) -> dict[str, int]:
@@ -393,6 +408,7 @@ def marks(folder: Path) -> dict[str, int]:
     numbers = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id")}
     for name in ("generation_config.json", "config.json"):
         end = settings(folder, name).get("eos_token_id")
-        if tokenizer.eos_token is None and end is not None:
-            numbers["eos_token_id"] = end[0] if isinstance(end, list) else end
+        end = next(iter(end), None) if isinstance(end, list) else end
+        if tokenizer.eos_token is None and end is not None and end >= 0:
+            numbers["eos_token_id"] = end
     return {key: number for key, number in numbers.items() if number is not None}

@@ -12,24 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primus.recipes.architecture import Architecture
-from primus.recipes.family import weights_of
+from primus.recipes.architecture import Architecture, shapes
 from primus.training.reference.names import BIAS, Job, Tensors, to_canonical
 from primus.training.reference.rounding import LIMITS
-
-
-def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the model, by Hugging Face's name."""
-    dit, dense = model.dit, model.layers - model.sparse_layers
-    blocks: dict[str, tuple[str, ...]] = {f"transformer_blocks.{n}": ("double",) for n in range(dit.double_layers)}
-    blocks |= {f"single_transformer_blocks.{n}": ("single",) for n in range(dit.single_layers)}
-    blocks |= {f"model.layers.{n}": ("layer", "dense" if n < dense else "sparse") for n in range(model.layers)}
-    expected = {weight.name: weight.sizes(model) for weight in weights_of(model, "outer")}
-    for block, parts in blocks.items():
-        for weight in weights_of(model, *parts):
-            for expert in range(model.moe.experts if "{}" in weight.name else 1):
-                expected[f"{block}.{weight.name.format(expert)}"] = weight.sizes(model)
-    return {name: shape for name, shape in expected.items() if not name.endswith(BIAS)}
 
 
 def operations(model: Architecture, length: int, adapters: int | None = None) -> float:

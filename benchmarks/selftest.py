@@ -79,6 +79,8 @@ PLACES = (
     Place("fp8-feed-forward", "primus.turbo.fp8_kernels", "swiglu_cast"),
     *(Place("fp8-feed-forward", "primus.turbo.fp8_kernels", "swiglu_backward", index) for index in range(5)),
     Place("reduce-scatter-copy-in", "primus.turbo.kernels", "copy_in", 1, argument=True),
+    Place("peer-copies", "primus.turbo.peers", "sum_of_ranks", 1, argument=True),
+    Place("peer-copies", "primus.turbo.peers", "reduce", 1, argument=True),
     *(Place("fused-adamw", "primus.turbo.kernels", "adamw_", index, argument=True) for index in (0, 2, 3)),
     Place("real-rope", "primus.turbo.attention", "rotate"),
     Place("expert-routing", "primus.turbo.experts", "_gathered"),

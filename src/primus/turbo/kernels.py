@@ -151,6 +151,28 @@ def copy_in(grads: Sequence[torch.Tensor], out: torch.Tensor, ranks: int) -> boo
 
 
 @triton.jit
+def _sum_of_ranks(shares, out, count, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for _ in tl.static_range(RANKS):
+        total += tl.load(shares + offsets, mask=inside, other=0.0).to(tl.float32)
+        shares += count
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_of_ranks(shares: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of ``shares`` [ranks, count] to ``out`` [count], added in float32 in the order of ranks."""
+    if not shares.is_cuda:
+        torch.sum(shares, 0, dtype=torch.float32, out=out)
+        return
+    ranks, count = shares.shape
+    block = 4096
+    with torch.cuda.device(out.device):
+        _sum_of_ranks[(triton.cdiv(count, block),)](shares, out, count, RANKS=ranks, BLOCK=block, num_warps=8)
+
+
+@triton.jit
 def _adamw(
     p, g, m, v, clip, amax, count, lr, decay, beta1, beta2, eps, step_size, root,
     AMAX: tl.constexpr, BLOCK: tl.constexpr,

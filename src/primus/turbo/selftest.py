@@ -8,6 +8,7 @@ value that a kernel does not write is seen.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -21,7 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from primus.turbo import attention, experts, fp8, fp8_kernels, kernels, primus_turbo
+from primus.turbo import attention, experts, fp8, fp8_kernels, kernels, peers, primus_turbo
 from primus.turbo.compared import SCALE_FP8, Compared, Maker, Rows, leaves_of, three_ways
 from primus.turbo.optimizations import Shapes
 
@@ -216,6 +217,49 @@ def reduce_scatter_copy_in(shapes: Shapes, make: Maker) -> Rows:
     yield Compared(label="the gradients", out=out if copied else out.new_zeros(0), plain=expected)
 
 
+class Buffers:
+    """:class:`~primus.turbo.peers.Memory` of several ranks in one process, each on its GPU."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    def of(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a part of one buffer."""
+        return self.buffers[rank][offset : offset + count * dtype.itemsize].view(dtype)
+
+    def barrier(self) -> None:
+        """Wait for all GPUs."""
+        for buffer in self.buffers if self.buffers[0].is_cuda else ():
+            torch.cuda.synchronize(buffer.device)
+
+
+def peer_copies(shapes: Shapes, make: Maker) -> Rows:
+    """A gather and a reduction of one weight, by each rank from the memory of the others."""
+    ranks, count = shapes.shards, shapes.ffn * shapes.hidden // shapes.shards
+    present = torch.cuda.device_count() if make.device == "cuda" else 0
+    devices = [f"cuda:{rank % present}" if present else "cpu" for rank in range(ranks)]
+    for one, other in itertools.permutations(range(present), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            raise RuntimeError(f"GPU {one} cannot read the memory of GPU {other}")
+    parts = [make.normal(ranks * count) for _ in range(ranks)]
+    memory = Buffers([part.view(torch.uint8).to(device) for part, device in zip(parts, devices, strict=True)])
+    for rank, device in enumerate(devices):
+        total = torch.full((count,), float("nan"), device=device)
+        peers.reduce(memory, total, parts[0].dtype, rank, ranks)
+        shares = [part[rank * count : (rank + 1) * count] for part in parts]
+        plain, exact = (
+            torch.stack([share.to(wide) for share in shares]).sum(0) for wide in (torch.float32, torch.float64)
+        )
+        yield Compared(label="the sum of gradients", out=total.to(make.device), plain=plain, exact=exact)
+    expected = torch.cat([part[rank * count : (rank + 1) * count] for rank, part in enumerate(parts)])
+    for rank in range(ranks):
+        whole = memory.of(rank, 0, ranks * count, parts[0].dtype)
+        gathered = torch.full_like(whole, float("nan"))
+        gathered[rank * count : (rank + 1) * count] = whole[rank * count : (rank + 1) * count]
+        peers.gather(memory, [gathered.view(ranks, -1)], [0], 2 * count, rank)
+        yield Compared(label="the gathered weight", out=gathered.to(make.device), plain=expected)
+
+
 def fused_adamw(shapes: Shapes, make: Maker) -> Rows:
     """The third step of a rank's share of the largest weight, with gradients scaled by 0.37."""
     sizes, wide = (shapes.ffn // shapes.shards or 1, shapes.hidden), torch.float32
@@ -393,8 +437,8 @@ TESTS: dict[str, Callable[[Shapes, Maker], Rows]] = {
     test.__name__.replace("_", "-"): test
     for test in (
         linear_cross_entropy, fp8_weight_cast, fp8_linear, fp8_projections, fp8_feed_forward, reduce_scatter_copy_in,
-        fused_adamw, frozen_weights, real_rope, expert_routing, expert_products, flash_attention_4, flex_attention,
-        turbo_attention, turbo_fp8_linear, turbo_grouped_gemm,
+        peer_copies, fused_adamw, frozen_weights, real_rope, expert_routing, expert_products, flash_attention_4,
+        flex_attention, turbo_attention, turbo_fp8_linear, turbo_grouped_gemm,
     )
 }  # fmt: skip
 """Name of an optimization → its test."""

@@ -41,6 +41,9 @@ def calls(arch: str) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
         "_copy_in": (
             {"grad": "*bf16", "out": "*fp32", "share": "i32", "width": "i32", "at": "i32"}, {"BLOCK": 4096},
         ),
+        "_sum_of_ranks": (
+            {"shares": "*bf16", "out": "*fp32", "count": "i32"}, {"RANKS": 8, "BLOCK": 4096},
+        ),
         "_adamw": (
             {**dict.fromkeys(("p", "g", "m", "v", "clip", "amax"), "*fp32"), "count": "i32"}
             | dict.fromkeys(numbers, "fp32"),

@@ -41,6 +41,15 @@ def test_a_planted_fault_is_named(place: Place, kind: str) -> None:
         assert selftest.fault(place.optimization, SHAPES, device="cpu")
 
 
+@pytest.mark.parametrize("shift", (-1, 1))
+def test_weights_from_the_memory_of_another_rank_are_a_fault(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    of = selftest.Buffers.of
+    monkeypatch.setattr(
+        selftest.Buffers, "of", lambda self, rank, *where: of(self, (rank + shift) % SHAPES.shards, *where)
+    )
+    assert selftest.fault("peer-copies", SHAPES, device="cpu")
+
+
 def test_a_kernel_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access\nmore")

@@ -191,6 +191,10 @@ def shard(
             # Sum instead of mean, because the loss is already divided by the terms of all ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if "peer-copies" in job.turbo:
+        from primus.turbo import peers
+
+        peers.attach([model], kept=not sharding.reshard_after_forward)
     weights.materialize(model, process.device)
 
 

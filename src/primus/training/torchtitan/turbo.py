@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from primus.patch import replace
-from primus.turbo import fp8, primus_turbo
+from primus.turbo import fp8, peers, primus_turbo
 from primus.turbo.attention import FlashAttention4, rotate
 from primus.turbo.experts import combine, dispatch, grouped_experts, routes
 from primus.turbo.kernels import LossHead, cast_fp8
@@ -238,6 +238,8 @@ def changed_trainer(trainer: type, names: Sequence[str]) -> type:
                 for optimizer in self.optimizers:
                     optimizer.step = Step(optimizer)
                     optimizer._opt_called = True
+            if "peer-copies" in names:
+                peers.attach(self.model_parts, kept=config.parallelism.fsdp_reshard_after_forward == "never")
 
         def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
             out = super().post_dataloading_process(input_dict, labels)

@@ -1,0 +1,245 @@
+"""FSDP2's gathers and reductions by the copy engines of GPUs that read each other's memory.
+
+NCCL's kernels hold SMs, which the products beside them then lack, and add gradients in float32 on the wire. Here each
+rank copies what it needs from the memory of its peers, which takes no SM. Gradients travel as BF16, the type in which
+they were computed, and each rank adds its share in float32, in the order of ranks: half of the bytes, and at least the
+precision of a float32 reduction. Weights that are kept until the backward pass are gathered in place.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from primus.patch import replace
+from primus.turbo.kernels import sum_of_ranks
+from primus.turbo.optimizations import CALLS
+
+_SLOTS = 2
+"""Buffers of weights in use at a time: FSDP2 gathers the next weights while it copies one buffer out."""
+_ALIGNED = 4096
+
+
+class Memory(Protocol):
+    """Buffers of the same size, one per rank, that every rank can read."""
+
+    def of(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``count`` numbers from the buffer of ``rank``; ``offset`` is in bytes."""
+
+    def barrier(self) -> None:
+        """Make the current stream wait until all ranks are here."""
+
+
+class Symmetric:
+    """:class:`Memory` of a process group on one host."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        # Only copies are used, and some drivers refuse to create the objects for multicast.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        self.buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self._handle: Any = None
+
+    def connect(self, group: dist.ProcessGroup) -> Symmetric:
+        """Exchange the buffers' addresses with the other ranks, once. Returns itself."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._handle = self._handle or symmetric.rendezvous(self.buffer, group.group_name)
+        return self
+
+    def of(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a view of the memory of ``rank``."""
+        part: torch.Tensor = self._handle.get_buffer(rank, (count,), dtype, offset // dtype.itemsize)
+        return part
+
+    def barrier(self) -> None:
+        """Wait on the GPU."""
+        self._handle.barrier()
+
+
+def gather(
+    memory: Memory, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, rank: int
+) -> None:  # fmt: skip
+    """Fill each of ``outputs`` [ranks, count], but for the row of ``rank``.
+
+    A rank has its share of an output at the output's offset + ``stride`` · rank, in bytes.
+    """
+    ranks = len(outputs[0])
+    memory.barrier()
+    for peer in ((rank + step) % ranks for step in range(1, ranks)):
+        for output, offset in zip(outputs, offsets, strict=True):
+            output[peer].copy_(memory.of(peer, offset + stride * peer, output.shape[1], output.dtype))
+    # Nobody overwrites what a peer still reads.
+    memory.barrier()
+
+
+def reduce(memory: Memory, output: torch.Tensor, dtype: torch.dtype, rank: int, ranks: int) -> None:
+    """Write the sum of what all ranks have for the share of ``rank``, in ``dtype``, to ``output`` [count]."""
+    count = output.numel()
+    shares = torch.empty(ranks, count, dtype=dtype, device=output.device)
+    memory.barrier()
+    for peer in ((rank + step) % ranks for step in range(ranks)):
+        shares[peer].copy_(memory.of(peer, rank * count * dtype.itemsize, count, dtype))
+    memory.barrier()
+    sum_of_ranks(shares, output)
+
+
+class _Collective:
+    """Slots in symmetric memory, which grows in the first step. All ranks ask for the same sizes."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._slot = 0
+        self._memory: Any = None
+
+    @property
+    def _size(self) -> int:
+        return self._memory.buffer.numel() // self._slots if self._memory else 0
+
+    def _take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        size = math.ceil(count * dtype.itemsize / _ALIGNED) * _ALIGNED
+        if size > self._size:
+            torch.cuda.synchronize(device)
+            self._memory = None
+            self._memory = Symmetric(size * self._slots, device)
+        self._slot = (self._slot + 1) % self._slots
+        start = self._slot * self._size
+        part: torch.Tensor = self._memory.buffer[start : start + count * dtype.itemsize].view(dtype)
+        return part
+
+
+class PeerGather(_Collective):
+    """FSDP2's all-gather: ``torch.distributed.fsdp``'s protocol of ``set_custom_all_gather``."""
+
+    def __init__(self) -> None:
+        super().__init__(_SLOTS)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the buffer of the next gather."""
+        return self._take(math.prod(size), dtype, device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """Gather; ``input_tensor`` is this rank's part of ``output_tensor``."""
+        share = input_tensor.numel() * input_tensor.itemsize
+        self._gather([output_tensor.view(group.size(), -1)], [0], share, group)
+
+    def _gather(
+        self, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, group: dist.ProcessGroup
+    ) -> None:  # fmt: skip
+        CALLS["peer_gather"] += 1
+        start = self._slot * self._size
+        gather(self._memory.connect(group), outputs, [start + at for at in offsets], stride, group.rank())
+
+    def fill(self, params: Sequence[Any], group: dist.ProcessGroup, copying: Any, stream: Any) -> torch.Event:
+        """Gather FSDP2's ``params`` into their own memory on ``stream``, after the casts on ``copying``."""
+        shards, ranks = [param._sharded_param_data for param in params], group.size()
+        sizes, kind, device = [shard.numel() for shard in shards], params[0].param_dtype, shards[0].device
+        with torch.cuda.stream(copying):
+            own = self._take(sum(sizes), kind, device).split(sizes)
+            torch._foreach_copy_(own, shards)
+        if not params[0].all_gather_outputs:
+            for param, size in zip(params, sizes, strict=True):
+                param.init_all_gather_outputs([size], [kind], ranks, device)
+                param.gathered_in_place = True
+            # What had this memory before is over then.
+            stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(copying)
+        with torch.cuda.stream(stream):
+            outputs = [param.all_gather_outputs[0].view(ranks, -1) for param in params]
+            torch._foreach_copy_([output[group.rank()] for output in outputs], own)
+            starts = [at * kind.itemsize for at in accumulate(sizes[:-1], initial=0)]
+            self._gather(outputs, starts, 0, group)
+            event: torch.Event = stream.record_event()
+        return event
+
+
+class PeerReduce(_Collective):
+    """FSDP2's reduce-scatter: ``torch.distributed.fsdp``'s protocol of ``set_custom_reduce_scatter``."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._for_output = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the buffer of the gradients, which is BF16 whatever ``dtype`` is, then that of their sum."""
+        self._for_output = not self._for_output
+        if self._for_output:
+            return torch.empty(*size, dtype=dtype, device=device)
+        return self._take(math.prod(size), torch.bfloat16, device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """Add up the gradients of all ranks. Raises RuntimeError for any other operation than a sum."""
+        if op != dist.ReduceOp.SUM:
+            raise RuntimeError(f"peer-copies cannot reduce by {op}")
+        CALLS["peer_reduce"] += 1
+        memory = self._memory.connect(group)
+        reduce(memory, output_tensor, input_tensor.dtype, group.rank(), group.size())
+
+
+def attach(parts: Iterable[torch.nn.Module], *, kept: bool) -> None:
+    """Let all FSDP2 modules of ``parts`` gather weights and reduce gradients by copies.
+
+    With ``kept``, no module frees its weights before the backward pass. Then they have memory for the whole run, and
+    are gathered into it. Raises SystemExit if the ranks cannot share memory.
+    """
+    try:
+        Symmetric(_ALIGNED, torch.device("cuda", torch.cuda.current_device())).connect(dist.group.WORLD)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise SystemExit(
+            f"peer-copies: the ranks cannot share memory: {reason}; --turbo off trains without it"
+        ) from error
+    gathering, reducing = PeerGather(), PeerReduce()
+    for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gathering)
+            module.set_custom_reduce_scatter(reducing)
+            # FSDP2 divides the sum instead, where NCCL would multiply each addend.
+            module.set_force_sum_reduction_for_comms(True)
+    if kept:
+        _fill_in_place()
+
+
+def _fill_in_place() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+
+    def foreach_all_gather(
+        params: Any, group: Any, later: bool, copying: Any, stream: Any, device: Any, gathering: Any
+    ) -> Any:  # fmt: skip
+        if any(param.fsdp_placement.dim or hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+               for param in params):  # fmt: skip
+            return from_buffer(params, group, later, copying, stream, device, gathering)
+        return AllGatherResult(
+            params[0]._sharded_param_data, gathering.fill(params, group, copying, stream), None, [], [], []
+        )
+
+    def foreach_all_gather_copy_out(result: Any, params: Any, group: Any) -> None:
+        if result.param_all_gather_input_numels:
+            copy_out(result, params, group)
+        else:
+            torch.cuda.current_stream().wait_event(result.all_gather_event)
+
+    def free_unsharded_param(self: Any) -> None:
+        if not getattr(self, "gathered_in_place", False):
+            free(self)
+
+    takes = "fsdp_params, group, async_op, all_gather_copy_in_stream, all_gather_stream, device, all_gather_comm"
+    from_buffer = replace(groups, "foreach_all_gather", torch.no_grad()(foreach_all_gather), takes=takes)
+    takes = "all_gather_result, fsdp_params, group"
+    copy_out = replace(groups, "foreach_all_gather_copy_out", foreach_all_gather_copy_out, takes=takes)
+    free = replace(groups.FSDPParam, "free_unsharded_param", free_unsharded_param, takes="self")

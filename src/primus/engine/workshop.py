@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
-from primus.oci.layer import root_of_layers, write_layer
-from primus.oci.store import Layer, Store
+from primus.oci import canonical
+from primus.oci.layer import write_layer
+from primus.oci.store import Layer, Store, manifest_of
 from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action
 from primus.sandbox.container import GIB, Command, Mount, RootFs
@@ -316,3 +318,27 @@ def _end(log: Path, size: int) -> bytes:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size))
         return file.read()
+
+
+def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
+    """Return a root file system of these layers, bottom first, without an image's settings."""
+    diff_ids = [layer.diff_id for layer in layers]
+    rootfs = {"type": "layers", "diff_ids": diff_ids}
+    config = canonical.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
+    manifest = manifest_of(config, [layer.blob for layer in layers], {})
+    return RootFs(name="layers", manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)
+
+
+def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
+    """Return the image of ``target`` that the store calls ``ref``.
+
+    Raises InputError, which lists the existing images, if it is not built; HostError if its manifest or config is
+    damaged.
+    """
+    images = store.images()
+    if ref not in images:
+        names = sorted(images) or ["no image"]
+        raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
+    manifest = store.read(str(images[ref]["digest"]))
+    config = store.read(json.loads(manifest)["config"]["digest"])
+    return RootFs(name=ref, manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)

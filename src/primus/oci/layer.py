@@ -1,24 +1,19 @@
-"""Entries → one compressed layer blob, in one pass: tar, SHA-256 of the tar, compression, SHA-256 of the blob; and
-layers of the store as a root file system for the sandbox.
-"""
+"""Entries → one compressed layer blob, in one pass: tar, SHA-256 of the tar, compression, SHA-256 of the blob."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import zstandard
 
-from primus.errors import CheckFailed, HostError, InputError
-from primus.oci import canonical
-from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, manifest_of, storage_error
+from primus.errors import CheckFailed, HostError
+from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Member, in_order, write_tar
-from primus.sandbox.container import RootFs
 
 # Part of every key. Increase it whenever the same entries would give other bytes.
 _FORMAT = 1
@@ -155,27 +150,3 @@ def _link_at(folder: str, links: set[str]) -> str:
     while folder and folder not in links:
         folder = folder.rpartition("/")[0]
     return folder
-
-
-def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
-    """Return a root file system of these layers, bottom first, without an image's settings."""
-    diff_ids = [layer.diff_id for layer in layers]
-    rootfs = {"type": "layers", "diff_ids": diff_ids}
-    config = canonical.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
-    manifest = manifest_of(config, [layer.blob for layer in layers], {})
-    return RootFs(name="layers", manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)
-
-
-def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
-    """Return the image of ``target`` that the store calls ``ref``.
-
-    Raises InputError, which lists the existing images, if it is not built; HostError if its manifest or config is
-    damaged.
-    """
-    images = store.images()
-    if ref not in images:
-        names = sorted(images) or ["no image"]
-        raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
-    manifest = store.read(str(images[ref]["digest"]))
-    config = store.read(json.loads(manifest)["config"]["digest"])
-    return RootFs(name=ref, manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from primus.engine.workshop import root_of_image
 from primus.errors import InputError, PrimusError, did_you_mean
 from primus.oci.contents import walk
-from primus.oci.layer import root_of_image
 from primus.oci.store import Store
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all

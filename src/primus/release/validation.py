@@ -14,12 +14,12 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from primus.engine.workshop import root_of_image
 from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.gates.check import judge
 from primus.gates.examined import examine
 from primus.oci.canonical import digest_of
-from primus.oci.layer import root_of_image
 from primus.progress import choose_progress
 from primus.release import golden
 from primus.release.cells import NO_GPU, ran_on

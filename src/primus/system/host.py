@@ -15,6 +15,7 @@ from typing import Literal
 
 from primus.files import text_if_readable
 from primus.gpus.detect import Found, detect
+from primus.system.issues import STATUS, Issue, debs, issues
 
 Level = Literal["ok", "failed", "slow", "skipped"]
 _LONGEST = 1000
@@ -88,6 +89,12 @@ class Host:
             return {name.lower(): str(version) for name, version in components.items()}
         except (ValueError, AttributeError):
             return {}
+
+    def issues(self, gpu: str | None) -> list[Issue]:
+        """Return the known issues on ``gpu`` of the image that this code is in; none outside an image."""
+        if not (components := self.components()):
+            return []
+        return issues({**debs(self.text(STATUS)), **components}, [gpu] if gpu else [])
 
     def number(self, path: str) -> int | None:
         """Return the whole number in a file; None if there is none."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from primus.schema import build, described
-from primus.system.host import Host
 from primus.yamlfile import read
 
 FILE = Path(__file__).with_name("known-issues.yaml")
@@ -62,13 +61,6 @@ def issues(versions: Mapping[str, str | None], gpus: Collection[str], path: Path
         )
         and (not issue.gpus or not set(issue.gpus).isdisjoint(gpus))
     ]
-
-
-def issues_here(host: Host, gpu: str | None) -> list[Issue]:
-    """Return the known issues of the image that this code is in, on ``gpu``; none outside an image."""
-    if not (components := host.components()):
-        return []
-    return issues({**debs(host.text(STATUS)), **components}, [gpu] if gpu else [])
 
 
 def debs(status: str) -> dict[str, str]:

@@ -13,7 +13,6 @@ from typing import Any, cast
 from primus.gpus.detect import properties
 from primus.system import fabric
 from primus.system.host import IMAGE_FILE, Finding, Host, failed, ok, skipped, slow
-from primus.system.issues import issues_here
 from primus.yamlfile import read_values
 
 _GIB = 2**30
@@ -263,7 +262,7 @@ def _leading(text: str) -> float:
 
 def known_issues(host: Host) -> Iterator[Finding]:
     """Name what is known to be wrong with this image's versions on this GPU."""
-    for issue in issues_here(host, host.gpus.generation):
+    for issue in host.issues(host.gpus.generation):
         if issue.severity == "refuse":
             yield failed("known issues", str(issue), "use another image")
         else:

@@ -10,7 +10,7 @@ import pytest
 from primus.cli.main import main
 from primus.system import issues as module
 from primus.system.host import Host
-from primus.system.issues import issues, issues_here
+from primus.system.issues import issues
 from primus.system.preflight import preflight
 from project_kit import make_project
 
@@ -56,7 +56,7 @@ def test_the_shipped_table_names_the_pins_that_have_an_issue(tmp_path: Path) -> 
     status = tmp_path / "var/lib/dpkg/status"
     status.parent.mkdir(parents=True)
     status.write_text("Package: a\nVersion: 1\n\nPackage: libibverbs1\nStatus: install ok\nVersion: 50.0-2\n")
-    assert [issue.component for issue in issues_here(Host(root=tmp_path), "mi350x")] == ["libibverbs1", "rocm"]
+    assert [issue.component for issue in Host(root=tmp_path).issues("mi350x")] == ["libibverbs1", "rocm"]
     (finding,) = [f for f in preflight(Host(root=tmp_path)) if f.check == "known issues"]
     assert "Thor2" in finding.message and "ROCm/MAD#200" in finding.message and not finding.problem
 

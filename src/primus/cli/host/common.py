@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 from primus.cli.verb import JSON, flag, folder, matching, option, path
 from primus.errors import InputError
-from primus.oci.layer import root_of_image
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve, resolve_all
 from primus.plan.workspace import Workspace
-from primus.sandbox.container import RootFs
 
 
 def _target_names() -> Sequence[str]:
@@ -65,9 +63,3 @@ def resolved_targets(args: argparse.Namespace) -> tuple[list[ResolvedTarget], Wo
     """Like :func:`resolved_target`, for verbs that take several targets."""
     project = open_project(args)
     return resolve_all(project, targets_of(project, args)), project.workspace
-
-
-def image_root(args: argparse.Namespace) -> RootFs:
-    """Return the root file system of the image of ``args.target``. Raises InputError if the store has no such image."""
-    resolved, workspace = resolved_target(args)
-    return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)

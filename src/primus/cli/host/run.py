@@ -8,12 +8,13 @@ import re
 import sys
 from pathlib import Path
 
-from primus.cli.host.common import ENGINE, SINGLE, SOURCE, TARGET, image_root
+from primus.cli.host.common import ENGINE, SINGLE, SOURCE, TARGET, resolved_target
 from primus.cli.verb import answer, option, several, verb
+from primus.engine.workshop import root_of_image
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
 from primus.sandbox import images
-from primus.sandbox.container import GIB, Command, Mount
+from primus.sandbox.container import GIB, Command, Mount, RootFs
 from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
 
@@ -27,7 +28,7 @@ def load(args: argparse.Namespace) -> int:
 
     Nothing is sent if the engine already has the image. The last line is the image ID.
     """
-    root = image_root(args)
+    root = _image_root(args)
     tag = f"rocm/primus:{root.name}"
     image_id, sent = images.load(root, tag)
     document = {"image_id": image_id, "tag": tag, "manifest": digest_of(root.manifest), "bytes_sent": sent}
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         entrypoint=args.entrypoint,
         shm_bytes=_bytes("--shm-size", args.shm_size) or 8 * GIB,
     )
-    return choose(args.engine, _say).run(image_root(args), command)
+    return choose(args.engine, _say).run(_image_root(args), command)
 
 
 def _say(text: str) -> None:
@@ -120,3 +121,9 @@ def _bytes(option: str, text: str | None) -> int | None:
     if not 1 << 20 <= amount < 1 << 60:
         raise InputError(f"{option} {text[:40]!r} is not a size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
     return amount
+
+
+def _image_root(args: argparse.Namespace) -> RootFs:
+    """Return the root file system of the image of ``args.target``. Raises InputError if the store has no such image."""
+    resolved, workspace = resolved_target(args)
+    return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)

@@ -20,7 +20,6 @@ from primus.recipes.rules.loop import Memory
 from primus.recipes.setting import CHOICES
 from primus.recipes.weights import origin_of_sizes
 from primus.system.host import Host
-from primus.system.issues import issues_here
 from primus.terminal import Screen, Styled, counted
 from primus.turbo.optimizations import reasons as optimization_reasons
 from primus.yamlfile import spell
@@ -153,7 +152,7 @@ def _document(recipe: Recipe) -> dict[str, object]:
         "parameters": asdict(size(recipe.architecture)),
         "published": list(origin_of_sizes(recipe)),
         "command": _command(recipe),
-        "known_issues": [asdict(issue) for issue in issues_here(Host(), recipe.gpu)],
+        "known_issues": [asdict(issue) for issue in Host().issues(recipe.gpu)],
         "optimizations": {name: {"on": on, "why": why} for name, (on, why) in optimization_reasons(recipe).items()},
         "settings": {
             key: {"value": s.value, "origin": short_origin(s.origin, recipe)}
@@ -182,7 +181,7 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
         [(name, "on" if on else "off", Styled(why, "dim")) for name, (on, why) in optimization_reasons(recipe).items()],
         indent="  ",
     )
-    if known := issues_here(Host(), recipe.gpu):
+    if known := Host().issues(recipe.gpu):
         yield screen.paint("\nknown issues of this image", "bold")
         yield from (line for issue in known for line in screen.wrap(str(issue), "  ", "    "))
     reasons: dict[str, list[str]] = {}

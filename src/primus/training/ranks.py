@@ -172,6 +172,8 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     }
     # torchrun's own default, of which it warns; and with the handler, a rank that a signal ends prints its stack.
     usual = {"OMP_NUM_THREADS": "1", "USER": "primus", "WANDB_MODE": "offline", "PYTHONFAULTHANDLER": "1"}
+    usual |= {"MLFLOW_TRACKING_URI": (job.output / "mlflow").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+    usual |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
     return usual | variables
 
 

@@ -34,14 +34,14 @@ _WRITABLE = {
     "or choose another --output",
 }
 # Settings of every backend, and the packages that each needs.
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 def check_backend(job: Job) -> None:
     """Raise HostError if a package is not installed that the job's backend, or one of its settings, needs."""
     knows = job.recipe.knows
     optional = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
-    optional += [name for name in TRACKERS if job.recipe.find(knows.key(name), False)]
+    optional += [name for name in TRACKERS if name in knows.keys and job.recipe.find(knows.key(name), False)]
     missing = [name for name in (*knows.packages, *optional) if not importable(name)]
     if missing:
         raise HostError(

@@ -18,6 +18,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import primus
 from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.recipes.weights import HUB
@@ -49,7 +50,12 @@ _EVERY = 1_000_000
 
 
 def without_torch() -> None:
-    """Let transformers load tokenizers without torch, whose import takes seconds, in this process."""
+    """Let transformers load tokenizers without torch, whose import takes seconds, in this process.
+
+    It is never that of the current folder, which an empty part of PYTHONPATH would put on the path of modules.
+    """
+    here, own = Path.cwd(), Path(primus.__file__).parents[1]
+    sys.path[:] = [place for place in sys.path if Path(place).resolve() != here or Path(place) == own]
     if "torch" not in sys.modules:
         import transformers.utils
 

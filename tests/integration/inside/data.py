@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from primus.recipes.architecture import Architecture, DiffusionTransformer
+from primus.recipes.architecture import Architecture, DiffusionTransformer, MixtureOfExperts
 from primus.training.finetune.models import FineTuned, config_of
 from primus.training.flux.backend import FluxConfig
 from primus.training.flux.latents import Images, packed
@@ -98,6 +98,9 @@ def check_answers_are_samples_of_their_own() -> None:
 FAMILIES = {
     "llama3": Architecture(family="llama3"), "mistral": Architecture(family="mistral", window=5),
     "qwen2": Architecture(family="qwen2", qkv_bias=True),
+    "mixtral": Architecture(
+        family="mixtral", moe=MixtureOfExperts(experts=4, top_k=2, ffn_size=48, auxiliary_loss=1.0)
+    ),
 }  # fmt: skip
 SIZES = {"layers": 2, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_size": 48, "vocab_size": 40, "max_seq_len": 64}
 

@@ -35,7 +35,7 @@ RUN = (
     ),
     count("--stall-timeout", "end the job after S seconds without output of a rank; 0: never", "S", default=1800),
     option("--compile-cache", type=folder, metavar="DIR", help="keep compiled kernels here"),
-    option("--log", choices=start.TRACKERS, help="also write figures for TensorBoard or Weights & Biases (offline)"),
+    option("--log", choices=start.TRACKERS, help="also write figures for this tracker (wandb, mlflow: offline)"),
     flag("--no-preflight", "start without checking the machine"),
     flag("--judge", "afterwards, repeat every step in float64 and compare"),
     flag("--force", "start even if the predicted memory exceeds the GPU's"),

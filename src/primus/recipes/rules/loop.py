@@ -167,7 +167,8 @@ class Rules:
 
     def unjudged(self, recipe: Recipe) -> str | None:
         """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""
-        return None
+        balanced = recipe.architecture.moe.auxiliary_loss > 0
+        return "the reference does not balance experts as transformers does" if balanced else None
 
     def blocks_judged(self, recipe: Recipe) -> bool:
         """Whether the reference can repeat what each block computes."""

@@ -131,6 +131,13 @@ class FineTuned(LanguageModel):
         return head
 
     @override
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._labels = labels
+        return super().forward(input_ids, labels, positions)
+
+    @override
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -143,8 +150,18 @@ class FineTuned(LanguageModel):
             return output.last_hidden_state, None
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        routed = load_balancing_loss_func(output.router_logits, causal.num_experts, causal.num_experts_per_tok)
+        counted = _before_labels(self._labels, positions)
+        routed = load_balancing_loss_func(output.router_logits, causal.num_experts, causal.num_experts_per_tok, counted)
         return output.last_hidden_state, balance * routed
+
+
+def _before_labels(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Return whether a label of the same document depends on each token: none does behind the last one, on padding."""
+    places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    documents = torch.zeros_like(labels) if positions is None else (positions == 0).cumsum(-1)
+    none = labels.new_full((len(labels), labels.shape[1] + 1), -1)
+    lasts = none.scatter_reduce(-1, documents, places.where(labels != -100, -1), "amax")
+    return places <= lasts.gather(-1, documents)
 
 
 def init(model: nn.Module, seed: int, files: weights.Files | None) -> None:

@@ -21,9 +21,9 @@ class LoopConfig:
     of one optimizer step over all ranks; -1 means one micro-batch per rank. ``dtype`` is that of matrix products;
     weights and optimizer states use ``master_dtype``. ``fp8`` other than "none" computes the linear layers in FP8.
     ``checkpoint_interval`` and ``profile_step`` are steps; 0 means never. ``lr_schedule`` decays from ``lr`` to
-    ``min_lr`` after ``warmup_steps``, until step ``decay_steps`` (0: the last step of the run). ``tensorboard`` and
-    ``wandb`` also write the figures of every step to folders with those names. Weights & Biases is offline unless
-    WANDB_MODE is set.
+    ``min_lr`` after ``warmup_steps``, until step ``decay_steps`` (0: the last step of the run). ``tensorboard``,
+    ``wandb`` and ``mlflow`` also write the figures of every step to folders with those names. Weights & Biases is
+    offline unless WANDB_MODE is set, MLflow unless MLFLOW_TRACKING_URI is.
     """
 
     steps: int = bounded(50, "[1, inf)")
@@ -51,6 +51,7 @@ class LoopConfig:
     profile_step: int = bounded(0, "[0, training.steps]")
     tensorboard: bool = False
     wandb: bool = False
+    mlflow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

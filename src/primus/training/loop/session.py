@@ -107,7 +107,7 @@ class LanguageModel(nn.Module):
             self._fused = linear_cross_entropy
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden states [samples, seq_len, hidden], and an additional loss per token or None."""
+        """Return the last hidden states [samples, seq_len, hidden], and an additional loss per label or None."""
         raise NotImplementedError
 
     @property
@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
         if besides is None:
             return total
         # The additional loss is trained but not reported: it adds a gradient, but not to the value.
-        return total + (besides - besides.detach()) * targets.numel()
+        return total + (besides - besides.detach()) * (targets != -100).sum()
 
 
 def _summed(head: nn.Linear, states: Tensor, labels: Tensor) -> Tensor:

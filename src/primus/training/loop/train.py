@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -89,35 +89,43 @@ def _set_random_state(state: torch.Tensor) -> None:
 
 
 class _Trackers:
-    """TensorBoard and Weights & Biases on rank 0, as requested. Raises SystemExit if one is not installed."""
+    """TensorBoard, Weights & Biases and MLflow, as requested, on rank 0."""
 
     def __init__(self, job: RankJob, process: Process) -> None:
-        self._board: Any = None
-        self._run: Any = None
-        output = job.output
-        try:
-            if job.training.tensorboard and process.rank == 0:
-                from torch.utils.tensorboard import SummaryWriter
+        self._trackers: list[tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]] = []
+        if process.rank:
+            return
+        if job.training.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(output / "tensorboard"))
-            if job.training.wandb and process.rank == 0:
-                import wandb
+            board = SummaryWriter(str(job.output / "tensorboard"))
+            self._trackers.append((partial(_add_to, board), board.close))
+        if job.training.wandb:
+            import wandb
 
-                self._run = wandb.init(project="primus", name=output.name, dir=str(output), config=dict(job.config))
-        except ImportError as error:
-            raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error
+            run = wandb.init(project="primus", name=job.output.name, dir=str(job.output), config=dict(job.config))
+            self._trackers.append((lambda figures, step: run.log(dict(figures), step=step), run.finish))
+        if job.training.mlflow:
+            import mlflow
+
+            mlflow.set_experiment("primus")
+            mlflow.start_run(run_name=job.output.name)
+            mlflow.log_params(dict(job.config))
+            self._trackers.append((lambda figures, step: mlflow.log_metrics(dict(figures), step), mlflow.end_run))
 
     def track(self, figures: Mapping[str, float], step: int) -> None:
-        if self._board:
-            for name, value in figures.items():
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
-        if self._run:
-            self._run.log(dict(figures), step=step)
+        for track, _ in self._trackers:
+            track(figures, step)
 
     def end(self) -> None:
-        if self._run:
-            self._run.finish()
+        for _, end in self._trackers:
+            end()
+
+
+def _add_to(board: Any, figures: Mapping[str, float], step: int) -> None:
+    for name, value in figures.items():
+        board.add_scalar(name, value, step)
+    board.flush()
 
 
 class Report:

@@ -125,8 +125,7 @@ class ResolvedTarget:
         if kind == "base" and base in self.versions.bases:
             return "", self.base_place(base, *(("extras", extra) if extra in self.extras else (key,)))
         for component, entry in self.pins.items():
-            package = entry.named(kind)
-            if package is not None and normalised(package) == rest.partition(" ")[0]:
+            if normalised(rest.partition(" ")[0]) in _names(entry):
                 return component if kind != "build" else "", self.pin_place(component, entry)
         return "", "versions.yaml"
 

@@ -161,12 +161,6 @@ class Pin:
         """Return the Python package that is built from source, or None."""
         return self.sdist or self.package
 
-    def named(self, kind: str) -> str | None:
-        """Return the requested package of one of the lock's kinds; None if the pin is of another kind."""
-        kinds = {"wheel": self.wheel, "sdist": self.sdist, "git": self.package, "deb": self.deb}
-        # A deb of a base, or of a build root, which is named after its source.
-        return {**kinds, **dict.fromkeys(("base", "build"), self.source)}.get(kind)
-
     @property
     def text(self) -> str:
         """Return the pin in a few words, as in the output of plan and explain."""
@@ -237,7 +231,7 @@ class Base:
     )
 
     def __post_init__(self) -> None:
-        for suite in self.suites:
+        for suite in suites_of(self.suite, self.packages):
             if suite in _MOVING_SUITES:
                 raise ValueError(f"suite {suite!r} will move to another release; write the codename")
         if self.suite == "experimental":
@@ -260,11 +254,6 @@ class Base:
                 name = pattern.rpartition("/")[2]
                 if not pattern.startswith("/") or not name.strip("*?"):
                     raise ValueError(f"{pattern!r} is not an absolute pattern that ends in a file name")
-
-    @property
-    def suites(self) -> tuple[str, ...]:
-        """Return every suite that packages come from, the base's own first."""
-        return suites_of(self.suite, self.packages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -234,5 +234,5 @@ def _refusal(file: LockedFile, offer: str, source: str) -> HostError:
 
 
 def _names(files: Sequence[LockedFile]) -> str:
-    shown = ", ".join(f.label for f in files[:5])
+    shown = ", ".join(f"{file.name} {file.version}" for file in files[:5])
     return shown + (f" and {len(files) - 5} more" if len(files) > 5 else "")

@@ -33,11 +33,7 @@ class FileCache:
 
     def has(self, sha256: str, size: int) -> bool:
         """Whether the file is cached, judging by its size; :meth:`verify` reads it."""
-        try:
-            status = self.path(sha256).stat()
-        except OSError:
-            return False
-        return status.st_size == size and stat.S_ISREG(status.st_mode)
+        return self.mark(sha256)[:1] == (size,)
 
     def size(self, sha256: str) -> int:
         """Return how many bytes of the file are here, complete or from an interrupted fetch."""
@@ -51,6 +47,8 @@ class FileCache:
         try:
             status = self.path(sha256).stat()
         except OSError:
+            return ()
+        if not stat.S_ISREG(status.st_mode):
             return ()
         return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 

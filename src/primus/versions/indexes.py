@@ -68,18 +68,12 @@ class Offer:
 class Indexes:
     """The places that pip would search, first to last, and how it would reach them. They may contain credentials.
 
-    ``own`` are a channel's own indexes of versions.yaml, by name.
+    ``own`` are a channel's own indexes of versions.yaml, by name, and ``settings`` pip's settings by their names.
     """
 
     urls: tuple[str, ...] = field(repr=False)
     own: Mapping[str, str] = field(default_factory=dict, repr=False)
-    find_links: tuple[str, ...] = field(default=(), repr=False)
-    constraints: tuple[str, ...] = ()
-    cert: str | None = None
-    client_cert: str | None = None
-    proxy: str | None = field(default=None, repr=False)
-    trusted_hosts: tuple[str, ...] = ()
-    keyring: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_host(cls, own: Mapping[str, str]) -> Indexes:
@@ -92,36 +86,38 @@ class Indexes:
         urls: list[str] = []
         if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
             urls = [settings.get("index-url") or _default_index(), *settings.get("extra-index-url", "").split()]
-        return cls(
-            urls=tuple(urls),
-            find_links=tuple(settings.get("find-links", "").split()),
-            constraints=tuple(settings.get("constraint", "").split()),
-            cert=settings.get("cert"),
-            client_cert=settings.get("client-cert"),
-            proxy=settings.get("proxy"),
-            trusted_hosts=tuple(settings.get("trusted-host", "").split()),
-            keyring=settings.get("keyring-provider", "") in ("subprocess", "import"),
-        )
+        return cls(urls=tuple(urls), settings=settings)
+
+    def listed(self, setting: str) -> tuple[str, ...]:
+        """Return the words of a setting of pip that is a list; empty if it is not set."""
+        return tuple(self.settings.get(setting, "").split())
+
+    @property
+    def _keyring(self) -> bool:
+        return self.settings.get("keyring-provider") in ("subprocess", "import")
 
     @property
     def places(self) -> tuple[str, ...]:
         """Return the addresses of pip's indexes and find-links, local ones first."""
-        return tuple(sorted((*self.find_links, *self.urls), key=lambda place: local_path(place) is None))
+        return tuple(sorted((*self.listed("find-links"), *self.urls), key=lambda place: local_path(place) is None))
 
     @property
     def shown(self) -> tuple[str, ...]:
         """Return every address without credentials."""
-        return tuple(map(bare_url, (*self.urls, *self.find_links, *self.own.values())))
+        return tuple(map(bare_url, (*self.urls, *self.listed("find-links"), *self.own.values())))
 
-    def uv_settings(self) -> str:
-        """Return the text of a ``uv.toml`` with these indexes, in pip's order: uv tries its default index last."""
+    def uv_settings(self, wheels: Path) -> str:
+        """Return the text of a ``uv.toml`` with these indexes, in pip's order: uv tries its default index last.
+
+        The folder ``wheels`` is searched, too.
+        """
         urls = (*self.urls, *self.own.values())
         lines = [
             'index-strategy = "unsafe-best-match"',
-            f"find-links = {json.dumps(self.find_links)}",
-            f"allow-insecure-host = {json.dumps(self.trusted_hosts)}",
+            f"find-links = {json.dumps([*self.listed('find-links'), str(wheels)])}",
+            f"allow-insecure-host = {json.dumps(self.listed('trusted-host'))}",
             f"no-index = {json.dumps(not urls)}",
-            f'keyring-provider = "{"subprocess" if self.keyring else "disabled"}"',
+            f'keyring-provider = "{"subprocess" if self._keyring else "disabled"}"',
             'python-downloads = "never"',
         ]
         for url in urls:
@@ -137,16 +133,16 @@ class Indexes:
         ca = self._ca()
         if isinstance(ca, str):
             environment["SSL_CERT_FILE"] = ca
-        if self.client_cert:
-            environment["SSL_CLIENT_CERT"] = self.client_cert
-        if self.proxy:
+        if certificate := self.settings.get("client-cert"):
+            environment["SSL_CLIENT_CERT"] = certificate
+        if proxy := self.settings.get("proxy"):
             names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-            environment |= {word: self.proxy for name in names for word in (name, name.lower())}
+            environment |= {word: proxy for name in names for word in (name, name.lower())}
         return environment
 
     @cached_property
     def _session(self) -> requests.Session:
-        if self.trusted_hosts:
+        if self.listed("trusted-host"):
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         session = requests.Session()
         for scheme in ("http://", "https://"):
@@ -156,7 +152,7 @@ class Indexes:
     def get(self, url: str, method: str = "GET", headers: Mapping[str, str] | None = None) -> requests.Response:
         """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
         parts = urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
+        host, proxy = parts.netloc.rpartition("@")[2], self.settings.get("proxy")
         try:
             response = self._session.request(
                 method,
@@ -166,9 +162,9 @@ class Indexes:
                 headers=headers,
                 auth=self._login(host),
                 # Not set on the session, where the environment's proxies would precede pip's own setting.
-                proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
-                verify=False if {host, parts.hostname} & {*self.trusted_hosts} else self._ca(),
-                cert=self.client_cert,
+                proxies={"http": proxy, "https": proxy} if proxy else None,
+                verify=False if {host, parts.hostname} & {*self.listed("trusted-host")} else self._ca(),
+                cert=self.settings.get("client-cert"),
                 timeout=_TIMEOUT,
             )
         except requests.RequestException as error:
@@ -181,7 +177,7 @@ class Indexes:
 
     def offers(self, package: str, place: str) -> list[Offer]:
         """Return every file of the package at ``place``: an index, or find-links. HostError if it does not answer."""
-        flat, folder = place in self.find_links, local_path(place)
+        flat, folder = place in self.listed("find-links"), local_path(place)
         url = place if flat else f"{place.rstrip('/')}/{package}/"
         try:
             if folder is None:
@@ -217,20 +213,20 @@ class Indexes:
         return HostError(f"{place} does not answer: {reason}", hint=f"check the network, or {hint}", about=about)
 
     def _login(self, host: str) -> tuple[str, str] | None:
-        for url in (*self.urls, *self.find_links, *self.own.values()):
+        for url in (*self.urls, *self.listed("find-links"), *self.own.values()):
             login, at, netloc = urlsplit(url).netloc.rpartition("@")
             if at and netloc == host:
                 user, colon, password = map(unquote, login.partition(":"))
-                if self.keyring and not colon:
+                if self._keyring and not colon:
                     command = ["keyring", "get", url, user]
                     password = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
                 return user, password
         return None
 
     def _ca(self) -> str | bool:
-        configured = self.cert or os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
+        configured = (self.settings.get("cert"), *map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")))
         # pip trusts the system's certificate store. requests alone would not find a company's own CA in it.
-        return configured or ssl.get_default_verify_paths().cafile or True
+        return next(filter(None, configured), ssl.get_default_verify_paths().cafile or True)
 
     def measure(self, url: str, about: str, sha256: str | None) -> tuple[int, str]:
         """Return length and sha256 of the file at ``url``. It is read in full only if one of them is not stated.

@@ -50,11 +50,6 @@ class LockedFile:
         if fault := path_fault(self.file):
             raise ValueError(f"{self.file!r} is not a file name: {fault}")
 
-    @property
-    def label(self) -> str:
-        """The file in two words, for progress and errors."""
-        return f"{self.name} {self.version}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRequest:

@@ -26,7 +26,7 @@ Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
 _FOR_SCRIPTS = (
     "\nPackage: adduser\nStatus: install ok installed\nVersion: 999\nArchitecture: all\nMulti-Arch: foreign\n"
 )
-_Way = Callable[[], Sequence[LockedFile]]
+_Way = Callable[..., tuple[LockedFile, ...]]
 
 
 def stale(
@@ -83,16 +83,14 @@ def resolve(
     def versions(part: str) -> dict[str, str]:
         return {} if refresh else {f.name: f.version for f in locked[part] if f not in gone}
 
-    ways: dict[str, _Way] = {"gits": lambda: _commits(request.gits, shared)}
-    if request.wheels or request.requires:
-        way = partial(resolve_wheels, request, versions("wheels"))
-        ways["wheels"] = partial(_shown, progress, "resolve wheels", "wheel", way)
-    if request.sdists:
-        way = partial(resolve_sdists, request)
-        ways["sdists"] = partial(_shown, progress, "find source archives", "source archive", way)
+    show = partial(_shown, progress)
     with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(way) for part, way in ways.items() if part in parts]
-        files = _bases(request, parts, shared, progress)
+        futures = [pool.submit(_commits, request.gits, shared)] if "gits" in parts else []
+        if "wheels" in parts and (request.wheels or request.requires):
+            futures.append(pool.submit(show, "resolve wheels", "wheel", resolve_wheels, request, versions("wheels")))
+        if "sdists" in parts and request.sdists:
+            futures.append(pool.submit(show, "find source archives", "source archive", resolve_sdists, request))
+        files = _bases(request, parts, shared, show)
         files += [file for future in futures for file in future.result()]
     for name, base in request.bases.items():
         if base.over and f"base {name}" in parts:
@@ -103,17 +101,17 @@ def resolve(
     for name, wheels in request.builds.items():
         part = f"build {name}"
         if part in parts:
-            way = partial(resolve_build, request, name, wheels, image, versions(part))
-            files += _shown(progress, f"resolve wheels of {name}", "wheel", way)
+            label = f"resolve wheels of {name}"
+            files += show(label, "wheel", resolve_build, request, name, wheels, image, versions(part))
         else:
             files += locked[part]
     answer = sorted(files, key=lambda f: (f.kind, f.base or "", f.name))
     return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
 
 
-def _shown(progress: Progress, label: str, noun: str, way: _Way) -> Sequence[LockedFile]:
+def _shown(progress: Progress, label: str, noun: str, way: _Way, *arguments: object) -> tuple[LockedFile, ...]:
     progress.start(label, label, unit="files")
-    files = way()
+    files = way(*arguments)
     progress.finish(label, counted(len(files), noun))
     return files
 
@@ -133,25 +131,25 @@ def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedF
     return result
 
 
-def _commits(commits: Mapping[str, Commit], shared: Shared) -> list[LockedFile]:
+def _commits(commits: Mapping[str, Commit], shared: Shared) -> tuple[LockedFile, ...]:
     for name, commit in commits.items():
         if commit not in shared:
             shared[commit] = (resolve_commit(name, commit),)
-    return [file for commit in commits.values() for file in shared[commit]]
+    return tuple(file for commit in commits.values() for file in shared[commit])
 
 
-def _bases(request: Request, parts: Collection[str], shared: Shared, progress: Progress) -> list[LockedFile]:
+def _bases(request: Request, parts: Collection[str], shared: Shared, show: _Way) -> list[LockedFile]:
     bases = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
     lacking = {base: name for name, base in reversed(bases.items()) if base not in shared}
     with ThreadPoolExecutor() as pool:
-        files = pool.map(lambda base: _base(lacking[base], base, progress), lacking)
+        files = pool.map(lambda base: _base(lacking[base], base, show), lacking)
         shared.update(zip(lacking, files, strict=True))
     return [replace(file, base=name) for name, base in bases.items() for file in shared[base]]
 
 
-def _base(name: str, base: BaseRequest, progress: Progress) -> tuple[LockedFile, ...]:
+def _base(name: str, base: BaseRequest, show: _Way) -> tuple[LockedFile, ...]:
     layers, status = resolve_image(name, base.image) if base.image else ((), "")
     if base.image and not base.packages:
         return layers
-    way = partial(resolve_debs, name, base, status + (_FOR_SCRIPTS if base.over else ""))
-    return (*layers, *_shown(progress, f"resolve packages of {name}", "package", way))
+    status += _FOR_SCRIPTS if base.over else ""
+    return (*layers, *show(f"resolve packages of {name}", "package", resolve_debs, name, base, status))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import tarfile
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from primus.errors import HostError, InputError
@@ -65,15 +65,8 @@ def _check_out(source: Path, url: str, commit: str) -> None:
     template = source.parent / "template"
     (template / "info").mkdir(parents=True, exist_ok=True)
     (template / "info/attributes").write_text(_ATTRIBUTES, encoding="ascii")
-    # Another host must not name folders of this one.
-    local = "always" if url.startswith("file:") else "never"
-    options = ["-c", f"http.lowSpeedTime={_SILENCE_S}", "-c", "http.lowSpeedLimit=1"]
-    options += ["-c", f"protocol.file.allow={local}", "-C", str(source)]
-
-    def git(*words: str, timeout: float | None = None) -> None:
-        _git([*options, *words], url, template, words[0], timeout)
-
     source.mkdir()
+    git = partial(_git, source, url, template)
     git("init", "--quiet")
     git("remote", "add", "origin", url)
     # A host whose packets are dropped is named within seconds; fetch would wait for minutes.
@@ -91,12 +84,14 @@ def _check_out(source: Path, url: str, commit: str) -> None:
     git("submodule", "--quiet", "update", "--init", "--recursive", "--depth=1")
 
 
-def _git(words: list[str], url: str, template: Path, method: str, timeout: float | None) -> None:
-    if shutil.which("git") is None:
-        raise HostError("git is missing; it is needed to fetch repositories", hint="apt-get install git")
+def _git(source: Path, url: str, template: Path, *words: str, timeout: float | None = None) -> None:
+    # Another host must not name folders of this one.
+    local = "always" if url.startswith("file:") else "never"
+    options = ["-c", f"http.lowSpeedTime={_SILENCE_S}", "-c", "http.lowSpeedLimit=1"]
+    options += ["-c", f"protocol.file.allow={local}", "-C", str(source)]
     variables = {"GIT_TERMINAL_PROMPT": "0", "GIT_TEMPLATE_DIR": str(template), "LC_ALL": "C.UTF-8"}
     try:
-        done = run_tool(["git", *words], url, method, env=os.environ | variables, timeout=timeout)
+        done = run_tool(["git", *options, *words], url, words[0], env=os.environ | variables, timeout=timeout)
         if done.returncode == 0:
             return
         lines = re.findall(r"^(?:fatal|error): (.*)", done.stderr.decode("utf-8", "replace"), re.M)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from primus.errors import HostError
+
 LOG = logging.getLogger("primus.sources")
 
 
@@ -25,6 +27,9 @@ def run_tool(words: Sequence[str], url: str, method: str = "", **options: Any) -
         text = re.sub(r"(?<=://)[^/@\s\"]+@|\?[^\"\s]*", "", " ".join(text[-2000:].split()))
         outcome = f"exit code {done.returncode}: {text}" if done.returncode else "done"
         return done
+    except FileNotFoundError:
+        message = f"{words[0]} is missing; it is needed to reach registries and repositories"
+        raise HostError(message, hint=f"apt-get install {words[0]}") from None
     finally:
         tool = re.split("[ /]", words[0])[-1]
         LOG.info("%s %s %s, %.1f s: %s", tool, method, bare_url(url), time.monotonic() - began, outcome)

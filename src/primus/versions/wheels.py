@@ -17,16 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags
-from packaging.utils import (
-    InvalidSdistFilename,
-    InvalidWheelFilename,
-    canonicalize_name,
-    parse_sdist_filename,
-    parse_wheel_filename,
-)
-from packaging.version import InvalidVersion, Version
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
+from packaging.version import Version
 from uv import find_uv_bin
 
 from primus.errors import HostError, InputError
@@ -123,21 +117,19 @@ def _compile(
         if keep:
             rows = [f"[[packages]]\nname = {json.dumps(n)}\nversion = {json.dumps(v)}" for n, v in keep.items()]
             lock.write_text("\n".join(['lock-version = "1.0"', 'created-by = "primus"', *rows]), encoding="utf-8")
-        (folder / "constraints.txt").write_text("\n".join(constraints), encoding="utf-8")
+        more = (f"-c {Path(place).absolute()}" for place in indexes.listed("constraint"))
+        (folder / "constraints.txt").write_text("\n".join([*constraints, *more]), encoding="utf-8")
         pins = [*requirements, *_provide(request.provided, provided)]
         (folder / "pins.in").write_text("\n".join(pins), encoding="utf-8")
         # The settings may contain credentials, so only this user can read them.
         settings.touch(0o600)
-        links = (*indexes.find_links, str(provided)) if request.provided else indexes.find_links
-        settings.write_text(replace(indexes, find_links=links).uv_settings(), encoding="utf-8")
+        settings.write_text(indexes.uv_settings(provided), encoding="utf-8")
         base = _base(request)
         platform = f"{MACHINE}-manylinux_2_{min(GLIBC[base.suite], _NEWEST_GLIBC)}"
         command = [find_uv_bin(), "pip", "compile", "pins.in", "--config-file", settings.name]
         command += ["--python", sys.executable, "--python-platform", platform, "--python-version", base.python]
         command += ["--format", "pylock.toml", "--output-file", lock.name, "--no-header", "--quiet", "--refresh"]
         command += ["--only-binary", ":all:", "--constraints", "constraints.txt"]
-        for place in indexes.constraints:
-            command += ["--constraints", str(Path(place).absolute())]
         package = re.split("[=<>!~ ]", requirements[0])[0]
         where = " ".join(indexes.shown)
         done = run_tool(command, where, f"compile {package} on", cwd=folder, env=indexes.uv_environment(), text=True)
@@ -200,7 +192,8 @@ def _available(name: str, request: Request, indexes: Indexes, kind: str) -> Iter
     places = [] if name in request.indexed else [(None, place) for place in indexes.places]
     for index, place in (*places, *indexes.own.items()):
         for offer in indexes.offers(name, place):
-            with contextlib.suppress(InvalidVersion, InvalidWheelFilename, InvalidSdistFilename, InvalidSpecifier):
+            # What packaging raises for a name, a version or a specifier that is none.
+            with contextlib.suppress(ValueError):
                 if kind == "wheel":
                     package, version, _, built_for = parse_wheel_filename(offer.file)
                     fits = not tags.keys().isdisjoint(built_for)

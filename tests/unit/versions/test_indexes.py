@@ -31,11 +31,11 @@ def test_config_variables_win_over_install_over_global() -> None:
     assert parse_config(LISTING + ":env:.index-url='http://env/simple'\n")["index-url"] == "http://env/simple"
     indexes = Indexes.from_settings(settings)
     assert indexes.urls == ("http://install/simple", "http://a/simple", "http://b/simple")
-    assert indexes.find_links == ("/one", "/two")
+    assert indexes.listed("find-links") == ("/one", "/two")
 
 
 def test_uv_searches_in_pips_order_and_takes_403_for_an_absent_package() -> None:
-    settings = tomllib.loads(Indexes.from_settings(parse_config(LISTING)).uv_settings())
+    settings = tomllib.loads(Indexes.from_settings(parse_config(LISTING)).uv_settings(Path("/w")))
     assert [index["url"] for index in settings["index"]] == [
         "http://install/simple",
         "http://a/simple",
@@ -43,13 +43,13 @@ def test_uv_searches_in_pips_order_and_takes_403_for_an_absent_package() -> None
     ]
     assert [index.get("default", False) for index in settings["index"]] == [False, False, True], "uv's default is last"
     assert all(index["ignore-error-codes"] == [403] for index in settings["index"])
-    assert settings["find-links"] == ["/one", "/two"]
+    assert settings["find-links"] == ["/one", "/two", "/w"]
 
 
 def test_no_index_leaves_find_links_only() -> None:
     indexes = Indexes.from_settings({"no-index": "true", "find-links": "/wheels"})
     assert indexes.shown == ("/wheels",)
-    assert tomllib.loads(indexes.uv_settings())["no-index"]
+    assert tomllib.loads(indexes.uv_settings(Path("/w")))["no-index"]
 
 
 def test_other_settings_of_pip_are_uvs_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_other_settings_of_pip_are_uvs_environment(monkeypatch: pytest.MonkeyPat
     assert "UV_INDEX" not in environment, "uv's own configuration on this host does not count"
     assert environment.items() >= {"SSL_CERT_FILE": "/ca.pem", "SSL_CLIENT_CERT": "/me.pem"}.items()
     assert environment["HTTPS_PROXY"] == environment["http_proxy"] == "http://p:8080"
-    written = tomllib.loads(indexes.uv_settings())
+    written = tomllib.loads(indexes.uv_settings(Path("/w")))
     assert (written["allow-insecure-host"], written["keyring-provider"]) == (["a", "b:80"], "subprocess")
 
 

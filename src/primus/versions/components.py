@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
+from itertools import chain
 from typing import Any, Literal
 
 from primus.files import path_fault
@@ -21,19 +22,15 @@ _PACKAGE: Any = {"pattern": r"[A-Za-z0-9{]([A-Za-z0-9._{}-]*[A-Za-z0-9}])?", "sh
 _DATE: Any = {"pattern": r"[0-9]{4}-[0-9]{2}-[0-9]{2}", "shape": "a date like 2026-11-20"}
 _NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
-# Key of a pin → the kinds of pins that have it.
-_KINDS_WITH = {
-    "version": ("wheel", "sdist", "git", "deb", "inside"),
-    "build": ("sdist", "git"),
-    "commit": ("git",),
-    "package": ("git",),
-    "to": ("path",),
-    "include": ("path",),
-    "pure": ("wheel",),
-    "without": ("wheel",),
-    "requires": ("sdist", "git"),
+# Kind of a pin → the keys that it has, and whether it must.
+_KEYS = {
+    "wheel": {"version": True, "pure": False, "without": False},
+    "sdist": {"version": True, "build": True, "requires": False},
+    "git": {"version": True, "build": True, "requires": False, "commit": True, "package": True},
+    "deb": {"version": True},
+    "path": {"to": True, "include": False},
+    "inside": {"version": True},
 }
-_OPTIONAL = ("include", "pure", "without", "requires")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +122,17 @@ class Pin:
     place: int = field(default=-1, compare=False, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
-        kinds = [k for k in ("wheel", "sdist", "git", "deb", "path", "inside") if getattr(self, k) is not None]
+        kinds = [kind for kind in _KEYS if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            raise ValueError(
-                f"a pin needs exactly one of wheel, sdist, git, deb, path, inside; this one has {len(kinds)}"
-            )
+            raise ValueError(f"a pin needs exactly one of {', '.join(_KEYS)}; this one has {len(kinds)}")
         self._check_paths()
         kind = kinds[0]
-        for key, owners in _KINDS_WITH.items():
+        for key in chain(*_KEYS.values()):
             present = getattr(self, key) not in (None, (), False)
-            if present and kind not in owners:
-                raise ValueError(f"`{key}` goes with {' or '.join(f'`{owner}`' for owner in owners)} only")
-            if not present and kind in owners and key not in _OPTIONAL:
+            if present and key not in _KEYS[kind]:
+                owners = " or ".join(f"`{owner}`" for owner, keys in _KEYS.items() if key in keys)
+                raise ValueError(f"`{key}` goes with {owners} only")
+            if not present and _KEYS[kind].get(key):
                 raise ValueError(f"a {kind} pin needs `{key}`")
         if (kind == "path") != (self.channel == "local"):
             raise ValueError("channel local is for path pins, and path pins are for it alone")

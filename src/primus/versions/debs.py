@@ -11,9 +11,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -35,26 +34,12 @@ _CONFIGURATION = Path(__file__).with_name("apt.conf")
 _URI = re.compile(r"^'([^']*)' ([^_ ]+)_(\S+)_[^_ ]+\.deb ([0-9]+)(?: SHA256:([0-9a-f]{64}))?", re.M)
 
 Stanza = Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Archive:
-    """apt with private indexes. Created by :func:`open_archive`, and valid as long as its folder."""
-
-    configuration: Path
-    mirrors: tuple[str, ...]
-
-    def run(self, tool: str, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a tool of apt on this archive. The caller checks the exit code."""
-        env = os.environ | {"LC_ALL": "C.UTF-8", "LANGUAGE": "", "DEBIAN_FRONTEND": "noninteractive"}
-        command = next(word for word in args if not word.startswith("-") and "=" not in word)
-        words = [tool, "-c", str(self.configuration), *args]
-        return run_tool(words, " ".join(self.mirrors), command, cwd=cwd, text=True, env=env)
+Apt = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @contextmanager
-def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "") -> Iterator[Archive]:
-    """Return the archive of ``suites`` with fresh indexes, in a temporary folder.
+def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "") -> Iterator[Apt]:
+    """Yield a function that runs a tool of apt on the archive of ``suites``, with fresh indexes in a temporary folder.
 
     ``preferences`` select the source of a package, ``status`` (dpkg's) lists the installed ones. Raises HostError
     if the archive is not available.
@@ -70,7 +55,8 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
         (folder / "apt.conf").write_text(text, encoding="utf-8")
         (folder / "state/status").write_text(status, encoding="utf-8")
         maker = _maker(suites[0])
-        stanzas = debian_stanzas(_host_stanzas(), suites, os.environ, _default_mirror(_DEBOOTSTRAP))
+        host, mirror = _host_stanzas(), _default_mirror(_DEBOOTSTRAP)
+        stanzas = [stanza for suite in suites for stanza in debian_stanzas(host, suite, os.environ, mirror)]
         for keyring in {s["Signed-By"] for s in stanzas if s.get("Signed-By", "").startswith("/")}:
             if not Path(keyring).exists():
                 message = f"there is no keyring {keyring} to check the archive with"
@@ -81,8 +67,14 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
         mirrors = dict.fromkeys(bare_url(uri) for stanza in stanzas for uri in stanza["URIs"].split())
-        archive = Archive(configuration=folder / "apt.conf", mirrors=tuple(mirrors))
-        done = archive.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
+        env = os.environ | {"LC_ALL": "C.UTF-8", "LANGUAGE": "", "DEBIAN_FRONTEND": "noninteractive"}
+
+        def apt(tool: str, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+            command = next(word for word in args if not word.startswith("-") and "=" not in word)
+            words = [tool, "-c", str(folder / "apt.conf"), *args]
+            return run_tool(words, " ".join(mirrors), command, cwd=cwd, text=True, env=env)
+
+        done = apt("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
         if done.returncode != 0:
             text = done.stdout + done.stderr
             failed = [uri for uri in mirrors if re.search(rf"^[EW]:.* {re.escape(uri)}", text, re.M)]
@@ -90,20 +82,16 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
                 f"the {maker.title()} archive at {[*failed, *mirrors][0]} does not answer: {_reason(text)}",
                 hint=f"check apt-get update on this host, or set PRIMUS_{maker.upper()}_MIRROR to a mirror it reaches",
             )
-        yield archive
+        yield apt
 
 
 def debian_stanzas(
-    host: Sequence[Stanza], suites: tuple[str, ...], environment: Mapping[str, str], default: str = ""
-) -> tuple[Stanza, ...]:
-    """Return the sources of ``suites``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default``'s mirrors.
+    host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str = ""
+) -> list[Stanza]:
+    """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default``'s mirrors.
 
     Raises HostError if there is none of these, as on a new Ubuntu.
     """
-    return tuple(stanza for suite in suites for stanza in _stanzas(host, suite, environment, default))
-
-
-def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str) -> list[Stanza]:
     # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
     # index does no harm.
     stale = {"Check-Valid-Until": "no"} if suite in _ROLLING else {}
@@ -221,11 +209,11 @@ def resolve_debs(base_name: str, base: BaseRequest, status: str = "") -> tuple[L
     have, HostError if the archive is not available.
     """
     suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
-    with open_archive(suites, preferences(base.suite, base.packages), status) as archive:
+    with open_archive(suites, preferences(base.suite, base.packages), status) as apt:
         # usrmerge converts a running system and depends on all of perl. A root file system that is merged from the
         # start fulfills the same dependency with a marker package, which mmdebstrap's hook for it installs.
         essential = ["?essential", *(() if "usrmerge" in names else ("usr-is-merged",))]
-        text = _closure(archive, base, names if base.image else [*essential, *names])
+        text = _closure(apt, base, names if base.image else [*essential, *names])
     files = tuple(
         LockedFile(
             kind="deb",
@@ -247,14 +235,14 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
 
     Raises HostError if the archive is not available.
     """
-    with open_archive(suites) as archive:
-        records = archive.run("apt-cache", "show", *(f.name for f in files)).stdout
+    with open_archive(suites) as apt:
+        records = apt("apt-cache", "show", *(f.name for f in files)).stdout
         present = set(re.findall(r"^Package: (\S+)$.*?^Version: (\S+)$", records, re.M | re.S))
         names = {name for name, _ in present}
         words = [
             f"{f.name}={f.version}" if (f.name, f.version) in present else f.name for f in files if f.name in names
         ]
-        uris = parse_uris(archive.run("apt-get", "download", "--print-uris", *words).stdout) if words else {}
+        uris = parse_uris(apt("apt-get", "download", "--print-uris", *words).stdout) if words else {}
         nearby = {name: uri.rpartition("/")[0] for (name, _), uri in uris.items()}
         # A pool keeps files for a while after the index drops them, next to their successors.
         triples = [
@@ -266,13 +254,13 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
         ]
         if not triples:
             return
-        done = archive.run("/usr/lib/apt/apt-helper", "download-file", *triples, cwd=folder)
+        done = apt("/usr/lib/apt/apt-helper", "download-file", *triples, cwd=folder)
         # Whether a file that is not there any more matters is the caller's to judge.
         lines = re.findall(r"^E: Failed to fetch .*", done.stdout + done.stderr, re.M)
         faults = [line for line in lines if not re.search(r" 40[34] |not found", line)]
         if done.returncode != 0 and faults:
             raise HostError(
-                f"the archive at {' and '.join(archive.mirrors)} does not send its packages: {_reason(faults[0])}",
+                f"the archive of {' and '.join(suites)} does not send its packages: {_reason(faults[0])}",
                 hint="check the network, and run it again",
             )
 
@@ -307,8 +295,8 @@ def parse_uris(text: str) -> dict[tuple[str, str], str]:
     return {(name, unquote(version)): uri for uri, name, version, _, _ in _URI.findall(text)}
 
 
-def _closure(archive: Archive, base: BaseRequest, packages: Sequence[str]) -> str:
-    done = archive.run("apt-get", "-q", "-y", "install", "--print-uris", *packages)
+def _closure(apt: Apt, base: BaseRequest, packages: Sequence[str]) -> str:
+    done = apt("apt-get", "-q", "-y", "install", "--print-uris", *packages)
     if done.returncode == 0:
         return done.stdout
     unknown = re.search(

@@ -11,8 +11,8 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -57,13 +57,21 @@ def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: boo
         )
     began, size = time.monotonic(), sum(f.size for f in missing)
     progress.start("fetch", "fetch", size)
-    with _disk_errors(cache.root, missing[0]):
+    try:
         cache.root.mkdir(parents=True, exist_ok=True)
         # On the cache's own disk.
-        scratch = tempfile.TemporaryDirectory(prefix="files-", dir=cache.root, ignore_cleanup_errors=True)
-    with scratch as name:
-        work = _Fetch(cache, Path(name), progress)
-        work.run(work.jobs({file: files[file] for file in missing}), missing)
+        with tempfile.TemporaryDirectory(prefix="files-", dir=cache.root, ignore_cleanup_errors=True) as name:
+            work = _Fetch(cache, Path(name), progress)
+            work.run(work.jobs({file: files[file] for file in missing}), missing)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HostError(
+                f"the disk is full at {cache.root}: {counted(len(missing), 'missing file')} take {size / 1e6:,.1f} MB",
+                hint="free some space and run it again; what has been fetched is kept",
+            ) from None
+        if error.errno in (errno.EACCES, errno.EROFS):
+            raise HostError(f"{cache.root} cannot be written: {error.strerror}") from None
+        raise
     if work.gone:
         gone = sorted(work.gone, key=lambda file: file.name)
         names = list(dict.fromkeys(file.name for file in gone))[:5]
@@ -143,10 +151,9 @@ class _Fetch:
             if not path.exists():
                 self.gone.append(file)
                 continue
-            with _disk_errors(self._cache.root, file):
-                if not self._cache.put(path, file.sha256):
-                    raise _refusal(file, "other bytes", source)
-                path.unlink()
+            if not self._cache.put(path, file.sha256):
+                raise _refusal(file, "other bytes", source)
+            path.unlink()
 
     def _download(self, file: LockedFile, indexes: Indexes, places: Sequence[str]) -> None:
         failure: HostError | None = None
@@ -165,7 +172,7 @@ class _Fetch:
         """Download the file from one place. Returns False if it is not there."""
         sha256 = offer.sha256 or file.sha256
         if sha256 == file.sha256:
-            with _disk_errors(self._cache.root, file), self._cache.part(file.sha256) as part:
+            with self._cache.part(file.sha256) as part:
                 if part is None:
                     return True
                 # What is there already may come from another source or a bad disk. Only a file read in one go proves
@@ -185,13 +192,15 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
     while size < file.size or not file.size:
         before = size
         try:
-            for offset, block in indexes.read(url, size):
+            with indexes.open(url, size) as (_, offset, blocks):
                 # A server without ranges begins again.
                 part.truncate(offset)
-                part.write(block)
-                size = offset + len(block)
-                if size > file.size:
-                    break
+                size = offset
+                for block in blocks:
+                    part.write(block)
+                    size += len(block)
+                    if size > file.size:
+                        break
             break
         except (FileNotFoundError, PermissionError):
             return False
@@ -209,21 +218,6 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
                 raise HostError(f"{bare_url(url)} cannot be fetched: {cause(error)}{times}", hint=hint) from None
         time.sleep(_FIRST_WAIT_S * 2 ** (faults - 1))
     return True
-
-
-@contextmanager
-def _disk_errors(root: Path, file: LockedFile) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise HostError(
-                f"the disk is full at {root}: {file.file} needs {file.size / 1e6:,.1f} MB",
-                hint="free some space and run it again; what has been fetched is kept",
-            ) from None
-        if error.errno in (errno.EACCES, errno.EROFS):
-            raise HostError(f"{root} cannot be written: {error.strerror}") from None
-        raise
 
 
 def _refusal(file: LockedFile, offer: str, source: str) -> HostError:

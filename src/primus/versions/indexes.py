@@ -11,8 +11,9 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from html import unescape
 from itertools import chain
 from pathlib import Path
@@ -30,6 +31,8 @@ from primus.errors import HostError
 from primus.versions.traffic import LOG, bare_url, cause
 
 LOGIN_HINT = "give pip the credentials (netrc, or in the index URL)"
+# Of pip's providers of credentials, those that use the program keyring.
+_KEYRINGS = ("subprocess", "import")
 _PLAIN = {"Accept-Encoding": "identity"}
 _BLOCK = 1 << 18
 # Seconds to connect, and seconds of silence.
@@ -93,10 +96,6 @@ class Indexes:
         return tuple(self.settings.get(setting, "").split())
 
     @property
-    def _keyring(self) -> bool:
-        return self.settings.get("keyring-provider") in ("subprocess", "import")
-
-    @property
     def places(self) -> tuple[str, ...]:
         """Return the addresses of pip's indexes and find-links, local ones first."""
         return tuple(sorted((*self.listed("find-links"), *self.urls), key=lambda place: local_path(place) is None))
@@ -111,13 +110,13 @@ class Indexes:
 
         The folder ``wheels`` is searched, too.
         """
-        urls = (*self.urls, *self.own.values())
+        urls, keyring = (*self.urls, *self.own.values()), self.settings.get("keyring-provider") in _KEYRINGS
         lines = [
             'index-strategy = "unsafe-best-match"',
             f"find-links = {json.dumps([*self.listed('find-links'), str(wheels)])}",
             f"allow-insecure-host = {json.dumps(self.listed('trusted-host'))}",
             f"no-index = {json.dumps(not urls)}",
-            f'keyring-provider = "{"subprocess" if self._keyring else "disabled"}"',
+            f'keyring-provider = "{"subprocess" if keyring else "disabled"}"',
             'python-downloads = "never"',
         ]
         for url in urls:
@@ -149,16 +148,14 @@ class Indexes:
             session.mount(scheme, HTTPAdapter(max_retries=_RETRIES))
         return session
 
-    def get(self, url: str, method: str = "GET", headers: Mapping[str, str] | None = None) -> requests.Response:
+    def get(self, url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
         """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
         parts = urlsplit(url)
         host, proxy = parts.netloc.rpartition("@")[2], self.settings.get("proxy")
         try:
-            response = self._session.request(
-                method,
+            response = self._session.get(
                 parts._replace(netloc=host).geturl(),
                 stream=True,
-                allow_redirects=True,  # requests itself follows none for HEAD
                 headers=headers,
                 auth=self._login(host),
                 # Not set on the session, where the environment's proxies would precede pip's own setting.
@@ -168,11 +165,11 @@ class Indexes:
                 timeout=_TIMEOUT,
             )
         except requests.RequestException as error:
-            LOG.info("primus %s %s: %s", method, bare_url(url), cause(error))
+            LOG.info("primus GET %s: %s", bare_url(url), cause(error))
             raise
         about, seconds = response.headers, response.elapsed.total_seconds()
         outcome = f"{response.status_code} {about.get('Content-Type')} {about.get('Content-Length')}"
-        LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), seconds, outcome)
+        LOG.info("primus GET %s, %.1f s: %s", bare_url(url), seconds, outcome)
         return response
 
     def offers(self, package: str, place: str) -> list[Offer]:
@@ -189,10 +186,12 @@ class Indexes:
                     if len(content) > _LARGEST_PAGE:
                         raise ValueError("its page has no end")
                     if "json" in page.headers.get("Content-Type", ""):
-                        return _json_offers(json.loads(content), page.url)
-                    return _offers(content.decode("utf-8", "replace"), page.url)
+                        return _offers(json.loads(content)["files"], page.url)
+                    return _offers(_files(content.decode("utf-8", "replace")), page.url)
             folder = folder.absolute() if flat else folder.absolute() / package
-            pages = (_offers(page.read_text(encoding="utf-8"), page.as_uri()) for page in folder.glob("index.html"))
+            pages = (
+                _offers(_files(page.read_text(encoding="utf-8")), page.as_uri()) for page in folder.glob("index.html")
+            )
             return [*chain(*pages), *(Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*"))]
         except (*_ODD, OSError, urllib3.exceptions.HTTPError) as error:
             raise self.silence(url, cause(error), package) from None
@@ -217,7 +216,7 @@ class Indexes:
             login, at, netloc = urlsplit(url).netloc.rpartition("@")
             if at and netloc == host:
                 user, colon, password = map(unquote, login.partition(":"))
-                if self._keyring and not colon:
+                if self.settings.get("keyring-provider") in _KEYRINGS and not colon:
                     command = ["keyring", "get", url, user]
                     password = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
                 return user, password
@@ -234,18 +233,14 @@ class Indexes:
         Raises HostError if there is no such file, or if the answer is a web page.
         """
         try:
-            if sha256 is not None:
-                if path := local_path(url):
-                    return path.stat().st_size, sha256
-                with self.get(url, "HEAD", _PLAIN) as response:
-                    length = response.headers.get("Content-Length", "")
-                    if response.ok and length.isdigit() and not _is_page(response):
-                        return int(length), sha256
-            digest, size = hashlib.sha256(), 0
-            for _, block in self.read(url):
-                digest.update(block)
-                size += len(block)
-        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            with self.open(url) as (length, _, blocks):
+                if length is not None and sha256 is not None:
+                    return length, sha256
+                digest, size = hashlib.sha256(), 0
+                for block in blocks:
+                    digest.update(block)
+                    size += len(block)
+        except (OSError, urllib3.exceptions.HTTPError) as error:
             raise HostError(
                 f"the index lists {about}, but the file at {bare_url(url)} is not there: {cause(error)}",
                 hint="try again later, or pin another version",
@@ -253,63 +248,52 @@ class Indexes:
             ) from None
         return size, digest.hexdigest()
 
-    def read(self, url: str, start: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and bytes of the blocks of a file, from ``start``, or from 0 if the server has no ranges.
+    @contextmanager
+    def open(self, url: str, start: int = 0) -> Iterator[tuple[int | None, int, Iterator[bytes]]]:
+        """Yield length, if it is stated, offset and blocks of a file from ``start``, or from 0 if it has no ranges.
 
         Raises the errors of ``requests`` and ``urllib3``, and OSError for a local file.
         """
         if path := local_path(url):
             with path.open("rb") as file:
                 file.seek(start)
-                while block := file.read(_BLOCK):
-                    yield start, block
-                    start += len(block)
+                yield path.stat().st_size, start, iter(partial(file.read, _BLOCK), b"")
             return
         ranges = {"Range": f"bytes={start}-"} if start else {}
-        with self.get(url, headers=_PLAIN | ranges) as response:
+        with self.get(url, _PLAIN | ranges) as response:
             response.raise_for_status()
-            if _is_page(response):
+            if response.headers.get("Content-Type", "").startswith("text/html"):
                 raise requests.RequestException("it sends a web page")
-            position = start if response.status_code == 206 else 0
-            for block in response.raw.stream(_BLOCK, decode_content=False):
-                yield position, block
-                position += len(block)
+            length = response.headers.get("Content-Length", "")
+            offset = start if response.status_code == 206 else 0
+            blocks = response.raw.stream(_BLOCK, decode_content=False)
+            yield int(length) if length.isdigit() else None, offset, blocks
 
 
-def _is_page(response: requests.Response) -> bool:
-    return response.headers.get("Content-Type", "").startswith("text/html")
-
-
-def _offers(page: str, base: str) -> list[Offer]:
-    offers = []
+def _files(page: str) -> list[dict[str, Any]]:
+    """Return what an HTML page lists, as a JSON page has it."""
+    files = []
     for attributes in re.findall(r"""(?i)<a\b((?:[^>"']|"[^"]*"|'[^']*')*)>""", page):
         quoted = re.findall(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", attributes)
         values = {name.lower(): unescape("".join(texts)) for name, *texts in quoted}
-        url, _, fragment = urljoin(base, values.get("href", "")).partition("#")
-        sha256 = re.fullmatch(r"sha256=([0-9a-f]{64})", fragment)
-        offers.append(
-            Offer(
-                file=unquote(urlsplit(url).path.rpartition("/")[2]),
-                url=url,
-                sha256=sha256[1] if sha256 else None,
-                python=values.get("data-requires-python", ""),
-                yanked="data-yanked" in attributes,
-            )
-        )
-    return offers
+        url, _, fragment = values.get("href", "").partition("#")
+        hashes = dict(re.findall(r"^(sha256)=([0-9a-f]{64})$", fragment))
+        python, yanked = values.get("data-requires-python"), "data-yanked" in attributes
+        files.append({"url": url, "hashes": hashes, "requires-python": python, "yanked": yanked})
+    return files
 
 
-def _json_offers(page: Any, base: str) -> list[Offer]:
+def _offers(files: Any, base: str) -> list[Offer]:
     return [
         Offer(
-            file=row["filename"],
+            file=row["filename"] if "filename" in row else unquote(urlsplit(row["url"]).path.rpartition("/")[2]),
             url=urljoin(base, row["url"]),
             sha256=row["hashes"].get("sha256"),
             size=None if row.get("size") is None else int(row["size"]),
             python=row.get("requires-python") or "",
             yanked=bool(row.get("yanked")),
         )
-        for row in page["files"]
+        for row in files
     ]
 
 

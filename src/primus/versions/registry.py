@@ -48,14 +48,15 @@ def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
 
 def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedFile, ...]:
     name = image.partition("@")[0]
-    types = [str(layer.get("mediaType")) for layer in manifest.get("layers", ())]
-    if not types:
+    layers = manifest.get("layers", ())
+    if not layers:
         hint = f"name the digest of an OCI or Docker schema 2 image for base {base}"
         raise InputError(f"{image} is not an image with layers", hint=hint, about=name)
+    types = (str(layer.get("mediaType")) for layer in layers)
     if other := next((kind for kind in types if not kind.endswith(("tar+gzip", "diff.tar.gzip"))), None):
         raise InputError(f"{image} has a layer of type {other}", hint="only gzip layers are supported", about=name)
     short = name.rpartition("/")[2].partition(":")[0]
-    digests = [str(layer["digest"]).removeprefix("sha256:") for layer in manifest["layers"]]
+    digests = [str(layer["digest"]).removeprefix("sha256:") for layer in layers]
     return tuple(
         LockedFile(
             kind="layer",
@@ -66,7 +67,7 @@ def _layers(base: str, image: str, manifest: Mapping[str, Any]) -> tuple[LockedF
             sha256=sha256,
             base=base,
         )
-        for number, (sha256, layer) in enumerate(zip(digests, manifest["layers"], strict=True), 1)
+        for number, (sha256, layer) in enumerate(zip(digests, layers, strict=True), 1)
     )
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from primus.errors import InputError, LacksPackages
-from primus.versions.debs import _default_mirror, check_python, debian_stanzas, parse_sources, parse_uris, preferences
+from primus.versions import debs
+from primus.versions.debs import _default_mirror, check_python, parse_sources, parse_uris, preferences
 from primus.versions.lock import BaseRequest, suites_of, upstream
 
 HOST = """\
@@ -34,6 +36,12 @@ URIs: http://off.example/debian
 Suites: bookworm
 Components: main
 """
+
+
+def debian_stanzas(
+    host: Sequence[debs.Stanza], suites: Sequence[str], environment: Mapping[str, str], default: str = ""
+) -> list[debs.Stanza]:
+    return [stanza for suite in suites for stanza in debs.debian_stanzas(host, suite, environment, default)]
 
 
 def _pairs(*suites: str, host: str = HOST, deb822: bool = True) -> list[tuple[str, str]]:

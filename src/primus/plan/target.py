@@ -178,6 +178,8 @@ def request_of(
     if root and base:
         debs |= {extra_root(base, extra): root.extras[extra] for extra in extras}
     over = {extra_root(base, extra): base for extra in extras} if base else {}
+    wheels = {normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel}
+    requires = [normalised(name) for p in pins.values() for name in p.requires]
     return Request(
         target=name,
         channel=channel,
@@ -193,11 +195,10 @@ def request_of(
             for name, more in debs.items()
             if root
         },
-        wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
+        wheels=wheels | {name: "" for name in requires if name not in wheels},
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
         pure=tuple(normalised(p.wheel) for p in pins.values() if p.wheel and p.pure),
         debs={p.deb: p.version or "" for p in pins.values() if p.deb},
-        requires=tuple(dict.fromkeys(normalised(r) for p in pins.values() for r in p.requires)),
         builds={root: build.wheels for root, build in builds.items() if build.wheels},
         gits={
             normalised(p.package): Commit(url=p.git, commit=p.commit, version=p.version)

@@ -1,7 +1,8 @@
 """Debian packages: a base's packages with all dependencies, resolved and downloaded by apt itself.
 
 apt runs with the host's configuration, but with other suites and no installed packages: its indexes, cache and status
-are in a private folder. Mirrors, proxies, CA, credentials and validity checks are the host's.
+are in a private folder. Mirrors, proxies, CA, credentials and validity checks are the host's. Every function here that
+uses apt raises HostError if the archive is not available.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ Apt = Callable[..., subprocess.CompletedProcess[str]]
 def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "") -> Iterator[Apt]:
     """Yield a function that runs a tool of apt on the archive of ``suites``, with fresh indexes in a temporary folder.
 
-    ``preferences`` select the source of a package, ``status`` (dpkg's) lists the installed ones. Raises HostError
-    if the archive is not available.
+    ``preferences`` select the source of a package, ``status`` (dpkg's) lists the installed ones.
     """
     if shutil.which("apt-get") is None:
         message = "apt-get is missing; it is needed to resolve Debian packages"
@@ -88,10 +88,7 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
 def debian_stanzas(
     host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str = ""
 ) -> list[Stanza]:
-    """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default``'s mirrors.
-
-    Raises HostError if there is none of these, as on a new Ubuntu.
-    """
+    """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default``'s mirrors."""
     # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
     # index does no harm.
     stale = {"Check-Valid-Until": "no"} if suite in _ROLLING else {}
@@ -205,8 +202,7 @@ def resolve_debs(base_name: str, base: BaseRequest, status: str = "") -> tuple[L
     """Return every deb of the base's root file system: essential and requested packages and their dependencies.
 
     For a base over an image, whose dpkg ``status`` lists the installed packages, return only the missing ones.
-    Recommended packages are left out. Raises InputError for a package or Python version that the suite does not
-    have, HostError if the archive is not available.
+    Recommended packages are left out. Raises InputError for a package or Python that the suite does not have.
     """
     suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
     with open_archive(suites, preferences(base.suite, base.packages), status) as apt:
@@ -231,10 +227,7 @@ def resolve_debs(base_name: str, base: BaseRequest, status: str = "") -> tuple[L
 
 
 def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: Path) -> None:
-    """Let apt download the debs that the archive still has to ``folder``, each named by its sha256.
-
-    Raises HostError if the archive is not available.
-    """
+    """Let apt download the debs that the archive still has to ``folder``, each named by its sha256."""
     with open_archive(suites) as apt:
         records = apt("apt-cache", "show", *(f.name for f in files)).stdout
         present = set(re.findall(r"^Package: (\S+)$.*?^Version: (\S+)$", records, re.M | re.S))
@@ -256,11 +249,10 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
             return
         done = apt("/usr/lib/apt/apt-helper", "download-file", *triples, cwd=folder)
         # Whether a file that is not there any more matters is the caller's to judge.
-        lines = re.findall(r"^E: Failed to fetch .*", done.stdout + done.stderr, re.M)
-        faults = [line for line in lines if not re.search(r" 40[34] |not found", line)]
-        if done.returncode != 0 and faults:
+        fault = re.search(r"^E: Failed to fetch (?!.*( 40[34] |not found)).*", done.stdout + done.stderr, re.M)
+        if fault:
             raise HostError(
-                f"the archive of {' and '.join(suites)} does not send its packages: {_reason(faults[0])}",
+                f"the archive of {' and '.join(suites)} does not send its packages: {_reason(fault[0])}",
                 hint="check the network, and run it again",
             )
 

@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from html import unescape
@@ -106,10 +106,7 @@ class Indexes:
         return tuple(map(bare_url, (*self.urls, *self.listed("find-links"), *self.own.values())))
 
     def uv_settings(self, wheels: Path) -> str:
-        """Return the text of a ``uv.toml`` with these indexes, in pip's order: uv tries its default index last.
-
-        The folder ``wheels`` is searched, too.
-        """
+        """Return a ``uv.toml`` of these indexes and the folder ``wheels`` in pip's order: uv tries its default last."""
         urls, keyring = (*self.urls, *self.own.values()), self.settings.get("keyring-provider") in _KEYRINGS
         lines = [
             'index-strategy = "unsafe-best-match"',
@@ -148,14 +145,16 @@ class Indexes:
             session.mount(scheme, HTTPAdapter(max_retries=_RETRIES))
         return session
 
-    def get(self, url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
+    def get(self, url: str, method: str = "GET", headers: Mapping[str, str] | None = None) -> requests.Response:
         """Make one streamed request with pip's CA, proxy and credentials. Raises the errors of ``requests``."""
         parts = urlsplit(url)
         host, proxy = parts.netloc.rpartition("@")[2], self.settings.get("proxy")
         try:
-            response = self._session.get(
+            response = self._session.request(
+                method,
                 parts._replace(netloc=host).geturl(),
                 stream=True,
+                allow_redirects=True,  # requests itself follows none for HEAD
                 headers=headers,
                 auth=self._login(host),
                 # Not set on the session, where the environment's proxies would precede pip's own setting.
@@ -165,11 +164,11 @@ class Indexes:
                 timeout=_TIMEOUT,
             )
         except requests.RequestException as error:
-            LOG.info("primus GET %s: %s", bare_url(url), cause(error))
+            LOG.info("primus %s %s: %s", method, bare_url(url), cause(error))
             raise
         about, seconds = response.headers, response.elapsed.total_seconds()
         outcome = f"{response.status_code} {about.get('Content-Type')} {about.get('Content-Length')}"
-        LOG.info("primus GET %s, %.1f s: %s", bare_url(url), seconds, outcome)
+        LOG.info("primus %s %s, %.1f s: %s", method, bare_url(url), seconds, outcome)
         return response
 
     def offers(self, package: str, place: str) -> list[Offer]:
@@ -233,9 +232,11 @@ class Indexes:
         Raises HostError if there is no such file, or if the answer is a web page.
         """
         try:
-            with self.open(url) as (length, _, blocks):
-                if length is not None and sha256 is not None:
-                    return length, sha256
+            if sha256 is not None:
+                with suppress(requests.HTTPError), self.open(url, method="HEAD") as (length, _, _):
+                    if length is not None:
+                        return length, sha256
+            with self.open(url) as (_, _, blocks):
                 digest, size = hashlib.sha256(), 0
                 for block in blocks:
                     digest.update(block)
@@ -249,7 +250,7 @@ class Indexes:
         return size, digest.hexdigest()
 
     @contextmanager
-    def open(self, url: str, start: int = 0) -> Iterator[tuple[int | None, int, Iterator[bytes]]]:
+    def open(self, url: str, start: int = 0, method: str = "GET") -> Iterator[tuple[int | None, int, Iterator[bytes]]]:
         """Yield length, if it is stated, offset and blocks of a file from ``start``, or from 0 if it has no ranges.
 
         Raises the errors of ``requests`` and ``urllib3``, and OSError for a local file.
@@ -260,7 +261,7 @@ class Indexes:
                 yield path.stat().st_size, start, iter(partial(file.read, _BLOCK), b"")
             return
         ranges = {"Range": f"bytes={start}-"} if start else {}
-        with self.get(url, _PLAIN | ranges) as response:
+        with self.get(url, method, _PLAIN | ranges) as response:
             response.raise_for_status()
             if response.headers.get("Content-Type", "").startswith("text/html"):
                 raise requests.RequestException("it sends a web page")

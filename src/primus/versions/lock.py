@@ -78,9 +78,9 @@ class Commit:
 class Request:
     """The input of a lock: what one target needs from the sources. ``python`` is the minor version of its base.
 
-    ``wheels`` and ``sdists`` map normalized package names to exact versions, and ``debs`` maps names of the base's
-    packages to upstream versions. ``pure`` names wheels for any platform; ``requires`` names wheels of any version
-    that fits. ``bases`` contains the target's own base, its extras and the root file systems of its builds;
+    ``wheels`` and ``sdists`` map normalized package names to exact versions (wheels also to an empty one: what fits),
+    and ``debs`` maps names of the base's packages to upstream versions. ``pure`` names wheels for any platform.
+    ``bases`` contains the target's own base, its extras and the root file systems of its builds;
     ``builds`` the wheels in these (``NAME``, of the image's version, or ``NAME==VERSION``). ``indexes`` are the
     channel's own (name → address), ``indexed`` the packages that must come from them.
     """
@@ -93,7 +93,6 @@ class Request:
     sdists: Mapping[str, str] = field(default_factory=dict)
     debs: Mapping[str, str] = field(default_factory=dict)
     pure: tuple[str, ...] = ()
-    requires: tuple[str, ...] = ()
     builds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gits: Mapping[str, Commit] = field(default_factory=dict)
     indexes: Mapping[str, str] = field(default_factory=dict)
@@ -121,9 +120,8 @@ class Request:
             result[f"base {name} packages"] = " ".join(sorted(base.packages))
             if base.image:
                 result[f"base {name} image"] = base.image
-        result |= {f"wheel {name}": version for name, version in self.wheels.items()}
+        result |= {f"wheel {name}": version or "what fits" for name, version in self.wheels.items()}
         result |= {f"wheel {name} platform": "any" for name in self.pure}
-        result |= {f"wheel {name}": "what fits" for name in self.requires if name not in self.wheels}
         result |= {f"build {name} wheels": " ".join(sorted(wheels)) for name, wheels in self.builds.items()}
         result |= {f"deb {name}": version for name, version in self.debs.items()}
         result |= {f"sdist {name}": version for name, version in self.sdists.items()}
@@ -133,10 +131,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock:
-    """A resolved request. ``pins`` is the request, ``files`` the result, sorted by kind and name.
-
-    ``format`` and ``generated`` are the same in every lock.
-    """
+    """A resolved request. ``pins`` is the request, ``files`` the result, sorted by kind and name."""
 
     generated: str = field(default="by `primus lock`; do not edit", compare=False)
     format: int = 1
@@ -151,9 +146,8 @@ class Lock:
         return tuple({f.sha256: f for f in self.files}.values())
 
     def of(self, kind: Kind, base: str | None = None) -> tuple[LockedFile, ...]:
-        """Return the files of one kind: those of ``base``, or the image's own (debs: those of every base)."""
-        every = kind == "deb" and base is None
-        return tuple(f for f in self.files if f.kind == kind and (every or f.base == base))
+        """Return the files of one kind: those of ``base``, or Python packages of the image."""
+        return tuple(f for f in self.files if f.kind == kind and f.base == base)
 
     @property
     def python_packages(self) -> tuple[LockedFile, ...]:

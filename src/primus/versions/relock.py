@@ -86,7 +86,7 @@ def resolve(
     show = partial(_shown, progress)
     with ThreadPoolExecutor() as pool:
         futures = [pool.submit(_commits, request.gits, shared)] if "gits" in parts else []
-        if "wheels" in parts and (request.wheels or request.requires):
+        if "wheels" in parts and request.wheels:
             futures.append(pool.submit(show, "resolve wheels", "wheel", resolve_wheels, request, versions("wheels")))
         if "sdists" in parts and request.sdists:
             futures.append(pool.submit(show, "find source archives", "source archive", resolve_sdists, request))

@@ -39,10 +39,7 @@ def resolve_commit(name: str, pin: Commit) -> LockedFile:
 
 
 def archive_commit(pin: Commit, name: str, folder: Path) -> None:
-    """Write the archive of the commit to ``folder`` as ``name``.
-
-    Raises InputError for an unknown commit, HostError if the repository does not answer.
-    """
+    """Write the archive of the commit to ``folder``. InputError for an unknown commit, HostError without an answer."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as scratch:
         source = Path(scratch, "source")
         _check_out(source, pin.url, pin.commit)

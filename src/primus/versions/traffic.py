@@ -1,7 +1,4 @@
-"""Runs of tools and requests to sources, as records of one logger. No record contains credentials.
-
-Level INFO has every run and request, for a report; level WARNING has what is unusual about an answer.
-"""
+"""Runs of tools and requests to sources, as records of one logger. No record contains credentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Wheels and sdists: the files that match the pins, found by uv on the indexes of the host's pip configuration."""
+"""Wheels and sdists: the files that match the pins, found by uv on the indexes of the host's pip configuration.
+
+Every function here that asks an index raises HostError if it does not answer.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +40,11 @@ class NoSolutionError(InputError):
 
 
 def resolve_wheels(request: Request, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
-    """Return the pinned wheels and all dependencies. ``keep`` maps names to preferred versions.
-
-    Raises InputError if no set of versions fits, HostError if an index does not answer.
-    """
-    pins = [f"{name}=={version}" for name, version in request.wheels.items()]
-    pins += [name for name in request.requires if name not in request.wheels]
+    """Return the pinned wheels and all dependencies. ``keep`` prefers versions. InputError if no set of them fits."""
+    pins = [f"{name}=={version}" if version else name for name, version in request.wheels.items()]
     files = _locked(request, pins, keep=keep)
     for file in files:
-        if file.version != (pinned := request.wheels.get(file.name, file.version)):
+        if file.version != (pinned := request.wheels.get(file.name) or file.version):
             raise InputError(
                 f"{file.name} is pinned to {pinned}, but the index offers {file.version}",
                 hint=f"pin {file.version} if that is the intended version",
@@ -58,8 +57,8 @@ def resolve_build(
 ) -> tuple[LockedFile, ...]:
     """Return the wheels of the build root ``root`` and all dependencies, in the versions of ``image`` if it has them.
 
-    ``keep`` maps names to preferred versions. Raises InputError for a name without a version that the image does
-    not have, and if the build's own packages do not fit the image's versions.
+    ``keep`` prefers versions. Raises InputError for a name without a version that the image does not have, and if the
+    build's own packages do not fit the image's versions.
     """
     pins: dict[str, str] = {}
     for wheel in wheels:
@@ -79,22 +78,17 @@ def resolve_sdists(request: Request) -> tuple[LockedFile, ...]:
 
 
 def offered(name: str, request: Request, kind: str) -> set[Version]:
-    """Return the versions of a package (``kind`` wheel or sdist) that work on the target's base.
-
-    Raises HostError if an index does not answer.
-    """
+    """Return the versions of a package (``kind`` wheel or sdist) that work on the target's base."""
     files = _available(name, request, Indexes.of_host(request.indexes), kind)
     return {version for _, version, offer in files if not offer.yanked}
 
 
 def fits_together(request: Request, loose: Collection[str]) -> dict[str, str] | None:
-    """Return the versions of all wheels if the request can be fulfilled, else None.
-
-    Those named in ``loose`` may be newer. Raises HostError if an index does not answer.
-    """
-    pins = [f"{name}{'>=' if name in loose else '=='}{version}" for name, version in request.wheels.items()]
+    """Return the versions of all wheels if they fit together, else None. Those named in ``loose`` may be newer."""
+    wheels = request.wheels.items()
+    pins = [name + (f"{'>=' if name in loose else '=='}{version}" if version else "") for name, version in wheels]
     try:
-        packages = _compile(request, Indexes.of_host(request.indexes), [*pins, *request.requires])
+        packages = _compile(request, Indexes.of_host(request.indexes), pins)
     except NoSolutionError:
         return None
     return {package["name"]: package["version"] for package in packages}
@@ -107,10 +101,7 @@ def _compile(
     constraints: Sequence[str] = (),
     keep: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. ``keep`` prefers versions.
-
-    Raises NoSolutionError, or HostError if an index does not answer.
-    """
+    """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. Raises NoSolutionError."""
     with tempfile.TemporaryDirectory(prefix="primus-uv-") as name:
         folder = Path(name)
         lock, settings, provided = folder / "pylock.toml", folder / "uv.toml", folder / "provided"

@@ -63,8 +63,9 @@ def test_a_build_is_resolved_anew_with_what_it_copies_from() -> None:
 
 def test_what_a_built_wheel_requires_is_a_pin_of_the_lock() -> None:
     lock = _lock(_request())
-    assert relock.stale(Request(**vars(_request()) | {"requires": ("onnx",)}), lock) == {"wheels"}
-    assert relock.stale(Request(**vars(_request()) | {"requires": ("torch",)}), lock) == set(), "pinned already"
+    wanted = Request(**vars(_request()) | {"wheels": {"torch": "2", "onnx": ""}})
+    assert relock.stale(wanted, lock) == {"wheels"}
+    assert wanted.flat()["wheel onnx"] == "what fits"
 
 
 def test_a_builds_wheels_are_not_the_images() -> None:
@@ -76,7 +77,7 @@ def test_a_builds_wheels_are_not_the_images() -> None:
     )
     assert [f.name for f in lock.of("wheel")] == ["torch"]
     assert [f.name for f in lock.of("wheel", "x build")] == ["ninja"]
-    assert [f.name for f in lock.of("deb")] == ["gcc"]
+    assert [f.name for f in lock.of("deb", "x build")] == ["gcc"]
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_a_fresh_lock_makes_no_request(calls: list[Any]) -> None:
 def test_a_changed_wheel_keeps_the_debs_and_offers_the_old_versions(calls: list[Any]) -> None:
     new = relock.resolve(_request(torch="3"), previous=_lock(_request()), progress=Progress())
     assert calls == [("wheels", {"numpy": "1", "torch": "2"})]
-    assert new.of("deb")[0].version == "1"
+    assert new.of("deb", "b")[0].version == "1"
     assert new.pins["wheel torch"] == "3"
 
 
@@ -123,12 +124,12 @@ def test_a_gone_wheel_is_not_held(calls: list[Any]) -> None:
 def test_refresh_holds_nothing(calls: list[Any]) -> None:
     new = relock.resolve(_request(), previous=_lock(_request()), refresh=True, progress=Progress())
     assert ("wheels", {}) in calls
-    assert new.of("deb")[0].version == "9"
+    assert new.of("deb", "b")[0].version == "9"
 
 
 def test_a_base_no_longer_asked_for_leaves_the_lock(calls: list[Any]) -> None:
     request = Request(target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"})
-    assert relock.resolve(request, previous=_lock(_request()), progress=Progress()).of("deb") == ()
+    assert relock.resolve(request, previous=_lock(_request()), progress=Progress()).of("deb", "b") == ()
 
 
 def test_compare_names_old_and_new() -> None:
@@ -158,5 +159,5 @@ def test_an_extra_is_locked_without_what_its_base_has_and_what_only_scripts_call
     wanted = Request(
         target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"}, bases={"b": base, "b rdma": more}
     )
-    files = relock.resolve(wanted, previous=None, progress=Progress()).of("deb")
+    files = [f for f in relock.resolve(wanted, previous=None, progress=Progress()).files if f.kind == "deb"]
     assert {(f.base, f.name, f.version) for f in files} == {("b", "bash", "9"), ("b rdma", "tool", "adduser")}

@@ -148,6 +148,11 @@ def counted(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
 
 
+def some(names: Sequence[str], most: int) -> str:
+    """``a, b and 3 more``: the first ``most`` of the names, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def bytes_text(amount: int) -> str:
     """Format bytes in decimal units, as registries count them."""
     value, unit = float(amount), "B"

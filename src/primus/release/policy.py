@@ -12,6 +12,7 @@ from primus.errors import CheckFailed
 from primus.release.documents import GATES, IN_TOTO, VALIDATION
 from primus.release.registry import Document
 from primus.schema import build, described
+from primus.terminal import some
 from primus.yamlfile import read
 
 # Seconds of a run of a proxy on two cores, the median of benchmarks/results/healthy-seeds.json.
@@ -98,7 +99,7 @@ def objections(evidence: Evidence, policy: Policy, *, preview: bool) -> tuple[st
     if evidence.commit is None and not preview:
         reasons.append("the commit it was built from is unknown: this is not a git repository")
     elif evidence.commit and evidence.edited and not preview:
-        reasons.append(f"files differ from commit {evidence.commit[:12]}: {_some(evidence.edited)}")
+        reasons.append(f"files differ from commit {evidence.commit[:12]}: {some(evidence.edited, 3)}")
     return tuple(reasons)
 
 
@@ -118,7 +119,7 @@ def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[st
     if lacking := [name for name in evidence.recipes if name not in trained]:
         minutes = len(lacking) * _SECONDS_OF_RUN / 60
         reasons.append(
-            f"{_some(lacking)} did not pass a validation in this image{where} "
+            f"{some(lacking, 3)} did not pass a validation in this image{where} "
             f"(primus validate {evidence.target} --suite quick: at least {max(1, round(minutes))} min)"
         )
     if not any({job["name"] for job in record["jobs"] if job["ran"]} >= {*policy.runs} for record in records):
@@ -155,8 +156,3 @@ def _passed(record: Mapping[str, Any], policy: Policy, preview: bool) -> bool:
     failed = {verdict["name"] for verdict in record["verdicts"] if not verdict["passed"]}
     ran = all(job["ran"] for job in record["jobs"])
     return bool(record["verdicts"]) and ran and failed <= {f"gate {gate}" for gate in policy.forgiven}
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -273,11 +273,11 @@ class Versions:
 
     def __post_init__(self) -> None:
         try:
-            created = date.fromisoformat(self.created)
+            year = date.fromisoformat(self.created).year
         except ValueError:
             raise WrongValue(f"created: {self.created} is not a valid date", "created") from None
-        if created.year < 1980:
-            # Zip archives, such as wheels, cannot store an earlier date.
+        # Zip archives, such as wheels, cannot store an earlier date.
+        if year < 1980:
             raise WrongValue(f"created must be 1980-01-01 or later, not {self.created}", "created")
         for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):

@@ -30,7 +30,6 @@ _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-up
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 # Ubuntu's apt has no Debian mirror configured, but its package debootstrap contains one.
 _DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
-_CONFIGURATION = Path(__file__).with_name("apt.conf")
 # What apt-get prints with --print-uris.
 _URI = re.compile(r"^'([^']*)' ([^_ ]+)_(\S+)_[^_ ]+\.deb ([0-9]+)(?: SHA256:([0-9a-f]{64}))?", re.M)
 
@@ -51,7 +50,7 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
         folder = Path(name)
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
             (folder / part).mkdir(parents=True)
-        text = _CONFIGURATION.read_text(encoding="utf-8").replace("FOLDER", name)
+        text = Path(__file__).with_name("apt.conf").read_text(encoding="utf-8").replace("FOLDER", name)
         (folder / "apt.conf").write_text(text, encoding="utf-8")
         (folder / "state/status").write_text(status, encoding="utf-8")
         maker = _maker(suites[0])
@@ -72,7 +71,7 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
         def apt(tool: str, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
             command = next(word for word in args if not word.startswith("-") and "=" not in word)
             words = [tool, "-c", str(folder / "apt.conf"), *args]
-            return run_tool(words, " ".join(mirrors), command, cwd=cwd, text=True, env=env)
+            return run_tool(words, " ".join(mirrors), command, cwd=cwd, env=env)
 
         done = apt("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "-o", "Acquire::Retries=0", "update")
         if done.returncode != 0:

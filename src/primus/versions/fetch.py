@@ -24,7 +24,7 @@ from urllib3.exceptions import HTTPError
 from primus.errors import HostError, InputError
 from primus.programs import with_packages
 from primus.progress import Progress
-from primus.terminal import counted
+from primus.terminal import counted, some
 from primus.versions.debs import download_debs
 from primus.versions.filecache import FileCache
 from primus.versions.indexes import LOGIN_HINT, Indexes, Offer
@@ -50,11 +50,10 @@ def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: boo
     if not missing:
         return
     if offline:
+        names = some([f"{file.name} {file.version}" for file in missing], 5)
         amount = f"{len(missing)} file{'s are' if len(missing) > 1 else ' is'}"
-        raise HostError(
-            f"--offline allows no download, and {amount} not here: {_names(missing)}",
-            hint="run it once without --offline",
-        )
+        message = f"--offline allows no download, and {amount} not here: {names}"
+        raise HostError(message, hint="run it once without --offline")
     began, size = time.monotonic(), sum(f.size for f in missing)
     progress.start("fetch", "fetch", size)
     try:
@@ -66,19 +65,18 @@ def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: boo
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HostError(
-                f"the disk is full at {cache.root}: {counted(len(missing), 'missing file')} take {size / 1e6:,.1f} MB",
+                f"the disk is full at {cache.root}: the missing files take {size / 1e6:,.1f} MB",
                 hint="free some space and run it again; what has been fetched is kept",
             ) from None
         if error.errno in (errno.EACCES, errno.EROFS):
             raise HostError(f"{cache.root} cannot be written: {error.strerror}") from None
         raise
     if work.gone:
-        gone = sorted(work.gone, key=lambda file: file.name)
-        names = list(dict.fromkeys(file.name for file in gone))[:5]
+        gone = {f"{file.name} {file.version}": file.name for file in sorted(work.gone, key=lambda file: file.name)}
+        options = " ".join(f"--refresh-package {name}" for name in [*dict.fromkeys(gone.values())][:5])
         raise HostError(
-            f"no source offers any more: {_names(gone)}",
-            hint=f"lock their successors (primus lock {' '.join(f'--refresh-package {name}' for name in names)}), "
-            "or point pip or apt at an archive that keeps them",
+            f"no source offers any more: {some([*gone], 5)}",
+            hint=f"lock their successors (primus lock {options}), or point pip or apt at an archive that keeps them",
         )
     rate = size / 1e6 / max(time.monotonic() - began, 1e-3)
     progress.finish("fetch", f"{counted(len(missing), 'file')}, {size / 1e6:,.1f} MB, {rate:,.1f} MB/s")
@@ -225,8 +223,3 @@ def _refusal(file: LockedFile, offer: str, source: str) -> HostError:
         f"{file.file} from {bare_url(source)} has {offer}, but sha256 {file.sha256} ({file.size} bytes) is locked",
         hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
     )
-
-
-def _names(files: Sequence[LockedFile]) -> str:
-    shown = ", ".join(f"{file.name} {file.version}" for file in files[:5])
-    return shown + (f" and {len(files) - 5} more" if len(files) > 5 else "")

@@ -1,7 +1,6 @@
 """The content-addressed cache of fetched files: ``sha256/<hex>`` is either complete and correct, or absent.
 
-Several processes may use a cache at once: a file being fetched is a locked ``.part`` file, which is renamed when
-complete.
+Several processes may use a cache at once: a file being fetched is a locked ``.part`` file, renamed when complete.
 """
 
 from __future__ import annotations

@@ -54,10 +54,7 @@ _RETRIES = Retry(
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One file of an index. ``sha256`` and ``size`` are None if the index does not state them.
-
-    ``python`` are the versions of Python that the file requires (empty: any).
-    """
+    """One file of an index; None is not stated. ``python`` are the versions of Python that it requires (empty: any)."""
 
     file: str
     url: str
@@ -126,8 +123,7 @@ class Indexes:
         # A source that does not answer must be named within seconds.
         environment |= {"UV_HTTP_CONNECT_TIMEOUT": "3", "UV_HTTP_TIMEOUT": "6", "UV_HTTP_RETRIES": "1"}
         environment |= {"UV_SYSTEM_CERTS": "true", "NO_COLOR": "1"}
-        ca = self._ca()
-        if isinstance(ca, str):
+        if ca := self._ca():
             environment["SSL_CERT_FILE"] = ca
         if certificate := self.settings.get("client-cert"):
             environment["SSL_CLIENT_CERT"] = certificate
@@ -159,7 +155,7 @@ class Indexes:
                 auth=self._login(host),
                 # Not set on the session, where the environment's proxies would precede pip's own setting.
                 proxies={"http": proxy, "https": proxy} if proxy else None,
-                verify=False if {host, parts.hostname} & {*self.listed("trusted-host")} else self._ca(),
+                verify=False if {host, parts.hostname} & {*self.listed("trusted-host")} else self._ca() or True,
                 cert=self.settings.get("client-cert"),
                 timeout=_TIMEOUT,
             )
@@ -199,13 +195,9 @@ class Indexes:
         """Return the error for an index that does not answer the request for ``url``."""
         address = bare_url(url)
         name = next((name for name, own in self.own.items() if address.startswith(bare_url(own).rstrip("/"))), None)
+        place, hint = f"the Python index at {address}", "point pip at a mirror (pip config set global.index-url URL)"
         if name is not None:
             place, hint = f"the index {name} ({bare_url(self.own[name])})", "use another channel (--channel)"
-        else:
-            place, hint = (
-                f"the Python index at {address}",
-                "point pip at a mirror (pip config set global.index-url URL)",
-            )
         if re.search(r"\b40[17]\b", reason):
             return HostError(f"{place} wants valid authentication credentials: {reason}", hint=LOGIN_HINT, about=about)
         return HostError(f"{place} does not answer: {reason}", hint=f"check the network, or {hint}", about=about)
@@ -221,10 +213,10 @@ class Indexes:
                 return user, password
         return None
 
-    def _ca(self) -> str | bool:
+    def _ca(self) -> str | None:
         configured = (self.settings.get("cert"), *map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")))
         # pip trusts the system's certificate store. requests alone would not find a company's own CA in it.
-        return next(filter(None, configured), ssl.get_default_verify_paths().cafile or True)
+        return next(filter(None, configured), ssl.get_default_verify_paths().cafile)
 
     def measure(self, url: str, about: str, sha256: str | None) -> tuple[int, str]:
         """Return length and sha256 of the file at ``url``. It is read in full only if one of them is not stated.

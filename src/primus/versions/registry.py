@@ -27,8 +27,7 @@ _STATUS = "var/lib/dpkg/status"
 def resolve_image(base: str, image: str) -> tuple[tuple[LockedFile, ...], str]:
     """Return the layers of ``image`` (``name@sha256:…``), lowest first, and dpkg's status in it (empty without dpkg).
 
-    Raises InputError for an image of another platform or with unsupported layers, HostError if the registry does
-    not answer or sends other bytes.
+    Raises InputError for an image of another platform or with unsupported layers.
     """
     # A copy may take long, but a registry that does not answer is named within seconds.
     skopeo("inspect", "--command-timeout", "15s", "--raw", f"docker://{image}")
@@ -92,7 +91,7 @@ def _dpkg_status(image: str, layers: Sequence[LockedFile], folder: Path) -> str:
     return status
 
 
-def skopeo(command: str, *words: str) -> bytes:
+def skopeo(command: str, *words: str) -> str:
     """Return the output of ``skopeo COMMAND WORDS``. Raises HostError with skopeo's own words for a failure."""
     address = next(word for word in words if word.startswith("docker://"))
     image = address.removeprefix("docker://").partition("@")[0]
@@ -100,8 +99,8 @@ def skopeo(command: str, *words: str) -> bytes:
         # Only the debug log tells that skopeo waits because of a rate limit.
         done = run_tool(["skopeo", "--debug", command, "--retry-times", "2", *words], address, command)
         if done.returncode == 0:
-            return bytes(done.stdout)
-        reason = _reason(done.stderr.decode("utf-8", "replace"))
+            return done.stdout
+        reason = _reason(done.stderr)
         # skopeo itself does not try these again.
         if pause is None or not re.search(r"status(?: code)?:? 5\d\d|\bEOF\b|connection reset", reason):
             break

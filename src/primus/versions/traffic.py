@@ -15,13 +15,13 @@ from primus.errors import HostError
 LOG = logging.getLogger("primus.sources")
 
 
-def run_tool(words: Sequence[str], url: str, method: str = "", **options: Any) -> subprocess.CompletedProcess[Any]:
+def run_tool(words: Sequence[str], url: str, method: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a tool that accesses ``url`` and record its outcome. The caller checks the exit code."""
     began, outcome = time.monotonic(), "did not end"
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False, **options)
-        text = done.stderr if isinstance(done.stderr, str) else done.stderr.decode("utf-8", "replace")
-        text = re.sub(r"(?<=://)[^/@\s\"]+@|\?[^\"\s]*", "", " ".join(text[-2000:].split()))
+        options |= {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+        done = subprocess.run(words, check=False, **options)
+        text = re.sub(r"(?<=://)[^/@\s\"]+@|\?[^\"\s]*", "", " ".join(done.stderr[-2000:].split()))
         outcome = f"exit code {done.returncode}: {text}" if done.returncode else "done"
         return done
     except FileNotFoundError:

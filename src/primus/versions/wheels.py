@@ -31,9 +31,6 @@ from primus.versions.indexes import Indexes, Offer
 from primus.versions.lock import GLIBC, MACHINE, BaseRequest, Kind, LockedFile, Request
 from primus.versions.traffic import bare_url, run_tool
 
-# The newest glibc 2 that uv knows.
-_NEWEST_GLIBC = 40
-
 
 class NoSolutionError(InputError):
     """No set of versions of the host's indexes fits the pins."""
@@ -116,14 +113,15 @@ def _compile(
         settings.touch(0o600)
         settings.write_text(indexes.uv_settings(provided), encoding="utf-8")
         base = _base(request)
-        platform = f"{MACHINE}-manylinux_2_{min(GLIBC[base.suite], _NEWEST_GLIBC)}"
+        # The newest glibc 2 that uv knows is 40.
+        platform = f"{MACHINE}-manylinux_2_{min(GLIBC[base.suite], 40)}"
         command = [find_uv_bin(), "pip", "compile", "pins.in", "--config-file", settings.name]
         command += ["--python", sys.executable, "--python-platform", platform, "--python-version", base.python]
         command += ["--format", "pylock.toml", "--output-file", lock.name, "--no-header", "--quiet", "--refresh"]
         command += ["--only-binary", ":all:", "--constraints", "constraints.txt"]
         package = re.split("[=<>!~ ]", requirements[0])[0]
         where = " ".join(indexes.shown)
-        done = run_tool(command, where, f"compile {package} on", cwd=folder, env=indexes.uv_environment(), text=True)
+        done = run_tool(command, where, f"compile {package} on", cwd=folder, env=indexes.uv_environment())
         if done.returncode == 0:
             packages: list[dict[str, Any]] = tomllib.loads(lock.read_text(encoding="utf-8")).get("packages", [])
             return packages

@@ -16,6 +16,7 @@ from packaging.version import Version
 from primus.errors import CheckFailed
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.plan.resolve import ResolvedTarget
+from primus.terminal import some
 from primus.versions.lock import name_of, normalised, upstream
 
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
@@ -137,12 +138,11 @@ def _versions(train: list[tuple[Package, Version]]) -> list[Finding]:
         key=lambda v: (sum(agree(v, other) for _, other in train), v in itself, len(v.release), str(v)),
     )
     like = [p.name for p, v in train if agree(v, meant)]
-    shown = ", ".join(like[:3]) + (f" and {len(like) - 3} more" if len(like) > 3 else "")
     findings = [
         Finding(
             severity="warning" if _beside(p, v, meant, train) else "error",
             path=p.where,
-            message=f"{p.name} {p.version} is of ROCm {v}, {shown} of {meant}",
+            message=f"{p.name} {p.version} is of ROCm {v}, {some(like, 3)} of {meant}",
         )
         for p, v in train
         if not agree(v, meant)

@@ -135,7 +135,7 @@ def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_c
     index_debs(archive.root, "bookworm")
     over = BaseRequest(suite="bookworm", python="3.11.2", packages=("python3.11-minimal", "verbs"), over="b")
     request = Request(target="t", channel="debian", python="3.11", bases={"b": _base(), "b rdma": over})
-    lock = resolve(request, previous=None, progress=Progress())
+    lock = resolve(request, None, {}, Progress())
     assert {f.name for f in lock.of("deb", "b rdma")} == {"libverbs", "verbs"}
     assert {"core", "libthing"} <= {f.name for f in lock.of("deb", "b")}
 
@@ -221,7 +221,7 @@ def test_a_file_archive_needs_no_server(archive: Server, tmp_path: Path, monkeyp
 
 def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path) -> None:
     request = Request(target="t", channel="debian", python="3.11", bases={"b": _base()})
-    lock = resolve(request, previous=None, progress=Progress())
+    lock = resolve(request, None, {}, Progress())
     pool = archive.root / "pool"
     (pool / "libthing_1.0-1_amd64.deb").unlink()
     make_deb(pool, "libthing", "1.0-2")
@@ -229,8 +229,8 @@ def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path
     with pytest.raises(HostError, match=r"no source offers any more: libthing 1\.0-1"):
         _fetch(lock.files, tmp_path / "c")
     gone = [f for f in lock.files if f.name == "libthing"]
-    assert resolve(request, previous=lock, progress=Progress()) == lock, "without being told, a lock stays"
-    again = resolve(request, previous=lock, gone=gone, progress=Progress())
+    assert resolve(request, lock, {}, Progress()) == lock, "without being told, a lock stays"
+    again = resolve(request, lock, {}, Progress(), gone)
     assert {f.name: f.version for f in again.files} == {f.name: f.version for f in lock.files} | {"libthing": "1.0-2"}
     _fetch(again.files, tmp_path / "c")
 

@@ -214,15 +214,16 @@ def lock_target(
 ) -> ResolvedTarget:
     """Resolve the target's request to exact files and ``write`` its lock; see :func:`primus.versions.relock.resolve`.
 
-    An error about a package gets the line of its pin.
+    With ``refresh``, no version of the lock is kept. An error about a package gets the line of its pin.
     """
     # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock does not need.
     from primus.programs import with_packages
     from primus.versions import relock
 
-    call = partial(relock.resolve, resolved.request, previous=resolved.lock, refresh=refresh, gone=gone, shared=shared)
+    previous, shared = None if refresh else resolved.lock, {} if shared is None else shared
     try:
-        lock = with_packages(partial(call, progress=progress), say=progress.say)
+        call = partial(relock.resolve, resolved.request, previous, shared, progress, gone)
+        lock = with_packages(call, say=progress.say)
     except PrimusError as error:
         if error.where is None and error.about:
             error.where = resolved.pin_of(error.about)[1] or None

@@ -29,9 +29,7 @@ _FOR_SCRIPTS = (
 _Way = Callable[..., tuple[LockedFile, ...]]
 
 
-def stale(
-    request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()
-) -> frozenset[str]:
+def stale(request: Request, previous: Lock | None, gone: Collection[LockedFile] = ()) -> frozenset[str]:
     """Return the parts to resolve again: ``wheels``, ``sdists``, ``gits``, ``base NAME`` and ``build NAME``."""
     # Part → what it follows from: pins, and files of parts that are gone. A package that is built here, or was until
     # now, changes which wheels are needed. A base's glibc and exact Python determine which wheels fit it.
@@ -43,7 +41,7 @@ def stale(
         sources[f"base {name}"] = rf"base ({'|'.join(both)})( \w+)?"
     # Builds have the image's versions.
     sources |= {f"build {name}": rf"{wheels}|build {re.escape(name)}( wheels)?" for name in request.builds}
-    if previous is None or refresh:
+    if previous is None:
         return frozenset(sources)
     changes = [*(change.pin for change in drift(previous, request)), *map(_part, gone)]
     return frozenset(
@@ -60,28 +58,21 @@ def _part(file: LockedFile) -> str:
 
 
 def resolve(
-    request: Request,
-    *,
-    previous: Lock | None,
-    refresh: bool = False,
-    gone: Collection[LockedFile] = (),
-    shared: Shared | None = None,
-    progress: Progress,
+    request: Request, previous: Lock | None, shared: Shared, progress: Progress, gone: Collection[LockedFile] = ()
 ) -> Lock:
-    """Resolve ``request`` to a lock. With ``refresh``, no version of ``previous`` is kept.
+    """Resolve ``request`` to a lock. Versions of ``previous`` that fit are kept.
 
-    ``gone`` are files of ``previous`` that no source offers any more. They, and what depends on them, are resolved
-    again. ``shared`` collects results for the targets that are locked later. Raises InputError if the pins cannot be
+    ``shared`` collects results for the targets that are locked later. ``gone`` are files of ``previous`` that no source
+    offers any more. They, and what depends on them, are resolved again. Raises InputError if the pins cannot be
     fulfilled, HostError if a source is not available.
     """
-    shared = {} if shared is None else shared
-    parts = stale(request, previous, refresh, gone)
+    parts = stale(request, previous, gone)
     locked: dict[str, list[LockedFile]] = defaultdict(list)
     for file in previous.files if previous is not None else ():
         locked[_part(file)].append(file)
 
     def versions(part: str) -> dict[str, str]:
-        return {} if refresh else {f.name: f.version for f in locked[part] if f not in gone}
+        return {file.name: file.version for file in locked[part] if file not in gone}
 
     show = partial(_shown, progress)
     with ThreadPoolExecutor() as pool:

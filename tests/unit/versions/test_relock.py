@@ -29,7 +29,6 @@ def test_what_each_change_makes_stale() -> None:
     lock = _lock(_request())
     assert relock.stale(_request(), None) == {"wheels", "sdists", "gits", "base b"}
     assert relock.stale(_request(), lock) == set()
-    assert relock.stale(_request(), lock, True) == {"wheels", "sdists", "gits", "base b"}
     assert relock.stale(_request(torch="3"), lock) == {"wheels"}
     from_debs = Request(**vars(_request()) | {"debs": {"python3-torch": "2"}})
     assert relock.stale(from_debs, lock) == {"wheels"}, "pip must not bring what the base does"
@@ -105,31 +104,25 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_fresh_lock_makes_no_request(calls: list[Any]) -> None:
     lock = _lock(_request())
-    assert relock.resolve(_request(), previous=lock, progress=Progress()) == lock
+    assert relock.resolve(_request(), lock, {}, Progress()) == lock
     assert calls == []
 
 
 def test_a_changed_wheel_keeps_the_debs_and_offers_the_old_versions(calls: list[Any]) -> None:
-    new = relock.resolve(_request(torch="3"), previous=_lock(_request()), progress=Progress())
+    new = relock.resolve(_request(torch="3"), _lock(_request()), {}, Progress())
     assert calls == [("wheels", {"numpy": "1", "torch": "2"})]
     assert new.of("deb", "b")[0].version == "1"
     assert new.pins["wheel torch"] == "3"
 
 
 def test_a_gone_wheel_is_not_held(calls: list[Any]) -> None:
-    relock.resolve(_request(), previous=_lock(_request()), gone=[_file("wheel", "numpy")], progress=Progress())
+    relock.resolve(_request(), _lock(_request()), {}, Progress(), [_file("wheel", "numpy")])
     assert calls == [("wheels", {"torch": "2"})]
-
-
-def test_refresh_holds_nothing(calls: list[Any]) -> None:
-    new = relock.resolve(_request(), previous=_lock(_request()), refresh=True, progress=Progress())
-    assert ("wheels", {}) in calls
-    assert new.of("deb", "b")[0].version == "9"
 
 
 def test_a_base_no_longer_asked_for_leaves_the_lock(calls: list[Any]) -> None:
     request = Request(target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"})
-    assert relock.resolve(request, previous=_lock(_request()), progress=Progress()).of("deb", "b") == ()
+    assert relock.resolve(request, _lock(_request()), {}, Progress()).of("deb", "b") == ()
 
 
 def test_compare_names_old_and_new() -> None:
@@ -159,5 +152,5 @@ def test_an_extra_is_locked_without_what_its_base_has_and_what_only_scripts_call
     wanted = Request(
         target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"}, bases={"b": base, "b rdma": more}
     )
-    files = [f for f in relock.resolve(wanted, previous=None, progress=Progress()).files if f.kind == "deb"]
+    files = [f for f in relock.resolve(wanted, None, {}, Progress()).files if f.kind == "deb"]
     assert {(f.base, f.name, f.version) for f in files} == {("b", "bash", "9"), ("b rdma", "tool", "adduser")}

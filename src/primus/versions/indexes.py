@@ -63,6 +63,10 @@ class Offer:
     python: str = ""
     yanked: bool = False
 
+    def __post_init__(self) -> None:
+        if (self.size or 0) < 0 or not re.fullmatch(r"[0-9a-f]{64}", self.sha256 or "0" * 64):
+            raise ValueError(f"it states size {self.size} and sha256 {self.sha256} for {self.file}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Indexes:
@@ -279,11 +283,11 @@ def _files(page: str) -> list[dict[str, Any]]:
 def _offers(files: Any, base: str) -> list[Offer]:
     return [
         Offer(
-            file=row["filename"] if "filename" in row else unquote(urlsplit(row["url"]).path.rpartition("/")[2]),
+            file=str(row["filename"]) if "filename" in row else unquote(urlsplit(row["url"]).path.rpartition("/")[2]),
             url=urljoin(base, row["url"]),
             sha256=row["hashes"].get("sha256"),
             size=None if row.get("size") is None else int(row["size"]),
-            python=row.get("requires-python") or "",
+            python=str(row.get("requires-python") or ""),
             yanked=bool(row.get("yanked")),
         )
         for row in files

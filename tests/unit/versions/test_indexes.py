@@ -104,7 +104,10 @@ def test_a_page_is_html_or_json_with_relative_links() -> None:
     [b"[" * 200_000, b"[]", b"null", b'{"files": 1}', b'{"files": [{"filename": "a"}]}', b"\xff", b'{"files": [',
      b'{"files": [{"filename": "a", "url": 5, "hashes": {}}]}',
      b'{"files": [{"filename": "a", "url": "a", "hashes": []}]}',
-     b'{"files": [{"filename": "a", "url": "a", "hashes": {}, "size": "many"}]}', b" " * ((64 << 20) + 1)],
+     b'{"files": [{"filename": "a", "url": "a", "hashes": {}, "size": "many"}]}',
+     b'{"files": [{"filename": "a", "url": "a", "hashes": {}, "size": -1}]}',
+     b'{"files": [{"filename": "a", "url": "a", "hashes": {"sha256": 5}}]}',
+     b'{"files": [{"filename": "a", "url": "a", "hashes": {"sha256": "5"}}]}', b" " * ((64 << 20) + 1)],
     ids=lambda page: repr(page[:60]),
 )  # fmt: skip
 def test_an_odd_page_is_a_sentence_that_names_the_index(page: bytes) -> None:

@@ -85,18 +85,14 @@ def fits_together(request: Request, loose: Collection[str]) -> dict[str, str] | 
     wheels = request.wheels.items()
     pins = [name + (f"{'>=' if name in loose else '=='}{version}" if version else "") for name, version in wheels]
     try:
-        packages = _compile(request, Indexes.of_host(request.indexes), pins)
+        packages = _compile(request, Indexes.of_host(request.indexes), pins, (), {})
     except NoSolutionError:
         return None
     return {package["name"]: package["version"] for package in packages}
 
 
 def _compile(
-    request: Request,
-    indexes: Indexes,
-    requirements: Sequence[str],
-    constraints: Sequence[str] = (),
-    keep: Mapping[str, str] | None = None,
+    request: Request, indexes: Indexes, pins: Sequence[str], constraints: Sequence[str], keep: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. Raises NoSolutionError."""
     with tempfile.TemporaryDirectory(prefix="primus-uv-") as name:
@@ -107,8 +103,8 @@ def _compile(
             lock.write_text("\n".join(['lock-version = "1.0"', 'created-by = "primus"', *rows]), encoding="utf-8")
         more = (f"-c {Path(place).absolute()}" for place in indexes.listed("constraint"))
         (folder / "constraints.txt").write_text("\n".join([*constraints, *more]), encoding="utf-8")
-        pins = [*requirements, *_provide(request.provided, provided)]
-        (folder / "pins.in").write_text("\n".join(pins), encoding="utf-8")
+        requirements = "\n".join([*pins, *_provide(request.provided, provided)])
+        (folder / "pins.in").write_text(requirements, encoding="utf-8")
         # The settings may contain credentials, so only this user can read them.
         settings.touch(0o600)
         settings.write_text(indexes.uv_settings(provided), encoding="utf-8")
@@ -119,7 +115,7 @@ def _compile(
         command += ["--python", sys.executable, "--python-platform", platform, "--python-version", base.python]
         command += ["--format", "pylock.toml", "--output-file", lock.name, "--no-header", "--quiet", "--refresh"]
         command += ["--only-binary", ":all:", "--constraints", "constraints.txt"]
-        package = re.split("[=<>!~ ]", requirements[0])[0]
+        package = re.split("[=<>!~ ]", pins[0])[0]
         where = " ".join(indexes.shown)
         done = run_tool(command, where, f"compile {package} on", cwd=folder, env=indexes.uv_environment())
         if done.returncode == 0:

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +27,8 @@ _SLOTS = 2
 _ALIGNED = 4096
 
 
-class Memory(Protocol):
-    """Buffers of the same size, one per rank, that every rank can read."""
-
-    def of(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``count`` numbers from the buffer of ``rank``; ``offset`` is in bytes."""
-
-    def barrier(self) -> None:
-        """Make the current stream wait until all ranks are here."""
-
-
 class Symmetric:
-    """:class:`Memory` of a process group on one host."""
+    """Buffers of ``size`` bytes, one per rank of a process group on one host, that every rank can read."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
@@ -56,17 +46,17 @@ class Symmetric:
         return self
 
     def of(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of the memory of ``rank``."""
+        """Return ``count`` numbers from the buffer of ``rank``; ``offset`` is in bytes."""
         part: torch.Tensor = self._handle.get_buffer(rank, (count,), dtype, offset // dtype.itemsize)
         return part
 
     def barrier(self) -> None:
-        """Wait on the GPU."""
+        """Make the current stream wait until all ranks are here."""
         self._handle.barrier()
 
 
 def gather(
-    memory: Memory, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, rank: int
+    memory: Any, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, rank: int
 ) -> None:  # fmt: skip
     """Fill each of ``outputs`` [ranks, count], but for the row of ``rank``.
 
@@ -81,7 +71,7 @@ def gather(
     memory.barrier()
 
 
-def reduce(memory: Memory, output: torch.Tensor, dtype: torch.dtype, rank: int, ranks: int) -> None:
+def reduce(memory: Any, output: torch.Tensor, dtype: torch.dtype, rank: int, ranks: int) -> None:
     """Write the sum of what all ranks have for the share of ``rank``, in ``dtype``, to ``output`` [count]."""
     count = output.numel()
     shares = torch.empty(ranks, count, dtype=dtype, device=output.device)
@@ -104,15 +94,16 @@ class _Collective:
     def _size(self) -> int:
         return self._memory.buffer.numel() // self._slots if self._memory else 0
 
-    def _take(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        size = math.ceil(count * dtype.itemsize / _ALIGNED) * _ALIGNED
-        if size > self._size:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the buffer for the next call."""
+        needed = math.prod(size) * dtype.itemsize
+        if needed > self._size:
             torch.cuda.synchronize(device)
             self._memory = None
-            self._memory = Symmetric(size * self._slots, device)
+            self._memory = Symmetric(math.ceil(needed / _ALIGNED) * _ALIGNED * self._slots, device)
         self._slot = (self._slot + 1) % self._slots
         start = self._slot * self._size
-        part: torch.Tensor = self._memory.buffer[start : start + count * dtype.itemsize].view(dtype)
+        part: torch.Tensor = self._memory.buffer[start : start + needed].view(dtype)
         return part
 
 
@@ -121,10 +112,6 @@ class PeerGather(_Collective):
 
     def __init__(self) -> None:
         super().__init__(_SLOTS)
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the buffer of the next gather."""
-        return self._take(math.prod(size), dtype, device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup,
@@ -146,7 +133,7 @@ class PeerGather(_Collective):
         shards, ranks = [param._sharded_param_data for param in params], group.size()
         sizes, kind, device = [shard.numel() for shard in shards], params[0].param_dtype, shards[0].device
         with torch.cuda.stream(copying):
-            own = self._take(sum(sizes), kind, device).split(sizes)
+            own = self.allocate((sum(sizes),), dtype=kind, device=device).split(sizes)
             torch._foreach_copy_(own, shards)
         if not params[0].all_gather_outputs:
             for param, size in zip(params, sizes, strict=True):
@@ -176,7 +163,7 @@ class PeerReduce(_Collective):
         self._for_output = not self._for_output
         if self._for_output:
             return torch.empty(*size, dtype=dtype, device=device)
-        return self._take(math.prod(size), torch.bfloat16, device)
+        return super().allocate(size, dtype=torch.bfloat16, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,

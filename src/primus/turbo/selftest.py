@@ -218,7 +218,7 @@ def reduce_scatter_copy_in(shapes: Shapes, make: Maker) -> Rows:
 
 
 class Buffers:
-    """:class:`~primus.turbo.peers.Memory` of several ranks in one process, each on its GPU."""
+    """:class:`~primus.turbo.peers.Symmetric` memory of several ranks in one process, each on its GPU."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self.buffers = buffers

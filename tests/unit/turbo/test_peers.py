@@ -1,0 +1,67 @@
+"""FSDP2's protocol of gathers and reductions by copies, with ranks that take turns in one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+import torch.distributed as dist  # noqa: E402
+
+from primus.turbo import peers  # noqa: E402
+from primus.turbo.selftest import Buffers  # noqa: E402
+
+RANKS, CPU = 3, torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank creates its memory in turn; those of the same size are one symmetric memory."""
+    sizes: dict[int, list[Any]] = {}
+
+    def symmetric(size: int, device: Any) -> Any:
+        ranks = sizes.setdefault(size, [])
+        ranks.append(torch.zeros(size, dtype=torch.uint8, device=device))
+        memory = Buffers(ranks)
+        return SimpleNamespace(buffer=ranks[-1], connect=lambda _group: memory)
+
+    monkeypatch.setattr(peers, "Symmetric", symmetric)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _device: None)
+
+
+def _group(rank: int) -> Any:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: RANKS)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.uint8))
+def test_each_rank_gets_the_shares_of_all(dtype: Any) -> None:
+    ranks = [peers.PeerGather() for _ in range(RANKS)]
+    for count in (8, 5000, 17, 17, 8):  # memory grows once, then its slots are used in turn
+        shares = [torch.randint(0, 100, (count,)).to(dtype) for _ in range(RANKS)]
+        outputs = [r.allocate((RANKS * count,), dtype=dtype, device=CPU) for r in ranks]
+        own = [output[rank * count : (rank + 1) * count] for rank, output in enumerate(outputs)]
+        for part, share in zip(own, shares, strict=True):
+            part.copy_(share)
+        for rank, gathering in enumerate(ranks):
+            gathering(outputs[rank], own[rank], _group(rank))
+        assert all(torch.equal(output, torch.cat(shares)) for output in outputs)
+
+
+def test_each_rank_gets_its_share_of_the_sum_in_float32() -> None:
+    ranks = [peers.PeerReduce() for _ in range(RANKS)]
+    for count in (8, 5000, 17):
+        gradients = [torch.randn(RANKS * count).bfloat16() for _ in range(RANKS)]
+        inputs = [r.allocate((RANKS * count,), dtype=torch.float32, device=CPU) for r in ranks]
+        for buffer, gradient in zip(inputs, gradients, strict=True):
+            assert buffer.dtype == torch.bfloat16
+            buffer.copy_(gradient)
+        total = torch.stack([gradient.float() for gradient in gradients]).sum(0)
+        for rank, reducing in enumerate(ranks):
+            output = reducing.allocate((count,), dtype=torch.float32, device=CPU)
+            reducing(output, inputs[rank], _group(rank), dist.ReduceOp.SUM)
+            assert torch.equal(output, total[rank * count : (rank + 1) * count])
+    with pytest.raises(RuntimeError, match="cannot reduce by"):
+        reducing(output, inputs[0], _group(0), dist.ReduceOp.MAX)

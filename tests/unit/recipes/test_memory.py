@@ -11,7 +11,8 @@ from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import Choices
 
-RESULT = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200-memory.json").read_text())
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+RESULT = json.loads((RESULTS / "h200-memory.json").read_text())
 GIB = 2**30
 
 
@@ -21,12 +22,10 @@ def llama(*words, gpu="h200", **choices):
     )
 
 
-@pytest.mark.parametrize(
-    "row", RESULT["rows"], ids=lambda row: f"{row['recipe']}-{row['backend']}-{row['source'][:40]}"
-)
-def test_prediction_is_within_the_stated_band_of_every_measurement(row):
+def error(row):
+    """The relative error of the prediction of one measured run, and the band that its backend states."""
     choices = Choices(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200", nodes=1)
-    # The rows were measured before recipes enabled these by default.
+    # Before recipes enabled these by default; rows that were measured later name them.
     before = {"turbo": "off"}
     if row["backend"] == "torchtitan":
         before["parallelism.fsdp_reshard_after_forward"] = "default"
@@ -34,8 +33,17 @@ def test_prediction_is_within_the_stated_band_of_every_measurement(row):
             before["training.local_batch_size"] = "2"
     words = [f"{key}={value}" for key, value in before.items() if not any(w.startswith(key) for w in row["words"])]
     recipe = resolve(row["recipe"], [*words, *row["words"]], choices)
-    predicted = predict(recipe).peak / GIB
-    assert predicted == pytest.approx(row["measured_gib"], rel=recipe.knows.memory_error)
+    return abs(predict(recipe).peak / GIB / row["measured_gib"] - 1), recipe.knows.memory_error
+
+
+def test_predictions_are_within_5_percent_of_nine_in_ten_runs_and_all_in_the_stated_band():
+    errors = [error(row) for row in RESULT["rows"]]
+    assert [row for row, (far, band) in zip(RESULT["rows"], errors, strict=True) if far > band] == []
+    near = sum(far <= 0.05 for far, _ in errors)
+    assert near >= 0.9 * len(errors)
+    largest = max(far for far, _ in errors)
+    stated = f"{near} of {len(errors)} predictions are within ± 5 %, and all are within ± {largest:.1%}."
+    assert stated in (RESULTS.parent / "reports/h200-memory.md").read_text()
 
 
 def test_most_published_batches_are_met_within_one():

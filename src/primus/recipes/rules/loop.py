@@ -133,7 +133,9 @@ def unsharded(
     # Gradients exist in the computing precision, and in float32 while they are reduced. Those of the output layer are
     # freed before those of the embedding exist. One rank reduces nothing, and keeps both.
     reduced = ends if world == 1 else 1
-    whole = ends * head * compute + reduced * head * (compute + FLOAT32) + block * (3 * compute + FLOAT32)
+    # The optimization peer-copies reduces them as they are.
+    summed = 0 if "peer-copies" in chosen(recipe) else FLOAT32
+    whole = ends * head * compute + reduced * head * (compute + FLOAT32) + block * (3 * compute + summed)
     return (whole + converted) / tensor
 
 

@@ -16,9 +16,12 @@ from primus.recipes.rules.loop import DTYPES, Memory, Rules
 from primus.turbo.optimizations import chosen
 
 _DTYPE = "torchtitan.training.dtype"
+_SELECTIVE = "torchtitan.activation_checkpoint.selective_ac_option"
 # Bytes per logit if the loss is compiled: only the logits in BF16. Their gradients have the same size and use the
 # memory of gradients of weights, which are counted but do not exist yet.
 _COMPILED_LOSS = 2
+# Elements per token and hidden unit that the optimization fp8-linear keeps of a layer's inputs, in FP8 (fitted).
+_FP8_INPUTS = 1.4
 
 
 class Torchtitan(Rules):
@@ -103,13 +106,17 @@ class Torchtitan(Rules):
         early = recipe.find("torchtitan.optimizer.early_step_in_backward", False)
         eight = recipe.precision in ("fp8", "mxfp8")
         layer = terms.layer_elements(model, eight=eight) * (1 if compiled else terms.EAGER)
+        if "fp8-linear" in chosen(recipe):
+            layer += _FP8_INPUTS * model.hidden_size
         if mode == "full":
             saved, once = float(model.hidden_size), layer * terms.RECOMPUTED
         elif mode == "selective":
             saved, once = _selective(recipe, model, layer, compiled=compiled), 0.0
         else:
             saved, once = layer, 0.0
-        copies = terms.copies_in_eight(model) / tensor / stages if eight and mode == "none" else 0.0
+        # Layers of which nothing is recomputed keep their weights in FP8.
+        whole = {"none": 1.0, "selective": 1 - _recomputed_layers(recipe)}.get(mode, 0.0)
+        copies = whole * terms.copies_in_eight(model) / tensor / stages if eight else 0.0
         # Two runs with experts on one rank agree with the sum of all terms within 2 %; they were not examined further.
         if recipe.world_size == 1 and not model.moe.experts:
             return _alone(recipe, tokens, saved=saved, once=once, copies=copies, compiled_loss=fused)
@@ -171,12 +178,16 @@ def _alone(recipe: Recipe, tokens: float, *, saved: float, once: float, copies: 
 
 def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: bool) -> float:
     # It keeps all of every n-th layer, or every second product.
-    option = recipe.find("torchtitan.activation_checkpoint.selective_ac_option", "2")
-    if option != "op":
-        every = int(option) if option.isdecimal() and int(option) else 1
-        return layer - (layer - model.hidden_size) / every
+    if recipe.find(_SELECTIVE, "2") != "op":
+        return layer - (layer - model.hidden_size) * _recomputed_layers(recipe)
     queries, values = model.heads * model.head_size, model.kv_heads * model.head_size
     # The layer's input, the products wq, wv, w1 and (unless a compiler drops it) w2, and the output of attention.
     # Experts' grouped products are recomputed.
     saved = 2.0 * model.hidden_size + queries + values + terms.ffn_width(model, routed=False)
     return saved * 1.05 if compiled else saved + model.hidden_size
+
+
+def _recomputed_layers(recipe: Recipe) -> float:
+    # The share of layers of which something is recomputed by selective checkpointing.
+    option = recipe.find(_SELECTIVE, "2")
+    return 1 / int(option) if option.isdecimal() and int(option) else 1.0

@@ -1,0 +1,98 @@
+"""`primus project`: its errors over the committed runs are those that its page states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from primus.cli.image.project import Projection, projected
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+from primus.yamlfile import read_values
+
+ROOT = Path(__file__).parents[3]
+TABLE = read_values(ROOT / "src/primus/recipes/throughput.yaml").data
+ROWS = json.loads((ROOT / "benchmarks/results/projection.json").read_text())["rows"]
+
+
+def run(row: dict) -> tuple[float, Projection]:
+    """The tokens per second and GPU of a row, and what is projected for it."""
+    for backend in ("torchtitan", "fsdp", "megatron"):
+        choices = Choices(backend=backend, gpu=row["gpu"], precision=row["precision"])
+        words = [*row["words"], *(["turbo=off"] if row["turbo"] == "off" else [])]
+        try:
+            recipe = resolve(row["recipe"], [*words, f"seq_len={row['seq_len']}"], choices)
+        except InputError:
+            continue
+        reached = projected(recipe)
+        nodes = max(1, row["gpus"] // 8)
+        return row["tokens_per_second"], reached._replace(
+            tokens_per_second=reached.tokens_per_second * 0.99 ** (nodes.bit_length() - 1)
+        )
+    raise AssertionError(row)
+
+
+def test_a_share_is_the_median_of_the_runs_that_are_not_held_out() -> None:
+    fitted: dict[tuple[object, ...], list[float]] = {}
+    for row in ROWS:
+        if not row["held_out"]:
+            measured, reached = run(row)
+            key = (row["gpu"], row["precision"], reached.mfu)
+            fitted.setdefault(key, []).append(reached.mfu * measured / reached.tokens_per_second)
+    for (_, _, share), shares in fitted.items():
+        assert share == pytest.approx(median(shares), abs=1e-3)
+    assert len(fitted) == len(TABLE["shares"])
+
+
+def test_projections_meet_their_bar_and_the_page_states_their_errors() -> None:
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for row in ROWS:
+        measured, reached = run(row)
+        assert reached.calibrated
+        errors[row["held_out"]].append(abs(reached.tokens_per_second / measured - 1))
+    every = [*errors[True], *errors[False]]
+    assert len(every) >= 40
+    for some in (every, errors[True]):
+        assert median(some) <= 0.10
+        assert sum(error <= 0.25 for error in some) >= 0.9 * len(some)
+    page = " ".join((ROOT / "docs/tuning.md").read_text().split())
+    near = sum(error <= 0.25 for error in errors[True])
+    assert f"{len(errors[True])} of {len(every)} runs are held out" in page
+    assert f"by {median(errors[True]):.1%} in the median, and {near} of them by at most 25 %" in page
+
+
+def test_a_range_of_nodes_is_projected_and_a_layout_that_fits_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["project", "llama3.1-70b", "--gpu", "h200", "--nodes", "1..3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["nodes"], row["gpus"]) for row in rows] == [(1, 8), (2, 16), (3, 24)]
+    assert rows[1]["layout"] == "dp16"
+    assert rows[1]["days"] > rows[2]["days"]
+    assert main(["project", "deepseek-v3", "--gpu", "mi355x", "--nodes", "8..32", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["layout"] for row in rows] == ["", "dp8 pp16 ep8", "dp16 pp16 ep8"]
+    assert main(["project", "llama3.1-8b", "--gpu", "mi355x", "--nodes", "512"]) == 0
+    assert "no such run on this GPU is known" in capsys.readouterr().out
+    assert main(["project", "deepseek-v3", "--gpu", "mi355x", "--nodes", "2"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("llama3.1-8b", "--gpu", "mi355x", "--nodes", "0"), "no number of nodes: '0'"),
+        (("llama3.1-8b", "--gpu", "mi355x", "--nodes", "8..2"), "no number of nodes: '8..2'"),
+        (("llama3.1-8b", "--gpu", "mi355x", "--nodes", "5000"), "no number of nodes: '5000'"),
+        (("llama3.1-8b", "--gpu", "mi355x", "--precision", "mxfp8"), "no run in mxfp8 is published"),
+        (("llama3.1-8b", "--gpu", "mi355x", "--mode", "lora", "--backend", "finetune"), "all weights trained"),
+        (("flux.1-dev", "--gpu", "mi355x"), "throughput is projected for language models"),
+    ],
+)
+def test_what_cannot_be_projected_is_refused(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["project", *words]) == 2
+    assert says in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from primus.recipes import load
 from primus.recipes.family import families, family
 from primus.recipes.load import entries
 from primus.recipes.resolve import resolve
+from primus.recipes.schema import model_rules
 from primus.recipes.setting import Choices
 from primus.recipes.weights import facts_of, published_faults
 
@@ -31,6 +33,31 @@ def test_a_wrong_model_is_refused_with_its_field(name: str, key: str, value: obj
         resolve(str(file), (), Choices(gpu="mi355x"))
     assert caught.value.message.startswith(f"{NAMED.get(key, key)}: ")
     assert caught.value.hint
+
+
+# How a model is trained, not which one it is.
+FREE = ("hf_repo", "family", "moe.auxiliary_loss", "dit.image_size", "dit.text_tokens")
+WHOLE = dict.fromkeys(entry.recipe for entry in entries() if not entry.only_proxy)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_field_of_any_recipe_s_model_can_be_another_one(name: str, tmp_path: Path) -> None:
+    model = resolve(name, (), Choices(gpu="mi355x")).architecture
+    for key in (key for key in model_rules() if key not in FREE):
+        value, choices = attrgetter(key)(model), model_rules()[key].choices
+        if isinstance(value, bool):
+            other: object = not value
+        elif isinstance(value, str):
+            other = next(choice for choice in choices if choice != value)
+        else:
+            other = value + 2 if isinstance(value, int) else value * 1.5 or 0.5
+        (file := tmp_path / "wrong.yaml").write_text(CASE.format(name, f"model.{key}", json.dumps(other)))
+        with pytest.raises(InputError) as caught:
+            resolve(str(file), (), Choices(gpu="mi355x"))
+        # Of two fields that no longer fit each other, the other one may be at the beginning.
+        word = "heads" if "head" in key else key.rpartition(".")[2]
+        assert caught.value.message.startswith("model.")
+        assert word in caught.value.message, (key, other)
 
 
 def test_show_refuses_it_and_says_of_others_what_they_are_compared_with(

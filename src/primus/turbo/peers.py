@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch.distributed.fsdp import FSDPModule
 
 from primus.patch import replace
@@ -27,46 +28,20 @@ _SLOTS = 2
 _ALIGNED = 4096
 
 
-class Symmetric:
-    """Buffers of ``size`` bytes, one per rank of a process group on one host, that every rank can read."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
-        # Only copies are used, and some drivers refuse to create the objects for multicast.
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        self.buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
-        self._handle: Any = None
-
-    def connect(self, group: dist.ProcessGroup) -> Symmetric:
-        """Exchange the buffers' addresses with the other ranks, once. Returns itself."""
-        import torch.distributed._symmetric_memory as symmetric
-
-        self._handle = self._handle or symmetric.rendezvous(self.buffer, group.group_name)
-        return self
-
-    def of(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``count`` numbers from the buffer of ``rank``; ``offset`` is in bytes."""
-        part: torch.Tensor = self._handle.get_buffer(rank, (count,), dtype, offset // dtype.itemsize)
-        return part
-
-    def barrier(self) -> None:
-        """Make the current stream wait until all ranks are here."""
-        self._handle.barrier()
-
-
 def gather(
     memory: Any, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, rank: int
 ) -> None:  # fmt: skip
-    """Fill each of ``outputs`` [ranks, count], but for the row of ``rank``.
+    """Fill each of ``outputs`` [ranks, count], but for the row of ``rank``, from the ``memory`` of all ranks.
 
-    A rank has its share of an output at the output's offset + ``stride`` · rank, in bytes.
+    A rank has its share of an output at the output's offset + ``stride`` · rank, in bytes. ``memory`` is the handle of
+    symmetric memory that a rendezvous returns.
     """
     ranks = len(outputs[0])
     memory.barrier()
     for peer in ((rank + step) % ranks for step in range(1, ranks)):
         for output, offset in zip(outputs, offsets, strict=True):
-            output[peer].copy_(memory.of(peer, offset + stride * peer, output.shape[1], output.dtype))
+            at = (offset + stride * peer) // output.itemsize
+            output[peer].copy_(memory.get_buffer(peer, (output.shape[1],), output.dtype, at))
     # Nobody overwrites what a peer still reads.
     memory.barrier()
 
@@ -77,7 +52,7 @@ def reduce(memory: Any, output: torch.Tensor, dtype: torch.dtype, rank: int, ran
     shares = torch.empty(ranks, count, dtype=dtype, device=output.device)
     memory.barrier()
     for peer in ((rank + step) % ranks for step in range(ranks)):
-        shares[peer].copy_(memory.of(peer, rank * count * dtype.itemsize, count, dtype))
+        shares[peer].copy_(memory.get_buffer(peer, (count,), dtype, rank * count))
     memory.barrier()
     sum_of_ranks(shares, output)
 
@@ -86,25 +61,29 @@ class _Collective:
     """Slots in symmetric memory, which grows in the first step. All ranks ask for the same sizes."""
 
     def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._slot = 0
-        self._memory: Any = None
-
-    @property
-    def _size(self) -> int:
-        return self._memory.buffer.numel() // self._slots if self._memory else 0
+        self._slots, self._slot, self._size = slots, 0, 0
+        self._buffer: Any = None
+        self._handle: Any = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the buffer for the next call."""
         needed = math.prod(size) * dtype.itemsize
         if needed > self._size:
             torch.cuda.synchronize(device)
-            self._memory = None
-            self._memory = Symmetric(math.ceil(needed / _ALIGNED) * _ALIGNED * self._slots, device)
+            self._buffer = self._handle = None
+            self._size = math.ceil(needed / _ALIGNED) * _ALIGNED
+            # Only copies are used, and some drivers refuse to create the objects for multicast.
+            os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+            self._buffer = symmetric.empty(self._size * self._slots, dtype=torch.uint8, device=device)
         self._slot = (self._slot + 1) % self._slots
         start = self._slot * self._size
-        part: torch.Tensor = self._memory.buffer[start : start + needed].view(dtype)
+        part: torch.Tensor = self._buffer[start : start + needed].view(dtype)
         return part
+
+    def memory(self, group: dist.ProcessGroup) -> Any:
+        """Return the handle of all ranks' buffers. The first call exchanges their addresses."""
+        self._handle = self._handle or symmetric.rendezvous(self._buffer, group.group_name)
+        return self._handle
 
 
 class PeerGather(_Collective):
@@ -126,7 +105,7 @@ class PeerGather(_Collective):
     ) -> None:  # fmt: skip
         CALLS["peer_gather"] += 1
         start = self._slot * self._size
-        gather(self._memory.connect(group), outputs, [start + at for at in offsets], stride, group.rank())
+        gather(self.memory(group), outputs, [start + at for at in offsets], stride, group.rank())
 
     def fill(self, params: Sequence[Any], group: dist.ProcessGroup, copying: Any, stream: Any) -> torch.Event:
         """Gather FSDP2's ``params`` into their own memory on ``stream``, after the casts on ``copying``."""
@@ -173,8 +152,7 @@ class PeerReduce(_Collective):
         if op != dist.ReduceOp.SUM:
             raise RuntimeError(f"peer-copies cannot reduce by {op}")
         CALLS["peer_reduce"] += 1
-        memory = self._memory.connect(group)
-        reduce(memory, output_tensor, input_tensor.dtype, group.rank(), group.size())
+        reduce(self.memory(group), output_tensor, input_tensor.dtype, group.rank(), group.size())
 
 
 def attach(parts: Iterable[torch.nn.Module], *, kept: bool) -> None:
@@ -183,14 +161,15 @@ def attach(parts: Iterable[torch.nn.Module], *, kept: bool) -> None:
     With ``kept``, no module frees its weights before the backward pass. Then they have memory for the whole run, and
     are gathered into it. Raises SystemExit if the ranks cannot share memory.
     """
+    gathering, reducing = PeerGather(), PeerReduce()
     try:
-        Symmetric(_ALIGNED, torch.device("cuda", torch.cuda.current_device())).connect(dist.group.WORLD)
+        gathering.allocate((1,), dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        gathering.memory(dist.group.WORLD)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise SystemExit(
             f"peer-copies: the ranks cannot share memory: {reason}; --turbo off trains without it"
         ) from error
-    gathering, reducing = PeerGather(), PeerReduce()
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gathering)

@@ -218,14 +218,14 @@ def reduce_scatter_copy_in(shapes: Shapes, make: Maker) -> Rows:
 
 
 class Buffers:
-    """:class:`~primus.turbo.peers.Symmetric` memory of several ranks in one process, each on its GPU."""
+    """Stands for the handle of symmetric memory, with the buffers of all ranks in one process."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self.buffers = buffers
 
-    def of(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part of one buffer."""
-        return self.buffers[rank][offset : offset + count * dtype.itemsize].view(dtype)
+    def get_buffer(self, rank: int, sizes: tuple[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        """Return a part of one buffer; ``offset`` is in numbers."""
+        return self.buffers[rank].view(dtype)[offset : offset + sizes[0]]
 
     def barrier(self) -> None:
         """Wait for all GPUs."""
@@ -242,7 +242,7 @@ def peer_copies(shapes: Shapes, make: Maker) -> Rows:
         if not torch.cuda.can_device_access_peer(one, other):
             raise RuntimeError(f"GPU {one} cannot read the memory of GPU {other}")
     parts = [make.normal(ranks * count) for _ in range(ranks)]
-    memory = Buffers([part.view(torch.uint8).to(device) for part, device in zip(parts, devices, strict=True)])
+    memory = Buffers([part.to(device) for part, device in zip(parts, devices, strict=True)])
     for rank, device in enumerate(devices):
         total = torch.full((count,), float("nan"), device=device)
         peers.reduce(memory, total, parts[0].dtype, rank, ranks)
@@ -253,7 +253,7 @@ def peer_copies(shapes: Shapes, make: Maker) -> Rows:
         yield Compared(label="the sum of gradients", out=total.to(make.device), plain=plain, exact=exact)
     expected = torch.cat([part[rank * count : (rank + 1) * count] for rank, part in enumerate(parts)])
     for rank in range(ranks):
-        whole = memory.of(rank, 0, ranks * count, parts[0].dtype)
+        whole = memory.buffers[rank]
         gathered = torch.full_like(whole, float("nan"))
         gathered[rank * count : (rank + 1) * count] = whole[rank * count : (rank + 1) * count]
         peers.gather(memory, [gathered.view(ranks, -1)], [0], 2 * count, rank)

@@ -22,18 +22,17 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank creates its memory in turn; those of the same size are one symmetric memory."""
     sizes: dict[int, list[Any]] = {}
 
-    def symmetric(size: int, device: Any) -> Any:
-        ranks = sizes.setdefault(size, [])
-        ranks.append(torch.zeros(size, dtype=torch.uint8, device=device))
-        memory = Buffers(ranks)
-        return SimpleNamespace(buffer=ranks[-1], connect=lambda _group: memory)
+    def empty(size: int, **options: Any) -> Any:
+        sizes.setdefault(size, []).append(torch.zeros(size, **options))
+        return sizes[size][-1]
 
-    monkeypatch.setattr(peers, "Symmetric", symmetric)
+    monkeypatch.setattr(peers.symmetric, "empty", empty)
+    monkeypatch.setattr(peers.symmetric, "rendezvous", lambda buffer, _name: Buffers(sizes[len(buffer)]))
     monkeypatch.setattr("torch.cuda.synchronize", lambda _device: None)
 
 
 def _group(rank: int) -> Any:
-    return SimpleNamespace(rank=lambda: rank, size=lambda: RANKS)
+    return SimpleNamespace(rank=lambda: rank, size=lambda: RANKS, group_name="all")
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.uint8))

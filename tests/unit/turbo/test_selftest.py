@@ -43,9 +43,11 @@ def test_a_planted_fault_is_named(place: Place, kind: str) -> None:
 
 @pytest.mark.parametrize("shift", (-1, 1))
 def test_weights_from_the_memory_of_another_rank_are_a_fault(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
-    of = selftest.Buffers.of
+    get_buffer = selftest.Buffers.get_buffer
     monkeypatch.setattr(
-        selftest.Buffers, "of", lambda self, rank, *where: of(self, (rank + shift) % SHAPES.shards, *where)
+        selftest.Buffers,
+        "get_buffer",
+        lambda self, rank, *where: get_buffer(self, (rank + shift) % SHAPES.shards, *where),
     )
     assert selftest.fault("peer-copies", SHAPES, device="cpu")
 

@@ -132,7 +132,6 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
         ["releases", "v25.10"],
         ["diff", "v25.10", "v26.8"],
         ["plan", "--all", "--full"],
-        ["turbo", "list"],
     ],
     ids=" ".join,
 )

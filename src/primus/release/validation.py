@@ -92,8 +92,8 @@ def validate(
     interrupted cell then has no record; earlier cells keep theirs.
     """
     resolved = plan.resolved
-    runner = choose(engine)
     say = (lambda _: None) if quiet else _say
+    runner = choose(engine, say)
     root = root_of_image(workspace.store, workspace.unpacked, resolved.name, ref=resolved.ref)
     with choose_progress(quiet) as progress:
         gates = judge(examine(plan, workspace, progress))

@@ -88,14 +88,6 @@ class Optimization:
         accepted = {*self.vendors, *self.archs}
         return not accepted or (gpu is not None and bool(accepted & {gpu.arch, arch_of(gpu).vendor}))
 
-    def state(self, gpu: Generation | None) -> str:
-        """Return whether this machine can use it, as text. ``gpu`` is None without a GPU."""
-        if lacking := missing_packages((self.name,)):
-            return f"not usable here: {', '.join(lacking)} not installed"
-        if not self._runs_on(gpu):
-            return f"not usable here: needs a GPU of {', '.join(self.archs or self.vendors)}"
-        return "usable, on by default"
-
 
 @cache
 def optimizations() -> Mapping[str, Optimization]:
@@ -128,7 +120,7 @@ def requested(recipe: Recipe) -> tuple[str, ...] | str:
     names, catalogue = [str(word).strip() for word in words], optimizations()
     for name in names:
         if name not in catalogue:
-            hint = "primus turbo list shows them; auto, require and off cannot be combined"
+            hint = "primus show RECIPE lists them; auto, require and off cannot be combined"
             message = f"there is no optimization {name!r}{nearest(name, catalogue)}"
             raise InputError(message, where=setting.origin, hint=hint)
     return tuple(name for name in catalogue if name in names)

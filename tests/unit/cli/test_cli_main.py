@@ -138,7 +138,7 @@ def test_verbs_and_targets_complete(tmp_path: Path) -> None:
         ("primus compat ", "run_pretrain.sh"),
         ("primus train llama3.1-8b --turbo ", "auto"),
         ("primus train llama3.1-8b --accept-change ", "assets.corpus"),
-        ("primus turbo list --gpu ", "mi300x"),
+        ("primus show llama3.1-8b --gpu ", "mi300x"),
     ],
 )
 def test_values_from_a_list_complete_and_no_file_is_offered(line: str, word: str, tmp_path: Path) -> None:

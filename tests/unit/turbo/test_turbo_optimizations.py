@@ -8,7 +8,6 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import InputError
-from primus.gpus.table import generation
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.turbo.optimizations import chosen, compatible, optimizations, reasons
@@ -108,15 +107,3 @@ def test_every_entry_is_proven_and_tested() -> None:
         for call in one.proof:
             assert f'"{call}"' in text, f"{one.name}: nothing counts {call}"
         assert f"def {one.name.replace('-', '_')}(" in (ROOT / "src/primus/turbo/selftest.py").read_text()
-
-
-def test_the_state_says_what_is_missing() -> None:
-    attention = optimizations()["flash-attention-4"]
-    assert "not installed" in attention.state(generation("h200"))
-    assert optimizations()["real-rope"].state(None) == "usable, on by default"
-
-
-def test_list_shows_optimizations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["turbo", "list", "--gpu", "h200"]) == 0
-    shown = capsys.readouterr().out
-    assert "fused-adamw  (primus; usable, on by default)" in shown

@@ -58,7 +58,7 @@ def choices(gpu: str = "generation to resolve for (default: the machine's)") -> 
         option(
             "--turbo",
             metavar="auto|require|off|NAME,…",
-            help="optimizations to use (default: auto, all that pass their self-test; see `primus turbo list`)",
+            help="optimizations to use (default: auto, all that pass their self-test; see `primus show RECIPE`)",
             complete=lambda **_: ("auto", "require", "off", *optimizations()),
         ),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from primus.gpus import detect
+from primus.gpus.table import load_table
 from primus.plan.skeleton import own_command
 from primus.schema import build
 from primus.system import banner
@@ -17,6 +18,7 @@ from primus.versions.components import Versions
 from primus.yamlfile import read
 
 SRC = Path(__file__).resolve().parents[3] / "src"
+GFX942 = " or ".join(row.title.rpartition(" ")[2] for row in load_table().generations if row.arch == "gfx942")
 
 
 def kfd(root: Path, *versions: int, node: bool = True) -> None:
@@ -34,7 +36,7 @@ def kfd(root: Path, *versions: int, node: bool = True) -> None:
     ("versions", "node", "sentence"),
     [
         ((), True, "none found"),
-        ((90402,) * 8, True, "8 × AMD Instinct MI300X or MI325X (gfx942)"),
+        ((90402,) * 8, True, f"8 × AMD Instinct {GFX942} (gfx942)"),
         ((120501,), True, "1 × unknown AMD GPU (gfx1251)"),
         ((90500,), False, "/dev/kfd cannot be opened: pass --device /dev/kfd --device /dev/dri"),
     ],

@@ -59,7 +59,7 @@ def test_the_planner_leaves_out_what_does_not_fit_and_checkpointing_makes_room()
         mode: max(one.batch for one in points if one.checkpointing == mode and one.turbo == "auto" and not one.out)
         for mode in ("none", "selective op", "full")
     }
-    assert largest == {"none": 4, "selective op": 4, "full": 8}
+    assert largest["none"] < largest["selective op"] < largest["full"]
     assert all("does not fit" in one.out for one in points if one.peak and one.peak > FITS)
     assert all(one.out for one in _points(available=2**30))
 

@@ -238,7 +238,7 @@ def peer_copies(shapes: Shapes, make: Maker) -> Rows:
     ranks, count = shapes.shards, shapes.ffn * shapes.hidden // shapes.shards
     present = torch.cuda.device_count() if make.device == "cuda" else 0
     devices = [f"cuda:{rank % present}" if present else "cpu" for rank in range(ranks)]
-    for one, other in itertools.permutations(range(present), 2):
+    for one, other in itertools.permutations(range(min(present, ranks)), 2):
         if not torch.cuda.can_device_access_peer(one, other):
             raise RuntimeError(f"GPU {one} cannot read the memory of GPU {other}")
     parts = [make.normal(ranks * count) for _ in range(ranks)]

@@ -132,3 +132,25 @@ def three_ways(
 
 def _gradient(out: torch.Tensor, make: Maker) -> torch.Tensor:
     return make.normal(*out.shape, dtype=out.dtype) if out.dim() else torch.ones_like(out)
+
+
+def formats() -> Any:
+    """Return torchao's settings of FP8 with one scale per tensor."""
+    from torchao.float8 import Float8LinearConfig
+
+    return Float8LinearConfig.from_recipe_name("tensorwise")
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return ``x @ weight.T`` by torchao in FP8; in float64 if ``x`` is."""
+    if x.dtype == torch.float64:
+        return x @ weight.t()
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    products = [
+        ScaledMMConfig(not x.is_cuda, x.is_cuda and part.use_fast_accum, False, False)
+        for part in (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    ]
+    out: torch.Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), LinearMMConfig(*products), config)
+    return out

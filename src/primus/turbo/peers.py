@@ -57,6 +57,22 @@ def reduce(memory: Any, output: torch.Tensor, dtype: torch.dtype, rank: int, ran
     sum_of_ranks(shares, output)
 
 
+class Buffers:
+    """Stands for the handle of symmetric memory, with the buffers of all ranks in one process."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    def get_buffer(self, rank: int, sizes: tuple[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        """Return a part of one buffer; ``offset`` is in numbers."""
+        return self.buffers[rank].view(dtype)[offset : offset + sizes[0]]
+
+    def barrier(self) -> None:
+        """Wait for all GPUs."""
+        for buffer in self.buffers if self.buffers[0].is_cuda else ():
+            torch.cuda.synchronize(buffer.device)
+
+
 class _Collective:
     """Slots in symmetric memory, which grows in the first step. All ranks ask for the same sizes."""
 

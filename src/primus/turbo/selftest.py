@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 from torch.utils.checkpoint import checkpoint
 
 from primus.turbo import attention, experts, fp8, fp8_kernels, kernels, peers, primus_turbo
-from primus.turbo.compared import SCALE_FP8, Compared, Maker, Rows, leaves_of, three_ways
+from primus.turbo.compared import SCALE_FP8, Compared, Maker, Rows, formats, leaves_of, plain_linear, three_ways
 from primus.turbo.optimizations import Shapes
 
 _LONGEST = 8192
@@ -57,29 +57,9 @@ def linear_cross_entropy(shapes: Shapes, make: Maker) -> Rows:
     )  # fmt: skip
 
 
-def _formats() -> Any:
-    from torchao.float8 import Float8LinearConfig
-
-    return Float8LinearConfig.from_recipe_name("tensorwise")
-
-
-def _plain_linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
-    if x.dtype == torch.float64:
-        return x @ weight.t()
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
-
-    products = [
-        ScaledMMConfig(not x.is_cuda, x.is_cuda and part.use_fast_accum, False, False)
-        for part in (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    ]
-    out: torch.Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), LinearMMConfig(*products), config)
-    return out
-
-
 def fp8_weight_cast(shapes: Shapes, make: Maker) -> Rows:
     """A rank's share of the largest weight; some values saturate."""
-    dtype = _formats().cast_config_weight.target_dtype
+    dtype = formats().cast_config_weight.target_dtype
     top = torch.finfo(dtype).max
     weight = make.normal(shapes.ffn // shapes.shards or 1, shapes.hidden, scale=0.02, dtype=torch.float32)
     scale = torch.tensor(top / 0.05, device=make.device)
@@ -105,10 +85,10 @@ def _casts(parts: list[torch.Tensor], dtype: torch.dtype) -> Rows:
 
 def _layer(ours: Callable[..., torch.Tensor], shapes: Shapes, make: Maker) -> Rows:
     """Compare the layer after attention, which ``ours`` computes from an input and a weight, with torchao's."""
-    config = _formats()
+    config = formats()
     yield from three_ways(
         ("output", "gradient of the input", "gradient of the weight"),
-        ours, lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
+        ours, lambda x, w: plain_linear(x, w, config), lambda x, w: x @ w.t(),
         make.normal(shapes.tokens, shapes.hidden), make.normal(shapes.hidden, shapes.hidden, scale=0.02), make=make,
         factor=SCALE_FP8,
     )  # fmt: skip
@@ -116,27 +96,27 @@ def _layer(ours: Callable[..., torch.Tensor], shapes: Shapes, make: Maker) -> Ro
 
 def fp8_linear(shapes: Shapes, make: Maker) -> Rows:
     """The layer after attention."""
-    config = _formats()
-    for formats in (config.cast_config_input, config.cast_config_grad_output):
-        yield from _casts([make.normal(shapes.tokens, shapes.hidden)], formats.target_dtype)
+    config = formats()
+    for form in (config.cast_config_input, config.cast_config_grad_output):
+        yield from _casts([make.normal(shapes.tokens, shapes.hidden)], form.target_dtype)
     yield from _layer(lambda x, w: fp8.linear(x, w, config), shapes, make)
 
 
 def frozen_weights(shapes: Shapes, make: Maker) -> Rows:
     """A frozen layer after attention in FP8. In BF16, the products are PyTorch's own."""
-    config = _formats()
+    config = formats()
     weight = make.normal(shapes.hidden, shapes.hidden, scale=0.02)
     eights = fp8.frozen(weight, config)
     yield from three_ways(
         ("output", "gradient of the input"),
-        lambda x: fp8.frozen_linear(x, eights, config), lambda x: _plain_linear(x, weight, config),
+        lambda x: fp8.frozen_linear(x, eights, config), lambda x: plain_linear(x, weight, config),
         lambda x: x @ weight.to(x.dtype).t(), make.normal(shapes.tokens, shapes.hidden), make=make, factor=SCALE_FP8,
     )  # fmt: skip
 
 
 def fp8_projections(shapes: Shapes, make: Maker) -> Rows:
     """Queries, keys and values, with weights of different size."""
-    config, narrow = _formats(), shapes.kv_heads * shapes.head_dim
+    config, narrow = formats(), shapes.kv_heads * shapes.head_dim
     weights = [
         make.normal(rows, shapes.hidden, scale=scale)
         for rows, scale in ((shapes.heads * shapes.head_dim, 0.02), (narrow, 0.05), (narrow, 0.01))
@@ -147,7 +127,7 @@ def fp8_projections(shapes: Shapes, make: Maker) -> Rows:
     yield from three_ways(
         (*labels, *(f"gradient of the weight of {name}" for name in labels[:3])),
         lambda x, *w: fp8.projections(x, w, config),
-        lambda x, *w: tuple(_plain_linear(x, each, config) for each in w),
+        lambda x, *w: tuple(plain_linear(x, each, config) for each in w),
         lambda x, *w: tuple(x @ each.t() for each in w),
         make.normal(shapes.tokens, shapes.hidden), *weights, make=make, factor=SCALE_FP8,
     )  # fmt: skip
@@ -185,7 +165,7 @@ def _swiglu(tokens: int, width: int, config: Any, make: Maker) -> Rows:
 
 def fp8_feed_forward(shapes: Shapes, make: Maker) -> Rows:
     """The SwiGLU block."""
-    config = _formats()
+    config = formats()
     tokens, inner = min(shapes.tokens, _LONGEST), {"scale": shapes.hidden**-0.5}
     yield from _swiglu(tokens, shapes.ffn, config, make)
     weights = (
@@ -199,7 +179,7 @@ def fp8_feed_forward(shapes: Shapes, make: Maker) -> Rows:
     yield from three_ways(
         ("output", "gradient of the input", *(f"gradient of the {name} weight" for name in ("gate", "up", "down"))),
         lambda x, gate, up, down: fp8.feed_forward(x, gate, up, down, config),
-        block(lambda x, w: _plain_linear(x, w, config)), block(lambda x, w: x @ w.t()),
+        block(lambda x, w: plain_linear(x, w, config)), block(lambda x, w: x @ w.t()),
         make.normal(tokens, shapes.hidden), *weights, make=make, factor=SCALE_FP8,
     )  # fmt: skip
 
@@ -217,22 +197,6 @@ def reduce_scatter_copy_in(shapes: Shapes, make: Maker) -> Rows:
     yield Compared(label="the gradients", out=out if copied else out.new_zeros(0), plain=expected)
 
 
-class Buffers:
-    """Stands for the handle of symmetric memory, with the buffers of all ranks in one process."""
-
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self.buffers = buffers
-
-    def get_buffer(self, rank: int, sizes: tuple[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
-        """Return a part of one buffer; ``offset`` is in numbers."""
-        return self.buffers[rank].view(dtype)[offset : offset + sizes[0]]
-
-    def barrier(self) -> None:
-        """Wait for all GPUs."""
-        for buffer in self.buffers if self.buffers[0].is_cuda else ():
-            torch.cuda.synchronize(buffer.device)
-
-
 def peer_copies(shapes: Shapes, make: Maker) -> Rows:
     """A gather and a reduction of one weight, by each rank from the memory of the others."""
     ranks, count = shapes.shards, shapes.ffn * shapes.hidden // shapes.shards
@@ -242,7 +206,7 @@ def peer_copies(shapes: Shapes, make: Maker) -> Rows:
         if not torch.cuda.can_device_access_peer(one, other):
             raise RuntimeError(f"GPU {one} cannot read the memory of GPU {other}")
     parts = [make.normal(ranks * count) for _ in range(ranks)]
-    memory = Buffers([part.to(device) for part, device in zip(parts, devices, strict=True)])
+    memory = peers.Buffers([part.to(device) for part, device in zip(parts, devices, strict=True)])
     for rank, device in enumerate(devices):
         total = torch.full((count,), float("nan"), device=device)
         peers.reduce(memory, total, parts[0].dtype, rank, ranks)

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 import torch.distributed as dist  # noqa: E402
 
 from primus.turbo import peers  # noqa: E402
-from primus.turbo.selftest import Buffers  # noqa: E402
 
 RANKS, CPU = 3, torch.device("cpu")
 
@@ -27,7 +26,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
         return sizes[size][-1]
 
     monkeypatch.setattr(peers.symmetric, "empty", empty)
-    monkeypatch.setattr(peers.symmetric, "rendezvous", lambda buffer, _name: Buffers(sizes[len(buffer)]))
+    monkeypatch.setattr(peers.symmetric, "rendezvous", lambda buffer, _name: peers.Buffers(sizes[len(buffer)]))
     monkeypatch.setattr("torch.cuda.synchronize", lambda _device: None)
 
 

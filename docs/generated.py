@@ -27,6 +27,7 @@ from primus.release.diff import ROWS
 from primus.release.history import History, load_history, newest_first
 from primus.release.show import HEAD, NONE, escaped_rows, legend, row, section, table
 from primus.schema import build, json_schema
+from primus.turbo.optimizations import optimizations
 from primus.versions.components import Versions
 from primus.versions.filecache import FileCache
 from primus.versions.lock import Lock
@@ -52,8 +53,12 @@ def generated(root: Path) -> dict[str, str]:
     files["docs/releases.md"] = _releases(load_history())
     files["docs/keys.md"] = _recipe_keys()
     files["README.md"] = _filled(root, "README.md", "targets", _targets(root))
-    if (root / "docs/gates.md").exists():
-        files["docs/gates.md"] = _filled(root, "docs/gates.md", "gates", _gates())
+    for name, part, lines in (
+        ("docs/gates.md", "gates", _gates()),
+        ("docs/turbo.md", "optimizations", _optimizations()),
+    ):
+        if (root / name).exists():
+            files[name] = _filled(root, name, part, lines)
     locks = [target.lock for target in targets if target.lock]
     return files | backend_keys(root, project.versions, locks, project.workspace.files)
 
@@ -139,6 +144,11 @@ def _gates() -> list[str]:
     return table(
         ("gate", "what must hold"), [(name, str(rule.__doc__).partition("\n")[0].rstrip(".")) for name, rule in rules]
     )
+
+
+def _optimizations() -> list[str]:
+    rows = optimizations().values()
+    return table(("optimization", "what it does", "replaces"), [(row.name, row.title, row.replaces) for row in rows])
 
 
 def _targets(root: Path) -> list[str]:

@@ -48,6 +48,12 @@ def test_each_rank_gets_the_shares_of_all(dtype: Any) -> None:
         assert all(torch.equal(output, torch.cat(shares)) for output in outputs)
 
 
+def test_weights_that_are_copied_out_are_not_those_of_the_next_gather() -> None:
+    gathering = peers.PeerGather()
+    first, second, third = (gathering.allocate((8,), dtype=torch.bfloat16, device=CPU).data_ptr() for _ in range(3))
+    assert first == third != second
+
+
 def test_each_rank_gets_its_share_of_the_sum_in_float32() -> None:
     ranks = [peers.PeerReduce() for _ in range(RANKS)]
     for count in (8, 5000, 17):

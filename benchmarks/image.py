@@ -156,7 +156,9 @@ def _describe_for_docker(ours: ImageProject) -> None:
     install += ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore", "--quiet"]
     install += ["--break-system-packages", "--prefix=/opt/venv", *(f"/wheels/{w.file}" for w in wheels)]
     local = {name: pin for name, pin in resolved.pins.items() if pin.path}
-    copies = [f"COPY {pin.path} {pin.to}" for _, pin in sorted(local.items(), key=lambda i: i[0] == "recipes")]
+    site = f"/opt/venv/lib/python{python}/site-packages"
+    ordered = [pin for _, pin in sorted(local.items(), key=lambda item: item[0] == "recipes")]
+    copies = [f"COPY {pin.path} {(pin.to or '').replace('{site}', site)}" for pin in ordered]
     lines = [f"FROM {_BASE} AS {target}", f"RUN --mount=type=bind,source=wheels,target=/wheels {_exec(install)}"]
     (root / "Dockerfile").write_text("\n".join([*lines, *copies, ""]))
     wanted = ["wheels", *(pin.path for pin in local.values() if pin.path)]

@@ -86,7 +86,7 @@ class Workshop:
     def run(self, action: Action, kind: Kind) -> float | None:
         """Run the action, and return its seconds; None if another builder ran it meanwhile."""
         store = self.workspace.store
-        with store.lock(action.key):
+        with store.lock(action.key, f"another build of {action.name}"):
             if self.done(action):
                 return None
             self.progress.start(action.key, action.name, None)

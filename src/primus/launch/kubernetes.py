@@ -17,6 +17,7 @@ from primus.gpus.table import generation
 from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
+from primus.waits import answer_of
 from primus.yamlfile import read_values
 
 Manifest = dict[str, Any]
@@ -220,7 +221,8 @@ def _refuse_unseen(recipe: Recipe) -> None:
 def _kubectl(*words: str, stdin: str = "") -> str:
     command = ["kubectl", "--request-timeout=20s", *words]
     try:
-        ended = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+        with answer_of(f"kubectl {words[0]}"):
+            ended = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         hint = "install it, or run: primus launch k8s … --dry-run, which prints the manifests"
         raise HostError("kubectl is not installed", hint=hint) from None

@@ -13,6 +13,7 @@ from typing import Literal
 
 from primus.errors import HostError, InputError
 from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secrets, refuse_unfit, vendor
+from primus.waits import answer_of
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
@@ -172,7 +173,8 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
         raise HostError("sbatch is not installed here", hint="run it on a login node; --dry-run prints the script")
     folder.mkdir(parents=True, exist_ok=True)
     words = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    with answer_of("sbatch"):
+        done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     number = done.stdout.strip().partition(";")[0]
     if not number.isdigit():
         reason = " ".join(done.stderr.split()) or "it gave no reason"

@@ -25,6 +25,7 @@ from primus import files
 from primus.errors import HostError, InputError
 from primus.oci import canonical
 from primus.schema import build, described, read_json
+from primus.waits import InUse, lock
 from primus.yamlfile import Document
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -85,7 +86,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.in_use = files.InUse(root / "locks" / "in-use", "the store", root)
+        self.in_use = InUse(root / "locks" / "in-use", "the store", root)
 
     def prepare(self) -> None:
         """Create the layout if it does not exist, and remove files of builders that were killed."""
@@ -131,6 +132,8 @@ class Store:
         hint = "primus build --rehash creates it again"
         try:
             data = files.read_bytes(self.blob_path(digest))
+        except PermissionError:
+            raise  # another user's store is not damaged
         except (OSError, InputError) as error:
             raise HostError(f"blob {digest} cannot be read: {_reason(error)}", hint=hint) from None
         if canonical.digest_of(data) != digest:
@@ -171,13 +174,14 @@ class Store:
             os.close(keep)
 
     @contextlib.contextmanager
-    def lock(self, name: str) -> Iterator[None]:
+    def lock(self, name: str, what: str = "") -> Iterator[None]:
         """Hold ``locks/<name>``. A second builder of the same thing waits here. The kernel releases the lock if
-        the process dies.
+        the process dies. ``what`` names it in messages.
         """
-        handle = os.open(self.root / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path = self.root / "locks" / name
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock(handle, what or f"the store's {name}", path)
             yield
         finally:
             os.close(handle)
@@ -221,6 +225,8 @@ class Store:
                 build(Blob, Document(name=str(path), data=fields, places={}, typed=True))
         except FileNotFoundError:
             return {}
+        except PermissionError:
+            raise
         except (InputError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
             reason = _reason(error) if isinstance(error, InputError | OSError) else "it is not an index of images"
             raise HostError(

@@ -12,9 +12,10 @@ from functools import cached_property
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.files import InUse, link_fault, open_regular, path_fault, read_sealed, write_sealed
+from primus.files import link_fault, open_regular, path_fault, read_sealed, write_sealed
 from primus.oci.store import Store
 from primus.versions.filecache import FileCache
+from primus.waits import InUse
 
 _RACY_NS = 50_000_000
 _DIGITS = 64

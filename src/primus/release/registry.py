@@ -32,6 +32,7 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
 from primus.schema import read_json
+from primus.waits import answer_of
 
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 _EMPTY = b"{}"
@@ -295,7 +296,8 @@ class Repository:
         url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
 
         def send() -> Response:
-            return self._session.request(method, url, timeout=_TIMEOUT, auth=self._signed, **options)
+            with answer_of(_bare(url)):
+                return self._session.request(method, url, timeout=_TIMEOUT, auth=self._signed, **options)
 
         try:
             answer = send()
@@ -338,12 +340,13 @@ class Repository:
             return False
         realm = challenge["realm"]
         scope = {"service": challenge.get("service", ""), "scope": f"repository:{self._path}:pull,push"}
-        if username == _TOKEN:
-            form = {**scope, "grant_type": "refresh_token", "refresh_token": password, "client_id": "primus"}
-            grant = self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
-        else:
-            headers = {"Authorization": basic} if basic else {}
-            grant = self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
+        with answer_of(_bare(realm)):
+            if username == _TOKEN:
+                form = {**scope, "grant_type": "refresh_token", "refresh_token": password, "client_id": "primus"}
+                grant = self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
+            else:
+                headers = {"Authorization": basic} if basic else {}
+                grant = self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
         if grant.status_code != 200:
             return False
         content = self._json(grant.content, _bare(realm))
@@ -400,7 +403,8 @@ def _login(host: str) -> tuple[str, str]:
         server = "https://index.docker.io/v1/" if host == "docker.io" else host
         if helper := config.get("credHelpers", {}).get(server) or config.get("credsStore"):
             words = [f"docker-credential-{helper}", "get"]
-            answer = subprocess.run(words, input=server, capture_output=True, text=True, check=False)
+            with answer_of(words[0]):
+                answer = subprocess.run(words, input=server, capture_output=True, text=True, check=False)
             login = {"Username": "", "Secret": ""} if answer.returncode else json.loads(answer.stdout)
             return login["Username"], login["Secret"]
         logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}

@@ -22,6 +22,7 @@ from primus.oci.store import MANIFEST_TYPE
 from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION
 from primus.release.registry import Document, Repository
 from primus.schema import read_json
+from primus.waits import answer_of
 
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
@@ -117,7 +118,8 @@ def need_cosign() -> None:
 def cosign(*words: str) -> str:
     """Run cosign. Returns why it failed; empty if it did not. Raises HostError if it is missing."""
     need_cosign()
-    done = subprocess.run(["cosign", *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    with answer_of(f"cosign {words[0]}"):
+        done = subprocess.run(["cosign", *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return ""
     errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]

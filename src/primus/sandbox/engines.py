@@ -5,7 +5,6 @@ Podman keeps unpacked layers and containers in a storage of the workspace; the u
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -32,6 +31,7 @@ from primus.sandbox import images
 from primus.sandbox.container import Command, RootFs, Stream, check_mounts, final_argv
 from primus.sandbox.processes import finally_run, received_signals, tracked
 from primus.terminal import counted
+from primus.waits import answer_of, lock
 
 ENGINES = ("auto", "podman", "docker")
 
@@ -316,12 +316,12 @@ def _run_folder(folder: Path) -> Path:
 def _locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        file = (folder / "lock").open("w")
     except OSError as error:
         hint = "the folder must be yours and on a writable file system"
         raise HostError(f"podman cannot keep its files in {folder}: {error.strerror}", hint=hint) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with file:
+        lock(file.fileno(), f"another command that prepares {folder}", folder / "lock")
         yield
 
 
@@ -367,6 +367,7 @@ def _error(refused: subprocess.CompletedProcess[str]) -> str:
 
 
 def _captured(words: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, env=env, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
-    )
+    with answer_of("the container engine"):
+        return subprocess.run(
+            words, env=env, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
+        )

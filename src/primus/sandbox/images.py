@@ -19,6 +19,7 @@ from typing import IO
 from primus import programs
 from primus.errors import HostError
 from primus.sandbox.container import RootFs
+from primus.waits import answer_of
 
 _CHUNK = 1 << 20
 _PATIENCE_S = 3
@@ -63,7 +64,8 @@ def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedPro
     if program is None:
         raise HostError("Docker's client is not installed", hint="as root: apt-get install docker.io")
     argv, nothing = [str(program), *words], subprocess.DEVNULL
-    return subprocess.run(argv, capture_output=True, text=True, check=False, stdin=nothing, timeout=timeout)
+    with answer_of(f"docker {words[0]}"):
+        return subprocess.run(argv, capture_output=True, text=True, check=False, stdin=nothing, timeout=timeout)
 
 
 def need_docker() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.recipes.recipe import Recipe
+from primus.waits import holders
 
 _RECORDED = ("Gemm", "ScaledGemm")
 # Shapes that one process measures before it saves the results. An interruption loses at most this many per GPU.
@@ -207,10 +208,11 @@ def folder_of(recipe: str, below: Path) -> Path:
 def alone(folder: Path) -> Iterator[None]:
     """Lock the folder while the context is open. Raises HostError if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as lock:
+    path = folder / "lock"
+    with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            hint = "wait for it, or choose another --folder"
-            raise HostError(f"another process tunes in {folder}", hint=hint) from error
+            message = f"another process tunes in {folder}: {holders(lock.fileno(), path)}"
+            raise HostError(message, hint="run it again when that has ended, or choose another --folder") from error
         yield

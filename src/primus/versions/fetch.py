@@ -32,6 +32,7 @@ from primus.versions.lock import LockedFile, Request, suites_of
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
 from primus.versions.traffic import bare_url, cause
+from primus.waits import answer_of
 
 _JOBS = 8
 _FAULTS = 4
@@ -190,7 +191,7 @@ def _append(part: BinaryIO, file: LockedFile, url: str, indexes: Indexes) -> boo
     while size < file.size or not file.size:
         before = size
         try:
-            with indexes.open(url, size) as (_, offset, blocks):
+            with answer_of(bare_url(url), lambda: size), indexes.open(url, size) as (_, offset, blocks):  # noqa: B023
                 # A server without ranges begins again.
                 part.truncate(offset)
                 size = offset

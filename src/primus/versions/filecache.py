@@ -5,7 +5,6 @@ Several processes may use a cache at once: a file being fetched is a locked ``.p
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import BinaryIO
 
 from primus.errors import InputError
 from primus.files import open_regular, remove_path
+from primus.waits import lock
 
 
 class FileCache:
@@ -80,7 +80,7 @@ class FileCache:
         path, final = self._folder / f"{sha256}.part", self.path(sha256)
         while True:
             with path.open("a+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock(file.fileno(), f"another download of {sha256[:12]}", path)
                 if final.exists():
                     if _same_file(path, file):
                         path.unlink()

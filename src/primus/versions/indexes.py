@@ -29,6 +29,7 @@ from uv import find_uv_bin
 
 from primus.errors import HostError
 from primus.versions.traffic import LOG, bare_url, cause
+from primus.waits import answer_of
 
 LOGIN_HINT = "give pip the credentials (netrc, or in the index URL)"
 # Of pip's providers of credentials, those that use the program keyring.
@@ -177,7 +178,7 @@ class Indexes:
         url = place if flat else f"{place.rstrip('/')}/{package}/"
         try:
             if folder is None:
-                with self.get(url) as page:
+                with answer_of(bare_url(url)), self.get(url) as page:
                     if page.status_code in (403, 404):
                         return []
                     page.raise_for_status()
@@ -229,11 +230,15 @@ class Indexes:
         """
         try:
             if sha256 is not None:
-                with suppress(requests.HTTPError), self.open(url, method="HEAD") as (length, _, _):
+                with (
+                    answer_of(bare_url(url)),
+                    suppress(requests.HTTPError),
+                    self.open(url, 0, "HEAD") as (length, _, _),
+                ):
                     if length is not None:
                         return length, sha256
-            with self.open(url) as (_, _, blocks):
-                digest, size = hashlib.sha256(), 0
+            digest, size = hashlib.sha256(), 0
+            with answer_of(bare_url(url), lambda: size), self.open(url) as (_, _, blocks):
                 for block in blocks:
                     digest.update(block)
                     size += len(block)

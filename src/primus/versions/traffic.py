@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from primus.errors import HostError
+from primus.waits import answer_of
 
 LOG = logging.getLogger("primus.sources")
 
@@ -20,7 +21,8 @@ def run_tool(words: Sequence[str], url: str, method: str = "", **options: Any) -
     began, outcome = time.monotonic(), "did not end"
     try:
         options |= {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
-        done = subprocess.run(words, check=False, **options)
+        with answer_of(f"{words[0]} {method} {bare_url(url)}"):
+            done = subprocess.run(words, check=False, **options)
         text = re.sub(r"(?<=://)[^/@\s\"]+@|\?[^\"\s]*", "", " ".join(done.stderr[-2000:].split()))
         outcome = f"exit code {done.returncode}: {text}" if done.returncode else "done"
         return done

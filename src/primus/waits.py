@@ -1,0 +1,145 @@
+"""Waits that explain themselves: after 2 seconds, a line says for what, who causes the wait, and how to go on.
+
+Locks are those of flock(2), which the kernel releases when their holder dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from primus.errors import HostError
+from primus.files import text_if_readable
+
+_PATIENCE_S = 2.0
+_STATES = {
+    "T": "stopped (kill -CONT {pid} lets it continue, kill -KILL {pid} ends it)",
+    "t": "stopped by a debugger, which lets it continue",
+    "D": "blocked by a disk or a network file system",
+}
+
+
+@contextlib.contextmanager
+def explained(reason: Callable[[], str], progress: Callable[[], int] = int) -> Iterator[None]:
+    """Print ``reason()`` to standard error if ``progress()`` stays the same for 2 s, and each new reason after it."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        last, before = "", progress()
+        while not ended.wait(_PATIENCE_S):
+            amount, text = progress(), reason()
+            if amount == before and text != last and not ended.is_set():
+                print(f"… {text}", file=sys.stderr, flush=True)
+                last = text
+            before = amount
+
+    threading.Thread(target=watch, daemon=True, name="wait").start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def answer_of(source: str, progress: Callable[[], int] = int) -> contextlib.AbstractContextManager[None]:
+    """Say after 2 s that the context waits for ``source``: a program or an address (without credentials)."""
+    return explained(lambda: f"waiting for {source} (Ctrl-C ends this command; finished work is kept)", progress)
+
+
+def lock(handle: int, what: str, path: Path, *, shared: bool = False) -> None:
+    """Take the lock of the open file ``path``. After 2 s, say who holds it: ``what`` completes "waiting for …"."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with explained(lambda: f"waiting for {what}: {holders(handle, path)}"):
+            fcntl.flock(handle, kind)
+
+
+def holders(handle: int, path: Path) -> str:
+    """Return a sentence about the processes that hold the lock of the open file ``path``, and how to go on."""
+    table = re.findall(r"(\d+): (-> )?FLOCK +\S+ +\S+ (\d+) (\S+) ", text_if_readable(Path("/proc/locks")))
+    status = os.fstat(handle)
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    pids = {int(pid) for _, waits, pid, place in table if place == file and not waits}
+    described = [_process(pid) for pid in sorted(pids)]
+    if not all(described):
+        # A process that took the lock has died, but a child that it started without exec holds the same open file.
+        described = [_process(pid) for pid in _openers(status)]
+    if not any(described):
+        return f"it is held on another machine or in another container; `fuser -v {path}` names it there"
+    # A holder may itself wait for another lock.
+    blocked = {number for number, waits, pid, _ in table if waits and int(pid) in pids}
+    causes = {int(pid) for number, waits, pid, _ in table if number in blocked and not waits} - pids
+    others = "".join(f", which waits for {_process(pid)}" for pid in sorted(causes))
+    return " and ".join(filter(None, described)) + others
+
+
+def _openers(status: os.stat_result) -> Iterator[int]:
+    for info in Path("/proc").glob("[0-9]*/fdinfo/*"):
+        with contextlib.suppress(OSError):
+            opened = os.stat(f"{info.parent.parent}/fd/{info.name}")  # noqa: PTH116
+            if os.path.samestat(opened, status) and "FLOCK" in info.read_text():
+                yield int(info.parent.parent.name)
+
+
+def _process(pid: int) -> str:
+    folder = Path(f"/proc/{pid}")
+    state, *fields = text_if_readable(folder / "stat").rpartition(")")[2].split() or ["X"]
+    if state in ("X", "Z"):
+        return ""
+    command = " ".join(filter(None, text_if_readable(folder / "cmdline").split("\0"))) or "unknown command"
+    command = "".join(c if c.isprintable() else " " for c in command)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[18]) / os.sysconf("SC_CLK_TCK")
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - age))
+    condition = _STATES.get(state, "running (wait for it, or end it: kill {pid})").format(pid=pid)
+    return f"process {pid} (`{command[:100]}`, since {since}) holds it and is {condition}"
+
+
+class InUse:
+    """The lock file ``path`` that keeps ``primus clean`` from removing what another command uses: the folder ``where``,
+    which messages call ``what``.
+    """
+
+    def __init__(self, path: Path, what: str, where: Path) -> None:
+        self._path, self._what, self._where = path, what, where
+        self._held: int | None = None
+
+    def hold(self) -> None:
+        """Prevent :meth:`alone` from starting until this process ends. Does nothing if the folder does not exist.
+
+        Raises HostError if this user may not read the folder, which would otherwise look empty.
+        """
+        if self._where.exists() and not os.access(self._where, os.R_OK | os.X_OK):
+            hint = "run this as its owner, or choose another one with --store or --project"
+            raise HostError(f"you may not read {self._what}", where=str(self._where), hint=hint)
+        if self._held is None:
+            # Readers of another user's folder hold the lock, too. A folder without this file was never cleaned or
+            # built in.
+            with contextlib.suppress(OSError):
+                self._held = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                lock(self._held, f"`primus clean` in {self._where}", self._path, shared=True)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other commands from using the folder. Raises HostError if one is using it."""
+        if self._held is not None:
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise HostError(
+                    f"another command uses {self._what}: {holders(self._held, self._path)}",
+                    where=str(self._where),
+                    hint="run this again when it has ended",
+                ) from None
+        try:
+            yield
+        finally:
+            if self._held is not None:
+                fcntl.flock(self._held, fcntl.LOCK_SH)

@@ -1,0 +1,151 @@
+"""A wait of more than 2 s says for what, who causes it and how to go on, whoever holds the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primus import waits
+from primus.errors import HostError
+from primus.release import registry
+from primus.versions import indexes
+from primus.versions.traffic import run_tool
+from project_kit import Kit, make_project
+
+HOLD = """
+import fcntl, os, sys, time
+locks = [open(name, "a") for name in sys.argv[2:]]
+for lock in locks:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+if sys.argv[1] == "orphan" and os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def holder(*paths: Path, state: str = "stopped") -> Iterator[int]:
+    """A process that holds the locks: running, stopped, or the child of one that has died."""
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-c", HOLD, state, *map(str, paths)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        pid = int(process.stdout.readline())
+        if state == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    kit = make_project(tmp_path_factory.mktemp("waits") / "project")
+    kit.build()
+    return kit
+
+
+COMMANDS = [
+    ("in-use", words)
+    for words in (
+        "plan demo", "build demo", "explain demo", "check demo", "publish demo --to localhost:9/x --dry-run",
+        "validate demo", "clean", "verify demo", "load demo", "sbom demo", "run demo -- true",
+    )
+] + [("tmp", "build demo --rehash"), ("index", "build demo")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words"), COMMANDS)
+def test_every_command_that_locks_names_a_stopped_holder(
+    kit: Kit, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "_PATIENCE_S", 0.05)
+    if name == "index":
+        kit.write("parts/beta/blob", b"new")
+    with holder(kit.root / f".primus/store/locks/{name}") as pid:
+        result = kit.primus(*words.split(), timeout=2)
+    assert result.code == -signal.SIGALRM, result
+    assert f"process {pid} (`" in result.err
+    assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\) holds it and is stopped", result.err)
+    assert f"kill -CONT {pid}" in result.err
+
+
+@pytest.mark.parametrize(
+    ("state", "text"), [("running", "is running (wait for it, or end it: kill"), ("orphan", "is running")]
+)
+def test_a_holder_is_recognized(tmp_path: Path, state: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lock"
+    with holder(path, state=state) as pid, path.open("a") as file:
+        sentence = waits.holders(file.fileno(), path)
+        assert f"process {pid} (`" in sentence
+        assert text in sentence
+        threading.Timer(2.5, os.kill, (pid, signal.SIGKILL)).start()
+        waits.lock(file.fileno(), "the test", path)
+    assert capfd.readouterr().err == f"… waiting for the test: {sentence}\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@pytest.mark.parametrize("folder", [".primus", ".primus/store", ".primus/store/blobs/sha256", ".primus/store/actions"])
+def test_the_store_of_another_user_is_neither_empty_nor_damaged(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = make_project(tmp_path / "project")
+    kit.build()
+    (kit.root / folder).chmod(0o700)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o711)
+    monkeypatch.setattr(os, "chdir", lambda path, chdir=os.chdir: (chdir(path), os.setgid(65534), os.setuid(65534)))
+    result = kit.primus("clean")
+    assert result.code == 3
+    assert re.search("you may not read|permission denied", result.err)
+    assert "damaged" not in result.err
+
+
+ANSWERS = {
+    "registry": lambda host: registry.Repository(f"{host}/a").digest("v1"),
+    "index": lambda host: indexes.Indexes(urls=()).offers("p", f"http://me:secret@{host}"),
+    "tool": lambda host: run_tool(
+        ["sh", "-c", "sleep 0.5; exit 1", "sh"], f"http://me:secret@{host}/?key=secret", "copy"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_silent_source_is_named_without_its_login(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waits, "_PATIENCE_S", 0.05)
+    for module in (registry, indexes):
+        monkeypatch.setattr(module, "_TIMEOUT", (0.5, 0.5))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host = f"127.0.0.1:{server.getsockname()[1]}"
+        with contextlib.suppress(HostError):
+            ANSWERS[name](host)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("… ")]
+    assert len(lines) == 1
+    assert host in lines[0]
+    assert "(Ctrl-C ends this command; finished work is kept)" in lines[0]
+    assert "secret" not in lines[0]
+
+
+def test_what_arrives_in_time_is_no_wait(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(waits, "_PATIENCE_S", 0.2)
+    size = 0
+    with waits.answer_of("a slow server", lambda: size):
+        for _ in range(20):
+            time.sleep(0.05)
+            size += 1
+    assert capfd.readouterr().err == ""

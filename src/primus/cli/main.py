@@ -8,6 +8,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,6 +89,8 @@ def _streams() -> None:
 
 def _report(text: str) -> None:
     """Print a message to standard error. If that is not possible, the exit code alone tells what happened."""
+    # A server or a file may have sent parts of it, whose control characters would move the cursor or hide text.
+    text = re.sub(r"[\0-\x09\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:

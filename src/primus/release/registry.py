@@ -145,8 +145,7 @@ class Repository:
 
     def check_uploads(self) -> None:
         """Raise HostError if the registry directs uploads to another host, to which skopeo would send the login."""
-        upload = self.request("POST", "blobs/uploads/")
-        url = urljoin(upload.url, upload.headers.get("Location", ""))
+        url = self._upload()
         if self._authorization and not url.startswith(self._server):
             raise HostError(
                 f"the registry of {self.name} directs uploads to {_host_of(url)}, which the login is not for",
@@ -161,6 +160,8 @@ class Repository:
         """Return the tags of the repository that begin so, sorted."""
         answer = self.find("GET", "tags/list", params={"n": "1000", "last": beginning})
         tags = self._json(answer.content, "tags/list").get("tags") if answer else None
+        if not isinstance(tags, list | None):
+            raise self._odd("tags/list is not a list of tags")
         return sorted(tag for tag in tags or () if isinstance(tag, str) and tag.startswith(beginning))
 
     def tag(self, tag: str, manifest: bytes) -> None:
@@ -208,16 +209,20 @@ class Repository:
             raise CheckFailed(f"{what} is listed for the image, but missing")
         if canonical.digest_of(manifest) != descriptor["digest"]:
             raise CheckFailed(f"{what} was changed: its manifest has other bytes")
-        (layer,) = json.loads(manifest)["layers"]
-        name = layer.get("annotations", {}).get("org.opencontainers.image.title", "")
+        try:
+            (layer,) = json.loads(manifest)["layers"]
+            content, media_type = str(layer["digest"]), str(layer["mediaType"])
+            name = str(layer.get("annotations", {}).get("org.opencontainers.image.title", ""))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CheckFailed(f"{what} is not a manifest with one file") from None
         with tempfile.TemporaryDirectory(prefix="primus-document-") as folder:
             path = Path(folder) / "data"
-            if not self.blob(layer["digest"], path):
+            if not self.blob(content, path):
                 raise CheckFailed(f"{what} ({name}) has lost its contents")
             data = path.read_bytes()
-        if canonical.digest_of(data) != layer["digest"]:
+        if canonical.digest_of(data) != content:
             raise CheckFailed(f"{what} ({name}) was changed: its contents have other bytes")
-        return Document(media_type=str(layer["mediaType"]), name=name, data=data)
+        return Document(media_type=media_type, name=name, data=data)
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
         """Return the descriptors of the artifacts attached to the image ``digest``."""
@@ -270,12 +275,16 @@ class Repository:
         digest = canonical.digest_of(data)
         if self.has_blob(digest):
             return
-        upload = self.request("POST", "blobs/uploads/")
-        if "Location" not in upload.headers:
-            raise self._odd("blobs/uploads/ names no address for the upload")
-        url = urljoin(upload.url, upload.headers["Location"])
         headers = {"Content-Type": "application/octet-stream"}
-        self.request("PUT", url, params={"digest": digest}, data=data, headers=headers)
+        self.request("PUT", self._upload(), params={"digest": digest}, data=data, headers=headers)
+
+    def _upload(self) -> str:
+        """Begin an upload, and return its URL."""
+        upload = self.request("POST", "blobs/uploads/")
+        try:
+            return urljoin(upload.url, upload.headers["Location"])
+        except (KeyError, ValueError):
+            raise self._odd("blobs/uploads/ names no address for the upload") from None
 
     def _put(self, reference: str, data: bytes, media_type: str) -> Response:
         return self.request("PUT", f"manifests/{reference}", data=data, headers={"Content-Type": media_type})
@@ -308,7 +317,7 @@ class Repository:
                 f"the registry of {self.name} does not answer: {type(error).__name__}",
                 hint="check name and network, and run the command again",
             ) from None
-        except requests.RequestException as error:
+        except (requests.RequestException, ValueError) as error:  # ValueError: an address that is none
             raise self._odd(f"{type(error).__name__} for {_bare(url)}") from None
         return answer
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from requests import PreparedRequest, Response
+from requests.adapters import HTTPAdapter
 
-from primus.errors import HostError
+from primus.cli.main import _report
+from primus.errors import HostError, PrimusError
+from primus.oci.canonical import digest_of
 from primus.release.registry import Repository
 
 
@@ -174,3 +179,48 @@ def test_damaged_logins_are_a_sentence(server: Server, tmp_path: Path, text: str
     (tmp_path / "config.json").write_text(text.replace("HOST", server.name))
     with pytest.raises(HostError, match="Docker's logins cannot be read"):
         Repository(f"{server.name}/a/b").request("GET", "manifests/x")
+
+
+NOWHERE = "//["
+OddAnswer = tuple[int, dict[str, str], bytes, Callable[[Repository], object]]
+
+
+def attached(manifest: bytes) -> OddAnswer:
+    return 200, {}, manifest, lambda there: there.document({"digest": digest_of(manifest)})
+
+
+ODD_ANSWERS: list[OddAnswer] = [
+    (202, {"Location": NOWHERE}, b"", lambda there: there.check_uploads()),
+    (202, {}, b"", lambda there: there.check_uploads()),
+    (307, {"Location": NOWHERE}, b"", lambda there: there.digest("v1")),
+    (307, {"Location": "http://\udcff/"}, b"", lambda there: there.digest("v1")),
+    (401, {"WWW-Authenticate": f'Bearer realm="{NOWHERE}"'}, b"", lambda there: there.digest("v1")),
+    (200, {}, b'{"tags": 5}', lambda there: there.tags()),
+    (200, {}, b'{"tags": "v1"}', lambda there: there.tags()),
+    (200, {}, b'{"manifests": [{"digest": 5}]}', lambda there: there.referrers("sha256:0")),
+    *map(
+        attached,
+        (b"[]", b"{}", b'{"layers": []}', b'{"layers": [1]}', b"\xff", b"[" * 100_000,
+         b'{"layers": [{"digest": 5, "mediaType": "x", "annotations": []}]}'),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(ODD_ANSWERS)))
+def test_an_odd_answer_is_a_sentence(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, headers, body, call = ODD_ANSWERS[number]
+
+    def send(_: object, request: PreparedRequest, **__: object) -> Response:
+        answer = Response()
+        answer.status_code, answer.raw, answer.url, answer.request = status, BytesIO(body), str(request.url), request
+        answer.headers.update(headers)
+        return answer
+
+    monkeypatch.setattr(HTTPAdapter, "send", send)
+    with pytest.raises(PrimusError):
+        call(Repository("localhost:1/a/b"))
+
+
+def test_what_a_registry_sends_does_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    _report("status 418: \x1b[31mred\x07\n  → café")
+    assert capsys.readouterr().err == "status 418: \ufffd[31mred\ufffd\n  → café\n"

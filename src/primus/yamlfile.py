@@ -203,6 +203,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
+def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the values of the dotted keys below ``name``, which the keys omit."""
+    head = f"{name}."
+    return {key.removeprefix(head): value for key, value in values.items() if key.startswith(head)}
+
+
 class _Builder:
     def __init__(self, name: str, *, typed: bool) -> None:
         self._name, self._typed = name, typed

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from primus.recipes.family import families, family, weights_of
 from primus.recipes.setting import Value, bounded
-from primus.yamlfile import flat, read_values
+from primus.yamlfile import flat, read_values, section
 
 Kind = TypeVar("Kind")
 
@@ -178,21 +178,19 @@ class Architecture:
         return self.layers - self.moe.dense_layers if self.moe.experts else 0
 
 
-def architecture(section: Mapping[str, Any]) -> Architecture:
+def architecture(model: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a ``model`` section that was checked before, with dotted keys or nested mappings."""
-    return built(Architecture, dict(flat(section)))
+    return built(Architecture, dict(flat(model)))
 
 
-def built(cls: type[Kind], section: Mapping[str, Value]) -> Kind:
+def built(cls: type[Kind], values: Mapping[str, Value]) -> Kind:
     """Build a dataclass from dotted keys that were checked before. Other fields keep their defaults."""
     arguments: dict[str, object] = {}
     for entry in fields(cls):  # type: ignore[arg-type]
         if isinstance(part := entry.default_factory, type) and is_dataclass(part):
-            head = entry.name + "."
-            inner = {key.removeprefix(head): value for key, value in section.items() if key.startswith(head)}
-            arguments[entry.name] = built(part, inner)
-        elif entry.name in section:
-            arguments[entry.name] = section[entry.name]
+            arguments[entry.name] = built(part, section(values, entry.name))
+        elif entry.name in values:
+            arguments[entry.name] = values[entry.name]
     return cls(**arguments)
 
 

@@ -15,7 +15,7 @@ from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.choose import check_choice, computes, supported
 from primus.recipes.schema import backends
 from primus.recipes.setting import Setting, Value
-from primus.yamlfile import Document, Key, Tree, parse_values, read_text
+from primus.yamlfile import Document, Key, Tree, parse_values, read_text, section
 
 _IN_IMAGE = Path("/opt/primus/recipes")
 
@@ -253,7 +253,7 @@ def entries() -> Iterator[Entry]:
         for key in ("model.family", "description"):
             if key not in settings:
                 raise InputError(f"{key} is missing", where=f"{path}:1:1")
-        model = architecture({k.removeprefix("model."): s.value for k, s in settings.items() if k.startswith("model.")})
+        model = architecture({key: setting.value for key, setting in section(settings, "model").items()})
         for (backend, mode), precisions in supported(settings).items():
             yield Entry(
                 recipe=name, path=path, description=str(settings["description"].value), architecture=model,

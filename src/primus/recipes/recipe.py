@@ -17,6 +17,7 @@ from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.load import beside
 from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import WORDS, Choices, Setting, Value
+from primus.yamlfile import section
 
 # An asset of this name is not a file: its tokens are made from the seed.
 MOCK = "mock"
@@ -57,8 +58,7 @@ class Recipe:
 
     def section(self, prefix: str) -> dict[str, Value]:
         """Return all values below ``prefix`` in the recipe's order. Keys omit the prefix."""
-        head = prefix + "."
-        return {key.removeprefix(head): setting.value for key, setting in self.settings.items() if key.startswith(head)}
+        return {key: setting.value for key, setting in section(self.settings, prefix).items()}
 
     def asset(self, key: str) -> Path | None:
         """Return the path that ``key`` names, or None if it is not a file (``mock``, ``hf:…``).

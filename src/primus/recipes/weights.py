@@ -21,7 +21,7 @@ from primus.recipes.load import Entry, beside, entries
 from primus.recipes.recipe import Recipe
 from primus.recipes.schema import model_rules
 from primus.recipes.setting import Setting
-from primus.yamlfile import spell
+from primus.yamlfile import section, spell
 
 HUB = "hf:"
 _MODES = ("full", "lora")
@@ -122,7 +122,7 @@ def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:
         name = entry.architecture.family
         fits = entry.mode in ((mode,) if mode else _MODES) and not entry.only_proxy
         if fits and family(name).transformers == config["model_type"]:
-            model = {key.removeprefix("model."): s.value for key, s in model_of(folder, name).items()}
+            model = {key: s.value for key, s in section(model_of(folder, name), "model").items()}
             try:
                 distance = abs(math.log(size(architecture(model)).total / entry.size.total))
             except (ValueError, ArithmeticError):

@@ -32,7 +32,10 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
     ``adapters`` is the number of weights that LoRA trains; the others then take 4 operations each instead of 6.
     """
     if model.of_images:
-        return _diffusion(model)
+        dit, hidden = model.dit, model.hidden_size
+        layers, tokens = dit.double_layers + dit.single_layers, (dit.image_size // 16) ** 2 + dit.text_tokens
+        flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
+        return Flops(causal=flops, non_causal=flops)
     count = size(model)
     products = count.active - count.embedding
     linear = 6 * products if adapters is None else 4 * products + 6 * adapters
@@ -42,13 +45,6 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
     if mla.kv_lora_rank:
         width = 6 * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
     return Flops(causal=linear + model.layers * width * seen, non_causal=linear + model.layers * width * window)
-
-
-def _diffusion(model: Architecture) -> Flops:
-    dit, hidden = model.dit, model.hidden_size
-    layers, tokens = dit.double_layers + dit.single_layers, (dit.image_size // 16) ** 2 + dit.text_tokens
-    flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
-    return Flops(causal=flops, non_causal=flops)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -71,14 +72,17 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def flash_attention_4(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int = 0, causal: bool = True
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, window: int = 0,
+    causal: bool = True,
+) -> torch.Tensor:  # fmt: skip
     """Return attention of ``q`` [batch, tokens, heads, size] over ``k`` and ``v``, which may have fewer heads.
 
-    ``window`` is the number of tokens that each token sees, including itself; 0 for all before it. Without
-    ``causal``, each token sees all tokens. Supports BF16 and FP16 on NVIDIA sm_90 and later.
+    ``scale`` multiplies the logits (default: size ** -0.5). ``window`` is the number of tokens that each token sees,
+    including itself; 0 for all before it. Without ``causal``, each token sees all tokens. Supports BF16 and FP16 on
+    NVIDIA sm_90 and later.
     """
-    out: torch.Tensor = _forward(q, k, v, q.shape[-1] ** -0.5, window if causal else _EVERYTHING)[0]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out: torch.Tensor = _forward(q, k, v, scale, window if causal else _EVERYTHING)[0]
     return out
 
 
@@ -156,12 +160,21 @@ def attend_in_transformers() -> str:
     return "primus_attention_4"
 
 
-class FlashAttention4(torch.nn.Module):
-    """Replaces torchtitan's wrapper of PyTorch's attention. Tensors are [batch, heads, tokens, size]."""
+class Attention(torch.nn.Module):
+    """Replaces torchtitan's wrapper of PyTorch's attention. Tensors are [batch, heads, tokens, size].
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    ``attend`` is causal attention with tensors [batch, tokens, heads, size], and the ``scale`` of the logits.
+    """
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **_: Any
+    ) -> torch.Tensor:
         """Return causal attention."""
-        return flash_attention_4(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+        return self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale).transpose(1, 2)
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,9 @@ class Compared:
         if self.out.shape != self.plain.shape:
             return f"has shape {list(self.out.shape)}, not {list(self.plain.shape)}"
         if self.exact is None:
-            return self._other_bits()
+            bits, plain_bits = (tensor.contiguous().view(torch.uint8) for tensor in (self.out, self.plain))
+            other = int((bits != plain_bits).sum())
+            return f"has {other:,} other bytes than plain PyTorch, of {bits.numel():,}" if other else ""
         out, plain, exact = (_rows(tensor) for tensor in (self.out, self.plain, self.exact))
         if count := int((~torch.isfinite(out)).sum()):
             return f"has {count:,} values that are not finite, of {out.numel():,}"
@@ -61,11 +63,6 @@ class Compared:
         if abs(factor) > 2 * abs(usual) + self.factor + self.floor:
             return f"is scaled by {1 + factor:.5f}"
         return ""
-
-    def _other_bits(self) -> str:
-        out, plain = (tensor.contiguous().view(torch.uint8) for tensor in (self.out, self.plain))
-        other = int((out != plain).sum())
-        return f"has {other:,} other bytes than plain PyTorch, of {out.numel():,}" if other else ""
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,16 +119,14 @@ def three_ways(
         leaves = leaves_of(*inputs, dtype=dtype)
         outputs = call(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        grads = grads or [_gradient(out, make) for out in outputs]
+        grads = grads or [
+            make.normal(*out.shape, dtype=out.dtype) if out.dim() else torch.ones_like(out) for out in outputs
+        ]
         gradients = torch.autograd.grad(outputs, leaves, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
         results.append((*(out.detach() for out in outputs), *gradients))
         del outputs, gradients, leaves
     for label, out, usual, best in zip(labels, *results, strict=True):
         yield Compared(label=label, out=out, plain=usual, exact=best, floor=0 if out.dim() else _ALONE, factor=factor)
-
-
-def _gradient(out: torch.Tensor, make: Maker) -> torch.Tensor:
-    return make.normal(*out.shape, dtype=out.dtype) if out.dim() else torch.ones_like(out)
 
 
 def formats() -> Any:

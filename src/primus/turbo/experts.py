@@ -98,7 +98,7 @@ def _add_up(
 
 def _gathered(x: torch.Tensor, routing: Routes) -> torch.Tensor:
     width, per_token = x.shape[1], routing.rows.shape[1]
-    if _plain(x):
+    if not x.is_cuda:
         padded = torch.cat((x, x.new_zeros(1, width)))
         return padded[torch.where(routing.choices >= 0, routing.choices // per_token, len(x)).long()]
     out = x.new_empty(len(routing.choices), width)
@@ -114,7 +114,7 @@ def _summed(
     experts: torch.Tensor, routing: Routes, weights: torch.Tensor | None, base: torch.Tensor | None
 ) -> torch.Tensor:
     (tokens, per_token), width = routing.rows.shape, experts.shape[1]
-    if _plain(experts):
+    if not experts.is_cuda:
         values = experts[routing.rows.long()].float()
         total = (values if weights is None else values * weights[:, :, None]).sum(1)
         return (total if base is None else total + base.float()).to(experts.dtype)
@@ -131,7 +131,7 @@ def _weighted_back(
     gradient: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, routing: Routes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     per_token, width = routing.rows.shape[1], experts.shape[1]
-    if _plain(experts):
+    if not experts.is_cuda:
         spread = _gathered(gradient, routing).float()
         factors = torch.cat((weights.reshape(-1), weights.new_zeros(1)))[routing.choices.long()]
         dots = (spread * experts.float()).sum(1)[routing.rows.long()]
@@ -143,10 +143,6 @@ def _weighted_back(
         PER_TOKEN=per_token, WEIGHTED=True, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return out, dots
-
-
-def _plain(x: torch.Tensor) -> bool:
-    return not x.is_cuda
 
 
 def _warps(block: int) -> int:
@@ -201,7 +197,7 @@ def combine(experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base:
 
 
 def _rows_times(x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    if _plain(x):
+    if not x.is_cuda:
         parts = [x[first:end] @ w for w, (first, end) in zip(weights, pairwise(starts.tolist()), strict=True)]
         return torch.cat([*parts, x.new_zeros(len(x) - int(starts[-1]), weights.shape[-1])])
     out = x.new_empty(len(x), weights.shape[-1])
@@ -210,7 +206,7 @@ def _rows_times(x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor) ->
 
 
 def _products_of_rows(a: torch.Tensor, b: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    if _plain(a):
+    if not a.is_cuda:
         return torch.stack([a[first:end].t() @ b[first:end] for first, end in pairwise(starts.tolist())])
     out = a.new_empty(len(starts) - 1, a.shape[1], b.shape[1])
     _multiply(a.t(), b, out, cu_seqlens_k=starts)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from primus.turbo import fp8_kernels
+from primus.turbo import fp8_kernels, kernels
 
 _SMALLEST = 1e-12
 
@@ -33,7 +33,7 @@ def _weight(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
     if hasattr(weight, "_data"):
         return weight._data, weight._scale
     scale = _scale(weight.abs().max(), dtype)
-    return fp8_kernels.eight(weight, scale, dtype), scale
+    return kernels.eight(weight, scale, dtype), scale
 
 
 def _product(
@@ -231,7 +231,7 @@ def _by_cast(
 ) -> torch.Tensor:
     flat = x.reshape(-1, x.shape[-1])
     scale = _scale(flat.abs().max(), dtype)
-    out = _product(fp8_kernels.eight(flat, scale, dtype), scale, data, data_scale, x.dtype, fast)
+    out = _product(kernels.eight(flat, scale, dtype), scale, data, data_scale, x.dtype, fast)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 

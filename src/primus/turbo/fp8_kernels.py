@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from primus.turbo.kernels import _cut, _larger
+from primus.turbo.kernels import _cut, _larger, eight
 from primus.turbo.optimizations import CALLS
 
 TILES = {
@@ -77,29 +77,6 @@ def _flip(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _largest(x, highest, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    top = tl.zeros([BLOCK], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
-    for block in tl.static_range(BLOCKS):
-        at = first + block * BLOCK + tl.arange(0, BLOCK)
-        top = _larger(top, tl.abs(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)))
-    tl.atomic_max(highest, tl.reduce(top, 0, _larger), sem="relaxed")
-
-
-@triton.jit
-def _swiglu_largest(gate, up, largest, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    top = tl.zeros([BLOCK], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
-    for block in tl.static_range(BLOCKS):
-        at = first + block * BLOCK + tl.arange(0, BLOCK)
-        inside = at < count
-        a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-        top = _larger(top, tl.abs(a * tl.sigmoid(a) * b))
-    tl.atomic_max(largest, tl.reduce(top, 0, _larger), sem="relaxed")
-
-
-@triton.jit
 def _swiglu_cast(gate, up, scale, out, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -118,21 +95,27 @@ def _swiglu_gradients(a, b, d):
 
 
 @triton.jit
-def _swiglu_backward_largest(gate, up, grad, largest, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    top_gate = tl.zeros([BLOCK], tl.float32)
+def _largest(gate, up, grad, largest, count, INPUTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The largest absolute values of one input, of the product of two, or with ``grad`` of the gradients of both."""
+    top = tl.zeros([BLOCK], tl.float32)
     top_up = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     for block in tl.static_range(BLOCKS):
         at = first + block * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
-        a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        of_gate, of_up, _ = _swiglu_gradients(a, b, d)
-        top_gate = _larger(top_gate, tl.abs(of_gate))
-        top_up = _larger(top_up, tl.abs(of_up))
-    tl.atomic_max(largest, tl.reduce(top_gate, 0, _larger), sem="relaxed")
-    tl.atomic_max(largest + 1, tl.reduce(top_up, 0, _larger), sem="relaxed")
+        value = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        if INPUTS > 1:
+            b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+            if INPUTS == 2:
+                value = value * tl.sigmoid(value) * b
+            else:
+                d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+                value, of_up, _ = _swiglu_gradients(value, b, d)
+                top_up = _larger(top_up, tl.abs(of_up))
+        top = _larger(top, tl.abs(value))
+    tl.atomic_max(largest, tl.reduce(top, 0, _larger), sem="relaxed")
+    if INPUTS == 3:
+        tl.atomic_max(largest + 1, tl.reduce(top_up, 0, _larger), sem="relaxed")
 
 
 @triton.jit
@@ -165,19 +148,14 @@ def _grid(rows: int, columns: int, tile: tuple[int, int, int]) -> tuple[int, int
     return triton.cdiv(columns, tile[1]), triton.cdiv(rows, tile[0])
 
 
-def _reduced(kernel: Any, shape: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
+def _reduced(shape: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
     highest = torch.zeros(shape, dtype=torch.float32, device=inputs[0].device)
-    count = inputs[0].numel()
-    kernel[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
-        *(x.contiguous() for x in inputs), highest, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
+    count, used = inputs[0].numel(), [x.contiguous() for x in inputs]
+    gate, up, grad = (*used, used[0], used[0])[:3]
+    _largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
+        gate, up, grad, highest, count, INPUTS=len(inputs), BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
     )
     return highest
-
-
-def eight(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x · scale``, clamped to ``dtype``'s range and cast to it, in plain PyTorch."""
-    top = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-top, top).to(dtype)
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +200,7 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     CALLS["fp8_largest"] += 1
     if not x.is_cuda:
         return x.abs().max().float()
-    return _reduced(_largest, (), x)
+    return _reduced((), x)
 
 
 @largest.register_fake
@@ -257,7 +235,7 @@ def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     CALLS["fp8_swiglu_largest"] += 1
     if not gate.is_cuda:
         return (torch.nn.functional.silu(gate.float()) * up.float()).abs().max()
-    return _reduced(_swiglu_largest, (), gate, up)
+    return _reduced((), gate, up)
 
 
 @swiglu_largest.register_fake
@@ -302,7 +280,7 @@ def swiglu_backward_largest(gate: torch.Tensor, up: torch.Tensor, grad: torch.Te
     if not gate.is_cuda:
         of_gate, of_up, _ = _gradients(gate, up, grad)
         return torch.stack((of_gate.abs().max(), of_up.abs().max()))
-    return _reduced(_swiglu_backward_largest, (2,), gate, up, grad)
+    return _reduced((2,), gate, up, grad)
 
 
 @swiglu_backward_largest.register_fake

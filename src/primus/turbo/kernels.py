@@ -99,6 +99,12 @@ def _cast_fp8(x, scale, out, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + offsets, _cut(values, LARGEST).to(out.dtype.element_ty), mask=inside)
 
 
+def eight(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x · scale``, clamped to ``dtype``'s range and cast to it, in plain PyTorch."""
+    top = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-top, top).to(dtype)
+
+
 def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``x · scale``, clamped to ``dtype``'s range and cast to it: one pass over ``x`` instead of three.
 
@@ -107,8 +113,7 @@ def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     """
     CALLS["cast_fp8"] += 1
     if not x.is_cuda:
-        largest = torch.finfo(dtype).max
-        return (x.float() * scale).clamp(-largest, largest).to(dtype)
+        return eight(x, scale, dtype)
     out = torch.empty_like(x, dtype=dtype)
     count = x.numel()
     block = 4096

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError, nearest
-from primus.gpus.table import Generation, arch_of, generation
+from primus.gpus.table import arch_of, generation
 from primus.recipes.choose import CPU
 from primus.recipes.setting import Setting
 from primus.yamlfile import read_values, spell
@@ -69,7 +69,10 @@ class Optimization:
         ):
             if accepted and value not in accepted:
                 yield f"{requirement} {' or '.join(accepted)}, not {value}"
-        if not self._runs_on(None if recipe.gpu == CPU else generation(recipe.gpu)):
+        gpu = None if recipe.gpu == CPU else generation(recipe.gpu)
+        if (places := {*self.vendors, *self.archs}) and (
+            gpu is None or places.isdisjoint((gpu.arch, arch_of(gpu).vendor))
+        ):
             yield f"a GPU of {' or '.join(self.archs or self.vendors)}, not {recipe.gpu}"
         for key, accepted_value in self.settings.items():
             if key in recipe.settings and recipe.settings[key].value != accepted_value:
@@ -83,10 +86,6 @@ class Optimization:
             yield "weights sharded over at least 2 ranks"
         if self.windowed and not 0 < recipe.architecture.window < recipe.seq_len:
             yield "a sliding window shorter than the sequence"
-
-    def _runs_on(self, gpu: Generation | None) -> bool:
-        accepted = {*self.vendors, *self.archs}
-        return not accepted or (gpu is not None and bool(accepted & {gpu.arch, arch_of(gpu).vendor}))
 
 
 @cache

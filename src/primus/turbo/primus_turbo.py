@@ -32,25 +32,15 @@ def attention(
     """Return causal attention of ``q`` [samples, tokens, heads, size] over ``k`` and ``v``, which may have fewer
     heads.
 
-    ``window`` is the number of tokens that each token sees, including itself; 0 for all before it.
+    ``scale`` and ``window`` are those of :func:`primus.turbo.attention.flash_attention_4`.
     """
     CALLS["turbo_attention"] += 1
+    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     seen, deterministic = (window - 1, 0) if window else (-1, -1), torch.are_deterministic_algorithms_enabled()
     out: torch.Tensor = _package().ops.flash_attn_func(
         q, k, v, softmax_scale=scale, causal=True, window_size=seen, deterministic=deterministic
     )
     return out
-
-
-class TurboAttention(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-    """Replaces torchtitan's wrapper of PyTorch's attention. Tensors are [samples, heads, tokens, size]."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **_: Any
-    ) -> torch.Tensor:
-        """Return causal attention."""
-        q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
-        return attention(q, k, v, scale=scale).transpose(1, 2)
 
 
 def convert_linears(model: torch.nn.Module, filtered: Iterable[str]) -> None:
@@ -70,11 +60,7 @@ def convert_linears(model: torch.nn.Module, filtered: Iterable[str]) -> None:
                 f"take multiples of {_FP8_MULTIPLE}; name it in quantize.linear.float8.filter_fqns"
             )
         turbo.modules.Float8Linear.from_float(module, config)
-        module.register_forward_hook(_count_linear)
-
-
-def _count_linear(*_: Any) -> None:
-    CALLS["turbo_fp8_linear"] += 1
+        module.register_forward_hook(lambda *_: CALLS.update(["turbo_fp8_linear"]))
 
 
 def grouped_experts(

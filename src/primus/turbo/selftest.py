@@ -327,31 +327,27 @@ def _attention(shapes: Shapes, make: Maker, attend: Any) -> Rows:
 
     sizes = ((shapes.heads, shapes.head_dim), (shapes.kv_heads, shapes.head_dim), (shapes.kv_heads, shapes.v_dim))
     yield from three_ways(
-        ("output", "gradient of queries", "gradient of keys", "gradient of values"), attend, plain, exact,
+        ("output", "gradient of queries", "gradient of keys", "gradient of values"),
+        lambda q, k, v: attend(q, k, v, window=window), plain, exact,
         *(make.normal(batch, length, heads, size) for heads, size in sizes), make=make,
     )  # fmt: skip
 
 
-def _window(shapes: Shapes) -> int:
-    return shapes.window if 0 < shapes.window < shapes.seq_len else 0
-
-
 def flash_attention_4(shapes: Shapes, make: Maker) -> Rows:
     """Attention of the run: its heads, window and mask."""
-    attend = partial(attention.flash_attention_4, window=_window(shapes), causal=shapes.causal)
-    yield from _attention(shapes, make, attend)
+    yield from _attention(shapes, make, partial(attention.flash_attention_4, causal=shapes.causal))
 
 
 def flex_attention(shapes: Shapes, make: Maker) -> Rows:
     """Attention within a sliding window, compiled as in a run."""
     mask = attention.window_mask(min(shapes.seq_len, _LONGEST), shapes.window, torch.device(make.device))
     attend = torch.compile(attention.windowed_attention) if make.device != "cpu" else attention.windowed_attention
-    yield from _attention(shapes, make, lambda q, k, v: attend(q, k, v, mask))
+    yield from _attention(shapes, make, lambda q, k, v, window: attend(q, k, v, mask))  # noqa: ARG005
 
 
 def turbo_attention(shapes: Shapes, make: Maker) -> Rows:
     """Primus Turbo's attention."""
-    yield from _attention(shapes, make, lambda q, k, v: primus_turbo.attention(q, k, v, window=_window(shapes)))
+    yield from _attention(shapes, make, primus_turbo.attention)
 
 
 def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
@@ -410,7 +406,9 @@ TESTS: dict[str, Callable[[Shapes, Maker], Rows]] = {
 
 def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED) -> str:
     """Test one optimization. Returns what is wrong, or an empty string."""
-    _poison(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.full((2**30,), float("nan"), device=device)
     try:
         for compared in TESTS[name](shapes, Maker(device, seed)):
             if reason := compared.fault():
@@ -418,12 +416,6 @@ def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises, the run goes on without it
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     return ""
-
-
-def _poison(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.full((2**30,), float("nan"), device=device)
 
 
 def main() -> int:

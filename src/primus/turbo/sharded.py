@@ -24,14 +24,6 @@ def lay_out_gradients() -> None:
     original = replace(collectives, "foreach_reduce_scatter_copy_in", foreach_reduce_scatter_copy_in, takes=takes)
 
 
-_clip: list[torch.Tensor] = []
-
-
-def clip_by(norm: torch.Tensor, max_norm: float) -> None:
-    """Make :class:`Step` scale the gradients of the next update so that their norm is at most ``max_norm``."""
-    _clip[:] = [(max_norm / (norm + 1e-6)).clamp(max=1.0).float()]
-
-
 class Step:
     """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that checkpoints are
     unchanged.
@@ -40,8 +32,9 @@ class Step:
     """
 
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
-        self._optimizer = optimizer
-        self._count = -1
+        self._optimizer, self._count = optimizer, -1
+        # Without a gradient norm (when states are created for loading a checkpoint), there is nothing to clip.
+        self._clip = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)
         # torch's learning-rate schedulers check for their own attribute.
         self._wrapped_by_lr_sched = True
         optimizer.register_load_state_dict_post_hook(self._loaded)
@@ -49,38 +42,30 @@ class Step:
     def _loaded(self, _: Any) -> None:
         self._count = -1
 
+    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Let the next update scale gradients of this ``norm`` so that it is at most ``max_norm``."""
+        self._clip = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+
     def __call__(self, *_args: Any, **_options: Any) -> None:
         """Update all parameters. Arguments of torch's ``step`` are ignored."""
-        optimizer = self._optimizer
-        before = [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+        optimizer, clip = self._optimizer, self._clip
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with torch.no_grad():
-            if before:
+            if before := [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]:
                 # Only hooks read gradients before the kernel scales them. This pass is needed only for them.
-                self._clip_now()
-                for hook in before:
-                    hook(optimizer, (), {})
-            self._update(clipped=bool(before))
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], clip)
+                clip = torch.ones_like(clip)
+            for hook in before:
+                hook(optimizer, (), {})
+            self._update(clip, torch.zeros(len(parameters), device=clip.device))
         for done in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
             done(optimizer, (), {})
 
-    def clipped(self, norm: torch.Tensor, max_norm: float) -> None:
-        """Update all parameters by gradients that :func:`clip_by` shortens."""
-        clip_by(norm, max_norm)
-        self()
-
-    def _clip_now(self) -> None:
-        if _clip:
-            gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"]]
-            torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients if g is not None], _clip[0])
-
-    def _update(self, *, clipped: bool) -> None:
+    def _update(self, clip: torch.Tensor, largest: torch.Tensor) -> None:
         from torch.distributed.tensor import DTensor
 
         scaled: list[Any] = []
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        # Without a gradient norm (when states are created for loading a checkpoint), there is nothing to clip.
-        clip = _clip[0] if _clip and not clipped else torch.ones((), device=parameters[0].device)
-        largest = torch.zeros(len(parameters), device=clip.device)
         first = 0
         for group in self._optimizer.param_groups:
             lists: list[list[Any]] = [[], [], [], [], [], []]

@@ -103,7 +103,6 @@ class Torchtitan(Rules):
         compiled, fused = (self._compiles(recipe, part) for part in ("model", "loss"))
         mode = recipe.find("torchtitan.activation_checkpoint.mode", "none")
         offloaded = recipe.find("torchtitan.training.enable_cpu_offload", False)
-        early = recipe.find("torchtitan.optimizer.early_step_in_backward", False)
         eight = recipe.precision in ("fp8", "mxfp8")
         layer = terms.layer_elements(model, eight=eight) * (1 if compiled else terms.EAGER)
         if "fp8-linear" in chosen(recipe):
@@ -137,7 +136,7 @@ class Torchtitan(Rules):
             gathered += (1 if narrow else compute) * total / tensor / stages
         return Memory(
             weights=0 if offloaded else width * shard,
-            gradients=0 if offloaded or early else width * shard,
+            gradients=0 if offloaded else width * shard,
             optimizer=0 if offloaded else 2 * width * shard,
             unsharded=gathered,
             activations=activations,
@@ -151,8 +150,7 @@ def _alone(recipe: Recipe, tokens: float, *, saved: float, once: float, copies: 
     # Autocast replaces FSDP: the residual stream is float32, and without recomputation the BF16 copies of all weights
     # are kept. Activations use the memory of gradients that do not exist yet. Logits and their gradients are two large
     # blocks, which fit there only as a whole. The allocator's history of such runs shows all this.
-    model, accumulates = recipe.architecture, recipe.accumulation > 1
-    total = float(size(model).total)
+    model, total = recipe.architecture, float(size(recipe.architecture).total)
     width = terms.width_of(recipe.find("torchtitan.training.dtype", "float32"))
     compute = terms.width_of(recipe.find("torchtitan.training.mixed_precision_param", "bfloat16"))
     cast = terms.unsharded(recipe, compute, alone=True)
@@ -166,9 +164,9 @@ def _alone(recipe: Recipe, tokens: float, *, saved: float, once: float, copies: 
     loss = tokens * model.vocab_size * per_logit
     # The last layer is recomputed after the logits are freed.
     activations = kept_bytes + max(0.0, once * tokens * compute - loss)
-    gradients = 0.0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else width * total
+    gradients = width * total
     reused = 0.0
-    if not accumulates:
+    if recipe.accumulation == 1:
         reused = min(gradients, activations)
         for block in (loss / 2, loss / 2):
             reused += block if block <= gradients - reused else 0.0

@@ -43,7 +43,8 @@ class Llama(LanguageModel):
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
         self._window = model.window if 0 < model.window < seq_len else 0
-        mask = _window(seq_len, self._window) if self._window and attend == "torch" else None
+        everything = torch.ones(seq_len, seq_len, dtype=torch.bool) if self._window and attend == "torch" else None
+        mask = None if everything is None else everything.tril().triu(1 - self._window)
         self.register_buffer("mask", mask, persistent=False)
         self._attend = attend
 
@@ -142,8 +143,3 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     part = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
     return part * frequencies + (1 - part) * frequencies / scaling.factor
-
-
-def _window(seq_len: int, window: int) -> Tensor:
-    everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
-    return everything.tril() & everything.triu(1 - window)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from primus.recipes.architecture import Architecture, architecture, built
 from primus.recipes.setting import Value, bounded
+from primus.yamlfile import section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +121,7 @@ class RankJob:
 
     def section(self, kind: type[Section], under: str = "") -> Section:
         """Return the keys below ``under`` as the frozen dataclass ``kind``. Missing keys have their defaults."""
-        head = f"{under}." if under else ""
-        inner = {key.removeprefix(head): value for key, value in self.config.items() if key.startswith(head)}
-        return built(kind, inner)
+        return built(kind, section(self.config, under) if under else self.config)
 
 
 def read_job(folder: Path) -> RankJob:
@@ -132,7 +131,7 @@ def read_job(folder: Path) -> RankJob:
     values |= {
         "output": Path(job["output"]),
         "model": architecture(job["model"]),
-        "training": built(LoopConfig, {key.removeprefix("training."): value for key, value in job["config"].items()}),
+        "training": built(LoopConfig, section(job["config"], "training")),
         "resume_from": Path(job["resume_from"]) if job["resume_from"] else None,
         "turbo": tuple(job["turbo"]),
     }

@@ -186,16 +186,20 @@ def shard(
             ignored_params=whole,
         )  # fmt: skip
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=whole)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Sum instead of mean, because the loss is already divided by the terms of all ranks.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
     if "peer-copies" in job.turbo:
         from primus.turbo import peers
 
         peers.attach([model], kept=not sharding.reshard_after_forward)
     weights.materialize(model, process.device)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 sum gradients over ranks instead of averaging, because losses are divided by the terms of all ranks."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,11 +234,11 @@ class Sharded(Session):
             self._trained, lr=self._config.lr, betas=(self._config.beta1, self._config.beta2), eps=self._config.eps,
             weight_decay=self._config.weight_decay, **implementation,
         )  # fmt: skip
-        self._clip_and_step: Callable[[Tensor, float], None] | None = None
+        self._fused_step: Any = None
         if "fused-adamw" in job.turbo:
             from primus.turbo.sharded import Step
 
-            self._clip_and_step = Step(self._optimizer).clipped
+            self._fused_step = Step(self._optimizer)
         # Ranks have different seeds, so that dropout differs between them.
         torch.manual_seed(self._config.seed + process.rank)
 
@@ -277,8 +281,9 @@ class Sharded(Session):
         whole: Tensor = norm.full_tensor()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        if self._clip_and_step:
-            self._clip_and_step(whole, self._config.max_norm)
+        if self._fused_step:
+            self._fused_step.clip(whole, self._config.max_norm)
+            self._fused_step()
         else:
             nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
             self._optimizer.step()

@@ -88,11 +88,11 @@ def apply_after_import() -> None:
     replace(torch_fully_sharded_data_parallel, "DeviceMesh", mesh)
     # The all-to-all needs its splits as numbers. They become numbers only when they are copied from a GPU.
     takes = "tensor, as_numpy, record_stream"
-    replace(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers, takes=takes)
 
+    def as_numbers(tensor: Any, as_numpy: bool = False, **_of_streams: Any) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-def _as_numbers(tensor: Any, as_numpy: bool = False, **_of_streams: Any) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    replace(token_dispatcher, "maybe_move_tensor_to_cpu", as_numbers, takes=takes)
 
 
 def apply_without_te() -> None:

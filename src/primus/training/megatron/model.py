@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -23,13 +22,15 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
+from primus.training.loop.session import sum_gradients
 from primus.training.megatron import cpu, render, weights
 from primus.training.megatron.render import MegatronConfig
 from primus.turbo.primus_turbo import attention
+from primus.yamlfile import section
 
 
 class ShardedParallel(torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel):  # type: ignore[misc,unused-ignore]
@@ -40,11 +41,7 @@ class ShardedParallel(torch_fully_sharded_data_parallel.TorchFullyShardedDataPar
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if ddp.grad_reduce_in_fp32 else None)
         torch_fully_sharded_data_parallel.fully_shard = partial(fully_shard, mp_policy=policy)
         super().__init__(config, ddp, part)
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                # FSDP2 averages over ranks, but the loss here is a sum whose divisor is known only later.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(self)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Do nothing: FSDP2 reduces gradients during the backward pass. Megatron's wrapper lacks the argument."""
@@ -100,7 +97,7 @@ class TurboAttention(TorchAttention):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
-        query, key, value = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         window = self.window if query.size(1) > self.window else 0
         context = attention(query, key, value, scale=self.scale, window=window)
         return context.transpose(0, 1)
@@ -121,7 +118,7 @@ def _configured(
     model: Architecture, training: LoopConfig, config: Mapping[str, Any], layers: str, *, on_cpu: bool
 ) -> TransformerConfig:
     dtype = getattr(torch, training.dtype)
-    keys = render.section(config, "model")
+    keys = section(config, "model")
     arguments = {
         **render.transformer(model, training),
         "activation_func": torch.nn.functional.silu,
@@ -151,16 +148,6 @@ def _configured(
     return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**arguments)
 
 
-@contextmanager
-def _attention_of_environment(transformer: TransformerConfig) -> Iterator[None]:
-    # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts
-    # that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
-    chosen = {name: os.environ.pop(name) for name in _ATTENTION_VARIABLES if name in os.environ}
-    yield
-    if transformer.attention_backend == AttnBackend.auto:
-        os.environ.update(chosen)
-
-
 def build(
     model: Architecture, training: LoopConfig, config: Mapping[str, Any], choices: MegatronConfig,
     turbo: tuple[str, ...], *, on_cpu: bool,
@@ -173,18 +160,20 @@ def build(
     methods = weights.defer(transformer)
     ddp = DistributedDataParallelConfig(**render.ddp(config))
     virtual = transformer.virtual_pipeline_model_parallel_size
+    # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts
+    # that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
+    chosen = {name: os.environ.pop(name) for name in _ATTENTION_VARIABLES if name in os.environ}
     parts = []
     for stage in range(virtual or 1):
         place = {"vp_stage": stage if virtual else None}
-        with _attention_of_environment(transformer):
-            part = GPTModel(
-                config=transformer,
-                transformer_layer_spec=_spec(transformer, layers, turbo, **place),
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-                **render.gpt(model, training.seq_len),
-                **place,
-            )
+        part = GPTModel(
+            config=transformer,
+            transformer_layer_spec=_spec(transformer, layers, turbo, **place),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            **render.gpt(model, training.seq_len),
+            **place,
+        )
         if not on_cpu:
             part.cuda(torch.cuda.current_device())
         weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
@@ -192,6 +181,8 @@ def build(
         for module in part.modules() if transformer.bf16 else ():
             if isinstance(module, TopKRouter):  # its biases stay in float32, as a forward pass converts them
                 module._maintain_float32_expert_bias()
+    if transformer.attention_backend == AttnBackend.auto:
+        os.environ.update(chosen)
     if choices.torch_fsdp2:
         return [ShardedParallel(transformer, ddp, part) for part in parts]
     return [

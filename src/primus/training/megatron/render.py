@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from primus.recipes.architecture import Architecture, arguments
 from primus.training.loop.config import LoopConfig
+from primus.yamlfile import section
 
 _FILE = Path(__file__).with_name("arguments.yaml")
 _FIXED = {
@@ -28,12 +29,6 @@ class MegatronConfig:
 
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
     torch_fsdp2: bool = False
-
-
-def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the keys of a job's configuration below ``name``."""
-    head = name + "."
-    return {key.removeprefix(head): value for key, value in config.items() if key.startswith(head)}
 
 
 def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:

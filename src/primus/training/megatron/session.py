@@ -23,6 +23,7 @@ from primus.training.megatron import cpu, render, weights
 from primus.training.megatron.model import build, layers_of
 from primus.training.megatron.render import MegatronConfig
 from primus.training.witness import Taken
+from primus.yamlfile import section
 
 
 class MegatronSession:
@@ -30,7 +31,7 @@ class MegatronSession:
 
     def __init__(self, job: RankJob, process: Process) -> None:
         config, choices = job.config, job.section(MegatronConfig)
-        degrees = {key: value for key, value in render.section(config, "model").items() if key in _DEGREES}
+        degrees = {key: value for key, value in section(config, "model").items() if key in _DEGREES}
         parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
         if process.on_cpu:
             cpu.apply_after_import()
@@ -51,7 +52,7 @@ class MegatronSession:
                 **render.optimizer(job.training, self._ddp.use_distributed_optimizer),
                 "params_dtype": getattr(torch, job.training.dtype),
                 "overlap_param_gather": self._ddp.overlap_param_gather,
-                **render.section(config, "optimizer"),
+                **section(config, "optimizer"),
             }
         )
         self._optimizer = get_megatron_optimizer(

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from primus.patch import replace
 from primus.turbo import fp8, peers, primus_turbo
-from primus.turbo.attention import FlashAttention4, rotate
+from primus.turbo.attention import Attention, flash_attention_4, rotate
 from primus.turbo.experts import combine, dispatch, grouped_experts, routes
 from primus.turbo.kernels import LossHead, cast_fp8
 from primus.turbo.optimizations import CALLS
-from primus.turbo.sharded import Step, clip_by, lay_out_gradients
+from primus.turbo.sharded import Step, lay_out_gradients
 
 
 def patch(names: Sequence[str]) -> None:
@@ -30,7 +30,6 @@ def patch(names: Sequence[str]) -> None:
         ("fp8-projections", _replace_projections),
         ("fp8-feed-forward", _replace_feed_forward),
         ("reduce-scatter-copy-in", lay_out_gradients),
-        ("fused-adamw", _clip_later),
         ("expert-routing", _route_directly),
         ("turbo-fp8-linear", _convert_linears),
         ("turbo-grouped-gemm", _group_experts),
@@ -173,9 +172,15 @@ def _replace_feed_forward() -> None:
     replace(FeedForward, "forward", forward, takes="self, x")
 
 
-def _clip_later() -> None:
-    """Compute the gradient norm as before, but let the optimizer scale by it, because it reads the gradients anyway."""
+def _fuse_steps(optimizers: Iterable[Any]) -> None:
+    """Compute the gradient norm as before, but let the steps scale by it, because they read the gradients anyway."""
     from torchtitan.distributed import utils
+
+    steps = []
+    for optimizer in optimizers:
+        optimizer.step = step = Step(optimizer)
+        optimizer._opt_called = True
+        steps.append(step)
 
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
         scale = torch.nn.utils.clip_grads_with_norm_
@@ -184,7 +189,8 @@ def _clip_later() -> None:
             norm: torch.Tensor = original(parameters, max_norm, *args, **kwargs)
         finally:
             torch.nn.utils.clip_grads_with_norm_ = scale
-        clip_by(norm, max_norm)
+        for step in steps:
+            step.clip(norm, max_norm)
         return norm
 
     takes = "parameters, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled"
@@ -192,7 +198,7 @@ def _clip_later() -> None:
     with contextlib.suppress(ImportError):
         import torchao.float8
 
-        # The optimizer's step computes the scales.
+        # The steps compute the scales.
         torchao.float8.precompute_float8_dynamic_scale_for_fsdp = lambda _: None
 
 
@@ -210,9 +216,9 @@ def changed_spec(spec: Any, names: Sequence[str]) -> Any:
 def _change_layers(model: Any, names: Sequence[str]) -> None:
     if "linear-cross-entropy" in names:
         model.output.__class__ = LossHead
-    for name, kind in (("flash-attention-4", FlashAttention4), ("turbo-attention", primus_turbo.TurboAttention)):
+    for name, attend in (("flash-attention-4", flash_attention_4), ("turbo-attention", primus_turbo.attention)):
         for layer in model.layers.values() if name in names else ():
-            layer.attention.inner_attention = kind()
+            layer.attention.inner_attention = Attention(attend)
 
 
 def _loss(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,9 +241,7 @@ def changed_trainer(trainer: type, names: Sequence[str]) -> type:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             if "fused-adamw" in names:
-                for optimizer in self.optimizers:
-                    optimizer.step = Step(optimizer)
-                    optimizer._opt_called = True
+                _fuse_steps(self.optimizers)
             if "peer-copies" in names:
                 peers.attach(self.model_parts, kept=config.parallelism.fsdp_reshard_after_forward == "never")
 

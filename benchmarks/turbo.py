@@ -279,8 +279,7 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
                 _profile_own_loop(output)
             _own_loop(config.name, output)
         elif "bare" in flags:
-            from torchtitan.train import Trainer
-            from torchtitan.train import main as train
+            from torchtitan.train import Trainer, main as train
 
             train(_profiled(Trainer, output) if "profile" in flags else Trainer)
         else:

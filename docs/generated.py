@@ -19,7 +19,7 @@ from typing import Any
 from primus.errors import InputError, PrimusError
 from primus.gates.rules import gates
 from primus.plan.project import Project
-from primus.plan.resolve import resolve, resolve_all
+from primus.plan.resolve import resolve
 from primus.plan.target import Target
 from primus.recipes import schema
 from primus.recipes.setting import WORDS
@@ -42,7 +42,7 @@ _MEANINGS = Path(schema.__file__).with_name("meanings.yaml")
 def generated(root: Path) -> dict[str, str]:
     """Return path in the repository → text, for every generated file."""
     project = Project.find(root)
-    targets = resolve_all(project, project.target_names())
+    targets = [resolve(project, name) for name in project.target_names()]
     files = {
         f"docs/schemas/{name}.json": json.dumps(json_schema(cls, title=title), indent=2, ensure_ascii=False) + "\n"
         for name, cls, title in (

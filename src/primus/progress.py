@@ -10,8 +10,16 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from rich.progress import (
+    BarColumn,
+    Progress as Bars,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 
@@ -26,11 +34,9 @@ class Progress:
     def __init__(self, console: Console | None = None, *, heartbeat_s: float = 30.0) -> None:
         self._console = console or Console(quiet=True)
         self._live = self._console.is_terminal and not self._console.quiet
-        columns = (BarColumn(bar_width=24), TimeElapsedColumn(), _Amount(), _LastLine())
         description = TextColumn("{task.description}", markup=False)
-        self._bars = Bars(
-            SpinnerColumn(), description, *columns, console=self._console, transient=True, disable=not self._live
-        )
+        columns = (SpinnerColumn(), description, BarColumn(bar_width=24), TimeElapsedColumn(), _State())
+        self._bars = Bars(*columns, console=self._console, transient=True, disable=not self._live)
         self._tasks: dict[str, TaskID] = {}
         self._guard = threading.Lock()
         self._heartbeat_s = heartbeat_s
@@ -94,12 +100,9 @@ def choose_progress(json: bool = False) -> Progress:
     return Progress(None if json else Console(stderr=True))
 
 
-class _LastLine(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(last_line(task.fields["log"]), style="dim", no_wrap=True, overflow="ellipsis")
+class _State(ProgressColumn):
+    """The amount, its speed, the remaining time, and the last line of the task's tool."""
 
-
-class _Amount(ProgressColumn):
     def render(self, task: Task) -> Text:
         done, total = int(task.completed), task.total
         text = decimal if task.fields["unit"] == "bytes" else str
@@ -108,7 +111,8 @@ class _Amount(ProgressColumn):
             words.append(f"{decimal(int(task.speed))}/s")
         if task.time_remaining is not None:
             words.append(f"{timedelta(seconds=int(task.time_remaining))} left")
-        return Text("  ".join(words))
+        line = (last_line(task.fields["log"]), "dim")
+        return Text.assemble("  ".join(words), " " * bool(words), line, no_wrap=True, overflow="ellipsis")
 
 
 def last_line(log: Path | None) -> str:

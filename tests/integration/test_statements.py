@@ -22,7 +22,7 @@ from primus.engine.pipeline import Options, build
 from primus.gates.check import judge
 from primus.gates.examined import examine_image
 from primus.oci import canonical
-from primus.oci.store import MANIFEST_TYPE
+from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE
 from primus.plan.image import compose
 from primus.plan.layers import plan_images
 from primus.plan.project import Project
@@ -31,7 +31,7 @@ from primus.progress import Progress
 from primus.release.documents import VALIDATION, documents
 from primus.release.policy import Policy
 from primus.release.publish import Ready, publish
-from primus.release.registry import INDEX_TYPE, Document, Repository, digest_tag
+from primus.release.registry import Document, Repository, digest_tag
 from primus.release.statement import BUNDLE, PROVENANCE, SIGNATURE, TEST_RESULT, Signer, statements
 from primus.release.verification import Trust, Verified, verify_image
 from primus.training import suite

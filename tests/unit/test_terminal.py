@@ -15,8 +15,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from primus.terminal import PLAIN, Screen, Styled
 from project_kit import SOURCE, Kit, make_project

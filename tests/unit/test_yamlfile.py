@@ -4,8 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from primus.errors import InputError
 from primus.yamlfile import parse, parse_values, read, scalar, spell, value

@@ -42,7 +42,8 @@ _AHEAD = 1 << 14
 
 
 @cache
-def _patterns() -> Mapping[str, Any]:
+def patterns() -> Mapping[str, Any]:
+    """Return ``patterns.yaml``, which explains its parts."""
     return cast(Mapping[str, Any], read_values(Path(__file__).with_name("patterns.yaml")).data)
 
 
@@ -77,7 +78,7 @@ class Stated:
 
 def states_versions(path: str) -> bool:
     """Whether :func:`stated_in` reads files with this name."""
-    return _is_status(path) or bool(_METADATA.fullmatch(path)) or _file_name(path) in _patterns()["headers"]
+    return _is_status(path) or bool(_METADATA.fullmatch(path)) or _file_name(path) in patterns()["headers"]
 
 
 def stated_in(path: str, text: str) -> list[Stated]:
@@ -100,7 +101,7 @@ def stated_in(path: str, text: str) -> list[Stated]:
         licence = tuple((n, v) for n, v in rows if n.startswith("License") or v.startswith("License ::"))
         name, version = normalised(head["Name"]), head["Version"]
         return [Stated(kind="wheel", name=name, version=version, path=path, requires=requires, licence=licence)]
-    component, prefix = _patterns()["headers"].get(_file_name(path), ("", ""))
+    component, prefix = patterns()["headers"].get(_file_name(path), ("", ""))
     numbers = dict(re.findall(rf"^\s*#\s*define\s+{prefix}_(MAJOR|MINOR|PATCH)\s+(\d+)", text, re.M)) if prefix else {}
     if len(numbers) < 3:
         return []
@@ -119,7 +120,7 @@ def stated_in_library(path: str, data: bytes | mmap) -> list[Stated]:
     file_name = _file_name(path)
     if match := re.fullmatch(_VERSION_IN_NAME, file_name):
         return [Stated(kind="library", name=match[1].lower(), version=match[2], path=path)]
-    name, pattern = _patterns()["libraries"].get(file_name[: file_name.find(".so") + 3], ("", None))
+    name, pattern = patterns()["libraries"].get(file_name[: file_name.find(".so") + 3], ("", None))
     versions = {match[1].decode() for match in _matches(re.compile(pattern.encode()), data)} if pattern else set()
     return [Stated(kind="library", name=name, version=v, path=path) for v in versions] if len(versions) == 1 else []
 
@@ -164,7 +165,7 @@ def secrets_in(data: bytes | mmap) -> list[str]:
     """Return the kind of each secret in ``data``."""
     return [
         kind
-        for kind, pattern in _patterns()["secrets"].items()
+        for kind, pattern in patterns()["secrets"].items()
         for match in _matches(re.compile(pattern.encode()), data)
         if _is_real(next(filter(None, match.groups())))
     ]
@@ -182,25 +183,25 @@ def reads_text(path: str) -> bool:
 
 def _may_hold_login(path: str) -> bool:
     of_apt = path == "etc/apt/auth.conf" or path.startswith("etc/apt/auth.conf.d/")
-    return of_apt or f"/{path}".endswith(tuple(_patterns()["login_files"]))
+    return of_apt or f"/{path}".endswith(tuple(patterns()["login_files"]))
 
 
 def text_traces(path: str, text: str) -> list[Trace]:
     """Return what the settings in a small file allow or reveal."""
     traces = [
         Trace(rule="insecure apt", path=path, seen=match[0].strip()[:120])
-        for pattern in (_patterns()["insecure_apt"] if path.startswith("etc/apt/") else ())
+        for pattern in (patterns()["insecure_apt"] if path.startswith("etc/apt/") else ())
         for match in re.finditer(pattern, text)
         if "false" not in match[0].lower() or "verify-peer" in match[0].lower()
     ]
-    if _may_hold_login(path) and re.search(_patterns()["login"], text):
+    if _may_hold_login(path) and re.search(patterns()["login"], text):
         traces.append(Trace(rule="credentials", path=path, seen="a login"))
     return traces
 
 
 def path_traces(path: str, kind: str) -> list[Trace]:
     """Return the litter that a path's name alone identifies; empty folders do not count."""
-    if kind == "dir" or re.fullmatch(_patterns()["no_cache"], path):
+    if kind == "dir" or re.fullmatch(patterns()["no_cache"], path):
         return []
-    caches = (meaning for pattern, meaning in _patterns()["caches"].items() if re.fullmatch(pattern, path))
+    caches = (meaning for pattern, meaning in patterns()["caches"].items() if re.fullmatch(pattern, path))
     return [Trace(rule="cache", path=path, seen=meaning) for meaning in caches][:1]

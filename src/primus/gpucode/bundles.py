@@ -29,8 +29,6 @@ _LIST_SIZE = 1 << 20
 # Version of a compressed bundle → format of its header: magic, version, method (0: zlib, 1: zstd), total length,
 # uncompressed length, first half of the uncompressed bundle's MD5. Version 1, of 2023, has no length.
 _HEADS = {2: "<4sHHII8s", 3: "<4sHHQQ8s"}
-# Part of the keys. Increase it whenever the same input would give other bytes.
-FORMAT = 1
 _CHUNK = 1 << 20
 # A few compressed bytes may stand for many.
 _COMPRESSED_CHUNK = 1 << 12

@@ -24,22 +24,9 @@ Manifest = dict[str, Any]
 ACTIONS = ("status", "logs", "delete", "nodes")
 LABEL = "app.kubernetes.io/name"
 _COMMON = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
-# What kubectl prints for invalid input, and what to do about it. Any other error is the cluster's or the machine's.
-_BAD_INPUT = {
-    "server (NotFound)": "--namespace names another",
-    "server (AlreadyExists)": "delete it first, or choose another --name",
-    **dict.fromkeys(("server (BadRequest)", "server (Invalid)", " is invalid: ", "error validating")),
-}
 _RUNS = "/workspace/runs"
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
-_DNS = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_TOKEN = re.compile(rf"({_NAME.pattern})(:[-._a-zA-Z0-9]+)?")
-_QUANTITY = re.compile(r"(?=.*[1-9])\d+(\.\d+)?(m|[kMGTPE]i?)?")
-_RESOURCE = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+(=[1-9]\d*)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
-_LABEL = re.compile(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +56,11 @@ class Cluster:
             raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x")
         secrets = (*self.environment, self.image, self.token_secret, self.pull_secret)
         refuse_secrets(secrets, "create a Secret in the cluster, and pass its name: --hf-token-secret NAME")
-        lower = "lower-case letters, digits, hyphens and dots"
-        dns = "at most 42 lower-case letters, digits and hyphens, beginning with a letter"
-        quantities = {"cpu": self.cpu, "memory": self.memory, "shm": self.shm}
-        names = {"name": self.name, "namespace": self.namespace, "queue": self.queue}
-        for options, pattern, what, hint in (
-            ({"image": self.image}, REFERENCE, "the name of an image", EXAMPLE_IMAGE),
-            ({"claim": self.claim, "pull-secret": self.pull_secret}, _NAME, "a name of Kubernetes", lower),
-            ({"hf-token-secret": self.token_secret}, _TOKEN, "a Secret of Kubernetes", f"NAME or NAME:KEY, {lower}"),
-            (names, _DNS, "a name of Kubernetes", dns),
-            (quantities, _QUANTITY, "a quantity of Kubernetes", "for example 96 or 64Gi"),
-            ({"rdma": self.rdma}, _RESOURCE, "a resource", "for example rdma/hca=8"),
-            *(({"node-selector": word}, _LABEL, "LABEL=VALUE", "for example zone=a") for word in self.selector),
-            *(({"env": word}, _VARIABLE, "NAME=VALUE", "secrets: --hf-token-secret NAME") for word in self.environment),
-        ):
-            refuse_unfit(options, pattern, what, hint)
+        refuse_unfit("image", self.image, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
+        for field, (option, pattern, what, hint) in _COMMON["options"].items():
+            value = getattr(self, field)
+            for word in (value,) if isinstance(value, str) else value:
+                refuse_unfit(option, word, re.compile(pattern), what, hint)
 
 
 def name_of(plan: Plan, cluster: Cluster) -> str:
@@ -228,8 +205,9 @@ def _kubectl(*words: str, stdin: str = "") -> str:
         raise HostError("kubectl is not installed", hint=hint) from None
     if ended.returncode:
         sentence = " ".join(ended.stderr.split())[:400]
-        if bad := next((words for words in _BAD_INPUT if words in sentence), None):
-            raise InputError(f"kubectl: {sentence}", hint=_BAD_INPUT[bad])
+        # Any other error is the cluster's or the machine's.
+        if bad := next((words for words in _COMMON["bad_input"] if words in sentence), None):
+            raise InputError(f"kubectl: {sentence}", hint=_COMMON["bad_input"][bad])
         raise HostError(f"kubectl: {sentence}", hint="check KUBECONFIG; `kubectl cluster-info` shows more")
     return ended.stdout
 

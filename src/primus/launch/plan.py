@@ -162,11 +162,12 @@ REFERENCE = re.compile(
 EXAMPLE_IMAGE = "for example rocm/primus:v26.11-mi300x"
 
 
-def refuse_unfit(options: Mapping[str, str], pattern: re.Pattern[str], what: str, hint: str) -> None:
-    """Raise InputError for the first option with a text that does not match ``pattern``, because it is not ``what``."""
-    for option, text in options.items():
-        if text and not pattern.fullmatch(text):
-            raise InputError(f"--{option}: {text!r} is not {what}", hint=hint)
+def refuse_unfit(option: str, text: str, pattern: re.Pattern[str], what: str, hint: str) -> None:
+    """Raise InputError if the text of ``option`` does not match ``pattern``, because it is not ``what``. It may be
+    empty.
+    """
+    if text and not pattern.fullmatch(text):
+        raise InputError(f"--{option}: {text!r} is not {what}", hint=hint)
 
 
 def refuse_secrets(words: Sequence[str], hint: str) -> None:

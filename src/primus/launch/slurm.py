@@ -51,21 +51,20 @@ class Site:
     def __post_init__(self) -> None:
         if self.container != "none" and not self.image:
             raise InputError(f"--container {self.container} needs --image", hint="--image rocm/primus:v26.11-mi300x")
-        names = {"partition": self.partition, "account": self.account}
-        refuse_unfit(names, _WORD, "a name of Slurm", "letters, digits and _.,@:+-")
-        refuse_unfit({"time": self.time}, _TIME, "a duration of Slurm", "MINUTES, HH:MM:SS or D-HH:MM:SS")
+        for option, text in (("partition", self.partition), ("account", self.account)):
+            refuse_unfit(option, text, _WORD, "a name of Slurm", "letters, digits and _.,@:+-")
+        refuse_unfit("time", self.time, _TIME, "a duration of Slurm", "MINUTES, HH:MM:SS or D-HH:MM:SS")
         for word in self.environment:
             if not _VARIABLE.fullmatch(word):
                 raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")
-        texts = (self.image, self.name, self.resume_from, *self.extra, str(self.output))
-        for text in texts:
-            if any(not character.isprintable() for character in text):
+        for text in (self.image, self.name, self.resume_from, *self.extra, str(self.output)):
+            if not text.isprintable():
                 raise InputError(f"{text!r} contains a control character")
         secrets = (*self.environment, *self.extra, self.image)
         refuse_secrets(secrets, "export it, and pass its name only: --env HF_TOKEN")
         # Pyxis and apptainer also accept image files.
         if self.container in ("docker", "podman"):
-            refuse_unfit({"image": self.image}, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
+            refuse_unfit("image", self.image, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
         if self.port > 65535:
             raise InputError(f"--port: {self.port} is not a port", hint="at most 65535")
 

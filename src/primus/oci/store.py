@@ -29,6 +29,7 @@ from primus.waits import InUse, lock
 from primus.yamlfile import Document
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 LAYER_TYPES = {
     "zstd": "application/vnd.oci.image.layer.v1.tar+zstd",
@@ -321,12 +322,8 @@ def _entry(ref: str, manifest: Blob) -> dict[str, Any]:
 
 
 def _index_bytes(images: Mapping[str, Mapping[str, Any]]) -> bytes:
-    index = {
-        "schemaVersion": 2,
-        "mediaType": "application/vnd.oci.image.index.v1+json",
-        "manifests": [images[name] for name in sorted(images)],
-    }
-    return canonical.dumps(index)
+    manifests = [images[name] for name in sorted(images)]
+    return canonical.dumps({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": manifests})
 
 
 def _reason(error: OSError | InputError) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from primus.oci.canonical import key_of
-
-if TYPE_CHECKING:
-    from primus.plan.resolve import ResolvedTarget
-    from primus.versions.lock import LockedFile
+from primus.plan.resolve import ResolvedTarget
+from primus.versions.lock import LockedFile
 
 Kind = Literal["image", "debs", "kernels", "wheels", "files", "build"]
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from primus.oci.store import Store
 from primus.plan.action import Action, ImagePlan, tree_record
@@ -17,8 +16,7 @@ from primus.terminal import PLAIN, Screen, Styled, bytes_text
 _REASONS = 2  # The number of reasons listed beside a layer; `primus explain` lists all.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """One input that differs; ``old`` or ``new`` is None if it does not exist on that side."""
 
     action: str

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Blob, Layer, Store, manifest_of
-
-if TYPE_CHECKING:
-    from primus.plan.action import Action, ImagePlan
+from primus.plan.action import Action, ImagePlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Literal
 import zstandard
 
 from primus.errors import InputError
-from primus.gpucode.bundles import FORMAT
+from primus.gpucode import FORMAT
 from primus.oci.canonical import key_of
 from primus.oci.layer import assembler
 from primus.plan import skeleton

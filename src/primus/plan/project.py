@@ -19,8 +19,7 @@ from primus.plan.target import Target
 from primus.plan.workspace import Workspace
 from primus.schema import build
 from primus.versions.components import Versions
-from primus.versions.lock import Lock
-from primus.versions.lock import load as load_lock
+from primus.versions.lock import Lock, load as load_lock
 from primus.yamlfile import Document, read
 
 _ALL_RECIPES = "all"

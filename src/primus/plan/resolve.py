@@ -124,10 +124,8 @@ class ResolvedTarget:
         base, _, extra = name.partition(" ")
         if kind == "base" and base in self.versions.bases:
             return "", self.base_place(base, *(("extras", extra) if extra in self.extras else (key,)))
-        for component, entry in self.pins.items():
-            if normalised(rest.partition(" ")[0]) in _names(entry):
-                return component if kind != "build" else "", self.pin_place(component, entry)
-        return "", "versions.yaml"
+        component, where = self.pin_of(rest)
+        return component if kind != "build" else "", where or "versions.yaml"
 
     def pin_of(self, about: str) -> tuple[str, str]:
         """Return the component that pins the package, image, repository or file ``about``, and its place.
@@ -198,20 +196,15 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     )
 
 
-def resolve_all(project: Project, names: Sequence[str]) -> list[ResolvedTarget]:
-    """Resolve every target of ``names``."""
-    return [resolve(project, name) for name in names]
-
-
 def lock_target(
     resolved: ResolvedTarget,
     progress: Progress,
+    shared: Shared,
     *,
     refresh: bool = False,
     gone: Sequence[LockedFile] = (),
-    shared: Shared | None = None,
-    write: bool = True,
-) -> ResolvedTarget:
+    write: bool,
+) -> Lock:
     """Resolve the target's request to exact files and ``write`` its lock; see :func:`primus.versions.relock.resolve`.
 
     With ``refresh``, no version of the lock is kept. An error about a package gets the line of its pin.
@@ -220,7 +213,7 @@ def lock_target(
     from primus.programs import with_packages
     from primus.versions import relock
 
-    previous, shared = None if refresh else resolved.lock, {} if shared is None else shared
+    previous = None if refresh else resolved.lock
     try:
         call = partial(relock.resolve, resolved.request, previous, shared, progress, gone)
         lock = with_packages(call, say=progress.say)
@@ -230,7 +223,7 @@ def lock_target(
         raise
     if write and lock != resolved.lock:
         write_file(resolved.lock_path, dumps(lock))
-    return replace(resolved, lock=lock)
+    return lock
 
 
 def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:

@@ -10,15 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from primus import __version__
 from primus.oci.tar import Entry
+from primus.plan.resolve import ResolvedTarget
 from primus.versions.lock import normalised
 from primus.yamlfile import read_values
-
-if TYPE_CHECKING:
-    from primus.plan.resolve import ResolvedTarget
 
 Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"

@@ -22,8 +22,7 @@ from primus.recipes.rules import USABLE, gpu_bytes, predict, rules_of
 from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.recipes.weights import kind_faults, model_of, published_faults
-from primus.yamlfile import spell
-from primus.yamlfile import value as typed_value
+from primus.yamlfile import spell, value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
 # Sections of the file that guide the resolution and are not settings of the run.

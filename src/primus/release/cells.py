@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
@@ -16,9 +15,7 @@ from primus.recipes.setting import Choices
 from primus.sandbox.container import Devices
 from primus.sandbox.devices import gpus
 from primus.training.checks import Verdict
-
-if TYPE_CHECKING:
-    from primus.training.outcome import Outcome
+from primus.training.outcome import Outcome
 
 NO_GPU = "none"
 

@@ -10,21 +10,19 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from primus import __version__
 from primus.errors import InputError
+from primus.gates.check import Outcome
+from primus.gates.examined import LayerFacts
 from primus.oci import canonical
+from primus.plan.image import Composed
 from primus.release.licences import Licences, licences
 from primus.release.registry import Document
 from primus.terminal import PLAIN
 from primus.versions.lock import LockedFile
-
-if TYPE_CHECKING:
-    from primus.gates.check import Outcome
-    from primus.gates.examined import LayerFacts
-    from primus.plan.image import Composed
 
 GATES = "application/vnd.primus.gates.v1+json"
 LOCK = "application/vnd.primus.lock.v1+json"

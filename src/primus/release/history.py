@@ -10,18 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 from packaging.version import Version
 
 from primus.errors import InputError, did_you_mean
+from primus.plan.resolve import ResolvedTarget
 from primus.schema import build, described
 from primus.system.preflight import amdgpu_drivers
+from primus.versions.components import Versions
 from primus.yamlfile import read
-
-if TYPE_CHECKING:
-    from primus.plan.resolve import ResolvedTarget
-    from primus.versions.components import Versions
 
 IMAGE = "rocm/primus"
 # This name always means the pins, even if the history has a release with the name of the pinned one.
@@ -126,13 +124,8 @@ def pin_names(versions: Versions, targets: Iterable[str]) -> tuple[str, ...]:
     return (versions.release, PINS, *(f"{versions.release}-{target}" for target in targets))
 
 
-def pins(
-    versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, *, origin: str = "pins of versions.yaml"
-) -> Release:
-    """Return the pins of versions.yaml as a release: those of all targets, or of one (``v26.11-cpu``)."""
-    name = versions.release if name == PINS else name
-    target = name.removeprefix(versions.release).removeprefix("-")
-    shown = [targets[target]] if target else [*targets.values()]
+def pins(versions: Versions, shown: Sequence[ResolvedTarget], tag: str, *, origin: str = f"pins of {PINS}") -> Release:
+    """Return the pins of the targets ``shown`` as a release called ``tag``."""
     python = [("python", versions.bases[t.choice.base].python, t.name) for t in shown if t.choice.base is not None]
     pinned = [
         (key_of(component), pin.version or f"{pin.path} of this repository", t.name)
@@ -145,7 +138,7 @@ def pins(
     gpus = {t.gpu.name: t.gpu.arch for t in shown if t.gpu}
     return Release(
         image=IMAGE,
-        tag=name,
+        tag=tag,
         date=versions.created,
         supported_until=versions.supported_until,
         drivers=drivers.get("drivers"),

@@ -8,13 +8,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.check import judge
 from primus.gates.examined import examine
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
+from primus.plan.action import ImagePlan
+from primus.plan.image import Composed
+from primus.plan.workspace import Workspace
+from primus.progress import Progress
 from primus.release.audit import forbidden_in
 from primus.release.documents import VALIDATION, checkout, documents
 from primus.release.policy import Policy, evidence_in, objections
@@ -22,12 +26,6 @@ from primus.release.registry import Document, Repository, plain_http
 from primus.release.statement import RELEASE_TAG, Signer, attach_signed, statements, write_request
 from primus.schema import read_json
 from primus.versions.registry import skopeo
-
-if TYPE_CHECKING:
-    from primus.plan.action import ImagePlan
-    from primus.plan.image import Composed
-    from primus.plan.workspace import Workspace
-    from primus.progress import Progress
 
 # What follows a tag in the tag by which a publisher announces that it will set it, and the seconds that others wait.
 _ANNOUNCED = ".by-"
@@ -99,7 +97,7 @@ def publish(
     sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
     sent = sum(sizes.get(blob, 0) for blob in missing)
     if missing or there.digest(digest) is None:
-        _push(ready, store, repository, missing, sent, progress)
+        _push(ready, store, there, missing, sent, progress)
     there.attach(ready.documents, ready.subject)
     ref, about = f"{repository}:{ready.tag}", statements(ready.documents, ready.tag, digest)
     request = write_request(later, ref, ready.subject, about) if later else None
@@ -194,13 +192,13 @@ def _free(there: Repository, tag: str, digest: str) -> str | None:
     return before
 
 
-def _push(ready: Ready, store: Store, repository: str, missing: list[str], size: int, progress: Progress) -> None:
+def _push(ready: Ready, store: Store, there: Repository, missing: list[str], size: int, progress: Progress) -> None:
     progress.start("push", f"push {len(missing)} of {len(ready.image.layers) + 1} blobs, {size / 1e6:.1f} MB", None)
-    Repository(repository).check_uploads()
-    trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
+    there.check_uploads()
+    trust = "--dest-tls-verify=false" if plain_http(there.name) else "--dest-tls-verify=true"
     source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     try:
-        skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{ready.image.digest}")
+        skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{there.name}@{ready.image.digest}")
     except HostError:
         # skopeo also refuses damaged blobs, but says that the registry failed.
         if wrong := next(filter(None, map(store.check, (*missing, ready.image.digest))), ""):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 import requests
 from requests import PreparedRequest, Response
@@ -30,11 +30,11 @@ from urllib3.util import Retry
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.oci import canonical
-from primus.oci.store import MANIFEST_TYPE
+from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob
 from primus.schema import read_json
+from primus.versions.traffic import bare_url
 from primus.waits import answer_of
 
-INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 _EMPTY = b"{}"
 _ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
 # Seconds to connect, and seconds of silence.
@@ -61,17 +61,14 @@ class Document:
 
 def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
     """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's descriptor."""
-    layer = {
-        **_descriptor(document.media_type, document.data),
-        "annotations": {"org.opencontainers.image.title": document.name},
-    }
+    layer = Blob.of(document.data, document.media_type).descriptor
     return canonical.dumps(
         {
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
             "artifactType": document.media_type,
-            "config": _descriptor("application/vnd.oci.empty.v1+json", _EMPTY),
-            "layers": [layer],
+            "config": Blob.of(_EMPTY, "application/vnd.oci.empty.v1+json").descriptor,
+            "layers": [{**layer, "annotations": {"org.opencontainers.image.title": document.name}}],
             "subject": {key: subject[key] for key in ("mediaType", "digest", "size")},
         }
     )
@@ -79,13 +76,9 @@ def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
 
 def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
     """Return the index of referrers with the artifact added, without duplicates."""
-    entry = {**_descriptor(MANIFEST_TYPE, manifest), "artifactType": json.loads(manifest)["artifactType"]}
+    entry = {**Blob.of(manifest, MANIFEST_TYPE).descriptor, "artifactType": json.loads(manifest)["artifactType"]}
     others = [other for other in (index or {}).get("manifests", ()) if other["digest"] != entry["digest"]]
     return {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*others, entry]}
-
-
-def _descriptor(media_type: str, data: bytes) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": canonical.digest_of(data), "size": len(data)}
 
 
 def digest_tag(digest: str) -> str:
@@ -305,7 +298,7 @@ class Repository:
         url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
 
         def send() -> Response:
-            with answer_of(_bare(url)):
+            with answer_of(bare_url(url)):
                 return self._session.request(method, url, timeout=_TIMEOUT, auth=self._signed, **options)
 
         try:
@@ -318,7 +311,7 @@ class Repository:
                 hint="check name and network, and run the command again",
             ) from None
         except (requests.RequestException, ValueError) as error:  # ValueError: an address that is none
-            raise self._odd(f"{type(error).__name__} for {_bare(url)}") from None
+            raise self._odd(f"{type(error).__name__} for {bare_url(url)}") from None
         return answer
 
     def _accepted(self, answer: Response, path: str) -> Response:
@@ -328,7 +321,7 @@ class Repository:
             reason = "; ".join(filter(None, (f"status {answer.status_code}", " ".join(answer.text.split())[:200])))
             later = "run the command again later; what was sent is kept"
             hint = later if answer.status_code in _PASSING else "check --to, and that the registry accepts OCI images"
-            raise HostError(f"the registry of {self.name} refuses {_bare(path)}: {reason}", hint=hint)
+            raise HostError(f"the registry of {self.name} refuses {bare_url(path)}: {reason}", hint=hint)
         return answer
 
     def _signed(self, request: PreparedRequest) -> PreparedRequest:
@@ -349,7 +342,7 @@ class Repository:
             return False
         realm = challenge["realm"]
         scope = {"service": challenge.get("service", ""), "scope": f"repository:{self._path}:pull,push"}
-        with answer_of(_bare(realm)):
+        with answer_of(bare_url(realm)):
             if username == _TOKEN:
                 form = {**scope, "grant_type": "refresh_token", "refresh_token": password, "client_id": "primus"}
                 grant = self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
@@ -358,10 +351,10 @@ class Repository:
                 grant = self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
         if grant.status_code != 200:
             return False
-        content = self._json(grant.content, _bare(realm))
+        content = self._json(grant.content, bare_url(realm))
         token = content.get("token") or content.get("access_token")
         if not isinstance(token, str) or re.fullmatch("[!-~]+", token) is None:
-            raise self._odd(f"{_bare(realm)} returns a token that is not one line of text")
+            raise self._odd(f"{bare_url(realm)} returns a token that is not one line of text")
         self._authorization = f"Bearer {token}"
         return True
 
@@ -379,12 +372,6 @@ class Repository:
             f"{self.name} does not answer like a registry: {what}",
             hint="check --to; a login page or a proxy may answer instead of the registry",
         )
-
-
-def _bare(url: str) -> str:
-    """Return a URL without a login and without its query, either of which may be secret."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _read(answer: Response, **_: object) -> None:

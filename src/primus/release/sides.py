@@ -18,7 +18,7 @@ from primus.errors import InputError, PrimusError, did_you_mean
 from primus.oci.contents import walk
 from primus.oci.store import Store
 from primus.plan.project import Project
-from primus.plan.resolve import resolve_all
+from primus.plan.resolve import resolve
 from primus.release import golden
 from primus.release.documents import GATES, LOCK, VALIDATION, git
 from primus.release.history import IMAGE, Release, key_of, load_history, newest_first, pin_names, pins, select, spread
@@ -121,14 +121,14 @@ def target_of(word: str) -> str:
 
 
 def _of_pins(project: Project, target: str, origin: str) -> Side:
-    targets = {t.name: t for t in resolve_all(project, [target] if target else project.target_names())}
-    packages = ((f.name, f.version, t.name) for t in targets.values() if t.lock for f in _in_image(t.lock))
+    targets = [resolve(project, name) for name in ([target] if target else project.target_names())]
+    packages = ((f.name, f.version, t.name) for t in targets if t.lock for f in _in_image(t.lock))
     parts = {
         "packages": spread(packages),
         "downloads": {
-            f"files of {t.name}": bytes_text(sum(f.size for f in t.lock.distinct)) for t in targets.values() if t.lock
+            f"files of {t.name}": bytes_text(sum(f.size for f in t.lock.distinct)) for t in targets if t.lock
         },
-        "environment": spread((key, value, t.name) for t in targets.values() for key, value in t.environment.items()),
+        "environment": spread((key, value, t.name) for t in targets for key, value in t.environment.items()),
         "recipes": _recipes((p.stem, read(p).data) for p in sorted((project.root / "recipes").glob("*.yaml"))),
     }
     name = "-".join(filter(None, (project.versions.release, target)))
@@ -136,7 +136,7 @@ def _of_pins(project: Project, target: str, origin: str) -> Side:
     # An image does not tell from which folder it has its local components.
     local = {key_of(name) for name, item in project.versions.components.items() if item.pins[0].path}
     components = {name: "local" if name in local else version for name, version in release.components.items()}
-    recorded = (c for t in targets.values() for c in golden.recorded(project.root, t.name + t.choice.suffix))
+    recorded = (c for t in targets for c in golden.recorded(project.root, t.name + t.choice.suffix))
     return Side(release=replace(release, components=components), parts=parts, curves=next(recorded, {}))
 
 

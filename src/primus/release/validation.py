@@ -7,46 +7,37 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from primus.engine.workshop import root_of_image
 from primus.errors import HostError, InputError
 from primus.files import write_file
-from primus.gates.check import judge
-from primus.gates.examined import examine
+from primus.gates.check import Outcome as Checked, judge
+from primus.gates.examined import GateReport, examine
 from primus.oci.canonical import digest_of
+from primus.plan.action import ImagePlan
+from primus.plan.resolve import ResolvedTarget
+from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
+from primus.recipes.recipe import Recipe
 from primus.release import golden
-from primus.release.cells import NO_GPU, ran_on
+from primus.release.cells import NO_GPU, Cell, Hardware, ran_on
 from primus.report.html import page
-from primus.sandbox.container import Command, Mount
-from primus.sandbox.engines import choose
+from primus.sandbox.container import Command, Devices, Mount, RootFs
+from primus.sandbox.engines import Engine, choose
 from primus.sandbox.processes import stop_all
 from primus.schema import read_json
 from primus.terminal import PLAIN
 from primus.training import outcome, proof, suite
 from primus.training.checks import Verdict
-from primus.training.outcome import read_result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from primus.gates.check import Outcome as Checked
-    from primus.gates.examined import GateReport
-    from primus.plan.action import ImagePlan
-    from primus.plan.resolve import ResolvedTarget
-    from primus.plan.workspace import Workspace
-    from primus.recipes.recipe import Recipe
-    from primus.release.cells import Cell, Hardware
-    from primus.sandbox.container import Devices, RootFs
-    from primus.sandbox.engines import Engine
-    from primus.training.job import Job
-    from primus.training.outcome import Outcome
+from primus.training.job import Job
+from primus.training.outcome import Outcome, read_result
 
 _INSIDE = Path("/out")
 # A proxy trains in well under a minute. A job that takes longer than this hangs and must fail (exit code 124).

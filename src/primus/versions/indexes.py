@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from html import unescape
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
@@ -186,13 +185,13 @@ class Indexes:
                     if len(content) > _LARGEST_PAGE:
                         raise ValueError("its page has no end")
                     if "json" in page.headers.get("Content-Type", ""):
-                        return _offers(json.loads(content)["files"], page.url)
-                    return _offers(_files(content.decode("utf-8", "replace")), page.url)
+                        return offers_in(json.loads(content)["files"], page.url)
+                    return offers_in(_files(content.decode("utf-8", "replace")), page.url)
             folder = folder.absolute() if flat else folder.absolute() / package
-            pages = (
-                _offers(_files(page.read_text(encoding="utf-8")), page.as_uri()) for page in folder.glob("index.html")
-            )
-            return [*chain(*pages), *(Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*"))]
+            offers = [Offer(file=path.name, url=path.as_uri()) for path in folder.glob("*.*")]
+            listing = folder / "index.html"
+            text = listing.read_text(encoding="utf-8") if listing.exists() else ""
+            return [*offers_in(_files(text), listing.as_uri()), *offers]
         except (*_ODD, OSError, urllib3.exceptions.HTTPError) as error:
             raise self.silence(url, cause(error), package) from None
 
@@ -285,17 +284,19 @@ def _files(page: str) -> list[dict[str, Any]]:
     return files
 
 
-def _offers(files: Any, base: str) -> list[Offer]:
+def offers_in(files: Any, base: str = "") -> list[Offer]:
+    """Return the files that a page of an index lists, whose address is ``base``, or a package of a ``pylock.toml``."""
+    places = [(row, row["url"] if "url" in row else row["path"]) for row in files]
     return [
         Offer(
-            file=str(row["filename"]) if "filename" in row else unquote(urlsplit(row["url"]).path.rpartition("/")[2]),
-            url=urljoin(base, row["url"]),
-            sha256=row["hashes"].get("sha256"),
+            file=str(row["filename"]) if "filename" in row else unquote(urlsplit(place).path.rpartition("/")[2]),
+            url=urljoin(base, place),
+            sha256=row.get("hashes", {}).get("sha256"),
             size=None if row.get("size") is None else int(row["size"]),
             python=str(row.get("requires-python") or ""),
             yanked=bool(row.get("yanked")),
         )
-        for row in files
+        for row, place in places
     ]
 
 

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags
@@ -27,7 +26,7 @@ from packaging.version import Version
 from uv import find_uv_bin
 
 from primus.errors import HostError, InputError
-from primus.versions.indexes import Indexes, Offer
+from primus.versions.indexes import Indexes, Offer, offers_in
 from primus.versions.lock import GLIBC, MACHINE, BaseRequest, Kind, LockedFile, Request
 from primus.versions.traffic import bare_url, run_tool
 
@@ -208,7 +207,7 @@ def _locked(
 
 def _wheel(package: Mapping[str, Any], request: Request, indexes: Indexes) -> LockedFile:
     name, version = package["name"], package["version"]
-    wheel, index = _best(package, [_offer(file) for file in package["wheels"]], request), None
+    wheel, index = _best(package, offers_in(package["wheels"]), request), None
     if indexes.own:
         # uv does not say from where it has it.
         files = [(i, o) for i, v, o in _available(name, request, indexes, "wheel") if v == Version(version)]
@@ -234,12 +233,6 @@ def _best(package: Mapping[str, Any], wheels: Sequence[Offer], request: Request)
                 hint="leave out `pure`, or pin a version with one",
             )
     return min(wheels, key=lambda wheel: min(tags.get(tag, len(tags)) for tag in parse_wheel_filename(wheel.file)[3]))
-
-
-def _offer(file: Mapping[str, Any]) -> Offer:
-    url = file.get("url") or file["path"]
-    name = unquote(urlsplit(url).path.rpartition("/")[2])
-    return Offer(file=name, url=url, sha256=file.get("hashes", {}).get("sha256"), size=file.get("size"))
 
 
 def _measured(kind: Kind, name: str, version: str, offer: Offer, index: str | None, indexes: Indexes) -> LockedFile:

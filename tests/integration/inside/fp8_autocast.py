@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import linear as plain
-from torch.nn.functional import silu
+from torch.nn.functional import linear as plain, silu
 
 from primus.turbo import fp8
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from primus.cli.main import VERBS, main
-from primus.cli.verb import option
-from primus.cli.verb import verb as verb_with
+from primus.cli.verb import option, verb as verb_with
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
 
 ROOT = Path(__file__).parents[3]

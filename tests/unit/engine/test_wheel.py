@@ -17,8 +17,7 @@ import pytest
 from primus.engine.kinds.wheels import bytecode_entries, wheel_entries
 from primus.errors import CheckFailed, InputError
 from primus.oci.tar import Entry
-from primus.plan.skeleton import BYTECODE as SCRIPT
-from primus.plan.skeleton import Prefix
+from primus.plan.skeleton import BYTECODE as SCRIPT, Prefix
 
 PREFIX = Prefix(python=f"{sys.version_info.major}.{sys.version_info.minor}")
 NAME = "Demo_Pkg-1.0-py3-none-any.whl"

@@ -9,8 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gpu_files import bundle, code_object, compressed, elf, image_with, kernel_pack, pack_host, pages
 from primus.gates import rules

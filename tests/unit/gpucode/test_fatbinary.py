@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gpu_files import HOST, bundle, code_object, compressed, elf, entry, pages
 from primus.gates.codeobjects import code_in

@@ -7,8 +7,7 @@ import string
 import tarfile
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from primus.errors import CheckFailed, InputError
 from primus.oci.tar import MTIME, Entry, in_order, write_tar

@@ -17,7 +17,7 @@ from gpu_files import bundle, compressed, elf, pages
 from primus.engine.kinds.kernels import kernel_files, unlisted
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.codeobjects import code_in
-from primus.gpucode.bundles import FORMAT
+from primus.gpucode import FORMAT
 from primus.oci.tar import Entry
 from primus.plan.project import Project
 from primus.plan.resolve import resolve, with_lock

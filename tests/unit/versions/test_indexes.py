@@ -10,11 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from primus.errors import HostError, InputError
-from primus.versions.indexes import Indexes, Offer, _files, _offers, parse_config
+from primus.versions.indexes import Indexes, Offer, _files, offers_in, parse_config
 from primus.versions.lock import BaseRequest, Request
 from primus.versions.traffic import bare_url
 from primus.versions.wheels import NoSolutionError, _best, _tags, failure
@@ -92,11 +91,11 @@ def test_a_bare_url_drops_every_secret(user: str, secret: str) -> None:
 def test_a_page_is_html_or_json_with_relative_links() -> None:
     sha256, base = "a" * 64, "https://h/simple/a/"
     html = f"<a data-yanked='' data-requires-python='&gt;=3' href='../../a%2B1.whl#sha256={sha256}'>a</a>"
-    first, second = _offers(_files(html + "<a href=b>b</a>"), base)
+    first, second = offers_in(_files(html + "<a href=b>b</a>"), base)
     assert first == Offer(file="a+1.whl", url="https://h/a%2B1.whl", sha256=sha256, python=">=3", yanked=True)
     assert second == Offer(file="b", url="https://h/simple/a/b")
     row = {"filename": "b", "url": "b", "hashes": {}, "requires-python": None}
-    assert _offers([row], base) == [second]
+    assert offers_in([row], base) == [second]
 
 
 @pytest.mark.parametrize(

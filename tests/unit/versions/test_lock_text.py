@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from primus.errors import InputError
 from primus.versions.lock import BaseRequest, Lock, LockedFile, Request, drift, dumps, load, loads

@@ -47,7 +47,7 @@ def explain(args: argparse.Namespace) -> int:
     """
     plans, workspace = _planned(args)
     changed = {plan.resolved.name: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
-    document = {target: [asdict(change) for change in rows] for target, rows in changed.items()}
+    document = {target: [change._asdict() for change in rows] for target, rows in changed.items()}
     answer(args, document, (explain_text(p, changed[p.resolved.name], workspace.store, Screen.of()) for p in plans))
     return 1 if any(changed.values()) else 0
 
@@ -82,8 +82,7 @@ def build(args: argparse.Namespace) -> int:
     images = [image for plan in there if (image := finished(workspace.store, plan, rules))]
     if len(images) < len(plans):
         # Seam "pipeline": a build with nothing to do needs none of it, and would take twice the time.
-        from primus.engine.pipeline import Options
-        from primus.engine.pipeline import build as build_images
+        from primus.engine.pipeline import Options, build as build_images
 
         options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json, spent=spent)
         images = build_images(plans, workspace, options)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from primus.cli.verb import JSON, flag, folder, matching, option, path
 from primus.errors import InputError
 from primus.plan.project import Project
-from primus.plan.resolve import ResolvedTarget, resolve, resolve_all
+from primus.plan.resolve import ResolvedTarget, resolve
 from primus.plan.workspace import Workspace
 
 
@@ -62,4 +62,4 @@ def resolved_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Workspace
 def resolved_targets(args: argparse.Namespace) -> tuple[list[ResolvedTarget], Workspace]:
     """Like :func:`resolved_target`, for verbs that take several targets."""
     project = open_project(args)
-    return resolve_all(project, targets_of(project, args)), project.workspace
+    return [resolve(project, name) for name in targets_of(project, args)], project.workspace

@@ -23,7 +23,7 @@ from primus.cli.host.common import SEVERAL, SOURCE, open_project, targets_of
 from primus.cli.verb import JSON, answer, flag, option, several, verb
 from primus.errors import HostError, InputError, PrimusError, did_you_mean
 from primus.files import write_file
-from primus.plan.resolve import ResolvedTarget, lock_target, resolve_all
+from primus.plan.resolve import ResolvedTarget, lock_target, resolve
 from primus.progress import choose_progress
 from primus.release.bump import Outlook, Outlooks, Place, edit, trial
 from primus.release.documents import checkout
@@ -126,10 +126,9 @@ def bump(args: argparse.Namespace) -> int:
     locks: list[tuple[str, Lock, Lock]] = []
     shared: Shared = {}
     with trial(project.root, new) as tried, choose_progress(args.json) as progress:
-        for resolved in resolve_all(tried, tried.target_names()):
+        for resolved in (resolve(tried, name) for name in tried.target_names()):
             if resolved.lock and resolved.stale:
-                lock = lock_target(resolved, progress, shared=shared, write=False).lock
-                assert lock is not None
+                lock = lock_target(resolved, progress, shared, write=False)
                 locks.append((resolved.lock_name, resolved.lock, lock))
     message = _message(project.versions.components, moves, args.release)
     changes = [{"lock": name, "changes": [asdict(c) for c in compare(*pair)]} for name, *pair in locks]
@@ -171,7 +170,7 @@ def _resolved(args: argparse.Namespace) -> Sequence[ResolvedTarget]:
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
         names = [name for name in names if args.channel in project.target(name)[0].channels]
-    return resolve_all(project, names)
+    return [resolve(project, name) for name in names]
 
 
 def _named(moves: Mapping[Place, str]) -> dict[str, str]:
@@ -226,15 +225,8 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
         for resolved in targets:
             name = resolved.lock_name
             files = resolved.lock.files if resolved.lock else ()
-            new = lock_target(
-                resolved,
-                progress,
-                refresh=args.refresh,
-                gone=[file for file in files if file.name in args.refresh_package],
-                shared=shared,
-                write=not args.dry_run,
-            ).lock
-            assert new is not None
+            gone = [file for file in files if file.name in args.refresh_package]
+            new = lock_target(resolved, progress, shared, refresh=args.refresh, gone=gone, write=not args.dry_run)
             changes = compare(resolved.lock, new)
             outcome.append({"lock": name, "files": len(new.distinct), "changes": [asdict(c) for c in changes]})
             if not args.json:

@@ -20,12 +20,10 @@ from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
 from primus.progress import choose_progress
 from primus.release import policy
-from primus.release.audit import audit as look_up
-from primus.release.audit import load_accepted, openvex
+from primus.release.audit import audit as look_up, load_accepted, openvex
 from primus.release.documents import bill, checkout
 from primus.release.licences import licences
-from primus.release.publish import Ready, finish, move_tag, prepare
-from primus.release.publish import publish as upload
+from primus.release.publish import Ready, finish, move_tag, prepare, publish as upload
 from primus.release.registry import Repository
 from primus.release.statement import Signer, requests
 from primus.release.verification import Trust, verified_text, verify_image

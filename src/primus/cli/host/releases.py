@@ -9,10 +9,10 @@ from primus.cli.host.common import PROJECT, STORE
 from primus.cli.verb import JSON, answer, flag, matching, option, verb
 from primus.errors import InputError
 from primus.plan.project import Project
-from primus.plan.resolve import resolve_all
+from primus.plan.resolve import resolve
 from primus.release import show
 from primus.release.diff import diff as compare
-from primus.release.history import IMAGE, Release, load_history, pin_names, pins, select
+from primus.release.history import IMAGE, PINS, Release, load_history, pin_names, pins, select
 from primus.release.sides import files, side, target_of
 from primus.system.issues import issues
 from primus.terminal import Screen
@@ -87,8 +87,10 @@ def _project(args: argparse.Namespace) -> Project | None:
 
 
 def _pinned(project: Project, name: str) -> Release:
-    targets = {target.name: target for target in resolve_all(project, project.target_names())}
-    return pins(project.versions, targets, name)
+    release = project.versions.release
+    tag = release if name == PINS else name
+    targets = [tag.removeprefix(f"{release}-")] if tag != release else project.target_names()
+    return pins(project.versions, [resolve(project, target) for target in targets], tag)
 
 
 def _choices(word: str, project: Project | None) -> tuple[Release, ...]:

@@ -19,8 +19,7 @@ from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import golden
 from primus.release.cells import NO_GPU, Cell, cells_of, choose, cpu_model
-from primus.release.validation import outcome_text, table
-from primus.release.validation import validate as run_suites
+from primus.release.validation import outcome_text, table, validate as run_suites
 from primus.terminal import Screen, counted
 from primus.training import suite
 from primus.training.suite import LEVELS

@@ -11,8 +11,7 @@ from primus.cli.verb import JSON, answer, count, flag, option, verb
 from primus.errors import InputError
 from primus.files import write_file
 from primus.recipes.choose import among, values_of
-from primus.system import nodes
-from primus.system import preflight as checks
+from primus.system import nodes, preflight as checks
 from primus.system.host import Finding, Host, name_here
 from primus.terminal import Screen, counted
 

@@ -10,19 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from primus.gates.codeobjects import Library, owner_of
+from primus.gates.contents import patterns
 from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.terminal import bytes_text
 
-# Toolkit → the library that every image with it has, and how a path names one of its versions: cu12, cuda-12.4,
-# _cuda118.
-_VERSION = r"[-_]?)(\d{2,3})(?:\.\d+)*(?![\d.]*\d)"
-_TOOLKITS = {
-    "CUDA": (re.compile(r"libcudart\.so\.(\d+)"), re.compile(r"(?<![a-z])(cu(?:da)?" + _VERSION)),
-    "ROCm": (re.compile(r"librocm-core\.so\.(\d+)"), re.compile(r"(?<![a-z])(rocm" + _VERSION)),
-}
-# Part of the kernel driver, which the host's container toolkit mounts.
-_OF_THE_HOST = re.compile(r"libcuda\.so\.1|libcudadebugger\.so\.1|libnvidia-[a-z0-9-]+\.so\.\d+|libnvcuvid\.so\.1")
-_MACHINES = {3: "x86", 40: "Arm", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
+_TOOLKITS = {name: tuple(map(re.compile, pair)) for name, pair in patterns()["toolkits"].items()}
 _IMAGE = 62
 _SEVERITIES = ("error", "warning", "note")
 
@@ -33,18 +25,19 @@ def judge(examined: Examined) -> GateReport:
     """
     rows = [(layer, library) for layer, facts in examined.facts.items() for library in facts.libraries]
     names = {name for _, library in rows for name in (library.soname, library.path.rpartition("/")[2])}
-    toolkits = _toolkits(names)
+    toolkits, of_the_host = _toolkits(names), re.compile(patterns()["driver_libraries"])
     paths = {library.path for _, library in rows}
     groups: dict[tuple[Severity, str, str], list[tuple[str, Library]]] = {}
     for layer, library in rows:
         severity: Severity
         if library.machine not in (_IMAGE, 0):
             severity = "warning"
-            message = f"is for {_MACHINES.get(library.machine, str(library.machine))} processors"
+            name = patterns()["processors"].get(str(library.machine), library.machine)
+            message = f"is for {name} processors"
         elif variant := _other_variant(library.path, toolkits, paths):
             severity = "error"
             message = f"is for {variant[0]}, this image has {variant[1]} and loads the library for it"
-        elif missing := [n for n in library.needed if n not in names and not _OF_THE_HOST.fullmatch(n)]:
+        elif missing := [n for n in library.needed if n not in names and not of_the_host.fullmatch(n)]:
             severity = "note"
             message = f"needs {', '.join(sorted(missing))}, which the image does not have"
         else:

@@ -83,8 +83,7 @@ def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
 
 def adapted(model: Any, lora: LoraConfig) -> Any:
     """Freeze ``model`` and add adapters. Raises SystemExit if a target names no layer."""
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
+    from peft import LoraConfig as PeftConfig, get_peft_model
 
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names.discard("lm_head")

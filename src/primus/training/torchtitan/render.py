@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primus.recipes.architecture import Architecture
-from primus.recipes.architecture import arguments as arguments_of
+from primus.recipes.architecture import Architecture, arguments as arguments_of
 from primus.recipes.family import family
 from primus.recipes.setting import Value
 

@@ -1,7 +1,8 @@
 """Count figures that show how maintainable the code is, from its syntax trees: `python -m benchmarks.house`.
 
 The figures are lines, modules, modules that a single other module imports, import cycles (names in strings count as
-imports), variables whose name says nothing about their content, and imports inside functions by kind.
+imports), variables whose name says nothing about their content, imports inside functions by kind, and the lines of
+documentation that people write.
 `tests/unit/test_house.py` enforces the limits.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,6 +23,7 @@ RESULT = ROOT / "benchmarks/results/house.json"
 BARS = {
     "lines of src": 38_000,
     "lines of tests": 28_000,
+    "lines of Markdown in docs": 1_800,
     "modules": 240,
     "modules with one importer": 40,
     "lines of sandbox": 900,
@@ -151,6 +154,13 @@ def _lines(*folders: Path) -> int:
     )
 
 
+def _written(docs: Path) -> int:
+    """Return the lines of the pages that people write, without those that `python -m docs.generated` writes."""
+    pages = [path.read_text(encoding="utf-8") for path in sorted(docs.rglob("*.md"))]
+    generated = re.compile(r"^<!-- [a-z]+ -->\n.*?^<!-- end -->\n", re.MULTILINE | re.DOTALL)
+    return sum(len(generated.sub("", text).splitlines()) for text in pages if not text.startswith("<!-- Generated"))
+
+
 def count(source: Path) -> dict[str, int]:
     """Return every figure of the checkout whose packages are in ``source``, under its name in :data:`BARS`."""
     trees = modules(source)
@@ -159,6 +169,7 @@ def count(source: Path) -> dict[str, int]:
     return {
         "lines of src": _lines(source),
         "lines of tests": _lines(source.parent / "tests"),
+        "lines of Markdown in docs": _written(source.parent / "docs"),
         "modules": len(trees),
         "modules with one importer": len(single_importers(trees)),
         "lines of sandbox": _lines(rooms / "sandbox"),

@@ -123,7 +123,13 @@ def _releases(history: History) -> str:
 
 def _recipe_keys() -> str:
     rules = {**schema.recipe_rules(), **{f"model.{key}": rule for key, rule in schema.model_rules().items()}}
-    lines = ["# Keys of a recipe", "", "[Recipes](recipes.md) explains how they are used.", ""]
+    lines = [
+        "<!-- Generated from src/primus/recipes by `nox -s docs`; do not edit. -->",
+        "# Keys of a recipe",
+        "",
+        "[Recipes](recipes.md) explains how they are used.",
+        "",
+    ]
     described: Any = read_values(_MEANINGS, _MEANINGS.name).data
     for part in described["sections"]:
         rows = [(f"`{key}`", meaning, *_accepted(rules.pop(key))) for key, meaning in part["keys"].items()]

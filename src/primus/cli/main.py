@@ -10,6 +10,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -131,6 +132,10 @@ def _main(args: list[str]) -> int:
         Path.cwd()
     except FileNotFoundError:
         raise HostError("the current folder no longer exists", hint="change to another folder") from None
+    try:
+        time.time()
+    except OverflowError:  # Python's own modules cannot be imported at such a time
+        raise HostError("this machine's clock is past the year 2262", hint="set it: date --set TIME") from None
     verb, *words = args
     installed = installed_verbs()
     if verb not in installed and verb in VERBS:

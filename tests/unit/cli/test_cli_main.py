@@ -150,3 +150,16 @@ def test_a_missing_recipe_alone_is_called_required(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["fit"])
     assert "required: RECIPE\n" in capsys.readouterr().err
+
+
+def test_a_clock_that_python_cannot_read_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def late() -> float:
+        raise OverflowError("timestamp too large to convert to C _PyTime_t")
+
+    monkeypatch.setattr("time.time", late)
+    code = main(["list"])
+    monkeypatch.undo()
+    assert code == 3
+    assert "clock is past the year 2262" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -97,3 +98,12 @@ def test_a_fault_is_caught_by_the_check_meant_for_it(
     assert failing(verdicts) == [check], verdicts
     if fault == "nan":
         assert any(verdict.reason.startswith("step 3: loss nan") for verdict in verdicts)
+
+
+def test_a_wrapper_starts_every_rank(python: Python, tmp_path: Path) -> None:
+    count = 'echo "$RANK" >> "$0"; exec "$@"'
+    wrap = ("sh", "-c", count, str(tmp_path / "count"))
+    run = train(python, replace(job_of("fsdp", tmp_path / "wrapped", "steps=1"), wrap=wrap))
+    assert run.run.passed
+    assert sorted((tmp_path / "count").read_text().split()) == ["0", "1"]
+    assert " ".join(wrap) in " ".join(run.run.argv)

@@ -105,6 +105,23 @@ def matching(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
     return lambda prefix, **_: [name for name in names() if name.startswith(prefix)]
 
 
+def _command(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a command: {str(error).lower()}") from None
+    if not words or words[0].startswith("-"):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} does not begin with a program")
+    return words
+
+
+WRAP = option(
+    "--wrap",
+    type=_command,
+    default=(),
+    metavar="COMMAND",
+    help="put this before the Python of each rank: a sanitizer, a profiler, a simulator of GPUs",
+)
 JSON = flag("--json", "print one JSON document instead of text")
 
 

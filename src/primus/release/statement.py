@@ -81,6 +81,7 @@ def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
             "seeds": [facts.get("seed")],
             "runs": [job["name"] for job in record["jobs"] if job["ran"]],
             "not_run": record["not_run"],
+            **{key: record[key] for key in ("wrap",) if key in record},
         },
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -70,6 +71,7 @@ def validate(
     again: bool = False,
     recording: bool = False,
     hardware: Hardware,
+    wrap: tuple[str, ...] = (),
 ) -> list[Validated]:
     """Train each cell in the image of ``plan`` at its level of the suite, and check the results.
 
@@ -77,7 +79,7 @@ def validate(
     the same image content, recipe, suite and GPU is not run again, unless ``again`` is set. With ``recording``, all
     cells are run and not compared with golden curves, because these are about to be recorded. For a preview, whose
     gates may fail, an earlier record counts if its jobs passed and its gates had the same outcome as now. The jobs get
-    the GPUs of ``hardware``. On CPUs, two cells are validated at the same time.
+    the GPUs of ``hardware``, and ``wrap`` before the Python of each rank. On CPUs, two cells run at the same time.
 
     Raises HostError for a recipe with more ranks than GPUs, and KeyboardInterrupt if a job was interrupted. The
     interrupted cell then has no record; earlier cells keep theirs.
@@ -95,7 +97,7 @@ def validate(
     }
     # Plan all cells first, so that an invalid recipe does not end the command after an hour of training.
     recipes = resolved.root / "recipes"
-    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.choices, level, recipes) for cell, level in cells]
+    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.choices, level, recipes, wrap) for cell, level in cells]
     for jobs in planned:
         _enough(suite.recipe_of(jobs), hardware)
     together = _TOGETHER if len(cells) > 1 and hardware.gpu == NO_GPU and runner.name == "podman" else 1
@@ -211,7 +213,12 @@ def _passed_before(
         return None
     judged = {name: passed for name, passed in verdicts.items() if name.startswith(_GATE)}
     trained = all(passed for name, passed in verdicts.items() if name not in judged)
-    same = state == (image["content"], recipe.digest, suite.digest(recipe, jobs), gpu)
+    same = record.get("wrap", "") == shlex.join(jobs[0].wrap) and state == (
+        image["content"],
+        recipe.digest,
+        suite.digest(recipe, jobs),
+        gpu,
+    )
     same_gates = judged == {f"{_GATE}{report.gate}": report.passed for report in gates.reports}
     return record if same and same_gates and trained and verdicts else None
 

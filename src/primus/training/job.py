@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ class Job:
     """A run to start. ``output`` is its own folder; ``resume_from`` is a checkpoint folder ``…/step-N``.
 
     The reference repeats a ``judged`` run. ``compiled`` is a folder of compiled kernels that runs share. ``trial`` says
-    which optimizations passed their self-tests on this machine. In a container, paths are the container's.
+    which optimizations passed their self-tests on this machine. ``wrap`` is a command before the Python of each rank.
+    In a container, paths are the container's.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Job:
     judged: bool = False
     compiled: Path | None = None
     trial: Trial | None = None
+    wrap: tuple[str, ...] = ()
 
     @property
     def turbo(self) -> tuple[str, ...]:
@@ -61,7 +64,8 @@ class Job:
         resume = ["--resume-from", str(self.resume_from)] if self.resume_from else []
         choices = self.recipe.choices.words()
         judged = ["--judge"] if self.judged else []
-        words = ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *judged]
+        wrap = ["--wrap", shlex.join(self.wrap)] if self.wrap else []
+        words = ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *judged, *wrap]
         return [*words, *self.recipe.overrides]
 
 

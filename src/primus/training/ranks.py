@@ -75,6 +75,7 @@ def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
         "--nproc-per-node", str(job.recipe.get("ranks", int)),
         *_meeting(job, variables),
         *tee, "--log-dir", str(folder_of_node(job, variables) / "cache" / "torchrun"),
+        *(["--no-python", *job.wrap, python, "-u"] if job.wrap else []),
         "-m", f"primus.training.{job.recipe.backend}.entry", *backend_of(job.recipe).arguments(job),
     ]  # fmt: skip
 

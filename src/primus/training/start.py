@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -38,7 +39,9 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 def check_backend(job: Job) -> None:
-    """Raise HostError if a package is not installed that the job's backend, or one of its settings, needs."""
+    """Raise HostError if a package or program is not installed that the job or its backend needs."""
+    if job.wrap and shutil.which(job.wrap[0]) is None:
+        raise HostError(f"--wrap: there is no program {job.wrap[0]} here", hint="install it, or name its path")
     knows = job.recipe.knows
     optional = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
     optional += [name for name in TRACKERS if name in knows.keys and job.recipe.find(knows.key(name), False)]

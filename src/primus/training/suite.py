@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,16 +38,17 @@ _STEPS = {"base: reference data", "base: reference loss", "base: reference updat
 
 def plan(
     recipe: str, root: Path, overrides: Sequence[str] = (), choices: Choices | None = None, level: str = "standard",
-    among: Path | None = None,
+    among: Path | None = None, wrap: tuple[str, ...] = (),
 ) -> tuple[Job, ...]:  # fmt: skip
     """Return the jobs in the order to run them, each with its own folder below ``root``; ``among`` has the recipes.
+    ``wrap`` is that of each job.
 
     ``base`` also saves the checkpoint for ``resume``, and is the side of ``accumulation`` with one micro-batch.
     """
     whole = resolve(recipe, overrides, choices, among=among)
     judged = proof.unjudged(whole) is None
     if level == "quick":
-        return (Job(name="base", recipe=whole, output=root / "base", judged=judged),)
+        return (Job(name="base", recipe=whole, output=root / "base", judged=judged, wrap=wrap),)
     middle = whole.get("validation.resume_at", int)
     if middle >= whole.steps:
         raise InputError(
@@ -56,7 +58,8 @@ def plan(
 
     def job(name: str, settings: Mapping[str, int], choices: Choices = whole.choices) -> Job:
         words = [f"{what}={value}" for what, value in settings.items()]
-        return Job(name=name, recipe=resolve(recipe, whole.overrides, choices, words, among), output=root / name)
+        changed = resolve(recipe, whole.overrides, choices, words, among)
+        return Job(name=name, recipe=changed, output=root / name, wrap=wrap)
 
     base = replace(job("base", {"checkpoint": middle}), judged=judged)
     resumed = replace(job("resume", {}), resume_from=base.output / "checkpoint" / f"step-{middle}")
@@ -240,6 +243,7 @@ def record(
             "assets": dict(recipe.asset_digests),
             "settings": {key: setting.value for key, setting in recipe.settings.items()},
         },
+        **({"wrap": shlex.join(jobs[0].wrap)} if jobs[0].wrap else {}),
         "suite": {"sha256": digest(recipe, jobs), "format": FORMAT, "reference": reference_version()},
         "versions": dict(base.facts.get("versions", {})) if base else {},
         "facts": dict(base.facts) if base else {},

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from primus.cli.main import parser_of
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.release import statement
 from primus.release.validation import outcome_text
 from primus.report.html import page
 from primus.training import outcome, ranks, start, suite
@@ -313,6 +315,23 @@ def test_several_nodes_meet_at_an_address(tmp_path: Path) -> None:
     for port in ("abc", "0", "65536", " "):
         with pytest.raises(InputError, match="a port from 1 to 65535"):
             ranks.argv(job, "python", {"NODE_RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": port})
+
+
+def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_statement(tmp_path: Path) -> None:
+    wrap = ("nsys", "profile", "-o", "a b")
+    jobs = suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True, gpu="cpu"), wrap=wrap)
+    for job in jobs:
+        words = ranks.argv(job, "python", {})
+        at = words.index("--no-python")
+        assert words[at + 1 : at + 8] == [*wrap, "python", "-u", "-m"]
+        assert "--wrap" in job.arguments()
+        parsed = parser_of("train").parse_args(job.arguments()[1:])
+        assert parsed.wrap == wrap
+    record = suite.record(
+        jobs, {}, (), target="cpu", image={}, gpu="none", time="", extra={"machine": {}, "not_run": []}
+    )
+    assert record["wrap"] == "nsys profile -o 'a b'"
+    assert statement.test_result(record, b"")["primus"]["wrap"] == record["wrap"]
 
 
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from primus.cli.host.common import ENGINE, OFFLINE, SINGLE, resolved_target
-from primus.cli.verb import answer, flag, folder, option, verb
+from primus.cli.verb import WRAP, answer, flag, folder, option, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
 from primus.plan.layers import plan_images
@@ -39,6 +39,7 @@ from primus.training.suite import LEVELS
     flag("--record-golden", "write the FP32 curves to benchmarks/golden; needs --suite, and implies --again"),
     option("--output", type=folder, metavar="DIR", help="records and reports (default: out/validation)"),
     ENGINE,
+    WRAP,
     option("--gpus", metavar="all|N|none", help="GPUs to use (default: all if the target is for them)"),
     flag("--dry-run", "print the jobs; build and train nothing"),
     example="primus validate cpu --suite quick",
@@ -72,6 +73,7 @@ def validate(args: argparse.Namespace) -> int:
         again=args.again,
         recording=args.record_golden,
         hardware=gpus,
+        wrap=args.wrap,
     )
     records = [cell.record for cell in validated]
     if args.record_golden:
@@ -93,7 +95,7 @@ def validate(args: argparse.Namespace) -> int:
 def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> None:
     recipes = resolved.root / "recipes"
     planned = [
-        (str(cell), level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes))
+        (str(cell), level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes, args.wrap))
         for cell, level in cells
     ]
     rows = [

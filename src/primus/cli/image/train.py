@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from primus.cli.image.common import RECIPE, choices, resolved, short_origin
-from primus.cli.verb import JSON, answer, count, flag, folder, option, path, several, verb
+from primus.cli.verb import JSON, WRAP, answer, count, flag, folder, option, path, several, verb
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
@@ -34,6 +34,7 @@ RUN = (
         complete=lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel"),
     ),
     count("--stall-timeout", "end the job after S seconds without output of a rank; 0: never", "S", default=1800),
+    WRAP,
     option("--compile-cache", type=folder, metavar="DIR", help="keep compiled kernels here"),
     option("--log", choices=start.TRACKERS, help="also write figures for this tracker (wandb, mlflow: offline)"),
     flag("--no-preflight", "start without checking the machine"),
@@ -78,6 +79,7 @@ def _run(options: argparse.Namespace) -> int:
         resume_from=checkpoint,
         judged=options.judge,
         compiled=cache and cache.absolute(),
+        wrap=options.wrap,
     )
     if options.judge and (why := "it needs a run from step 1" if checkpoint else proof.unjudged(recipe)):
         raise InputError(f"--judge: {why}")

@@ -11,6 +11,7 @@ from primus.recipes.architecture import readable
 from primus.recipes.load import Entry, entries, gpus
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.rules import holds
 from primus.recipes.setting import Choices
 from primus.release.show import section, table
 
@@ -99,7 +100,7 @@ def _rows(entry: Entry, cells: Sequence[Outcome], reasons: dict[str, list[Recipe
                     o.cell.batch and o.cell.nodes == key[1] and not o.differing and not o.cell.with_ for o in mine
                 )
                 batch = f"**{recipe.local_batch}**" if published else str(recipe.local_batch)
-                row[gpu] = f"{batch}, {recipe.global_batch}"
+                row[gpu] = f"{batch}, {recipe.global_batch}" if holds(recipe) else "too large"
     for (precision, count, sequence), row in rows.items():
         figures = (row.get(gpu, _NONE) for gpu in gpus())
         yield f"`{entry.recipe}`", f"{entry.backend} {entry.mode}", precision, str(count), sequence, *figures

@@ -34,7 +34,7 @@ ROW = """\
     names: [AMD Instinct MI455X]
     device_ids: ["0x75b0"]
     compute_units: 256
-    memory: {gb: 432, tb_s: 19.6}
+    memory: {gb: 432, gib: 431.9, tb_s: 19.6}
     source: a page
     peaks:
       - {dtype: bf16, tflops: 5000, source: a page}

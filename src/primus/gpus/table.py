@@ -63,6 +63,7 @@ class Memory:
     """The memory of the GPU."""
 
     gb: float = described("Capacity in GB, as sold.")
+    gib: float = described("Capacity in GiB that PyTorch reports.")
     tb_s: float = described("Bandwidth in TB/s.")
 
 
@@ -77,7 +78,7 @@ class Generation:
     device_ids: tuple[str, ...] = described("Its PCI device ids.", pattern=r"0x[0-9a-f]{4}", shape="like 0x74a1")
     compute_units: int = described("Compute units (AMD) or SMs (NVIDIA) of the whole GPU; fewer are a partition.")
     memory: Memory = described("Its memory.")
-    source: str = described("Source of compute units and memory.")
+    source: str = described("Source of compute units and memory, and of the capacity that PyTorch reports.")
     peaks: tuple[Peak, ...] = described("One peak for each dtype that its matrix units support.")
     notes: tuple[str, ...] = described("Notes on the figures.", default=())
 
@@ -145,6 +146,12 @@ class Table:
         stated: dict[str, set[str]] = {}
         for variable in self.environment:
             stated.setdefault(variable.name, set()).update(of[word] for word in variable.for_ if word in of)
+        for index, generation in enumerate(self.generations):
+            has = {variable.name for variable in self.of(generation)}
+            lacking = [name for name, archs_of in stated.items() if generation.arch in archs_of and name not in has]
+            if lacking:
+                message = f"{generation.name} has no entry for {', '.join(lacking)}, which other {generation.arch} have"
+                raise WrongValue(message + " (`value: null` leaves one unset)", "generations", index)
         for index, arch in enumerate(self.archs):
             lacking = [name for name, archs_of in stated.items() if len(archs_of) > 1 and arch.arch not in archs_of]
             if arch.vendor == "amd" and lacking:
@@ -195,6 +202,12 @@ def by_product_name(text: str) -> Generation | None:
 def arch_of(gpu: Generation) -> Arch:
     """Return the architecture of ``gpu``."""
     return next(a for a in load_table().archs if a.arch == gpu.arch)
+
+
+def words_for(name: str) -> frozenset[str]:
+    """Return the words that stand for a target in conditions: its name and, for a GPU, architecture and vendor."""
+    gpu = next((row for row in load_table().generations if row.name == name), None)
+    return frozenset({name, *((gpu.arch, arch_of(gpu).vendor) if gpu else ())})
 
 
 def peak(gpu: Generation, dtype: Dtype) -> tuple[float, str] | None:

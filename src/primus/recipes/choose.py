@@ -12,7 +12,7 @@ from pathlib import Path
 
 from primus.errors import InputError, nearest
 from primus.gpus import detect
-from primus.gpus.table import arch_of, generation, load_table
+from primus.gpus.table import arch_of, generation, load_table, words_for
 from primus.recipes.schema import backends
 from primus.recipes.setting import CHOICES, Choices, Setting
 
@@ -152,7 +152,8 @@ def among(what: str, word: str, offered: list[str], where: str) -> None:
 def check_choice(choice: str, setting: Setting, *, condition: bool = False) -> None:
     """Raise InputError if there is no such choice, or if ``setting`` is none of its values.
 
-    The ``condition`` of a case may name several values, a sequence length, and ``multi`` for a number of nodes.
+    The ``condition`` of a case may name several values, a sequence length, ``multi`` for a number of nodes, and an
+    architecture or a vendor for GPUs.
     """
     where = setting.origin
     if choice not in (names := (*CHOICES, LENGTH) if condition else CHOICES):
@@ -170,7 +171,9 @@ def check_choice(choice: str, setting: Setting, *, condition: bool = False) -> N
         if choice == LENGTH and not whole:
             raise InputError(f"{LENGTH} must be a whole number, not {word!r}", where=where)
         if choice in CHOICES[:4]:
-            among(choice, str(word), values_of(choice), where)
+            offered = values_of(choice)
+            wider = {group for value in offered for group in words_for(value)} - {*offered} if condition else ()
+            among(choice, str(word), [*offered, *sorted(wider)], where)
 
 
 @cache

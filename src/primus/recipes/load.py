@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from primus.errors import InputError, nearest
-from primus.gpus.table import load_table
+from primus.gpus.table import load_table, words_for
 from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.choose import check_choice, computes, supported
 from primus.recipes.schema import backends
@@ -81,9 +81,14 @@ class Case:
     settings: Mapping[str, Setting]
 
     def holds(self, chosen: Mapping[str, str]) -> bool:
-        """Whether ``chosen`` (choice → value) meets every condition. ``nodes: multi`` matches any number above one."""
+        """Whether ``chosen`` (choice → value) meets every condition.
+
+        ``nodes: multi`` matches any number above one, and ``gpu`` also its architecture and vendor.
+        """
         return all(
-            chosen.get(choice) in values or (choice == "nodes" and "multi" in values and chosen["nodes"] != "1")
+            chosen.get(choice) in values
+            or (choice == "nodes" and "multi" in values and chosen["nodes"] != "1")
+            or (choice == "gpu" and not words_for(chosen["gpu"]).isdisjoint(values))
             for choice, values in self.when.items()
         )
 

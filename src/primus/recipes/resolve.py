@@ -18,7 +18,7 @@ from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import families, family
 from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import USABLE, gpu_bytes, predict, rules_of
+from primus.recipes.rules import USABLE, gpu_bytes, holds, predict, rules_of
 from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.recipes.weights import kind_faults, model_of, published_faults
@@ -69,11 +69,8 @@ def resolve(
         if key in overriding and number < len(words):
             raise _twice(key, spelled[key], full)
         spelled[key], overriding[key] = full, setting
-    for case in source.cases:
-        length = overriding.get(knows.key(LENGTH)) or settings.get(knows.key(LENGTH))
-        if case.holds({**facts, LENGTH: str(length and length.value)}):
-            settings.update(case.settings)
-    settings.update(chosen)
+    body = settings
+    settings = _with_cases(body, source, facts, overriding, knows) | chosen
     others = backends().keys() - {knows.name}
     settings = {key: s for key, s in settings.items() if key.partition(".")[0] not in others}
     # The global batch is written for one node.
@@ -100,11 +97,43 @@ def resolve(
     if dividing:
         recipe = _with(recipe, "local_batch", dividing[-1])
     _check_sense(recipe, here=here)
+    if facts["proxy"] == "true":
+        # A proxy has sizes of its own. Those of the full model are in the same file, and have to be the published ones.
+        complete = _with_cases(body, source, {**facts, "proxy": "false"}, {}, knows)
+        mixed = {k: s for k, s in settings.items() if not k.startswith("model.")}
+        mixed |= {k: s for k, s in complete.items() if k.startswith("model.")}
+        mixed["proxy"] = Setting(value=False, origin="the full model")
+        _refuse_first(replace(recipe, settings=mixed), (lambda r: r.architecture.objections(), published_faults))
     if memory := memory or gpu_bytes(recipe.gpu):
         for what, values in (("local_batch", dividing), ("resharding", keeping)):
             every = [_with(recipe, what, value) for value in values]
             recipe = next((each for each in every if predict(each).peak <= USABLE * memory), recipe)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
+
+
+def _with_cases(
+    body: Mapping[str, Setting],
+    source: load.Source,
+    facts: Mapping[str, str],
+    overriding: Mapping[str, Setting],
+    knows: Backend,
+) -> dict[str, Setting]:
+    """Return ``body``, settings that do not depend on a choice, with those of the cases that hold for ``facts``."""
+    settings = dict(body)
+    for case in source.cases:
+        length = overriding.get(knows.key(LENGTH)) or settings.get(knows.key(LENGTH))
+        if case.holds({**facts, LENGTH: str(length and length.value)}):
+            settings.update(case.settings)
+    return settings
+
+
+def runs_on(entry: load.Entry, precision: str, gpu: str) -> bool:
+    """Whether a ``gpu`` holds the recipe of ``entry`` on its own number of nodes, with some micro batch."""
+    choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
+    try:
+        return entry.only_proxy or holds(resolve(str(entry.path), (), choices))
+    except InputError:
+        return True  # a fault of the recipe, which `show` names
 
 
 # YAML also reads signs, other bases and other spellings of true.
@@ -272,11 +301,14 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
 
 def _check_sense(recipe: Recipe, *, here: bool) -> None:
     """Check the settings together. Files at absolute paths must exist only if the run is ``here``."""
-    checks: tuple[Callable[[Recipe], Iterable[Fault]], ...] = (
+    _refuse_first(recipe, (
         partial(_file_faults, here=here), kind_faults, model_faults, lambda recipe: recipe.architecture.objections(),
         published_faults, rank_faults, layout_faults, batch_faults, data_faults, _vocabulary_faults,
         rules_of(recipe).faults, _precision_faults,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+def _refuse_first(recipe: Recipe, checks: Iterable[Callable[[Recipe], Iterable[Fault]]]) -> None:
     for key, why, hint in chain.from_iterable(faults(recipe) for faults in checks):
         # If the key is missing, the place is that of the first setting that the reason names.
         named = next((word for word in (key, *why.replace(",", "").split()) if word in recipe.settings), None)

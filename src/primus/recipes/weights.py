@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from primus.errors import HostError, InputError
 from primus.files import read_bytes
-from primus.recipes.architecture import architecture, size
+from primus.recipes.architecture import Architecture, architecture, size
 from primus.recipes.family import described, families, families_of, family
 from primus.recipes.faults import Fault
 from primus.recipes.load import Entry, beside, entries
 from primus.recipes.recipe import Recipe
 from primus.recipes.schema import model_rules
-from primus.recipes.setting import Setting
+from primus.recipes.setting import Setting, Value
 from primus.yamlfile import section, spell
 
 HUB = "hf:"
@@ -205,7 +205,32 @@ def published_faults(recipe: Recipe) -> Iterator[Fault]:
             yield f"model.{one.key}", why, hint
     typed = any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
     if not (apart or typed or recipe.get("proxy", bool)) and (total := size(model).total) != facts["parameters"]:
-        yield "model.family", f"the model has {total:,} parameters, the files of {repo} {facts['parameters']:,}", None
+        why = f"the model has {total:,} parameters, the files of {repo} {facts['parameters']:,}"
+        fitting = list(_explanations(recipe, facts["parameters"]))
+        key = fitting[0].partition(" ")[0] if len(fitting) == 1 else "model" if fitting else "model.family"
+        hint = f"one size is wrong here and in the published file: {' or '.join(fitting)} has that number"
+        yield key, why, hint if fitting else None
+
+
+def _explanations(recipe: Recipe, parameters: int) -> Iterator[str]:
+    """Yield each field of the model, with a value, that alone would make it a model of so many parameters."""
+    section, known = recipe.section("model"), family(recipe.architecture.family)
+
+    def model(key: str, value: Value) -> Architecture:
+        return architecture({**section, key: value})
+
+    for key, rule in model_rules().items():
+        value = recipe.architecture.head_size if key == "head_dim" else section.get(key, rule.default)
+        if not known.has(key) or known.values.get(key) or not isinstance(value, int):
+            continue
+        # Newton's method: one step is exact for all fields but the width, of which the number is a square.
+        for _ in range(0 if isinstance(value, bool) else 8):
+            before = size(model(key, value)).total
+            if value > 0 and (slope := size(model(key, value + 1)).total - before):
+                value += round((parameters - before) / slope)
+        value = not value if isinstance(value, bool) else max(1, value)
+        if not any(model(key, value).objections()) and size(model(key, value)).total == parameters:
+            yield f"model.{key} = {spell(value)}"
 
 
 def origin_of_sizes(recipe: Recipe) -> Iterator[str]:
@@ -213,8 +238,17 @@ def origin_of_sizes(recipe: Recipe) -> Iterator[str]:
     repo = recipe.find("model.hf_repo", "")
     if not repo or recipe.get("proxy", bool):
         return
-    if (facts := facts_of(recipe)) is None:
+    if facts_of(recipe) is None:
         yield f"not compared with {repo}: there is no published/{repo.replace('/', '--')}.json"
         return
-    apart = [f"{one.key} {spell(one.mine)}, not {spell(one.theirs)}" for one in differences(recipe, facts)]
-    yield f"differs from {repo}: {'; '.join(apart)}" if apart else f"as published by {repo}"
+    yield another_model(recipe) or f"as published by {repo}"
+
+
+def another_model(recipe: Recipe) -> str:
+    """Return how the model differs from its publisher's, in a sentence; "" if it does not, or for a proxy."""
+    facts = None if recipe.get("proxy", bool) else facts_of(recipe)
+    apart = [
+        f"{field.key} {spell(field.mine)}, not {spell(field.theirs)}"
+        for field in (differences(recipe, facts) if facts else ())
+    ]
+    return f"another model than {recipe.get('model.hf_repo', str)}: {'; '.join(apart)}" if apart else ""

@@ -109,14 +109,15 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tupl
 def record(
     root: Path, release: str, records: Sequence[Mapping[str, Any]], *, date: str, cpu: str, keep: bool = False
 ) -> int:
-    """Write the curves of all ``records`` that passed to the file of ``release``. Returns how many it then has.
+    """Write the curves of all ``records`` that passed to the file of ``release``. Returns how many it wrote anew.
 
     With ``keep``, its other curves stay if they were recorded with the same versions.
     """
     versions = records[0]["versions"] if records else {}
     old = load(root, release) if keep else None
     curves = dict(old["curves"]) if old and old["versions"] == versions else {}
-    curves |= curves_of(records, cpu)
+    new = curves_of(records, cpu)
+    curves |= new
     content = {
         "release": release,
         "command": "primus validate cpu --suite quick --record-golden",
@@ -128,7 +129,7 @@ def record(
     path = root / FOLDER / f"{release}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(content, indent=1) + "\n")
-    return len(curves)
+    return len(new)
 
 
 def curves_of(records: Sequence[Mapping[str, Any]], cpu: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from operator import eq, ge, gt, le, lt
 from pathlib import Path
 from typing import Literal
 
-from primus.schema import build, described
+from primus.gpus.table import load_table, words_for
+from primus.schema import WrongValue, build, described
 from primus.yamlfile import read
 
 FILE = Path(__file__).with_name("known-issues.yaml")
@@ -41,6 +42,12 @@ class Issue:
 class _Table:
     issues: tuple[Issue, ...]
 
+    def __post_init__(self) -> None:
+        groups = {word for gpu in load_table().generations for word in words_for(gpu.name)}
+        for index, issue in enumerate(self.issues):
+            if strange := [word for word in issue.gpus if word not in groups]:
+                raise WrongValue(f"{strange[0]!r} is no GPU, architecture or vendor", "issues", index, "gpus")
+
 
 @cache
 def _table(path: Path) -> tuple[Issue, ...]:
@@ -59,7 +66,7 @@ def issues(versions: Mapping[str, str | None], gpus: Collection[str], path: Path
         if all(
             _matches(here.get(name), what) for name, what in {issue.component: issue.versions, **issue.with_}.items()
         )
-        and (not issue.gpus or not set(issue.gpus).isdisjoint(gpus))
+        and (not issue.gpus or any(not words_for(gpu).isdisjoint(issue.gpus) for gpu in gpus))
     ]
 
 

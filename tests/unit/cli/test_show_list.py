@@ -103,6 +103,22 @@ def test_filters_of_list(words: list[str], pairs: list[tuple[str, str]], capsys:
     assert [(e["backend"], precision) for e in shown for precision in e["precisions"]] == pairs
 
 
+def test_gpus_that_cannot_hold_a_recipe_are_left_out(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipes / "tiny.yaml"
+    sizes = "layers: 50, hidden_size: 16384, heads: 128, kv_heads: 128, ffn_size: 65536"
+    file.write_text(file.read_text().replace("layers: 2, hidden_size: 64, heads: 4, kv_heads: 2, ffn_size: 128", sizes))
+    assert main(["list", "tiny", "--backend", "torchtitan", "--precision", "bf16"]) == 0
+    table, line = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    assert line == "too large, whatever the batch: tiny torchtitan pretrain bf16 on mi300x, h200"
+    assert table.endswith("mi325x mi350x mi355x")
+    for gpu, code, sentence in (("h200", 1, "too large for a GPU, whatever the batch"), ("mi325x", 0, "")):
+        assert main(["show", "tiny", "--gpu", gpu]) == 0
+        assert ("too large" in (shown := capsys.readouterr().out)) == bool(code)
+        assert sentence in shown
+        assert main(["fit", "tiny", "--gpu", gpu]) == code
+        capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -129,12 +145,11 @@ def test_nothing_heavy_is_imported(words: str) -> None:
 @pytest.mark.parametrize("below", ["", "docs"])
 def test_an_installed_copy_finds_the_project_it_stands_in(tmp_path: Path, below: str) -> None:
     shutil.copytree(Path(primus.__file__).parent, tmp_path / "lib/primus", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "primus.cli.main", "list", "--json"]
+    command = [sys.executable, "-m", "primus.cli.main", "list"]
     env = {k: v for k, v in os.environ.items() if k != "PRIMUS_RECIPES"} | {"PYTHONPATH": str(tmp_path / "lib")}
     listed = subprocess.run(command, cwd=ROOT / below, env=env, capture_output=True, text=True, check=True)
-    assert {entry["recipe"] for entry in json.loads(listed.stdout)} == {
-        path.stem for path in ROOT.glob("recipes/*.yaml")
-    }
+    rows = listed.stdout.splitlines()[1:-1]
+    assert {row.split()[0] for row in rows} == {path.stem for path in ROOT.glob("recipes/*.yaml")}
     lost = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (lost.returncode, lost.stderr.splitlines()) == (
         2,

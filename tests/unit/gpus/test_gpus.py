@@ -49,6 +49,7 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
         ("dtype: fp8, tflops: 1979", "dtype: bf16, tflops: 1979", "h200 needs one peak for each of bf16, fp8, not"),
         ("    for: [gfx942, mi350x", "    for: [gfx942, gfx950", "GPU_MAX_HW_QUEUES' is a duplicate"),
         ("    for: [gfx942, mi350x", "    for: [gfx942, mi305x", "is for 'mi305x', which is neither"),
+        ("    for: [gfx942, mi350x]", "    for: [gfx942]", "mi350x has no entry for GPU_MAX_HW_QUEUES, wh"),
     ],
 )  # fmt: skip
 def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> None:

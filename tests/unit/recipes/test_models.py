@@ -12,10 +12,12 @@ from primus.recipes import load
 from primus.recipes.architecture import architecture, readable, size
 from primus.recipes.load import Entry, entries, gpus
 from primus.recipes.resolve import resolve
-from primus.recipes.rules import USABLE, fits, gpu_bytes, predict
+from primus.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_batch, predict
 from primus.recipes.setting import Choices
 
 ENTRIES = list(entries())
+# On these, every recipe has a batch. Others may be too small for some, which `primus list` leaves out there.
+LARGE = ("mi300x", "mi325x", "mi350x", "mi355x", "h200")
 WHOLE = [entry for entry in ENTRIES if not entry.only_proxy]
 
 
@@ -56,6 +58,7 @@ def test_few_differ() -> None:
 @pytest.mark.parametrize("entry", WHOLE, ids=way)
 def test_every_way_to_train_resolves_on_every_gpu_and_starts_there(entry: Entry) -> None:
     assert entry.gpus == gpus()
+    refused: dict[str, int] = {}
     for precision, some in entry.precisions.items():
         for gpu in some:
             choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
@@ -63,7 +66,9 @@ def test_every_way_to_train_resolves_on_every_gpu_and_starts_there(entry: Entry)
             assert (recipe.backend, recipe.mode, recipe.precision) == (entry.backend, entry.mode, precision)
             assert recipe.name == entry.recipe == entry.path.stem
             assert recipe.accumulation >= 1
-            assert fits(predict(recipe), USABLE * (gpu_bytes(gpu) or 0)), (precision, gpu)
+            if not fits(predict(recipe), there := USABLE * (gpu_bytes(gpu) or 0)) and (gpu in LARGE or holds(recipe)):
+                refused[f"{precision} {gpu}"] = largest_batch(recipe, there)
+    assert not refused, f"they need a case with the batch named here, or more nodes where it is 0: {refused}"
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=way)

@@ -69,21 +69,40 @@ def test_show_refuses_it_and_says_of_others_what_they_are_compared_with(
     assert "Llama-3.1-8B has num_key_value_heads = 8 in its config.json" in capsys.readouterr().err
     for words, line in {
         (): "as published by meta-llama/Llama-3.1-8B",
-        ("model.layers=12",): "differs from meta-llama/Llama-3.1-8B: layers 12, not 32",
+        ("model.layers=12",): "another model than meta-llama/Llama-3.1-8B: layers 12, not 32",
         ("model.hf_repo=me/mine",): "not compared with me/mine: there is no published/me--mine.json",
     }.items():
         assert main(["show", "llama3.1-8b", "--gpu", "mi300x", *words]) == 0
         assert line in capsys.readouterr().out
+    assert main(["fit", "llama3.1-8b", "--gpu", "mi300x", "model.kv_heads=4"]) == 0
+    assert "another model than meta-llama/Llama-3.1-8B: kv_heads 4, not 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["kv_heads", "ffn_size", "vocab_size", "rope_theta", "layers"])
+def test_a_proxy_of_a_wrong_model_is_refused(key: str, tmp_path: Path) -> None:
+    """A proxy has sizes of its own, but its file describes the full model, too."""
+    (file := tmp_path / "wrong.yaml").write_text(CASE.format("llama3.1-8b", f"model.{key}", "16"))
+    with pytest.raises(InputError, match=rf"model\.{key}: 16.*, but meta-llama/Llama-3.1-8B has") as caught:
+        resolve(str(file), (), Choices(gpu="cpu", proxy=True))
+    assert str(caught.value.where).startswith(f"{file}:4:")
 
 
 def test_weights_that_the_formula_does_not_count_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolve("llama3.1-8b", (), Choices(gpu="mi300x"))
     facts = facts_of(recipe)
     assert facts is not None
-    monkeypatch.setattr("primus.recipes.weights.facts_of", lambda _recipe: {**facts, "parameters": 1})
-    ((key, why, _),) = published_faults(recipe)
-    assert key == "model.family"
-    assert "8,030,261,248 parameters, the files of meta-llama/Llama-3.1-8B 1" in why
+    for parameters, key, hint in (
+        (1, "model.family", "None"),
+        (8030261248 - 2 * 32 * 4096 * 128 * 4, "model", "model.kv_heads = 4 or model.vocab_size = 111872"),
+        (8030261248 - 4096 * 128256, "model", "model.tied_embeddings = true"),
+        (8030261248 + 1, "model.family", "None"),
+        (8030261248 + 2 * 4096, "model.vocab_size", "model.vocab_size = 128257"),
+    ):
+        published = {**facts, "parameters": parameters}
+        monkeypatch.setattr("primus.recipes.weights.facts_of", lambda _recipe, published=published: published)
+        ((named, why, remedy),) = published_faults(recipe)
+        assert (named, hint in str(remedy)) == (key, True), (parameters, named, remedy)
+        assert f"8,030,261,248 parameters, the files of meta-llama/Llama-3.1-8B {parameters:,}" in why
 
 
 def test_every_recipe_s_model_is_published_beside_it() -> None:

@@ -301,6 +301,13 @@ def test_a_case_sets_the_nodes_that_a_gpu_needs_unless_the_command_does(tmp_path
     assert (setting.value, setting.because) == (3, "because")
     assert resolve.resolve(str(path), [], Choices(gpu="h200", nodes=1)).get("nodes", int) == 1
     assert resolve.resolve(str(path), [], Choices(gpu="mi300x")).get("nodes", int) == 1
-    path.write_text(path.read_text().replace("{gpu: h200}, nodes: 3", "{nodes: 2}, nodes: 3"))
+    for group, nodes in (("amd", [3, 1]), ("gfx942", [3, 1]), ("sm_90", [1, 3]), ("[gfx950, nvidia]", [1, 3])):
+        path.write_text(text.replace("cases:\n", "cases:\n" + case.replace("h200", group), 1))
+        resolved = (resolve.resolve(str(path), [], Choices(gpu=gpu)) for gpu in ("mi300x", "h200"))
+        assert [recipe.get("nodes", int) for recipe in resolved] == nodes, group
+    path.write_text(text.replace("cases:\n", "cases:\n" + case.replace("h200", "gfx94"), 1))
+    with pytest.raises(InputError, match="there is no gpu 'gfx94' here; did you mean 'gfx942'"):
+        resolve.resolve(str(path), [], Choices(gpu="h200"))
+    path.write_text(text.replace("cases:\n", "cases:\n" + case.replace("gpu: h200", "nodes: 2"), 1))
     with pytest.raises(InputError, match="a case for a number of nodes cannot set nodes"):
         resolve.resolve(str(path), [], Choices(gpu="h200"))

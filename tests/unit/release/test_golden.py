@@ -83,7 +83,8 @@ def test_a_failed_run_leaves_no_curve(tmp_path: Path) -> None:
 
 def test_curves_of_one_recipe_join_the_others(tmp_path: Path) -> None:
     kept(tmp_path, evidence())
-    golden.record(tmp_path, "v26.11-cpu", [evidence(name="llama3.1-8b")], date="2026-11-23", cpu="B", keep=True)
+    more = [evidence(name="llama3.1-8b")]
+    assert golden.record(tmp_path, "v26.11-cpu", more, date="2026-11-23", cpu="B", keep=True) == 1, "of this run"
     found = golden.load(tmp_path, "v26.11-cpu")
     assert found is not None
     cpus = {name: curve["cpu"] for name, curve in found["curves"].items()}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
+from primus.errors import InputError
+from primus.gpus.table import load_table
 from primus.system import issues as module
 from primus.system.host import Host
 from primus.system.issues import issues
@@ -44,6 +46,16 @@ def test_versions(versions: str, version: str, has: bool, tmp_path: Path) -> Non
     for name in ("some-part", "Some Part", "some_part"):
         assert bool(issues({name: version}, ["mi355x"], path)) == has
     assert not issues({"some-part": version}, ["mi300x"], path) and not issues({}, ["mi355x"], path)
+
+
+def test_an_issue_of_an_architecture_or_vendor_is_one_of_its_gpus_and_no_word_is_unknown(tmp_path: Path) -> None:
+    for word, gpus in {"gfx950": ["mi350x", "mi355x"], "nvidia": ["h200"], "mi300x": ["mi300x"]}.items():
+        (path := tmp_path / f"{word}.yaml").write_text(TABLE.replace("VERSIONS", "*").replace("mi355x", word))
+        having = [g.name for g in load_table().generations if issues({"some-part": "1"}, [g.name], path)]
+        assert having == gpus
+    (path := tmp_path / "mi350.yaml").write_text(TABLE.replace("VERSIONS", "*").replace("mi355x", "mi350"))
+    with pytest.raises(InputError, match="'mi350' is no GPU, architecture or vendor"):
+        issues({}, [], path)
 
 
 def test_the_shipped_table_names_the_pins_that_have_an_issue(tmp_path: Path) -> None:

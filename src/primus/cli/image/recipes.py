@@ -15,10 +15,11 @@ from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU, among, values_of
 from primus.recipes.load import Entry, entries, folder, names, no_recipes
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
+from primus.recipes.resolve import runs_on
+from primus.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_batch, predict
 from primus.recipes.rules.loop import Memory
 from primus.recipes.setting import CHOICES
-from primus.recipes.weights import origin_of_sizes
+from primus.recipes.weights import another_model, origin_of_sizes
 from primus.system.host import Host
 from primus.terminal import Screen, Styled, counted
 from primus.turbo.optimizations import reasons as optimization_reasons
@@ -56,11 +57,16 @@ def list_recipes(options: argparse.Namespace) -> int:
     if not names():
         raise no_recipes(folder())
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
-    if not shown:
+    narrowed = options.name or any(getattr(options, name) for name in _CHOICES)
+    too_large: list[str] = []
+    if narrowed or options.json:
+        shown, too_large = _held(shown)
+    if not shown and not too_large:
         raise InputError("no recipe matches these options", hint="primus list shows all recipes")
-    if options.name or any(getattr(options, name) for name in _CHOICES):
+    if narrowed:
         head = ("RECIPE", "PARAMETERS", "BACKEND", "MODE", "PRECISIONS", "GPUS")
-        lines = Screen.of().table([_row(entry) for entry in shown], head=head)
+        lines = [*Screen.of().table([_row(entry) for entry in shown], head=head)]
+        lines += [f"too large, whatever the batch: {way}" for way in too_large]
     else:
         rows = [_short_row(list(several)) for _, several in groupby(shown, lambda entry: entry.recipe)]
         lines = Screen.of().table(rows, head=("RECIPE", "SIZE", "BACKENDS", "PRECISIONS"))
@@ -110,6 +116,20 @@ def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
         and (gpus := tuple(gpu for gpu in supported if options.gpu in (None, gpu)))
     }
     return replace(entry, precisions=matching) if matching else None
+
+
+def _held(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+    """Return the entries with only the GPUs that hold them, and for each that some do not hold, its name and these."""
+    held, too_large = [], []
+    for entry in entries:
+        able = {p: tuple(gpu for gpu in gpus if runs_on(entry, p, gpu)) for p, gpus in entry.precisions.items()}
+        if any(able.values()):
+            held.append(replace(entry, precisions={p: gpus for p, gpus in able.items() if gpus}))
+        for precision, gpus in entry.precisions.items():
+            if small := [gpu for gpu in gpus if gpu not in able[precision]]:
+                way = f"{entry.recipe} {entry.backend} {entry.mode} {precision}"
+                too_large.append(f"{way} on {', '.join(small)}")
+    return held, too_large
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
@@ -175,7 +195,8 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     times = f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else ""
     yield f"  each rank: {recipe.local_batch} at a time{times}"
     if (total := gpu_bytes(recipe.gpu)) is not None and not fits(predict(recipe), USABLE * total):
-        yield screen.paint("  does not fit into the memory of a GPU, see `primus fit`", "red")
+        why = "does not fit into the memory of a GPU" if holds(recipe) else "too large for a GPU, whatever the batch"
+        yield screen.paint(f"  {why}, see `primus fit`", "red")
     yield screen.paint("\noptimizations", "bold")
     yield from screen.table(
         [(name, "on" if on else "off", Styled(why, "dim")) for name, (on, why) in optimization_reasons(recipe).items()],
@@ -242,9 +263,11 @@ def _fit_lines(recipe: Recipe, memory: Memory, available: float, largest: int, s
         f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, {recipe.backend} {recipe.mode} "
         f"{recipe.precision}, {recipe.world_size} × {gpu.title}, micro batch {recipe.local_batch}"
     )
+    if other := another_model(recipe):
+        yield f"  {other}"
     rows = [(name, f"{value / _GIB:,.1f} GiB", _WHAT[name]) for name, value in memory.terms.items()]
     yield from screen.table([*rows, ("peak", f"{memory.peak / _GIB:,.1f} GiB", f"± {band:.0%}")], indent="  ")
-    there = f"{available / _GIB:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gb:,.0f}"
+    there = f"{available / _GIB:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gib:,g}"
     if memory.peak <= available:
         yield f"fits: {there}"
     elif fits(memory, available):

@@ -15,6 +15,7 @@ from primus.cli.verb import JSON, WRAP, answer, count, flag, folder, option, pat
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
+from primus.recipes.weights import another_model
 from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
 from primus.training import identity, launch, logs, machine, metrics, outcome, proof, ranks, start, tokens
@@ -179,7 +180,8 @@ def _headline(job: Job) -> str:
         f"batch {recipe.global_batch} × {recipe.seq_len} tokens",
         f"seed {recipe.seed}",
     ]
-    return " · ".join(parts) + f"\n→ {job.output}"
+    other = another_model(recipe)
+    return " · ".join(parts) + (f"\n  {other}" if other else "") + f"\n→ {job.output}"
 
 
 def _show_plan(job: Job, *, as_json: bool) -> None:

@@ -57,5 +57,11 @@ def largest_batch(recipe: Recipe, available: float) -> int:
 
 
 def gpu_bytes(name: str) -> float | None:
-    """Memory of one GPU of a generation as software sees it, or None for a CPU."""
-    return None if name == CPU else generation(name).memory.gb * 2**30
+    """Return the memory of one GPU of a generation, in bytes as PyTorch reports it; None for a CPU."""
+    return None if name == CPU else generation(name).memory.gib * 2**30
+
+
+def holds(recipe: Recipe) -> bool:
+    """Whether a run with some micro batch starts on the recipe's GPU; on a CPU, always."""
+    total = gpu_bytes(recipe.gpu)
+    return total is None or fits(predict(recipe, 1), USABLE * total)

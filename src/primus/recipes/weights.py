@@ -214,13 +214,13 @@ def published_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def _explanations(recipe: Recipe, parameters: int) -> Iterator[str]:
     """Yield each field of the model, with a value, that alone would make it a model of so many parameters."""
-    section, known = recipe.section("model"), family(recipe.architecture.family)
+    sizes, known = recipe.section("model"), family(recipe.architecture.family)
 
     def model(key: str, value: Value) -> Architecture:
-        return architecture({**section, key: value})
+        return architecture({**sizes, key: value})
 
     for key, rule in model_rules().items():
-        value = recipe.architecture.head_size if key == "head_dim" else section.get(key, rule.default)
+        value = recipe.architecture.head_size if key == "head_dim" else sizes.get(key, rule.default)
         if not known.has(key) or known.values.get(key) or not isinstance(value, int):
             continue
         # Newton's method: one step is exact for all fields but the width, of which the number is a square.

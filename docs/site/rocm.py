@@ -15,7 +15,8 @@ from primus.recipes.load import Entry, entries
 def rocm_data(root: Path) -> dict[str, str]:
     """Return path in the site → JSON for each backend, in the form of ROCm's ``…-benchmark-models.yaml``.
 
-    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with ``mad_tag``.
+    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with ``mad_tag``; since 2026 also
+    the ``train_tags`` of each GPU.
     """
     project = Project(root)
     targets = [resolve(project, name) for name in project.target_names()]
@@ -34,13 +35,15 @@ def rocm_data(root: Path) -> dict[str, str]:
             every.setdefault(entry.backend, []).append(entry)
     return {
         f"primus-{backend}-benchmark-models.json": json.dumps(
-            {"docker": dockers[0], "dockers": dockers, "model_groups": _groups(some)}, indent=1, ensure_ascii=False
+            {"docker": dockers[0], "dockers": dockers, "model_groups": _groups(some, [d["target"] for d in dockers])},
+            indent=1,
+            ensure_ascii=False,
         )
         for backend, some in every.items()
     }
 
 
-def _groups(some: list[Entry]) -> list[dict[str, Any]]:
+def _groups(some: list[Entry], gpus: list[str]) -> list[dict[str, Any]]:
     # MAD has no tag for the other recipes; pages need one as the name of a choice.
     tags = {(row["recipe"], row["backend"]): tag for tag, row in table("commands")["tags"].items()}
     groups: dict[str, dict[str, dict[str, Any]]] = {}
@@ -53,8 +56,12 @@ def _groups(some: list[Entry]) -> list[dict[str, Any]]:
                 "mad_tag": tags.get((entry.recipe, entry.backend), f"primus_train_{entry.recipe}"),
                 "config_name": entry.path.name,
                 "precision": ", ".join(precision.upper() for precision in entry.precisions),
-                "train_tags": [],
+                "train_tags": {},
             },
         )
-        model["train_tags"].append(entry.mode)
+        # As MAD names them: primus_train/BACKEND_GPU_CONFIG. Pages group them by GPU.
+        for precision, able in entry.precisions.items():
+            for gpu in (name.upper() for name in able if name in gpus):
+                tag = f"primus_train/{entry.backend}_{gpu}_{entry.recipe}-{precision.upper()}-{entry.mode}"
+                model["train_tags"].setdefault(gpu, []).append(tag)
     return [{"group": name, "tag": name.lower(), "models": list(models.values())} for name, models in groups.items()]

@@ -15,6 +15,8 @@ from typing import Any
 import jinja2
 import pytest
 
+from docs.site.rocm import rocm_data
+
 from browser import CHROMIUM, Browser
 from primus.cli.main import VERBS, main
 from primus.recipes.schema import backends
@@ -136,15 +138,17 @@ def test_text_has_enough_contrast(browser: Browser, scheme: str) -> None:
     assert browser.js(CONTRAST) >= AA
 
 
-def test_pages_of_rocm_find_every_variable_in_the_data(site: Path) -> None:
+def test_pages_of_rocm_find_every_variable_in_the_data() -> None:
     template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(
         "{{ data.docker.pull_tag }} {{ data.dockers[0].pull_tag }}"
         "{% for name, version in data.docker.components.items() %}{{ name }} {{ version }}{% endfor %}"
         "{% for group in data.model_groups %}{{ group.group }} {{ group.tag }}{% for model in group.models %}"
-        "{{ model.model }} {{ model.mad_tag }} {{ model.precision }} {{ model.config_name }} {{ model.train_tags[0] }}"
-        "{% endfor %}{% endfor %}"
+        "{{ model.model }} {{ model.mad_tag }} {{ model.precision }} {{ model.config_name }}"
+        "{% for gpu, tags in model.train_tags.items() %}{% for tag in tags %}"
+        "{{ gpu }} {{ tag.split('/')[1].split('_')[0] }}{% endfor %}{% endfor %}{% endfor %}{% endfor %}"
     )
-    files = sorted(site.glob("primus-*-benchmark-models.json"))
+    files = rocm_data(ROOT)
     assert len(files) == len(backends())
-    for file in files:
-        assert template.render(data=json.loads(file.read_text())).count("rocm/primus:") == 2
+    for file in files.values():
+        text = template.render(data=json.loads(file))
+        assert text.count("rocm/primus:") == 2 and "MI300X" in text

@@ -15,27 +15,28 @@ from primus.recipes.load import Entry, entries
 def rocm_data(root: Path) -> dict[str, str]:
     """Return path in the site → JSON for each backend, in the form of ROCm's ``…-benchmark-models.yaml``.
 
-    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with ``mad_tag``; since 2026 also
+    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with ``mad_tag`` and, since 2026,
     the ``train_tags`` of each GPU.
     """
     project = Project(root)
     targets = [resolve(project, name) for name in project.target_names()]
+    instinct = [target for target in targets if target.gpu and target.arch and target.arch.startswith("gfx")]
     dockers = [
         {
             "pull_tag": f"rocm/primus:{project.versions.release}-{target.name}",
             "target": target.name,
             "components": {name: pin.version or "of this project" for name, pin in target.pins.items()},
         }
-        for target in targets
-        if target.gpu and target.arch and target.arch.startswith("gfx")
+        for target in instinct
     ]
+    gpus = [target.name for target in instinct]
     every: dict[str, list[Entry]] = {}
     for entry in entries():
         if not entry.only_proxy:
             every.setdefault(entry.backend, []).append(entry)
     return {
         f"primus-{backend}-benchmark-models.json": json.dumps(
-            {"docker": dockers[0], "dockers": dockers, "model_groups": _groups(some, [d["target"] for d in dockers])},
+            {"docker": dockers[0], "dockers": dockers, "model_groups": _groups(some, gpus)},
             indent=1,
             ensure_ascii=False,
         )

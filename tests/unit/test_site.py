@@ -14,7 +14,6 @@ from typing import Any
 
 import jinja2
 import pytest
-
 from docs.site.rocm import rocm_data
 
 from browser import CHROMIUM, Browser

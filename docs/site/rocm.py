@@ -15,8 +15,8 @@ from primus.recipes.load import Entry, entries
 def rocm_data(root: Path) -> dict[str, str]:
     """Return path in the site → JSON for each backend, in the form of ROCm's ``…-benchmark-models.yaml``.
 
-    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with ``mad_tag`` and, since 2026,
-    the ``train_tags`` of each GPU.
+    Templates read ``docker`` or ``dockers``, their ``components``, and ``model_groups`` with ``mad_tag``. Those of 2026
+    also read the ``train_tags`` of each GPU.
     """
     project = Project(root)
     targets = [resolve(project, name) for name in project.target_names()]

@@ -12,9 +12,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
@@ -36,8 +35,7 @@ class Styled(str):
         return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class Screen:
+class Screen(NamedTuple):
     """The target of a layout: a width in columns (None: unlimited, as in a pipe), and whether color is shown."""
 
     width: int | None = None

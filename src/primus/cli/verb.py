@@ -12,17 +12,15 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from primus.errors import InputError
 
 Option: TypeAlias = Callable[[argparse.ArgumentParser], object]
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     """One verb. Calling it with the parsed arguments runs it and returns its exit code."""
 
     call: Callable[[argparse.Namespace], int]

@@ -44,7 +44,7 @@ def judge(examined: Examined) -> Outcome:
         ref=image.plan.ref,
         digest=image.digest,
         reports=tuple(replace(gate.judge(examined), gate=name) for name, gate in gates().items()),
-        libraries=tuple(asdict(library) for library in gpu_libraries(examined)),
+        libraries=tuple(library._asdict() for library in gpu_libraries(examined)),
     )
 
 

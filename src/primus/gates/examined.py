@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, NamedTuple
 
 from primus.errors import InputError
 from primus.files import read_sealed, write_sealed
@@ -101,8 +101,7 @@ class GateReport:
         return not self.errors
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examined:
+class Examined(NamedTuple):
     """An image, the facts about its layers by name (bottom first), and the workspace with its store."""
 
     image: Composed

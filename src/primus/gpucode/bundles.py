@@ -11,9 +11,8 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import zstandard
 
@@ -41,8 +40,7 @@ _DECODERS: dict[int, Callable[[], Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """One entry of a bundle: its id, and the position of its bytes in the uncompressed bundle."""
 
     id: str
@@ -50,8 +48,7 @@ class Part:
     size: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
+class Bundle(NamedTuple):
     """A bundle of ``length`` bytes at ``offset`` of a stream. ``version`` is 0 for an uncompressed one; a compressed
     one contains ``unpacked`` bytes.
     """
@@ -134,7 +131,7 @@ def _compressed(stream: IO[bytes], at: int) -> Bundle | None:
         data += chunk
     if not data.startswith(PLAIN):
         raise ValueError("a compressed offload bundle holds something else")
-    return replace(bundle, parts=_parts_of(data)[0])
+    return bundle._replace(parts=_parts_of(data)[0])
 
 
 class _Inflated:

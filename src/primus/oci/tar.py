@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, NamedTuple
 
 from primus.errors import CheckFailed, InputError
 from primus.files import link_fault, open_regular, path_fault
@@ -29,8 +29,7 @@ Kind = Literal["file", "hardlink", "symlink", "dir"]
 Source = bytes | Path | Callable[[], Iterable[bytes]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
+class Member(NamedTuple):
     """One path of a layer, without a leading slash. ``chunks`` are a file's bytes, which can be read once, while it is
     the current member. ``link`` is where a symlink leads.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from primus.oci.canonical import key_of
 from primus.plan.resolve import ResolvedTarget
@@ -18,8 +18,7 @@ Tree = tuple[tuple[str, str, str], ...]
 """The files of a local folder: path, ``file``/``exec``/``link``, and the content's sha256 or the link's target."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Input:
+class Input(NamedTuple):
     """One thing that affects the bytes: ``value`` is a version and hash, ``where`` the line that set it."""
 
     name: str

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Blob, Layer, Store, manifest_of
 from primus.plan.action import Action, ImagePlan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Composed:
+class Composed(NamedTuple):
     """An image without a name. All its layers are in the store; the fields hold the bytes of its config and
     manifest.
     """
@@ -68,8 +66,7 @@ def stored(store: Store, plan: ImagePlan) -> Composed | None:
     return image if intact else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Built:
+class Built(NamedTuple):
     """An image with a name in the store. ``changed`` tells whether this build named it. ``failed`` has one sentence for
     each gate that the image failed, and ``ran`` the seconds of the actions that this build ran, by key.
     """
@@ -77,7 +74,7 @@ class Built:
     image: Composed
     changed: bool
     failed: tuple[str, ...]
-    ran: Mapping[str, float] = field(default_factory=dict)
+    ran: Mapping[str, float]
 
     def as_json(self) -> dict[str, Any]:
         """Return the image as JSON data. Its ``content`` does not depend on how layers are compressed."""
@@ -104,7 +101,7 @@ def finished(store: Store, plan: ImagePlan, rules: str) -> Built | None:
     record = store.record("targets", plan.state) or {}
     if image is None or (record.get("digest"), record.get("judged")) != (image.digest, judged_by(plan, rules)):
         return None
-    return Built(image=image, changed=False, failed=tuple(record.get("failed", ())))
+    return Built(image=image, changed=False, failed=tuple(record.get("failed", ())), ran={})
 
 
 def judged_by(plan: ImagePlan, rules: str) -> str:

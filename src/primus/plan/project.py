@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from primus.errors import InputError, did_you_mean
 from primus.gpus.table import TABLE_FILE, Table
@@ -142,8 +143,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml") if not path.name.startswith("."))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """The channel that builds a target. ``base`` is its root file system, ``preview`` the reason why its image is
     not a release, ``reason`` why the channel was chosen.
     """

@@ -7,10 +7,9 @@ Entries are plain data (path → text or link, mode), because they are part of a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import cast
+from typing import NamedTuple, cast
 
 from primus import __version__
 from primus.oci.tar import Entry
@@ -44,12 +43,11 @@ def trim() -> Mapping[str, tuple[str, ...]]:
     return {name: tuple(patterns) for name, patterns in cast("Mapping[str, Sequence[str]]", data).items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
+class Prefix(NamedTuple):
     """The Python environment of the image: ``root`` without a leading slash, ``python`` as major.minor."""
 
-    root: str = "opt/venv"
     python: str
+    root: str = "opt/venv"
 
     @property
     def site(self) -> str:

@@ -6,10 +6,11 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.version import Version
 
@@ -30,8 +31,7 @@ _TRIES = 6
 _FLAVOUR = re.compile(r"cpu|cu(?=[0-9])|rocm|$")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outlook:
+class Outlook(NamedTuple):
     """What one pin could be. ``newest`` is the newest version of its index, and ``compatible`` the newest one that fits
     the other pins; None if the pin is at it. ``moves`` are the new versions of all pins that move to the compatible
     one. ``error`` tells why a source could not be asked.
@@ -42,9 +42,9 @@ class Outlook:
     package: str
     targets: tuple[str, ...]
     pinned: str
+    moves: Mapping[Place, str]
     compatible: str | None = None
     newest: str | None = None
-    moves: Mapping[Place, str]
     error: str = ""
 
 
@@ -66,11 +66,11 @@ class Outlooks:
                           pinned=pin.version or "", moves={})  # fmt: skip
         try:
             for versions in islice(self._steps(place, wanted), _TRIES):
-                outlook = replace(outlook, newest=outlook.newest or versions[place])
+                outlook = outlook._replace(newest=outlook.newest or versions[place])
                 if (moves := versions if wanted else self._fit(versions)) is not None:
-                    return replace(outlook, compatible=versions[place], moves=moves)
+                    return outlook._replace(compatible=versions[place], moves=moves)
         except HostError as error:
-            return replace(outlook, error=error.message)
+            return outlook._replace(error=error.message)
         return outlook
 
     def _pin(self, place: Place) -> Pin:

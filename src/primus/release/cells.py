@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
@@ -20,8 +21,7 @@ from primus.training.outcome import Outcome
 NO_GPU = "none"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(NamedTuple):
     """One recipe with one set of choices. ``choices`` contains the choices that differ from the recipe's defaults."""
 
     recipe: str
@@ -71,8 +71,7 @@ def cells_of(
     return tuple(cells)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
+class Hardware(NamedTuple):
     """The GPUs that the jobs get.
 
     ``gpu`` is the name of the generation, or "none" for the CPU. ``names`` has one entry per GPU, as the driver reports
@@ -84,7 +83,7 @@ class Hardware:
     names: tuple[str, ...] = ()
     driver: str = ""
     firmware: str = ""
-    devices: Devices = field(default_factory=Devices)
+    devices: Devices = Devices()
     why: str = ""
 
 

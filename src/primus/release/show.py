@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from primus.release.diff import Change, Diff, component_order, release_facts
 from primus.release.history import Release, newest_first
@@ -91,7 +90,7 @@ def _remarks(difference: Diff) -> dict[str, Sequence[str]]:
 
 
 def _items(sections: Mapping[str, Sequence[str]], screen: Screen) -> list[str]:
-    narrow = replace(screen, width=min(screen.width or _PROSE, _PROSE))
+    narrow = screen._replace(width=min(screen.width or _PROSE, _PROSE))
     lines = []
     for title, items in sections.items():
         lines += _heading(title, screen) if items else []

@@ -12,9 +12,8 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from primus.errors import HostError, InputError
 from primus.oci import canonical
@@ -86,8 +85,7 @@ def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signer:
+class Signer(NamedTuple):
     """Who signs: the owner of ``key`` (a file or the address of a key service), or without one, an identity that
     cosign asks its provider for (keyless; the signature is entered in the public transparency log).
     """

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 from primus.engine.workshop import root_of_image
 from primus.errors import HostError, InputError
@@ -51,8 +51,7 @@ _INTERRUPTED = (130, 143)
 _GATE = "gate "
 
 
-@dataclass(frozen=True, kw_only=True)
-class Validated:
+class Validated(NamedTuple):
     """The evidence of one cell, its folder, and whether it is from an earlier validation."""
 
     record: dict[str, Any]

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from primus.errors import CheckFailed, HostError, InputError
@@ -41,8 +41,7 @@ _REFERENCE = re.compile(
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trust:
+class Trust(NamedTuple):
     """Whose signatures count: the owner of ``key``'s, or an ``identity``'s that ``issuer`` vouches for."""
 
     key: str | None = None
@@ -235,8 +234,7 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
     return signed
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     digest: str
     config: Mapping[str, Any]
     stated: Mapping[str, Sequence[Stated]]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from primus.errors import InputError
 from primus.files import path_fault, read_bytes
@@ -51,8 +51,7 @@ class LockedFile:
             raise ValueError(f"{self.file!r} is not a file name: {fault}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BaseRequest:
+class BaseRequest(NamedTuple):
     """What a base needs from an archive and a registry. ``packages`` may contain ``name/suite``.
 
     ``over`` names the base of an extra. The lock then contains only the packages that this base does not have.
@@ -65,8 +64,7 @@ class BaseRequest:
     over: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Commit:
+class Commit(NamedTuple):
     """A commit of a repository, and the version of its package."""
 
     url: str
@@ -155,8 +153,7 @@ class Lock:
         return (*self.of("wheel"), *self.of("sdist"), *self.of("git"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drift:
+class Drift(NamedTuple):
     """One pin on which versions.yaml and the lock differ; None means absent."""
 
     pin: str

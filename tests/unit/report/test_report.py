@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -310,7 +309,7 @@ def test_the_old_script_appends_its_rows(
         options.output = folder
         return 0
 
-    monkeypatch.setattr(compat, "train", replace(train.train, call=trained))
+    monkeypatch.setattr(compat, "train", train.train._replace(call=trained))
     words = ["compat", "pytorch_benchmark_report.sh"]
     words += ["-t", "pretrain", "-m", "llama-3.1-8b", "-p", "BF16", "-s", "8192"]
     assert main(words) == main(words) == 0

@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primus import __version__
 from primus.cli.host.common import SEVERAL, SOURCE, open_project, targets_of
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 _SUPPORTED = timedelta(days=182)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """One file that was added to a lock, removed from it or changed. ``old`` or ``new`` is None where it is absent."""
 
     kind: str
@@ -91,7 +89,7 @@ def outdated(args: argparse.Namespace) -> int:
         table.append((row.component, row.channel, ", ".join(row.targets), row.pinned, best, row.newest or "–"))
     lines = Screen.of().table(table, head=("component", "channel", "targets", "pinned", "compatible", "newest"))
     lines.append(f"{counted(len(rows) - len(table), 'pin')} of {len(rows)} at the newest version")
-    answer(args, [{**asdict(row), "moves": _named(row.moves)} for row in rows], lines)
+    answer(args, [{**row._asdict(), "moves": _named(row.moves)} for row in rows], lines)
     return HostError.exit_code if any(row.error for row in rows) else 0
 
 
@@ -131,7 +129,7 @@ def bump(args: argparse.Namespace) -> int:
                 lock = lock_target(resolved, progress, shared, write=False)
                 locks.append((resolved.lock_name, resolved.lock, lock))
     message = _message(project.versions.components, moves, args.release)
-    changes = [{"lock": name, "changes": [asdict(c) for c in compare(*pair)]} for name, *pair in locks]
+    changes = [{"lock": name, "changes": [c._asdict() for c in compare(*pair)]} for name, *pair in locks]
     lines = list(difflib.unified_diff(old.split("\n"), new.split("\n"), "old", "versions.yaml", n=0, lineterm=""))
     lines += [*(_table(name, after, compare(before, after)) for name, before, after in locks), "", message]
     document = {"moves": _named(moves), "locks": changes, "message": message if new != old else ""}
@@ -208,7 +206,7 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
         drifts = new if resolved.lock is None else resolved.stale
         for drift in drifts:
             component, where = resolved.drift_place(drift.pin)
-            stale.append({"lock": name, **asdict(drift), "component": component, "where": where})
+            stale.append({"lock": name, **drift._asdict(), "component": component, "where": where})
             changed = f"{component or drift.pin}: {drift.locked or 'nothing'} → {drift.wanted or 'nothing'}"
             lines.append(f"{where}: {name} is stale: {changed}")
         lines += [] if drifts else [f"✓ {name} matches versions.yaml"]
@@ -228,7 +226,7 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
             gone = [file for file in files if file.name in args.refresh_package]
             new = lock_target(resolved, progress, shared, refresh=args.refresh, gone=gone, write=not args.dry_run)
             changes = compare(resolved.lock, new)
-            outcome.append({"lock": name, "files": len(new.distinct), "changes": [asdict(c) for c in changes]})
+            outcome.append({"lock": name, "files": len(new.distinct), "changes": [c._asdict() for c in changes]})
             if not args.json:
                 progress.say(_table(name, new, changes))
     answer(args, outcome, ())

@@ -217,7 +217,7 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
         yield from screen.table(rows, indent="  ")
     if reasons:
         yield screen.paint("\nmissing and contradicting sources", "bold")
-    narrow = replace(screen, width=min(screen.width or _WIDTH, _WIDTH))
+    narrow = screen._replace(width=min(screen.width or _WIDTH, _WIDTH))
     for because, keys in reasons.items():
         yield from screen.wrap(", ".join(keys), "  ", "    ")
         yield from narrow.wrap(because, "    ")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
@@ -37,8 +36,7 @@ _MAJOR = re.compile(r"-rocm([0-9]+)(?:-|$)")
 _FLAVOUR = re.compile(r"^(cpu|cu[0-9]+|rocm)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Package:
+class Package(NamedTuple):
     """A package of the image, its exact version, and the line that sets the version."""
 
     name: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from primus.gates.codeobjects import Code
 from primus.gates.examined import Examined, Finding, GateReport
@@ -17,8 +17,7 @@ from primus.gpucode.archs import in_path, runs_on
 _PARTS = ("code object", "bundle", "kernel file")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuLibrary:
+class GpuLibrary(NamedTuple):
     """A file with GPU code, or a folder of kernel files. ``problem`` is why its code cannot be found, if it cannot."""
 
     layer: str

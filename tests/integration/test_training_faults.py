@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,8 @@ from primus.training.job import Job
 from primus.training.outcome import Outcome
 
 pytestmark = pytest.mark.integration
+
+INSIDE = Path(__file__).with_name("inside")
 
 STEPS = 10
 # The step at which torchtitan's healthy run saves the checkpoint that a resumed run starts from.
@@ -107,3 +110,27 @@ def test_a_wrapper_starts_every_rank(python: Python, tmp_path: Path) -> None:
     assert run.run.passed
     assert sorted((tmp_path / "count").read_text().split()) == ["0", "1"]
     assert " ".join(wrap) in " ".join(run.run.argv)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("torchtitan", marks=pytest.mark.slow)])
+def test_a_rank_that_computes_wrong_is_named_and_a_verified_run_is_the_same_run(
+    python: Python, tmp_path: Path, backend: str
+) -> None:
+    job = replace(job_of(backend, tmp_path / "wrong", "steps=4"), verify_steps=2)
+    broken = train(python, job, "wrong_kernel")
+    assert broken.exit_code
+    assert re.match(r"rank 1: .*WrongResultError: step 2: the CPU of .* it computes wrong", broken.cause)
+    runs = [
+        train(
+            python,
+            replace(job_of(backend, tmp_path / f"verified-{n}", "steps=4", "deterministic=true"), verify_steps=n),
+        )
+        for n in (0, 2)
+    ]
+    assert failing(outcome.basic_verdicts(runs[1])) == []
+    assert runs[0].facts["weights_sha256"] == runs[1].facts["weights_sha256"]
+
+
+def test_planted_wrong_kernels_are_found_and_healthy_ones_are_not(python: Python) -> None:
+    ended = python.run(str(INSIDE / "verify_steps.py"))
+    assert ended.stdout == '{"planted": 20, "healthy": 0}\n', ended.stderr

@@ -21,7 +21,7 @@ class Job:
 
     The reference repeats a ``judged`` run. ``compiled`` is a folder of compiled kernels that runs share. ``trial`` says
     which optimizations passed their self-tests on this machine. ``wrap`` is a command before the Python of each rank.
-    In a container, paths are the container's.
+    Gradients are verified every ``verify_steps`` steps (0: never). In a container, paths are the container's.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Job:
     compiled: Path | None = None
     trial: Trial | None = None
     wrap: tuple[str, ...] = ()
+    verify_steps: int = 0
 
     @property
     def turbo(self) -> tuple[str, ...]:
@@ -65,7 +66,8 @@ class Job:
         choices = self.recipe.choices.words()
         judged = ["--judge"] if self.judged else []
         wrap = ["--wrap", shlex.join(self.wrap)] if self.wrap else []
-        words = ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *judged, *wrap]
+        verify = ["--verify-steps", str(self.verify_steps)] if self.verify_steps else []
+        words = ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *judged, *wrap, *verify]
         return [*words, *self.recipe.overrides]
 
 

@@ -32,7 +32,7 @@ def job_file(job: Job) -> str:
     recipe = job.recipe
     of_recipe = ("backend", "mode", "precision", "gpu", "world_size", "accumulation", "data_parallel")
     content = {
-        **{name: getattr(job, name) for name in ("name", "first_step", "last_step", "examined")},
+        **{name: getattr(job, name) for name in ("name", "first_step", "last_step", "examined", "verify_steps")},
         "output": str(job.output),
         "witness": job.judged,
         "resume_from": str(job.resume_from) if job.resume_from else None,

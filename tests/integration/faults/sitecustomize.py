@@ -104,6 +104,25 @@ def loop_hangs(train: Any) -> None:
     train._step = hanging
 
 
+def wrong_kernel(functional: Any) -> None:
+    """On rank 1, one product of matrices in 40 has a wrong bit in its largest value."""
+    import torch
+
+    linear = functional.linear
+
+    def wrong(*given: Any) -> Any:
+        result = linear(*given)
+        wrong.count += 1  # type: ignore[attr-defined]
+        if wrong.count % 40 or os.environ.get("RANK") != "1":  # type: ignore[attr-defined]
+            return result
+        with torch.no_grad():
+            result.view(-1).view(torch.int32)[result.abs().argmax()] ^= 1 << 16
+        return result
+
+    wrong.count = 0  # type: ignore[attr-defined]
+    functional.linear = wrong
+
+
 def import_error(llama: Any) -> None:
     """A module of the backend needs one that is not installed."""
     raise ModuleNotFoundError("No module named 'fast_kernels'")
@@ -123,6 +142,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "turbo_left_out": ("primus.training.torchtitan.turbo", turbo_left_out),
     "loop_lost_micro_batch": ("primus.training.loop.session", loop_lost_micro_batch),
     "loop_out_of_memory": ("primus.training.loop.train", loop_out_of_memory),
+    "wrong_kernel": ("torch.nn.functional", wrong_kernel),
     "loop_hangs": ("primus.training.loop.train", loop_hangs),
     "import_error": ("primus.training.fsdp.llama", import_error),
 }

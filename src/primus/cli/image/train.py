@@ -15,6 +15,7 @@ from primus.cli.verb import JSON, WRAP, answer, count, flag, folder, option, pat
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
+from primus.recipes.recipe import Recipe
 from primus.recipes.weights import another_model
 from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
@@ -36,6 +37,9 @@ RUN = (
     ),
     count("--stall-timeout", "end the job after S seconds without output of a rank; 0: never", "S", default=1800),
     WRAP,
+    count(
+        "--verify-steps", "every N steps, compute a micro batch twice and compare the gradients; 0: never", default=0
+    ),
     option("--compile-cache", type=folder, metavar="DIR", help="keep compiled kernels here"),
     option("--log", choices=start.TRACKERS, help="also write figures for this tracker (wandb, mlflow: offline)"),
     flag("--no-preflight", "start without checking the machine"),
@@ -65,10 +69,10 @@ def train(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
-    options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
+    chosen = [f"{options.log}=true"] * bool(options.log) + ["deterministic=true"] * bool(options.verify_steps)
+    options.overrides = [*options.overrides, *chosen]
     recipe = resolved(options, memory=memory)
-    if options.accept_change and not options.resume_from:
-        raise InputError("--accept-change needs --resume-from")
+    _check_options(options, recipe)
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
     name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = options.output = options.output or Path("runs") / name
@@ -81,6 +85,7 @@ def _run(options: argparse.Namespace) -> int:
         judged=options.judge,
         compiled=cache and cache.absolute(),
         wrap=options.wrap,
+        verify_steps=options.verify_steps,
     )
     if options.judge and (why := "it needs a run from step 1" if checkpoint else proof.unjudged(recipe)):
         raise InputError(f"--judge: {why}")
@@ -133,6 +138,16 @@ def _run(options: argparse.Namespace) -> int:
     lines = _success(job, ended) if run.passed else _failure(job, ended)
     answer(options, document, map(Screen.of().fit, lines))
     return 0 if run.passed else 1
+
+
+def _check_options(options: argparse.Namespace, recipe: Recipe) -> None:
+    if options.accept_change and not options.resume_from:
+        raise InputError("--accept-change needs --resume-from")
+    if options.verify_steps and recipe.backend == "megatron":
+        raise InputError(
+            "--verify-steps: Megatron adds gradients in buffers of its own, where those of one rank cannot be compared",
+            hint="use another backend, or `primus preflight` between runs",
+        )
 
 
 def _preflight(job: Job) -> None:

@@ -113,6 +113,7 @@ class RankJob:
     blocks: bool
     turbo: tuple[str, ...]
     evaluation: Mapping[str, int]
+    verify_steps: int = 0
 
     @property
     def global_batch(self) -> int:

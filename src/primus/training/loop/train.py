@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from primus.training import facts, identity
+from primus.training import facts, identity, verify
 from primus.training.failure import text_of
 from primus.training.loop.config import RankJob, learning_rate
 from primus.training.loop.evaluation import Evaluation
@@ -228,6 +228,9 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
             if step == (job.first_step + job.last_step) // 2:
                 with witness.busy(step):
                     _prove_checkpoint(job, step, session, witness)
+            report.start()
+        if job.verify_steps and step % job.verify_steps == 0:
+            verify.compare(session.model_parts, step, partial(session.forward_backward, batches[:1], 1))
             report.start()
         if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == job.last_step):
             _save(job, session, report, step)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from primus.recipes.architecture import architecture
-from primus.training import facts, gloo, identity, tokens
+from primus.training import facts, gloo, identity, tokens, verify
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
 from primus.training.loop.process import keep_graphs
@@ -116,6 +116,7 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                 self.facts["local_batch_size"], self.facts["seq_len"] = batch[0]["input"].shape
                 if self.witness:
                     self.witness.batch(inputs=batch[0]["input"], labels=batch[1])
+                self.micro_batch = batch
                 yield batch
 
         def train_step(self, data_iterator: Any) -> None:
@@ -131,6 +132,15 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                 self.witness.step(self.step)
                 # Exclude the time of writing evidence from the throughput of steps.
                 self.metrics_processor.time_last_log = time.perf_counter()
+            if job["verify_steps"] and self.step % job["verify_steps"] == 0:
+                verify.compare(self.model_parts, self.step, self._compute_again)
+                self.metrics_processor.time_last_log = time.perf_counter()
+
+        def _compute_again(self) -> None:
+            inputs, labels = self.micro_batch
+            placed = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+            one = torch.ones((), device=self.device)
+            self.forward_backward_step(input_dict=placed, labels=labels.to(self.device), global_valid_tokens=one)
 
         def _write_facts(self, observed: Mapping[str, Any]) -> None:
             self.facts |= {**observed, **active(job["turbo"])}

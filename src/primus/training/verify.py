@@ -1,0 +1,102 @@
+"""Silent corruption: a rank that computes one micro-batch twice and gets other gradients has a GPU that computes wrong.
+
+The gradients are those of the rank itself. Once ranks have added theirs, a wrong one is on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from primus.terminal import some
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WrongResultError(RuntimeError):
+    """The same computation had two results on one GPU."""
+
+
+def compare(parts: Sequence[nn.Module], step: int, compute: Callable[[], object]) -> None:
+    """Call ``compute`` twice, which computes the gradients of one micro-batch of the models ``parts``. All ranks.
+
+    Its kernels must be deterministic. Afterwards, there are no gradients, and buffers and random states are as before.
+    Raises WrongResultError on a rank whose gradients differ in any bit.
+    """
+    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
+    random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    hashes: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        hashes.append({})
+        hooks = [tensor.register_hook(partial(_note, hashes[-1], name)) for name, tensor in _computed(parts)]
+        compute()
+        for hook in hooks:
+            hook.remove()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        torch.set_rng_state(random[0])
+        if random[1] is not None:
+            torch.cuda.set_rng_state(random[1])
+        for part in parts:
+            part.zero_grad()
+    first, second = hashes
+    if not first:
+        raise RuntimeError(f"step {step}: no gradient of this rank was seen, so none could be compared")
+    if wrong := [name for name in {**first, **second} if not _equal(first.get(name), second.get(name))]:
+        raise WrongResultError(
+            f"step {step}: {_device()} computed one micro-batch twice, and {some(wrong, 3)} got other gradients: "
+            "it computes wrong. Replace it, and resume from an earlier checkpoint"
+        )
+
+
+def _computed(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors whose gradients autograd computes. FSDP2's are gathered copies, which it reuses."""
+    for part in parts:
+        yield from ((name, tensor) for name, tensor in part.named_parameters() if tensor.requires_grad)
+        for module in part.modules():
+            for parameter in _gathered(module) if isinstance(module, FSDPModule) else ():
+                if parameter.sharded_param.requires_grad:
+                    yield str(parameter._param_fqn), parameter._unsharded_param
+
+
+def _gathered(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    # Newer versions of PyTorch can have several groups.
+    groups = vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]
+    return [parameter for group in groups if group for parameter in group.fsdp_params]
+
+
+def _note(hashes: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    hashes[name] = _hash(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+
+
+def _hash(values: Tensor) -> Tensor:
+    """Return three sums of the bits of ``values``. A change of one value changes one of them."""
+    bits = values.contiguous().view(-1).view(_BITS[values.element_size()])
+    width = max(1, math.isqrt(len(bits)))
+    rows = bits[: len(bits) // width * width].view(-1, width)
+    parts = (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[rows.numel() :].to(torch.int64))
+    # The place of a value counts, too.
+    return torch.stack([(part * torch.arange(1, len(part) + 1, device=part.device)).sum() for part in parts])
+
+
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is not None and second is not None and torch.equal(first, second)
+
+
+def _device() -> str:
+    node = platform.node()
+    if not torch.cuda.is_available():
+        return f"the CPU of {node}"
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"GPU {os.environ.get('LOCAL_RANK', '0')} of {node} ({gpu.name}, {getattr(gpu, 'uuid', 'no UUID')})"

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from docs.site.published import Outcome, load_published, outcomes
-from primus.gpus.table import Generation, Table
+from primus.gpus.table import Generation, Table, load_table
 from primus.recipes.architecture import readable
-from primus.recipes.load import Entry, entries, gpus
+from primus.recipes.load import Entry, entries
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import holds
@@ -59,7 +59,7 @@ def models_page() -> str:
         lines += [f"## {family}", "", *(_model(name, ways[0]) for name, ways in models.items()), ""]
         reasons: dict[str, list[Recipe]] = {}
         body = [row for ways in models.values() for entry in ways for row in _rows(entry, cells, reasons)]
-        lines += table(("recipe", "backend", "precision", "nodes", "sequence", *gpus()), body)
+        lines += table(("recipe", "backend", "precision", "nodes", "sequence", *load_table().imaged), body)
         lines += ["", *(f"- {_where(recipes)}: {because}" for because, recipes in reasons.items())]
         lines += [""] if reasons else []
     return "\n".join(lines)
@@ -82,7 +82,7 @@ def _rows(entry: Entry, cells: Sequence[Outcome], reasons: dict[str, list[Recipe
         o for o in cells if (o.cell.recipe, o.cell.backend, o.cell.mode) == (entry.recipe, entry.backend, entry.mode)
     ]
     for precision, able in entry.precisions.items():
-        for gpu in able:
+        for gpu in filter(load_table().imaged.__contains__, able):
             mine = [o for o in ours if (o.gpu, o.cell.precision) == (gpu, precision)]
             for nodes in (None, *sorted({o.cell.nodes for o in mine})):
                 choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu, nodes=nodes)
@@ -102,7 +102,7 @@ def _rows(entry: Entry, cells: Sequence[Outcome], reasons: dict[str, list[Recipe
                 batch = f"**{recipe.local_batch}**" if published else str(recipe.local_batch)
                 row[gpu] = f"{batch}, {recipe.global_batch}" if holds(recipe) else "too large"
     for (precision, count, sequence), row in rows.items():
-        figures = (row.get(gpu, _NONE) for gpu in gpus())
+        figures = (row.get(gpu, _NONE) for gpu in load_table().imaged)
         yield f"`{entry.recipe}`", f"{entry.backend} {entry.mode}", precision, str(count), sequence, *figures
 
 
@@ -125,9 +125,10 @@ def gpu_page(content: Table) -> str:
     lines = [
         "# GPUs",
         "",
-        "The GPUs that have an image. Peaks are dense, in TFLOP/s of one GPU. If no source gives a peak, or a GPU "
-        "is not in this table, no MFU is printed. A GPU is identified by its full product name or its PCI device "
-        "id, never by its architecture, which other products share. generations.yaml has the source of each figure.",
+        "The GPUs that recipes can be resolved for. Peaks are dense, in TFLOP/s of one GPU. If no source gives a peak, "
+        "or a GPU is not in this table, no MFU is printed. A GPU is identified by its full product name or its PCI "
+        "device id, never by its architecture, which other products share. generations.yaml has the source of each "
+        "figure.",
         "",
         *section(
             "Generations",
@@ -135,6 +136,7 @@ def gpu_page(content: Table) -> str:
             [_generation(gpu) for gpu in content.generations],
         ),
         *(f"- {gpu.title}: {note}" for gpu in content.generations for note in gpu.notes),
+        *(f"- {gpu.title} has no image: {gpu.no_image}." for gpu in content.generations if gpu.no_image),
         "",
         *section(
             "Architectures",

@@ -10,12 +10,12 @@ from typing import Any
 
 from docs.site.measured import rates
 from primus.errors import PrimusError
-from primus.gpus.table import generation
+from primus.gpus.table import generation, load_table
 from primus.launch.plan import vendor
 from primus.plan.project import Project
 from primus.plan.resolve import resolve as resolve_target
 from primus.recipes.architecture import readable
-from primus.recipes.load import Entry, entries, gpus
+from primus.recipes.load import Entry, entries
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, fits, gpu_bytes, largest_batch, predict
 from primus.recipes.setting import Choices
@@ -50,7 +50,7 @@ def document(root: Path) -> dict[str, Any]:
     curves = json.loads(file.read_text("utf-8"))["curves"]
     return {
         "release": project.versions.release,
-        "gpus": {name: _gpu(project, name) for name in gpus()},
+        "gpus": {name: _gpu(project, name) for name in load_table().imaged},
         "machines": MACHINES,
         "models": {e.recipe: f"{e.description} ({readable(e.size.total)} parameters)" for e in all_entries},
         "ways": [_way(entry, curves) for entry in all_entries],
@@ -73,7 +73,7 @@ def _gpu(project: Project, name: str) -> dict[str, Any]:
 def _way(entry: Entry, curves: Mapping[str, object]) -> dict[str, Any]:
     runs: dict[str, Any] = {}
     for precision, able in entry.precisions.items():
-        for gpu in able:
+        for gpu in filter(load_table().imaged.__contains__, able):
             for nodes in MACHINES:
                 runs[f"{precision} {gpu} {nodes}"] = _run(entry, precision, gpu, nodes)
     judged = f"{entry.recipe}-{entry.backend}-{entry.mode}" in curves

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = ("src", "images", "recipes", "docs", "versions.yaml", "README.md", "CHANGELOG.md", "benchmarks", "noxfile.py")
 
 ARCH = """\
-  - arch: gfx1250
+  - arch: gfx1251
     vendor: amd
     fp8: e4m3fn
     fp8_source: a page
@@ -28,10 +28,10 @@ ARCH = """\
     others: []
 """
 ROW = """\
-  - name: mi455x
-    title: AMD Instinct MI455X
-    arch: gfx1250
-    names: [AMD Instinct MI455X]
+  - name: mi440x
+    title: AMD Instinct MI440X
+    arch: gfx1251
+    names: [AMD Instinct MI440X]
     device_ids: ["0x75b0"]
     compute_units: 256
     memory: {gb: 432, gib: 431.9, tb_s: 19.6}
@@ -78,31 +78,31 @@ def change(path: Path, old: str, new: str) -> None:
 
 def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
     """Each step that was forgotten is named, with the file to change."""
-    table, image = copy / "src/primus/gpus/generations.yaml", copy / "images/mi455x.yaml"
-    image.write_text((copy / "images/mi355x.yaml").read_text().replace("mi355x", "mi455x").replace("MI355X", "MI455X"))
+    table, image = copy / "src/primus/gpus/generations.yaml", copy / "images/mi440x.yaml"
+    image.write_text((copy / "images/mi355x.yaml").read_text().replace("mi355x", "mi440x").replace("MI355X", "MI440X"))
 
     def refused() -> str:
-        done = primus("plan", "mi455x")
+        done = primus("plan", "mi440x")
         assert done.returncode == 2
         return done.stderr
 
-    assert "images/mi455x.yaml:9:1: no GPU generation is called 'mi455x'" in refused()
+    assert "images/mi440x.yaml:9:1: no GPU generation is called 'mi440x'" in refused()
     change(table, "  - name: h200\n", ROW + "  - name: h200\n")
-    assert re.search(r" gpus/generations.yaml:\d+:5: mi455x: there is no architecture 'gfx1250'", refused())
+    assert re.search(r" gpus/generations.yaml:\d+:5: mi440x: there is no architecture 'gfx1251'", refused())
     change(table, "  - arch: sm_90\n", ARCH + "  - arch: sm_90\n")
-    (lacking,) = re.findall(r" gpus/generations.yaml:\d+:5: gfx1250 has no entry for .* variables (.*) \(", refused())
+    (lacking,) = re.findall(r" gpus/generations.yaml:\d+:5: gfx1251 has no entry for .* variables (.*) \(", refused())
     for name in lacking.split(", "):
         entry = rf"(  - name: {name}\n(?:    .*\n)*?    for: \[[^]]*(?:gfx950|mi350x))"
-        table.write_text(re.sub(entry, r"\1, gfx1250", table.read_text(), count=1))
-    assert "flash-attention has no pin for mi455x" in refused()
-    change(copy / "versions.yaml", "mi350x, mi355x]", "mi350x, mi355x, mi455x]")
+        table.write_text(re.sub(entry, r"\1, gfx1251", table.read_text(), count=1))
+    assert "flash-attention has no pin for mi440x" in refused()
+    change(copy / "versions.yaml", "mi350x, mi355x]", "mi350x, mi355x, mi440x]")
     # A stand-in for `nox -s lock`, which asks the indexes: the packages are those of the other generation.
     lock = (copy / "images/locks/debian/mi355x.json").read_text()
-    (copy / "images/locks/debian/mi455x.json").write_text(lock.replace('"target": "mi355x"', '"target": "mi455x"'))
-    planned = primus("plan", "mi455x")
+    (copy / "images/locks/debian/mi440x.json").write_text(lock.replace('"target": "mi355x"', '"target": "mi440x"'))
+    planned = primus("plan", "mi440x")
     assert planned.returncode == 0, planned.stderr
-    assert "kernels gfx1250" in planned.stdout
-    assert primus("list", "--gpu", "mi455x").stdout.count("mi455x") >= len(names(copy / "recipes"))
+    assert "kernels gfx1251" in planned.stdout
+    assert primus("list", "--gpu", "mi440x").stdout.count("mi440x") >= len(names(copy / "recipes"))
     assert primus(module="docs.generated").returncode == 0
     assert primus("--check", module="docs.generated").returncode == 0
 

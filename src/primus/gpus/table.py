@@ -69,7 +69,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One product that an image can be built for."""
+    """One product that recipes can be resolved for."""
 
     name: str = described("Name of the target.", pattern=r"[a-z][a-z0-9]*", shape="like mi300x")
     title: str = described("Display name.")
@@ -81,6 +81,7 @@ class Generation:
     source: str = described("Source of compute units and memory, and of the capacity that PyTorch reports.")
     peaks: tuple[Peak, ...] = described("One peak for each dtype that its matrix units support.")
     notes: tuple[str, ...] = described("Notes on the figures.", default=())
+    no_image: str | None = described("The reason why no image is built for it; null if one is.", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ class Table:
 
     def _require_variables(self) -> None:
         # Otherwise the images of a new architecture would silently lack a variable that others have.
+        imaged = {g.arch for g in self.generations if not g.no_image}
         archs = {a.arch: a.arch for a in self.archs if a.vendor == "amd"}
         of = archs | {g.name: g.arch for g in self.generations if g.arch in archs}
         stated: dict[str, set[str]] = {}
@@ -154,9 +156,14 @@ class Table:
                 raise WrongValue(message + " (`value: null` leaves one unset)", "generations", index)
         for index, arch in enumerate(self.archs):
             lacking = [name for name, archs_of in stated.items() if len(archs_of) > 1 and arch.arch not in archs_of]
-            if arch.vendor == "amd" and lacking:
+            if arch.vendor == "amd" and arch.arch in imaged and lacking:
                 message = f"{arch.arch} has no entry for the environment variables {', '.join(lacking)}"
                 raise WrongValue(message + " (`value: null` leaves one unset)", "archs", index)
+
+    @property
+    def imaged(self) -> tuple[str, ...]:
+        """The names of the generations that images are built for."""
+        return tuple(generation.name for generation in self.generations if not generation.no_image)
 
     def of(self, generation: Generation) -> tuple[Variable, ...]:
         """Return the variables for ``generation``, set or left unset, in the order of the table."""

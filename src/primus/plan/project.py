@@ -93,6 +93,8 @@ class Project:
             names = self.target_names()
             if name not in names:
                 hint = did_you_mean(name, names) or f"targets: {', '.join(names) or 'none'}"
+                if reason := next((gpu.no_image for gpu in self.gpus.generations if gpu.name == name), None):
+                    raise InputError(f"no image is built for {name}: {reason}", hint=f"targets: {', '.join(names)}")
                 raise InputError(f"no target is called {name!r}", hint=hint)
             if not _TARGET.fullmatch(name):
                 raise InputError(

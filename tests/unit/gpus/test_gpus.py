@@ -49,7 +49,7 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
         ("dtype: fp8, tflops: 1979", "dtype: bf16, tflops: 1979", "h200 needs one peak for each of bf16, fp8, not"),
         ("    for: [gfx942, mi350x", "    for: [gfx942, gfx950", "GPU_MAX_HW_QUEUES' is a duplicate"),
         ("    for: [gfx942, mi350x", "    for: [gfx942, mi305x", "is for 'mi305x', which is neither"),
-        ("    for: [gfx942, mi350x]", "    for: [gfx942]", "mi350x has no entry for GPU_MAX_HW_QUEUES, wh"),
+        ("mi350x, mi350p]", "mi350p]", "mi350x has no entry for GPU_MAX_HW_QUEUES, wh"),
     ],
 )  # fmt: skip
 def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> None:
@@ -98,7 +98,7 @@ def test_a_peak_is_that_of_the_dtype() -> None:
     [
         ("mi300x", "mxfp8", "no MFU: AMD Instinct MI300X does not compute mxfp8"),
         ("h200", "mxfp4", "no MFU: NVIDIA H200 does not compute mxfp4"),
-        ("mi355x", "mxfp4", "no MFU: no source states the mxfp4 peak of AMD Instinct MI355X"),
+        ("mi455x", "mxfp4", "no MFU: no source states the mxfp4 peak of AMD Instinct MI455X"),
     ],
 )
 def test_mfu_without_a_peak_is_refused(name: str, dtype: str, sentence: str) -> None:

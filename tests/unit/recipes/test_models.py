@@ -8,6 +8,7 @@ import pytest
 from docs.site.models import models_page
 from docs.site.published import Cell, Outcome, load_published, outcomes
 
+from primus.gpus.table import load_table
 from primus.recipes import load
 from primus.recipes.architecture import architecture, readable, size
 from primus.recipes.load import Entry, entries, gpus
@@ -116,10 +117,10 @@ def test_active_parameters() -> None:
 def test_the_page_shows_what_every_recipe_resolves_to() -> None:
     page = models_page()
     head = next(line for line in page.splitlines() if line.startswith("| recipe |")).strip("| ").split(" | ")[5:]
-    assert tuple(head) == gpus()
+    assert tuple(head) == load_table().imaged
     rows = re.findall(r"^\| `(\S+)` \| (\w+) (\w+) \| (\w+) \| (\d+) \| \S+ \| (.+) \|$", page, re.M)
     name, backend, mode, precision, nodes, cells = rows[0]
-    for gpu, figures in zip(gpus(), cells.split(" | "), strict=True):
+    for gpu, figures in zip(load_table().imaged, cells.split(" | "), strict=True):
         recipe = resolve(name, (), Choices(backend=backend, mode=mode, precision=precision, gpu=gpu, nodes=int(nodes)))
         assert figures.replace("*", "") == f"{recipe.local_batch}, {recipe.global_batch}"
     assert {row[:3] for row in rows} == {(entry.recipe, entry.backend, entry.mode) for entry in WHOLE}

@@ -1,7 +1,8 @@
 """Tokenizing a JSON Lines corpus by ``primus.training.tokens`` and by ``datasets.map``, in alternating runs.
 
-``python -m benchmarks.tokens TOKENIZER_FOLDER`` needs an image's Python packages. Each run is a process of its own; its
-time is that of everything after the imports, its memory the largest resident size.
+``python -m benchmarks.tokens TOKENIZER_FOLDER [MEGABYTES [REPETITIONS]]`` needs an image's Python packages. Each run is
+a process of its own on two processors; its time is that of everything after the imports, its memory the largest
+resident size. Where others use the processors, too, compare ``cpu_seconds``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 RESULT = Path(__file__).parent / "results/tokens.json"
-REPETITIONS = 3
+PROCESSORS = 2
 
 
 def written(folder: Path, megabytes: int) -> Path:
@@ -77,22 +78,26 @@ def measured(name: str, corpus: Path, tokenizer: str) -> dict[str, float]:
 
 def main() -> None:
     """Measure both, and write the result."""
-    if len(sys.argv) > 2:
-        seconds = {"primus": primus, "hugging_face": hugging_face}[sys.argv[1]](*sys.argv[2:])
+    if measure := {"primus": primus, "hugging_face": hugging_face}.get(sys.argv[1]):
+        seconds = measure(*sys.argv[2:])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({"seconds": round(seconds, 2), "peak_mib": round(peak)}))
+        cpu = round(time.process_time(), 2)
+        print(json.dumps({"seconds": round(seconds, 2), "cpu_seconds": cpu, "peak_mib": round(peak)}))
         return
+    tokenizer = sys.argv[1]
+    megabytes, repetitions = (*map(int, sys.argv[2:]), *(1000, 3)[len(sys.argv) - 2 :])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:PROCESSORS])
     runs: dict[str, list[dict[str, float]]] = {"primus": [], "hugging_face": []}
     with TemporaryDirectory() as folder:
-        corpora = [written(Path(folder), size) for size in (25, 100)]
-        small = measured("primus", corpora[0], sys.argv[1])
-        for _ in range(REPETITIONS):
+        small = measured("primus", written(Path(folder), 25), tokenizer)
+        corpus = written(Path(folder), megabytes)
+        for _ in range(repetitions):
             for name, rows in runs.items():
-                rows.append(measured(name, corpora[1], sys.argv[1]))
+                rows.append(measured(name, corpus, tokenizer))
     median = {name: statistics.median(row["seconds"] for row in rows) for name, rows in runs.items()}
     document = {
-        "generated": "by `python -m benchmarks.tokens`; do not edit", "processors": os.cpu_count(),
-        "python": platform.python_version(), "corpus_mb": 100, "runs": runs, "of_25_mb": small,
+        "generated": "by `python -m benchmarks.tokens`; do not edit", "processors": PROCESSORS,
+        "python": platform.python_version(), "corpus_mb": megabytes, "runs": runs, "of_25_mb": small,
         "speed_of_primus_by_datasets": round(median["hugging_face"] / median["primus"], 2),
     }  # fmt: skip
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from training_kit import Python
 pytestmark = pytest.mark.integration
 
 SCRIPTS = (
-    "tutorial", "models", "own_text", "collectives", "odd_weights", "reference_models", "data", "deepseek",
+    "tutorial", "models", "exports", "own_text", "collectives", "odd_weights", "reference_models", "data", "deepseek",
     "compiled_blocks", "fp8_autocast", "compiled_kernels", "facts_of_a_run",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ PAGES = [*(ROOT / name for name in OTHERS), *sorted(ROOT.glob("docs/*.md"))]
 RENDERED = {"train", "finetune", "launch", "compat"}
 CLUSTER = [["k8s", name] for name in ("status", "logs", "delete", "nodes")]  # need one; test_kubernetes.py has it
 # Absolute folders in the pages; here they are below a temporary one.
-FOLDERS = ("/data/tokenizer", "/models/llama-3.1-8b", "/weights")
+FOLDERS = ("/data/tokenizer", "/models/llama-3.1-8b", "/models/mine", "/weights")
 
 LLAMA31 = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,

@@ -83,11 +83,6 @@ class Family:
     linears: Sequence[str] = ()
     backends: Mapping[str, Support] = field(default_factory=dict)
 
-    @property
-    def tuned(self) -> bool:
-        """Whether published weights of the family can be fine-tuned."""
-        return bool(self.linears)
-
     def has(self, key: str, backend: str = "") -> bool:
         """Whether the family has the field ``key`` of ``model.``, and ``backend`` computes it."""
         lacks = self.backends[backend].lacks if backend else ()
@@ -215,6 +210,8 @@ def config_of(model: Any) -> dict[str, Any]:
         config["sliding_window"] = model.window or None
         if "use_sliding_window" in known.defaults:
             config |= {"use_sliding_window": model.window > 0, "max_window_layers": 0 if model.window else model.layers}
+    if "topk_method" in known.defaults:
+        config["topk_method"] = "group_limited_greedy" if model.moe.groups > 1 else "greedy"
     rope = {"rope_type": "default", "rope_theta": float(config.pop("rope_theta"))}
     if scaling.kind != "none":
         rope |= {"rope_type": scaling.kind, "original_max_position_embeddings": scaling.original_max_position}

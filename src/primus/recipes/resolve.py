@@ -160,7 +160,8 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
 
 
 def _weights_among(words: Sequence[str]) -> Path | None:
-    named = [word.partition("=")[2] for word in words if word.partition("=")[0] in ("weights", "finetune.weights")]
+    keys = ("weights", "finetune.weights", "megatron.weights")
+    named = [word.partition("=")[2] for word in words if word.partition("=")[0] in keys]
     return Path(named[0]) if named and exists(named[0]) else None
 
 
@@ -168,7 +169,7 @@ def _of_weights(
     folder: Path, settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend
 ) -> dict[str, Setting]:
     name = str(settings["model.family"].value) if "model.family" in settings else ""
-    if not (name in families() and family(name).tuned and "weights" in schema.backend_rules(knows.name)):
+    if not (name in families() and not family(name).images and "weights" in schema.backend_rules(knows.name)):
         return settings
     described = model_of(folder, name)
     for key, setting in overriding.items():

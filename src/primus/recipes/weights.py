@@ -51,7 +51,7 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
 def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the file ``config.json`` of a folder of weights, and its contents.
 
-    Raises InputError if there is none, or if it is not that of a whole, unquantized model that can be fine-tuned.
+    Raises InputError if there is none, or if it is not that of a whole, unquantized model of a family.
     """
     if not folder.is_dir():
         hint = "name a folder of safetensors files with their config.json, or hf:OWNER/NAME"
@@ -71,9 +71,9 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise InputError("config.json cannot be read, or is not JSON", where=str(file), hint=source) from error
     if not isinstance(config, dict):
         raise InputError("config.json is not a mapping", where=str(file))
-    tuned = list(dict.fromkeys(family(name).transformers for name in families() if family(name).tuned))
-    if (kind := config.get("model_type")) not in tuned:
-        why, hint = f"primus has no recipe for models of type {kind!r}", f"there are recipes for {', '.join(tuned)}"
+    types = list(dict.fromkeys(family(name).transformers for name in families() if not family(name).images))
+    if (kind := config.get("model_type")) not in types:
+        why, hint = f"primus has no recipe for models of type {kind!r}", f"there are recipes for {', '.join(types)}"
         raise InputError(why, where=f"{file}: model_type", hint=hint)
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from primus.errors import InputError
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import rules_of
-from primus.recipes.weights import HUB
+from primus.recipes.weights import HUB, config_of
 from primus.terminal import counted
 from primus.training import tokens
 from primus.training.corpus import corpus_of, files_of, held_out_corpus_of
@@ -85,8 +85,17 @@ def _objections(recipe: Recipe, name: str, written: tokens.Tokens) -> Iterator[t
 
 
 def _check_initial(recipe: Recipe) -> None:
-    if recipe.find(torchtitan.INITIAL, False) and (folder := recipe.asset("tokenizer")) is not None:
-        finetune.check(folder, recipe.architecture)
+    """Check the weights that torchtitan or Megatron start from. Unlike transformers, these have one activation."""
+    folder = finetune.source_of(recipe.find(f"{recipe.backend}.weights", "random"), offline=False)
+    if recipe.find(torchtitan.INITIAL, False):
+        folder = recipe.asset("tokenizer")
+    if folder is None:
+        return
+    finetune.check(folder, recipe.architecture)
+    file, config = config_of(folder)
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        why = f"{recipe.backend} computes SiLU, and hidden_act of the weights is {activation}"
+        raise InputError(why, where=f"{file}: hidden_act", hint="--backend finetune computes it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +120,7 @@ BACKENDS: Mapping[str, Backend] = {
         files=lambda job: {torchtitan.FILE: torchtitan.toml(job)},
         arguments=lambda job: ["--job.config_file", str(job.output / torchtitan.FILE)],
     ),
-    "megatron": Backend(),
+    "megatron": Backend(check_weights=_check_initial),
     "finetune": Backend(check_weights=finetune.check_weights),
     "flux": Backend(
         check_data=flux.check_data, tokenize=lambda _job, _progress: None, check_weights=flux.check_weights

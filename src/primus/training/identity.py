@@ -8,7 +8,7 @@ import json
 import math
 import stat
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +61,17 @@ def tensor_files(folder: Path) -> list[Path]:
         if pickles
         else "name a folder that contains model.safetensors or model.safetensors.index.json",
     )
+
+
+_MIXTRALS = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+
+def canonical_name(name: str) -> str:
+    """Return the name in transformers' model of a tensor in a file, which may lack the head, or be Mixtral's."""
+    name = name if name.startswith(("lm_head.weight", "model.")) else f"model.{name}"
+    for old, new in _MIXTRALS.items():
+        name = name.replace(old, new)
+    return name
 
 
 def header(file: Path) -> Header:
@@ -284,10 +295,10 @@ def _digest(folder: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def verify_tensors(folder: Path) -> None:
-    """Compare every tensor in ``folder`` with its CRC-32, which torch does not verify. The ranks share the work.
+def verify_tensors(folder: Path, names: Container[str] | None = None) -> None:
+    """Compare the tensors ``names`` (None: all) in ``folder`` with their CRC-32, which torch does not verify.
 
-    Raises SystemExit if a tensor differs.
+    If there are ranks, they share the work. Raises SystemExit if a tensor differs.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -295,8 +306,10 @@ def verify_tensors(folder: Path) -> None:
     items = sorted(
         (place.relative_path, place.offset, place.length, index.fqn)
         for index, place in dcp.FileSystemReader(folder).read_metadata().storage_data.items()
+        if names is None or index.fqn in names
     )
-    for file, offset, length, name in items[dist.get_rank() :: dist.get_world_size()]:
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for file, offset, length, name in items[rank::ranks]:
         try:
             with (folder / Path(file).name).open("rb") as whole:
                 whole.seek(offset)

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from primus.recipes.architecture import size
-from primus.recipes.family import family
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import backend_rules
@@ -38,7 +37,7 @@ def unjudged(recipe: Recipe) -> str | None:
     tokenizer = recipe.asset("tokenizer")
     if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
         return "the tokenizer has no tokenizer.json, which the reference reads"
-    if recipe.weights is not None and family(recipe.architecture.family).tuned:
+    if recipe.weights is not None and not recipe.architecture.of_images:
         activation = config_of(recipe.weights)[1].get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             return f"hidden_act of the weights is {activation}, and the reference computes SiLU"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from primus.training.finetune import models
 
 Check = Callable[[str, Path], None]
 
@@ -24,3 +30,10 @@ def try_all(checks: Iterable[tuple[Check, Sequence[str]]]) -> None:
                 print(f"{check.__name__}: {name}\n{traceback.format_exc(limit=-3)[-1500:]}", file=sys.stderr)
     print(f"{len(every)} cases, {failed} failed")
     assert not failed, f"{failed} of {len(every)} cases failed"
+
+
+def here(command: list[str], **_: Any) -> SimpleNamespace:
+    """Check weights in this process instead of one of its own, as importing torch each time would take minutes."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        models.main(*command[-2:])
+    return SimpleNamespace(stdout=printed.getvalue(), stderr="", returncode=0)

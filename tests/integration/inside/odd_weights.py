@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cases import try_all
+from cases import here, try_all
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -65,13 +63,6 @@ def written(where: Path, kind: str = "llama", change: Change | None = None, keys
     config = json.loads((plain(kind) / "config.json").read_text()) | (keys or {})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def here(command: list[str], **_: Any) -> SimpleNamespace:
-    """What a process of its own would print; importing torch for each case would take minutes."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        models.main(*command[-2:])
-    return SimpleNamespace(stdout=printed.getvalue(), stderr="", returncode=0)
 
 
 def ours(folder: Path) -> Any:

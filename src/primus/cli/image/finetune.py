@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from primus.cli.image.common import OVERRIDES, choices, resolved
-from primus.cli.image.train import RUN, train
-from primus.cli.verb import JSON, answer, option, verb
-from primus.errors import InputError
+from primus.cli.image.train import RUN, newest_checkpoint, train
+from primus.cli.verb import JSON, answer, folder, option, path, verb
+from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
@@ -23,6 +23,7 @@ from primus.terminal import Screen
 from primus.training import machine, tokens
 from primus.training.backend import backend_of
 from primus.training.corpus import corpus_of
+from primus.turbo.optimizations import importable
 
 # A larger micro batch is hardly faster, and a step would train on more samples than fine-tuning wants.
 _LARGEST = 8
@@ -141,6 +142,36 @@ def data(options: argparse.Namespace) -> int:
     screen = Screen.of()
     head = screen.wrap(reader.sentence(figures, recipe.seq_len))
     answer(options, document, [*head, *(_marked(parts, screen) for parts in samples)])
+    return 0
+
+
+@verb(
+    option("checkpoint", type=path, metavar="CHECKPOINT", help="a checkpoint, or a run (its newest one)"),
+    option("folder", type=folder, metavar="DIR", help="new folder for the model"),
+    option("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as saved)"),
+    option("--tokenizer", type=folder, metavar="DIR", help="copy this tokenizer (default: that of the run)"),
+    JSON,
+    example="primus export runs/mine /models/mine --dtype bfloat16",
+)
+def export(options: argparse.Namespace) -> int:
+    """Write the weights of a checkpoint as a model folder, which transformers and inference engines load.
+
+    The checkpoint can be of any backend and any number of ranks. One process reads it, without a GPU, and needs memory
+    for two copies of the model.
+    """
+    if options.folder.is_dir() and any(options.folder.iterdir()):
+        raise InputError(f"{options.folder} is not empty", hint="name a new folder")
+    checkpoint = newest_checkpoint(options.checkpoint)
+    for package in ("torch", "transformers"):
+        if not importable(package):
+            raise HostError(f"{package} is not installed", hint="run `primus export` in a container of an image")
+    # Seam "torch": no other verb of this module needs it in this process.
+    from primus.training.export import write_model
+
+    missing = write_model(checkpoint, options.folder, options.dtype, options.tokenizer)
+    document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "missing": missing}
+    lines = [f"{checkpoint.name} → {options.folder} for transformers", *(f"– {text}" for text in missing)]
+    answer(options, document, lines)
     return 0
 
 

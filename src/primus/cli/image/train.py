@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
     name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = options.output = options.output or Path("runs") / name
-    checkpoint = _checkpoint(options.resume_from) if options.resume_from else None
+    checkpoint = newest_checkpoint(options.resume_from) if options.resume_from else None
     job = Job(
         name=output.name,
         recipe=recipe,
@@ -168,7 +168,7 @@ def _preflight(job: Job) -> None:
             print(f"primus: {message}\n  → {finding.remedy}", file=sys.stderr)
 
 
-def _checkpoint(path: Path) -> Path:
+def newest_checkpoint(path: Path) -> Path:
     """Return the checkpoint that ``path`` is, or the newest complete one of the run that it is, or else the newest."""
     hint = "name a folder …/checkpoint/step-N, or the folder of a run"
     if not path.is_dir():

@@ -57,7 +57,8 @@ class FinetuneConfig:
 
 
 _HEAD = "lm_head.weight"
-_MIXTRALS = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+# Tensors that are no parameters. transformers reports them where its model has no such buffer.
+_BUFFERS = ("rotary_emb.inv_freq", "mlp.gate.e_score_correction_bias")
 
 
 def check(folder: Path, model: Architecture) -> None:
@@ -97,11 +98,9 @@ def _check_headers(folder: Path, model: Architecture) -> None:
                     f"{name} is {dtype}, and only plain weights ({', '.join(identity.PLAIN)}) are trained",
                     where=str(part), hint="name the weights that these were quantized from, or dequantize them",
                 )  # fmt: skip
-            plain = name if name.startswith((_HEAD, "model.")) else f"model.{name}"  # of a file without the head
-            for old, new in _MIXTRALS.items():
-                plain = plain.replace(old, new)
+            plain = identity.canonical_name(name)
             if plain not in expected:
-                strange |= {} if plain == _HEAD or plain.endswith("rotary_emb.inv_freq") else {name: part}
+                strange |= {} if plain == _HEAD or plain.endswith(_BUFFERS) else {name: part}
             elif places.setdefault(plain, name) != name:
                 why = f"{name} and {places[plain]} are the same weight"
                 raise InputError(why, where=str(part), hint="remove one of them")
@@ -127,5 +126,5 @@ def source_of(name: str, *, offline: bool) -> Path | None:
 
 def check_weights(recipe: Recipe) -> None:
     """Raise InputError if the recipe's initial weights are missing, damaged or of another model."""
-    if source := source_of(recipe.find("finetune.weights", "random"), offline=False):
+    if source := source_of(recipe.find(f"{recipe.backend}.weights", "random"), offline=False):
         check(source, recipe.architecture)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
 from primus.recipes.recipe import MOCK
-from primus.training.corpus import TOKENIZER_FILES, tokenizer_folder
+from primus.training.corpus import tokenizer_folder
 from primus.training.finetune import models
 from primus.training.finetune.backend import FinetuneConfig, source_of
 from primus.training.loop import data, process, train, weights
@@ -64,17 +62,13 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
         if merged:
             model = models.merged(job.model, config, source, state)
             state = model.state_dict()
-        models.ready_to_generate(model, tokenizer)
         if job.mode == "lora" and not merged and source is not None:
             # PEFT loads the base model from here. A folder of the hub's cache exists on this machine only.
             cached = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$", str(source))
             base = f"{cached[1]}/{cached[2]}" if cached else str(source.absolute())
             model.model.peft_config["default"].base_model_name_or_path = base
-        model.model.save_pretrained(folder, state_dict={name.removeprefix("model."): v for name, v in state.items()})
-        copied = [source.glob("generation_config.json")] if source else []
-        copied += [tokenizer.glob(pattern) for pattern in TOKENIZER_FILES] if tokenizer else []
-        for file in filter(Path.is_file, chain(*copied)):
-            shutil.copyfile(file, folder / file.name)
+        plain = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        models.write(model, folder, plain, tokenizer, source)
     dist.barrier()
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from typing_extensions import override
 
 from primus.recipes import family
 from primus.recipes.architecture import Architecture, architecture
+from primus.training.corpus import TOKENIZER_FILES
 from primus.training.identity import OTHER_MODEL, tensor_files
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
@@ -79,6 +82,22 @@ def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
         for key, number in marks.items():
             if getattr(holder, key, None) is None and number is not None:
                 setattr(holder, key, number)
+
+
+def write(
+    model: FineTuned, folder: Path, state: Mapping[str, torch.Tensor], tokenizer: Path | None,
+    source: Path | None = None,
+) -> None:  # fmt: skip
+    """Write ``state`` as the weights of ``model`` or its adapters, with the files of ``tokenizer``.
+
+    The special tokens and ``generation_config.json`` of the initial weights in ``source`` are kept.
+    """
+    ready_to_generate(model, tokenizer)
+    model.model.save_pretrained(folder, state_dict=dict(state))
+    copied = [source.glob("generation_config.json")] if source else []
+    copied += [tokenizer.glob(pattern) for pattern in TOKENIZER_FILES] if tokenizer else []
+    for file in filter(Path.is_file, chain(*copied)):
+        shutil.copyfile(file, folder / file.name)
 
 
 def adapted(model: Any, lora: LoraConfig) -> Any:

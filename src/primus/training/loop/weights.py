@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from primus.patch import replace
-from primus.training.identity import tensor_files
+from primus.training.identity import canonical_name, tensor_files
 
 _STD = 0.02
 _ALL = 2**62
@@ -109,6 +109,12 @@ class Files:
         for file in tensor_files(folder):
             handle = safe_open(file, framework="pt")
             self._open.update(dict.fromkeys(handle.keys(), handle))
+
+        self._canonical = {canonical_name(name): name for name in self._open}
+
+    def canonical(self, name: str) -> Tensor:
+        """Return one weight by its name in transformers' model, with a matrix per expert. Raises SystemExit."""
+        return self.whole(self._canonical.get(name, name))
 
     def __contains__(self, name: str) -> bool:
         return name in self._open

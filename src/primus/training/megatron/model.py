@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.session import sum_gradients
+from primus.training.loop.weights import Files
 from primus.training.megatron import cpu, render, weights
 from primus.training.megatron.render import MegatronConfig
+from primus.training.reference.names import from_canonical
 from primus.turbo.primus_turbo import attention
 from primus.yamlfile import section
 
@@ -150,14 +153,18 @@ def _configured(
 
 def build(
     model: Architecture, training: LoopConfig, config: Mapping[str, Any], choices: MegatronConfig,
-    turbo: tuple[str, ...], *, on_cpu: bool,
+    turbo: tuple[str, ...], *, on_cpu: bool, source: Path | None = None,
 ) -> list[DistributedDataParallel | ShardedParallel]:  # fmt: skip
-    """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
+    """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients.
+
+    Weights come from the folder ``source`` with Hugging Face's names, or are random. Raises SystemExit if it lacks one.
+    """
     layers = layers_of(choices)
     if find_spec("transformer_engine") is None:
         cpu.apply_without_te()
     transformer = _configured(model, training, config, layers, on_cpu=on_cpu)
     methods = weights.defer(transformer)
+    look_up = partial(from_canonical, "megatron", model, look_up=Files(source).canonical) if source else None
     ddp = DistributedDataParallelConfig(**render.ddp(config))
     virtual = transformer.virtual_pipeline_model_parallel_size
     # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts
@@ -176,7 +183,7 @@ def build(
         )
         if not on_cpu:
             part.cuda(torch.cuda.current_device())
-        weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
+        weights.initialize(part, methods, training.seed, tied=model.tied_embeddings, source=look_up)
         parts.append(Float16Module(transformer, part) if transformer.bf16 else part)
         for module in part.modules() if transformer.bf16 else ():
             if isinstance(module, TopKRouter):  # its biases stay in float32, as a forward pass converts them

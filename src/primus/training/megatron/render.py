@@ -23,11 +23,13 @@ class MegatronConfig:
     """Settings that Megatron's own configuration classes do not have.
 
     ``layers`` selects Transformer Engine's layers or Megatron's own ("local"); "auto" uses Transformer Engine's on
-    a GPU if it is installed. ``torch_fsdp2`` shards weights, gradients and optimizer states over the data-parallel
-    ranks, instead of optimizer states alone.
+    a GPU if it is installed. ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors
+    files with Hugging Face's names, or ``hf:OWNER/NAME``. ``torch_fsdp2`` shards weights, gradients and optimizer
+    states over the data-parallel ranks, instead of optimizer states alone.
     """
 
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    weights: str = "random"
     torch_fsdp2: bool = False
 
 

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
+from primus.training.finetune.backend import source_of
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
@@ -44,8 +45,9 @@ class MegatronSession:
         self._training = job.training
         self._tied = job.model.tied_embeddings
         self.model_parts: Sequence[torch.nn.Module] = build(
-            job.model, job.training, config, choices, job.turbo, on_cpu=process.on_cpu
-        )
+            job.model, job.training, config, choices, job.turbo, on_cpu=process.on_cpu,
+            source=source_of(choices.weights, offline=True),
+        )  # fmt: skip
         self._ddp = self.model_parts[0].ddp_config
         settings = OptimizerConfig(
             **{

@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,10 +18,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from primus.recipes.architecture import Architecture, shapes
+from primus.training.reference.names import to_canonical
 from primus.training.witness import whole_tensors
 
 Method = Callable[..., Any]
 Values = Mapping[torch.nn.Parameter, torch.Tensor]
+# A function of the name and shape of a tensor in the whole model.
+Source = Callable[[str, Sequence[int]], torch.Tensor]
 
 
 _METHODS = ("embedding_init_method", "output_layer_init_method", "init_method")
@@ -37,22 +43,26 @@ def defer(config: Any) -> dict[str, Method]:
     return methods
 
 
-def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool) -> None:
-    """Initialize every matrix of ``model`` (a ``GPTModel``) as in the whole model, each from its own generator.
+def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool, source: Source | None) -> None:
+    """Initialize every tensor of ``model`` (a ``GPTModel``) as in the whole model: from ``source``, or at random.
 
-    Norms and biases keep the values of their constructors. At any time, one whole matrix is in memory.
+    Each random matrix has its own generator; norms and biases keep the values of their constructors. At any time, one
+    whole tensor is in memory.
     """
-    for name, parameter in _named(model, tied=tied):
-        if parameter.dim() < 2:
+    for name, parameter in _named(model, tied=tied, biases=source is not None):
+        if parameter.dim() < 2 and source is None:
             continue
         split, group = _split(parameter), _tensor_group(name)
         shape = list(parameter.shape)
         if split >= 0:
             shape[split] *= group.size()
-        generator = torch.Generator(device=parameter.device)
-        generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big"))
-        whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        methods[_method_of(name)](whole, generator=generator)
+        if source is not None:
+            whole = source(name, shape)
+        else:
+            generator = torch.Generator(device=parameter.device)
+            generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big"))
+            whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+            methods[_method_of(name)](whole, generator=generator)
         if split >= 0:
             halves = whole.chunk(_halves(name), dim=split)
             whole = torch.cat([half.chunk(group.size(), dim=split)[group.rank()] for half in halves], dim=split)
@@ -125,8 +135,7 @@ def _local(tensor: Any) -> torch.Tensor:
 def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Part]:
     for part in parts:
         model = _model(part)
-        biases = [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias") and b is not None]
-        named = dict([*_named(model, tied=tied), *biases])
+        named = dict(_named(model, tied=tied, biases=True))
         whole = whole_tensors({n: values[t] if isinstance(t, torch.nn.Parameter) else t for n, t in named.items()})
         for name, tensor in named.items():
             split, place = _split(tensor), _tensor_group(name).rank()
@@ -165,6 +174,46 @@ def _joined(pieces: Sequence[_Part]) -> torch.Tensor:
     return torch.cat([chunk[half] for half in halves for chunk in chunks], dim=split)
 
 
+def joined(model: Architecture, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the whole ``model`` from those that its ranks saved, by the names that they have there:
+    ``tp0.pp0.PART.NAME``, or ``tp0.pp0.ep0.PART.NAME`` for experts.
+
+    Ranks number their layers and experts from 0. The parts of a pipeline stage alternate with those of other stages.
+    """
+    rows: dict[tuple[int, int, int, str], dict[int, torch.Tensor]] = {}
+    for match, tensor in ((_SAVED.fullmatch(name), tensor) for name, tensor in saved.items()):
+        if match:
+            part, stage, expert_rank, tensor_rank = (int(match[key] or 0) for key in ("part", "pp", "ep", "tp"))
+            rows.setdefault((part, stage, expert_rank, match["name"]), {})[tensor_rank] = tensor
+    layers: dict[tuple[int, int], set[str]] = {}
+    for part, stage, _, name in rows:
+        layers.setdefault((part, stage), set()).update(_LAYER.findall(name))
+    experts, expected = len({number for *_, name in rows for number in _EXPERT.findall(name)}), shapes(model)
+
+    def fits(name: str, tensor: torch.Tensor) -> bool:
+        with suppress(RuntimeError):  # of a part that cannot be cut into heads
+            parts = to_canonical("megatron", model, {name: tensor}).items()
+            return all(expected.get(part, tensor.shape) == tensor.shape for part, tensor in parts)
+        return False
+
+    whole: dict[str, torch.Tensor] = {}
+    for (part, stage, expert_rank, name), row in rows.items():
+        first = sum(len(there) for place, there in layers.items() if place < (part, stage))
+        numbered = _LAYER.sub(partial(_raised, by=first), name)
+        numbered = _EXPERT.sub(partial(_raised, by=expert_rank * experts), numbered)
+        # Whether ranks have parts of a tensor, and along which dimension, depends on the layers' library, too.
+        wholes = (
+            _joined([_Part(name=name, split=split, place=n, tensor=row[n], digest=b"") for n in sorted(row)])
+            for split in (-1, 0, 1)
+        )
+        whole[numbered] = next(tensor for tensor in wholes if fits(numbered, tensor))
+    return whole
+
+
+def _raised(number: re.Match[str], by: int) -> str:
+    return str(int(number[0]) + by)
+
+
 def _method_of(name: str) -> str:
     if name.startswith("embedding."):
         return "embedding_init_method"
@@ -177,20 +226,27 @@ def _tensor_group(name: str) -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def _named(model: Any, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _named(model: Any, *, tied: bool, biases: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter, and with ``biases`` each router's, by its name in the whole model."""
     layers = {str(place): str(layer.layer_number - 1) for place, layer in enumerate(model.decoder.layers)}
     here = (model.config.num_moe_experts or 1) // parallel_state.get_expert_model_parallel_world_size()
     first = here * parallel_state.get_expert_model_parallel_rank()
-    for name, parameter in model.named_parameters():
+    routers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    for name, parameter in chain(model.named_parameters(), routers if biases else ()):
         if tied and name == "output_layer.weight":
             # The last pipeline stage's copy of the embedding.
             yield "embedding.word_embeddings.weight", parameter
             continue
-        whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: layers[match[0]], name)
+        whole = _LAYER.sub(lambda match: layers[match[0]], name)
         yield _EXPERT.sub(lambda match: str(first + int(match[0])), whole), parameter
 
 
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")
+
+# A parameter, or the bias of a router, behind the names of the wrappers.
+_SAVED = re.compile(r"tp(?P<tp>\d+)\.pp(?P<pp>\d+)(\.ep(?P<ep>\d+))?\.(?P<part>\d+)\.(module\.)*"
+                    r"(?P<name>.*(weight\d*|bias))")  # fmt: skip
 
 
 def held(

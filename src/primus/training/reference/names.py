@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from primus.recipes.architecture import Architecture
@@ -36,6 +38,28 @@ def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, Tensor
     if model.tied_embeddings:
         converted.pop("lm_head.weight", None)
     return converted
+
+
+def from_canonical(
+    backend: str, model: Architecture, name: str, shape: Sequence[int], look_up: Callable[[str], Tensor]
+) -> Tensor:
+    """Return a backend's tensor ``name`` of ``shape``, made of Hugging Face's tensors. ``look_up`` returns one by name.
+
+    This is the inverse of :func:`to_canonical`. Rows that Hugging Face's tensors lack, such as those that pad a
+    vocabulary, are 0. Raises UnknownWeight, or what ``look_up`` raises.
+    """
+    outer = shape[:-1] or shape
+    # Backends move whole rows. Where each row goes is seen from their numbers.
+    numbers = torch.arange(math.prod(outer)).view(*outer, 1)
+    tensor: Tensor | None = None
+    for part, rows in to_canonical(backend, model, {name: numbers}).items():
+        values = look_up(part)
+        if tensor is None:
+            tensor = torch.zeros(tuple(shape), dtype=values.dtype)
+        tensor.view(numbers.numel(), -1)[rows.flatten()] = values.view(rows.numel(), -1)
+    if tensor is None:
+        raise UnknownWeight(name)
+    return tensor
 
 
 def _blocks(backend: str, model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -76,6 +100,8 @@ def _finetune(_model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple
 
 def _megatron(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     layer, inner = _placed(name, "decoder.layers")
+    # Transformer Engine's product of all experts numbers its weights.
+    inner = re.sub(r"(?<=mlp\.experts\.)(linear_fc[12]\.weight)(\d+)", r"local_experts.\2.\1", inner)
     if (ours := renamed(model, "megatron").get(inner)) is not None:
         # The vocabulary is padded to a multiple that the ranks share.
         whole = layer or "norm" in inner

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from primus.recipes.architecture import architecture
+from primus.recipes.architecture import Architecture, architecture
 from primus.training import facts, gloo, identity, tokens, verify
 from primus.training.failure import noting, text_of
 from primus.training.gloo import choose_store
@@ -234,6 +234,7 @@ def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
         name,
         replace(
             spec,
+            state_dict_adapter=adapter_of(spec.state_dict_adapter, model),
             model_args={**spec.model_args, render.FLAVOR: arguments},
             build_tokenizer_fn=lambda _config: documents,
             # Without it, the biases that balance experts stay zero in torchtitan's qwen3.
@@ -243,6 +244,18 @@ def _register(job: Mapping[str, Any], written: tokens.Tokens) -> None:
             build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(config, dims, tag),
         ),
     )
+
+
+def adapter_of(adapter: Any, model: Architecture) -> Any:
+    """Return torchtitan's reader of Hugging Face's files, which for DeepSeek demands biases that only V3 has."""
+    if render.model_name(model) != "deepseek_v3" or model.moe.score == "sigmoid":
+        return adapter
+
+    class WithoutBiases(adapter):  # type: ignore[misc]
+        def to_hf(self, state_dict: Mapping[str, Any]) -> Any:
+            return super().to_hf({name: t for name, t in state_dict.items() if not name.endswith("expert_bias")})
+
+    return WithoutBiases
 
 
 def _arguments(cls: type[Any], values: Mapping[str, Any]) -> Any:

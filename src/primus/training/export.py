@@ -1,0 +1,108 @@
+"""Exporting a checkpoint of any backend: to the files of a model that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers.utils import logging
+
+from primus.errors import InputError
+from primus.recipes.architecture import Architecture, RopeScaling, architecture
+from primus.recipes.recipe import MOCK
+from primus.training import identity
+from primus.training.corpus import tokenizer_folder
+from primus.training.finetune import models
+from primus.training.reference.names import BIAS, from_canonical, to_canonical
+
+# What a checkpoint of torchtitan has besides weights. Those of our own loop are below ``model.``.
+_NO_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader", "train_state")
+
+
+def write_model(checkpoint: Path, folder: Path, dtype: str | None, tokenizer: Path | None) -> list[str]:
+    """Write the model of ``checkpoint`` to ``folder``, in ``dtype`` (None: as saved).
+
+    ``tokenizer`` None: that of the run, if the checkpoint lies in it. Returns in sentences how the result differs from
+    the run's model. Raises InputError if the checkpoint is incomplete, or if it has no model that transformers knows.
+    """
+    fields = identity.saved(checkpoint)
+    if not fields:
+        hint = f"--resume-from accepts it only if its {identity.FILE} and all its files are there"
+        raise InputError("the checkpoint is incomplete or damaged", where=str(checkpoint), hint=hint)
+    backend = str(fields["backend"])
+    model = _as_trained(fields, architecture({k[6:]: v for k, v in fields.items() if k.startswith("model.")}))
+    if model.of_images:
+        raise InputError("transformers has no FLUX", where=str(checkpoint))
+    if fields["mode"] == "lora":
+        hint = "export=merged, or save_weights=true, of a run that resumes from it with more steps"
+        raise InputError("the checkpoint contains LoRA adapters, not a whole model", where=str(checkpoint), hint=hint)
+    tensors = to_canonical(backend, model, _weights(checkpoint, backend, model))
+    logging.disable_progress_bar()
+    whole = models.FineTuned(models.causal_model(model, "sdpa"), 1)
+    if dtype:
+        whole.causal.config.dtype = dtype
+    state: dict[str, Tensor] = {}
+    for name, empty in whole.model.state_dict().items():
+        if not (model.tied_embeddings and name == models.OUTER[0]):
+            tensor = from_canonical("finetune", model, f"model.{name}", empty.shape, tensors.__getitem__)
+            state[name] = tensor if dtype is None or name.endswith(BIAS) else tensor.to(getattr(torch, dtype))
+    biases = [tensor for name, tensor in tensors.items() if name.endswith(BIAS) and name not in state]
+    tokenizer = tokenizer or _tokenizer_of_run(checkpoint)
+    models.write(whole, folder, state, tokenizer)
+    return list(_differences(backend, model, biases, tokenizer))
+
+
+def _differences(backend: str, model: Architecture, biases: Iterable[Tensor], tokenizer: Path | None) -> Iterator[str]:
+    moe, others = model.moe, "some tokens go to other experts in transformers"
+    if (largest := max((float(bias.abs().max()) for bias in biases), default=0.0)) > 0:
+        yield f"{others}: the run's routers have biases (up to {largest:.2g}), and its {model.family} has none"
+    ranked = max(1, moe.top_k // moe.top_groups)
+    if backend == "megatron" and moe.groups > 1 and ranked != (theirs := 2 if moe.score == "sigmoid" else 1):
+        yield f"{others}: it ranks groups of experts by the best {theirs} of each, Megatron by the best {ranked}"
+    if tokenizer is None:
+        yield "there is no tokenizer: --tokenizer DIR copies one"
+
+
+def _as_trained(fields: Mapping[str, Any], model: Architecture) -> Architecture:
+    # torchtitan scales the positions of DeepSeek only beyond the original length.
+    short = model.rope_scaling.original_max_position >= int(fields["seq_len"])
+    if fields["backend"] == "torchtitan" and model.rope_scaling.kind == "yarn" and short:
+        return replace(model, rope_scaling=RopeScaling())
+    return model
+
+
+def _weights(checkpoint: Path, backend: str, model: Architecture) -> Mapping[str, Tensor]:
+    """Read the weights in ``checkpoint`` by their names in the whole model."""
+    reader = dcp.FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    names = [name for name in stored if not name.startswith(_NO_WEIGHTS)]
+    if backend != "torchtitan":
+        names = [name for name in names if name.startswith("model.")]
+    kinds = {name: kind for name in names if isinstance(kind := stored[name], TensorStorageMetadata)}
+    identity.verify_tensors(checkpoint, kinds)
+    tensors = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    if backend == "torchtitan":
+        return tensors
+    inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    if backend == "megatron":
+        from primus.training.megatron.weights import joined
+
+        return joined(model, inner)
+    return inner
+
+
+def _tokenizer_of_run(checkpoint: Path) -> Path | None:
+    try:
+        name = json.loads((checkpoint.parents[1] / "job.json").read_text(encoding="utf-8"))["assets"]["tokenizer"]
+    except (OSError, ValueError, KeyError):
+        return None
+    folder = tokenizer_folder(name) if name != MOCK else None
+    return folder if folder and folder.is_dir() else None

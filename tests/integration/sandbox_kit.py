@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from host_tools import needs
+from primus.oci.contents import unpacked
 from primus.oci.store import Blob, manifest_of
 from primus.sandbox.container import LayerRef, RootFs
 
@@ -114,7 +115,7 @@ def image(place: Path, *layers: list[Entry], kind: str = "tar+zstd", **settings:
         name="tiny",
         manifest=manifest,
         config_bytes=raw,
-        blob=lambda digest: blobs / digest.partition(":")[2],
+        tar=lambda layer: unpacked(layer, blobs / layer.digest.partition(":")[2]),
         cache=place / "unpacked",
     )
 

@@ -16,6 +16,7 @@ from primus.errors import HostError
 from primus.files import remove_path
 from primus.oci.store import Store
 from primus.plan.workspace import Workspace
+from primus.sandbox.container import layer_folder
 from primus.sandbox.engines import remove_tree
 
 _PARTIAL = ".tmp"
@@ -36,7 +37,6 @@ class _Needed:
     actions: set[str] = field(default_factory=set)
     targets: set[str] = field(default_factory=set)
     wheels: set[str] = field(default_factory=set)
-    diff_ids: set[str] = field(default_factory=set)
 
 
 def find_waste(
@@ -56,13 +56,20 @@ def find_waste(
     judged = set() if caches else blobs
     logs = {key[:12] for key in needed.actions}
     folder, root = workspace.folder, store.root
+    layers = {layer_folder(digest) for digest in needed.blobs}
+    storages = _inside(workspace.unpacked)
+    # After a power failure, the files of a container are still there.
+    unpacked = [p for s in storages if not caches for name in ("layers", "containers") for p in _inside(s / name)]
     paths_of = {
         "records of builds": [
             *(p for p in _inside(root / "targets") if p.stem not in needed.targets),
             *(p for p in _inside(root / "actions") if p.stem not in needed.actions),
         ],
         "layers and manifests": [p for p in _inside(root / "blobs" / "sha256") if p.name not in blobs],
-        "unpacked layers": [p for p in _inside(workspace.unpacked) if caches or not _unpacked(p) <= needed.diff_ids],
+        "unpacked layers": [
+            *(p for p in storages if caches or not (p / "layers").exists()),
+            *(p for p in unpacked if p.parent.name == "containers" or p.name not in layers),
+        ],
         "downloaded files": [p for p in _inside(workspace.files.root / "sha256") if p.name not in files],
         "findings of gates": [p for p in _inside(workspace.facts) if p.name.partition("-")[0] not in judged],
         "logs": [p for p in _inside(workspace.logs) if p.stem.rpartition("-")[2] not in logs],
@@ -103,7 +110,6 @@ def _needed(store: Store, without: Collection[str]) -> _Needed:
         manifest = json.loads(store.read(digest))
         config = str(manifest["config"]["digest"])
         needed.blobs |= {digest, config, *(layer["digest"] for layer in manifest["layers"])}
-        needed.diff_ids |= set(json.loads(store.read(config))["rootfs"]["diff_ids"])
     for name, record in _records(store, "targets"):
         if str(record.get("digest")) in images and (keys := _actions_of(record)) is not None:
             needed.targets.add(name)
@@ -115,16 +121,9 @@ def _needed(store: Store, without: Collection[str]) -> _Needed:
         needed.actions.add(key)
         if layer:
             needed.blobs |= {layer.blob.digest, layer.paths}
-            needed.diff_ids.add(layer.diff_id)
         if wheel := wheel_of(store, key):
             needed.wheels.add(wheel.sha256)
     return needed
-
-
-def _unpacked(storage: Path) -> set[str]:
-    # What is no storage of podman has a layer that no image needs.
-    images = [json.loads(path.read_text(encoding="utf-8")) for path in _inside(storage / "images")]
-    return {diff_id for layers in images for diff_id in layers} if images else {""}
 
 
 def _records(store: Store, room: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
 from primus.oci import canonical
+from primus.oci.contents import unpacked
 from primus.oci.layer import write_layer
 from primus.oci.store import Layer, Store, manifest_of
 from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action
-from primus.sandbox.container import GIB, Command, Mount, RootFs
+from primus.sandbox.container import GIB, Command, LayerRef, Mount, RootFs
 from primus.sandbox.engines import Engine, choose
 from primus.schema import build
 from primus.terminal import bytes_text
@@ -326,7 +327,7 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
     rootfs = {"type": "layers", "diff_ids": diff_ids}
     config = canonical.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
     manifest = manifest_of(config, [layer.blob for layer in layers], {})
-    return RootFs(name="layers", manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)
+    return _root(store, cache, "layers", manifest, config)
 
 
 def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
@@ -341,4 +342,11 @@ def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs
         raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
     manifest = store.read(str(images[ref]["digest"]))
     config = store.read(json.loads(manifest)["config"]["digest"])
-    return RootFs(name=ref, manifest=manifest, config_bytes=config, blob=store.blob_path, cache=cache)
+    return _root(store, cache, ref, manifest, config)
+
+
+def _root(store: Store, cache: Path, name: str, manifest: bytes, config: bytes) -> RootFs:
+    def tar(layer: LayerRef) -> Iterator[bytes]:
+        return unpacked(layer, store.blob_path(layer.digest))
+
+    return RootFs(name=name, manifest=manifest, config_bytes=config, tar=tar, cache=cache)

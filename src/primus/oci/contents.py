@@ -4,6 +4,7 @@ enter the store unchanged. Nothing is unpacked.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import tarfile
@@ -54,13 +55,7 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
     Raises HostError if the blob cannot be read, is not a tar file or, after its end was read, does not match its
     digest.
     """
-    try:
-        file = blob.open("rb", buffering=0)
-    except OSError as error:
-        sentence = f"blob {layer.digest} of the image cannot be read: {error.strerror} ({blob})"
-        raise HostError(sentence, hint="build the image again") from None
-    with file:
-        reader = _BlobReader(layer, blob, file)
+    with _reader(layer, blob) as reader:
         try:
             # Use small buffers: the stream reader copies the rest of a buffer at every header.
             with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
@@ -76,6 +71,28 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
         except (tarfile.TarError, ValueError, RecursionError) as error:
             raise reader.damaged(f"no tar is in it ({error})") from None
         reader.finish()
+
+
+def unpacked(layer: LayerRef, blob: Path) -> Iterator[bytes]:
+    """Yield the bytes of the layer's tar.
+
+    Raises HostError if the blob cannot be read or, after its end was read, does not match its digest.
+    """
+    with _reader(layer, blob) as reader:
+        while data := reader.read(_CHUNK):
+            yield data
+        reader.finish()
+
+
+@contextlib.contextmanager
+def _reader(layer: LayerRef, blob: Path) -> Iterator[_BlobReader]:
+    try:
+        file = blob.open("rb", buffering=0)
+    except OSError as error:
+        sentence = f"blob {layer.digest} of the image cannot be read: {error.strerror} ({blob})"
+        raise HostError(sentence, hint="build the image again") from None
+    with file:
+        yield _BlobReader(layer, blob, file)
 
 
 class _BlobReader:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -36,14 +36,14 @@ class LayerRef:
 class RootFs:
     """An image, by the exact bytes of its OCI manifest and config.
 
-    ``blob`` maps a digest to the blob's file. ``cache`` is the folder of podman's storage. ``name`` is the image's name
-    in messages.
+    ``tar`` yields the uncompressed bytes of a layer, and raises HostError before their end if the blob is damaged.
+    ``cache`` is the folder of unpacked layers. ``name`` is the image's name in messages.
     """
 
     name: str
     manifest: bytes
     config_bytes: bytes
-    blob: Callable[[str], Path]
+    tar: Callable[[LayerRef], Iterator[bytes]]
     cache: Path
 
     @property
@@ -117,8 +117,16 @@ class Command:
     shm_bytes: int = 8 * GIB
 
 
-def final_argv(root: RootFs, command: Command) -> list[str]:
-    """Return the argument list to run, from the image's Entrypoint and Cmd. InputError if it is empty or not UTF-8."""
+def layer_folder(digest: str) -> str:
+    """Return the name of the folder of a layer. A mount's options have 4,095 bytes for the names of all layers."""
+    return digest.partition(":")[2][:28]
+
+
+def with_settings(root: RootFs, command: Command) -> Command:
+    """Return the command with what the image's config sets: Entrypoint, Cmd, Env, WorkingDir and User.
+
+    Raises InputError if there is no command to run or if an argument is not UTF-8.
+    """
     settings = root.config.get("config") or {}
     entry = list(settings.get("Entrypoint") or []) if command.entrypoint else []
     argv = [*entry, *(command.argv or settings.get("Cmd") or [])]
@@ -126,7 +134,14 @@ def final_argv(root: RootFs, command: Command) -> list[str]:
         raise InputError(f"image {root.name} has no default command", hint="give a command after --")
     if re.search("[\ud800-\udfff]", "".join(argv)):
         raise InputError("an argument of the command is not UTF-8 text")
-    return argv
+    env = dict(line.partition("=")[::2] for line in settings.get("Env") or [])
+    return replace(
+        command,
+        argv=tuple(argv),
+        env={**env, **command.env},
+        cwd=command.cwd or settings.get("WorkingDir"),
+        user=command.user or settings.get("User"),
+    )
 
 
 def check_mounts(command: Command) -> None:

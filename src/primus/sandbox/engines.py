@@ -1,6 +1,7 @@
 """Running a command in an image: podman or Docker, by their command line.
 
-Podman keeps unpacked layers and containers in a storage of the workspace; the user's own storage is not touched.
+For podman, each layer is unpacked once, with tar, into a folder of its own below the workspace. A container's root file
+system is an overlay of these folders. The user's own containers and images are not touched.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,12 +32,15 @@ from primus import programs
 from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.sandbox import images
-from primus.sandbox.container import Command, RootFs, Stream, check_mounts, final_argv
-from primus.sandbox.processes import finally_run, received_signals, tracked
+from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, layer_folder, with_settings
+from primus.sandbox.processes import finally_run, received_signals, stop_all, tracked
 from primus.terminal import counted
 from primus.waits import answer_of, lock
 
 ENGINES = ("auto", "podman", "docker")
+
+# A client with its first arguments, its environment, and its arguments that name a root file system.
+_Client = tuple[list[str], dict[str, str], list[str]]
 
 # Variables that the engines' clients read themselves. Their values go into the arguments, all others stay out of them.
 _READ_BY_CLIENTS = re.compile(
@@ -60,12 +67,20 @@ tmp_dir = "{run}/libpod"
 volume_path = "{folder}/storage/volumes"
 """
 
+# Shell scripts that run in the folder of podman's files. GNU tar does not write through a link of its own archive, and
+# no folder gets the files of two archives.
+_UNPACK = """\
+umask 022 && mkdir "$1" && exec tar --extract --file=- --directory="$1" --preserve-permissions --numeric-owner \
+    --xattrs --xattrs-include='*'
+"""
+_MOUNT = 'cd layers && umask 022 && mkdir -p "$1/upper" "$1/work" "$1/root" && shift && exec "$@"'
+_UNMOUNT = 'umount "$1/root"; rm -rf --one-file-system "$1"'
+
 
 class Engine:
     """A program that runs containers. ``say`` is called with a line if something takes long."""
 
     name = ""
-    _remove: tuple[str, ...] = ("rm", "--force")
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self._say = say or (lambda _: None)
@@ -77,8 +92,8 @@ class Engine:
     def prepare_host(self) -> None:
         """Install what this engine needs, if it is allowed to. Raises HostError if that fails."""
 
-    def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
-        """Make ``root`` known to the engine. Returns the engine's client, its environment, and the image's name."""
+    def _container(self, root: RootFs, name: str) -> AbstractContextManager[_Client]:
+        """Give the engine what the container ``name`` of ``root`` needs, and remove both when the block ends."""
         raise NotImplementedError
 
     def _own_options(self, command: Command) -> list[str]:
@@ -96,20 +111,19 @@ class Engine:
         """
         check_mounts(command)
         hostname = re.sub(r"[^A-Za-z0-9-]+", "-", root.name).strip("-")[:63] or "primus"
-        command = replace(command, hostname=command.hostname or hostname)
+        command = replace(with_settings(root, command), hostname=command.hostname or hostname)
         # The shell says which program is missing, with the exit code for it, whereas an init ends with 1.
-        arguments = ["-c", 'exec "$@"', "primus", *final_argv(root, command)]
+        arguments = ["-c", 'exec "$@"', "primus", *command.argv]
         own_options = self._own_options(command)
-        client, env, image = self._image(root)
         inherited = stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
         terminal = inherited if command.tty is None else command.tty
         variables, values = _variables(command, terminal)
         name = f"primus-{uuid.uuid4().hex[:12]}"
-        words = [f"--name={name}", *_options(command, terminal), *variables, *own_options, image, *arguments]
         for stream in (stdout, stderr):
             if stream:
                 stream.flush()
-        with finally_run([*client, *self._remove, name], env):
+        with self._container(root, name) as (client, env, image):
+            words = [f"--name={name}", *_options(command, terminal), *variables, *own_options, *image, *arguments]
             with received_signals() as signals:
                 # The client ends with this process, so that it cannot create the container after its removal. Signals
                 # go around it: podman 4.3's client drops one that arrives in the first moments of a container.
@@ -145,7 +159,6 @@ class Podman(Engine):
     """Podman 4 or newer, as root or as a regular user."""
 
     name = "podman"
-    _remove = ("rm", "--force", "--ignore", "--time=0")
 
     def available(self) -> str | None:
         """Return None if podman is installed or can be installed, else one sentence with the remedy."""
@@ -162,61 +175,85 @@ class Podman(Engine):
         if lacking := _lacking():
             programs.install(lacking, say=self._say)
 
-    def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
+    @contextmanager
+    def _container(self, root: RootFs, name: str) -> Iterator[_Client]:
         folder = root.cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
-        name = root.id
-        unpacked, settings = folder / "images" / name, _settings(folder)
-        if not (settings and unpacked.exists()):
+        layers = {folder / "layers" / layer_folder(layer.digest): layer for layer in root.layers}
+        settings = _settings(folder)
+        if not (settings and all(path.exists() for path in layers)):
             with _locked(folder):
                 settings = _settings(folder) or self._probe(folder)
-                if not unpacked.exists():
-                    self._unpack(root, folder, settings["options"])
-                    write_file(unpacked, json.dumps([layer.diff_id for layer in root.layers]))
-        # Conmon notes a command over its memory limit in a file of the current folder.
-        client = ["env", f"--chdir={folder}", *_podman(folder), *settings["options"]]
-        return client, _client_environment(folder), name
+                if absent := {path: layer for path, layer in layers.items() if not path.exists()}:
+                    self._unpack(root, folder, absent)
+        names = [layer_folder(layer.digest) for layer in root.layers]
+        with _mounted(settings["file_system"], folder, names, name) as mounted:
+            if mounted.returncode != 0:
+                raise HostError(f"podman cannot run {root.name}: {_error(mounted)}")
+            yield _podman(folder), _client_environment(folder), ["--rootfs", f"{folder}/containers/{name}/root"]
 
     def _probe(self, folder: Path) -> dict[str, Any]:
         self.prepare_host()
-        remove_tree(folder / "images")
         init = str(programs.find("catatonit"))
         # Only crun can do without control groups.
         modes = [(runtime, "enabled") for runtime in _runtimes()]
         modes += [(runtime, "disabled") for runtime in _runtimes() if runtime.endswith("/crun")]
         reasons = []
-        for options, (runtime, cgroups) in itertools.product(_storage_options(), modes):
+        for place in (folder / "layers", folder / "probe"):
+            place.mkdir(exist_ok=True)
+        shutil.copy(init, folder / "probe/init")
+        for file_system, (runtime, cgroups) in itertools.product(_file_systems(), modes):
             remove_tree(folder / "storage")
-            (folder / "probe").mkdir(exist_ok=True)
-            shutil.copy(init, folder / "probe/init")
             values = {"cgroups": cgroups, "init": init, "runtime": runtime, "run": _run_folder(folder)}
             write_file(folder / "containers.conf", _CONTAINERS_CONF.format(folder=folder, **values))
-            words = ["run", "--rm", "--network=none", "--rootfs", str(folder / "probe"), "/init", "-V"]
-            attempt = _captured([*_podman(folder), *options, *words], _client_environment(folder))
+            name, env = f"probe-{uuid.uuid4().hex[:12]}", _client_environment(folder)
+            words = ["run", f"--name={name}", "--network=none", "--rootfs", f"{folder}/containers/{name}/root"]
+            with _mounted(file_system, folder, ["../probe"], name) as mounted:
+                started = mounted.returncode == 0
+                attempt = _captured([*_podman(folder), *words, "/init", "-V"], env) if started else mounted
             if attempt.returncode == 0:
-                if "--storage-driver=vfs" in options:
-                    self._say(f"podman copies whole file systems: there are no overlays in {folder}, or fuse-overlayfs")
-                settings = {"folder": str(folder), "runtime": runtime, "options": options}
+                if file_system == "copy":
+                    self._say(f"whole file systems are copied: there are no overlays in {folder}, or fuse-overlayfs")
+                settings = {"folder": str(folder), "runtime": runtime, "file_system": file_system}
                 write_file(folder / "settings.json", json.dumps(settings))
                 return settings
             reasons.append(_error(attempt))
         hint = "in a container: start it with --privileged; else use --engine docker"
         raise HostError(f"podman cannot run a container here: {reasons[0]}", hint=hint)
 
-    def _unpack(self, root: RootFs, folder: Path, options: list[str]) -> None:
-        size = sum(layer.size for layer in root.layers) / 1e6
-        self._say(f"unpacking {counted(len(root.layers), 'layer')} ({size:.0f} MB compressed) of {root.name}, once")
-        with images.layout(root) as layout:
-            argv = [*_podman(folder), *options, "pull", "--quiet", f"oci:{layout.name}"]
-            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            env = {**_client_environment(folder), "TMPDIR": str(layout.parent)}
-            process = subprocess.Popen(argv, cwd=layout.parent, env=env, start_new_session=True, **pipes)
-            with tracked(process):
-                _, message = process.communicate()
-        if process.returncode != 0:
-            raise images.refusal("podman", root, message.decode("utf-8", "replace"))
+    def _unpack(self, root: RootFs, folder: Path, absent: Mapping[Path, LayerRef]) -> None:
+        size = sum(layer.size for layer in absent.values()) / 1e6
+        self._say(f"unpacking {counted(len(absent), 'layer')} ({size:.0f} MB compressed) of {root.name}, once")
+
+        def unpack(path: Path) -> None:
+            partial, env = path.with_suffix(".tmp"), _client_environment(folder)
+            remove_tree(partial)
+            argv = [*_inside(folder), "sh", "-c", _UNPACK, "sh", f"layers/{partial.name}"]
+            with tempfile.TemporaryFile("w+", errors="replace") as log:
+                streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+                process: Any = subprocess.Popen(argv, env=env, start_new_session=True, **streams)
+                with tracked(process):
+                    with suppress(BrokenPipeError), process.stdin:  # its message follows
+                        process.stdin.writelines(root.tar(absent[path]))
+                    process.wait()
+                log.seek(0)
+                if process.returncode != 0:
+                    reason = log.readline().strip() or "tar was stopped"
+                    hint = "free some space: primus clean" if "No space left" in reason else None
+                    raise HostError(f"a layer of {root.name} cannot be unpacked: {reason}", hint=hint)
+            partial.rename(path)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                # The largest decides how long it takes.
+                list(pool.map(unpack, sorted(absent, key=lambda path: -absent[path].size)))
+            except BaseException:
+                stop_all()
+                raise
 
     def _own_options(self, command: Command) -> list[str]:
-        options = ["--volume=/etc/hosts:/etc/hosts:ro"] if command.network else []
+        # With SELinux, the files of the workspace lack the labels that a container may read.
+        options = ["--security-opt=label=disable"]
+        options += ["--volume=/etc/hosts:/etc/hosts:ro"] if command.network else []
         if os.geteuid() == 0:
             return [*options, *(f"--group-add={group}" for group in command.devices.groups)]
         if command.memory_bytes and not Path("/sys/fs/cgroup/cgroup.controllers").exists():
@@ -238,10 +275,13 @@ class Docker(Engine):
             return f"{error.message} ({error.hint})"
         return None
 
-    def _image(self, root: RootFs) -> tuple[list[str], dict[str, str], str]:
+    @contextmanager
+    def _container(self, root: RootFs, name: str) -> Iterator[_Client]:
         tag = f"primus-run:{root.id[:24]}"
         images.load(root, tag)
-        return [str(programs.find("docker"))], _client_environment(None), tag
+        client, env = [str(programs.find("docker"))], _client_environment(None)
+        with finally_run([*client, "rm", "--force", name], env):
+            yield client, env, [tag]
 
     def _own_options(self, command: Command) -> list[str]:
         hosts = [] if command.network else [f"--add-host={command.hostname}:127.0.0.1"]
@@ -289,19 +329,50 @@ def _settings(folder: Path) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return settings if settings["folder"] == str(folder) and Path(settings["runtime"]).exists() else {}
+    valid = settings["folder"] == str(folder) and Path(settings["runtime"]).exists() and "file_system" in settings
+    return settings if valid else {}
 
 
 def _podman(folder: Path) -> list[str]:
-    return [str(programs.find("podman")), f"--root={folder}/storage", f"--runroot={_run_folder(folder)}"]
+    # Conmon notes a command over its memory limit in a file of the current folder. Podman stores no image, and its
+    # default storage driver does not work in all folders.
+    options = [f"--root={folder}/storage", f"--runroot={_run_folder(folder)}", "--storage-driver=vfs"]
+    return ["env", f"--chdir={folder}", str(programs.find("podman")), *options]
 
 
-def _storage_options() -> Iterator[list[str]]:
-    overlay = ["--storage-driver=overlay", "--storage-opt=overlay.skip_mount_home=true"]
-    yield overlay
-    if (program := programs.find("fuse-overlayfs")) and Path("/dev/fuse").exists():
-        yield [*overlay, f"--storage-opt=overlay.mount_program={program}"]
-    yield ["--storage-driver=vfs"]
+def _inside(folder: Path) -> list[str]:
+    """Return what precedes a command that is to run in ``folder``, in the namespaces of podman's containers."""
+    return ["env", f"--chdir={folder}"] if os.geteuid() == 0 else [*_podman(folder), "unshare"]
+
+
+def _file_systems() -> list[str]:
+    fuse = programs.find("fuse-overlayfs") and Path("/dev/fuse").exists()
+    return ["overlay", *(["fuse-overlayfs"] if fuse else []), "copy"]
+
+
+@contextmanager
+def _mounted(
+    file_system: str, folder: Path, layers: Sequence[str], name: str
+) -> Iterator[subprocess.CompletedProcess[str]]:
+    """Create ``containers/NAME/root`` from the layers, bottom first, and remove it and the container at the end.
+
+    Yields the result of the command that created it.
+    """
+    top_first = list(dict.fromkeys(reversed(layers)))
+    place, env = f"../containers/{name}", _client_environment(folder)
+    options = f"lowerdir={':'.join(top_first)},upperdir={place}/upper,workdir={place}/work"
+    kernel = f"nodev,{options}" if os.geteuid() == 0 else f"nodev,{options},userxattr"
+    words = {
+        "overlay": ["mount", "-t", "overlay", "-o", kernel, "overlay"],
+        "fuse-overlayfs": ["fuse-overlayfs", "-o", options],
+        "copy": ["cp", "-a", "--reflink=auto", "--remove-destination", *(f"{path}/." for path in reversed(top_first))],
+    }[file_system]
+    remove = shlex.join([*_podman(folder), "rm", "--force", "--ignore", "--time=0", name])
+    unmount = shlex.join([*_inside(folder), "sh", "-c", _UNMOUNT, "sh", f"containers/{name}"])
+    # It ends with this process, so that it cannot mount after the removal.
+    argv = ["setpriv", "--pdeathsig=KILL", *_inside(folder), "sh", "-c", _MOUNT, "sh", place, *words, f"{place}/root"]
+    with finally_run(["sh", "-c", f"{remove}; {unmount}"], env):
+        yield _captured(argv, env)
 
 
 def _run_folder(folder: Path) -> Path:
@@ -362,7 +433,8 @@ def _forward(numbers: SimpleQueue[int], process: subprocess.Popen[bytes], kill: 
 
 
 def _error(refused: subprocess.CompletedProcess[str]) -> str:
-    message = next((line for line in refused.stderr.splitlines() if line.startswith("Error")), "it gives no reason")
+    lines = refused.stderr.splitlines()
+    message = next((line for line in lines if line.startswith("Error")), lines[-1] if lines else "it gives no reason")
     return message.removeprefix("Error: ").removeprefix("Error response from daemon: ")
 
 

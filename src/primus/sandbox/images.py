@@ -1,19 +1,13 @@
-"""Handing an image of the store to other programs: as an OCI layout, and into a Docker engine."""
+"""Loading an image of the store into a Docker engine."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
-import re
-import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import IO
 
 from primus import programs
@@ -23,39 +17,6 @@ from primus.waits import answer_of
 
 _CHUNK = 1 << 20
 _PATIENCE_S = 3
-_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-
-
-@contextmanager
-def layout(root: RootFs) -> Iterator[Path]:
-    """Yield a folder that contains ``root`` alone as an OCI layout. Its layers are links to the store's blobs."""
-    root.cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="layout-", dir=root.cache.absolute()) as scratch:
-        # podman makes a name of the path that it is given, in which few characters are allowed.
-        folder = Path(scratch) / "layout"
-        blobs = folder / "blobs/sha256"
-        blobs.mkdir(parents=True)
-        (folder / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}', encoding="ascii")
-        digest = hashlib.sha256(root.manifest).hexdigest()
-        entry = {"mediaType": _MANIFEST, "digest": f"sha256:{digest}", "size": len(root.manifest)}
-        index = {"schemaVersion": 2, "manifests": [entry]}
-        (folder / "index.json").write_text(json.dumps(index), encoding="ascii")
-        (blobs / root.id).write_bytes(root.config_bytes)
-        (blobs / digest).write_bytes(root.manifest)
-        for layer in {layer.digest: layer for layer in root.layers}.values():
-            (blobs / layer.digest.partition(":")[2]).symlink_to(root.blob(layer.digest).absolute())
-        yield folder
-
-
-def refusal(program: str, root: RootFs, message: str) -> HostError:
-    """Return the error for ``message``, with which ``program`` refused ``root``."""
-    reason = (message.strip().splitlines() or ["it gives no reason"])[-1].removeprefix("Error: ")
-    full = "no space left" in reason
-    if not full and re.search("blob|[Dd]igest|diff ?ID|unexpected EOF", reason):
-        hint = "primus build TARGET --rehash finds and rebuilds it"
-        return HostError(f"a blob of {root.name} is damaged: {reason}", hint=hint)
-    hint = "free disk space (primus clean, docker system df)"
-    return HostError(f"{program} refuses {root.name}: {reason}", hint=hint if full else None)
 
 
 def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
@@ -107,7 +68,9 @@ def load(root: RootFs, tag: str) -> tuple[str, int]:
                 raise
         log.seek(0)
         if engine.returncode:
-            raise refusal("the Docker engine", root, log.read())
+            reason = (log.read().strip().splitlines() or ["it gives no reason"])[-1]
+            hint = "free disk space (primus clean, docker system df)" if "no space left" in reason else None
+            raise HostError(f"the Docker engine refuses {root.name}: {reason}", hint=hint)
     if loaded := _loaded(root, tag):
         return loaded, archive.offset
     raise HostError(f"the Docker engine accepted {root.name}, but does not list it as {tag}")
@@ -130,9 +93,6 @@ def _loaded(root: RootFs, name: str) -> str | None:
 
 def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
     """Write the image as ``docker save`` does, with plain layers: Docker engines before 23 cannot read zstd."""
-    # Seam "compression": most commands that run an image send it to no Docker engine.
-    import zstandard
-
     root.cache.mkdir(parents=True, exist_ok=True)
     config = f"{root.id}.json"
     names = [f"{layer.diff_id.partition(':')[2]}/layer.tar" for layer in root.layers]
@@ -140,17 +100,9 @@ def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
     for name, data in ((config, root.config_bytes), ("manifest.json", manifest)):
         _add_file(archive, name, io.BytesIO(data))
     for name, layer in dict(zip(names, root.layers, strict=True)).items():
-        blob = root.blob(layer.digest)
-        try:
-            with blob.open("rb") as packed, tempfile.TemporaryFile(dir=root.cache) as plain:
-                zstd = layer.media_type.endswith("zstd")
-                if zstd:
-                    reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
-                    shutil.copyfileobj(reader, plain, _CHUNK)
-                # Of a blob that was cut, nothing may be unpacked: the engine then names the layer's digest.
-                _add_file(archive, name, plain if zstd else packed)
-        except (FileNotFoundError, zstandard.ZstdError) as error:
-            raise refusal("the Docker engine", root, f"blob {blob}: {error}") from error
+        with tempfile.TemporaryFile(dir=root.cache) as plain:
+            plain.writelines(root.tar(layer))
+            _add_file(archive, name, plain)
 
 
 def _add_file(archive: tarfile.TarFile, name: str, file: IO[bytes]) -> None:

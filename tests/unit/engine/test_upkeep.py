@@ -17,6 +17,7 @@ from primus.cli.host.common import open_project
 from primus.engine.upkeep import find_waste, remove
 from primus.errors import HostError
 from primus.plan.project import Project
+from primus.sandbox.container import layer_folder
 from project_kit import Kit, make_project
 
 
@@ -83,13 +84,21 @@ def test_caches_go_when_asked_for_and_the_images_stay(kit: Kit) -> None:
     # A process of its own: a fork has the hashes that this process knows, and writes none.
     built = subprocess.run(kit.command("build", "demo"), cwd=kit.root, env=kit.env, check=True, stdout=subprocess.PIPE)
     digest = built.stdout.decode().split()[-1]
-    for path in ("unpacked/0123/etc/passwd", "files/sha256/" + "0" * 64, "verify-x/store/index.json"):
+    (blob, *_) = json.loads((kit.root / ".primus/store/blobs/sha256" / digest[7:]).read_bytes())["layers"]
+    layer = layer_folder(blob["digest"])
+    for path in (
+        "unpacked/0123/etc/passwd", "unpacked/root/containers/x/upper/f", "unpacked/root/layers/0123/f",
+        f"unpacked/root/layers/{layer}/f", "files/sha256/" + "0" * 64, "verify-x/store/index.json",
+    ):  # fmt: skip
         kit.write(f".primus/{path}", "x")
-    assert kinds(kit, "--dry-run") == {"unpacked layers": 1, "downloaded files": 1, "stores of verify": 1}
+    assert kinds(kit, "--dry-run") == {"unpacked layers": 3, "downloaded files": 1, "stores of verify": 1}
+    assert kinds(kit) == {"unpacked layers": 3, "downloaded files": 1, "stores of verify": 1}
+    assert [str(path.relative_to(kit.root)) for path in (kit.root / ".primus/unpacked").rglob("f")] == [
+        f".primus/unpacked/root/layers/{layer}/f"
+    ]
+    kit.write(".primus/files/sha256/" + "0" * 64, "x")
     found = kinds(kit, "--caches")
-    assert set(found) == {
-        "unpacked layers", "downloaded files", "stores of verify", "findings of gates", "hashes of files"
-    }  # fmt: skip
+    assert set(found) == {"unpacked layers", "downloaded files", "findings of gates", "hashes of files"}
     assert kit.build().digest == digest
 
 

@@ -15,7 +15,7 @@ from primus.cli.host import run as run_verb
 from primus.engine.workshop import log_tail
 from primus.errors import HostError, InputError
 from primus.sandbox import engines, images
-from primus.sandbox.container import Command, Mount, RootFs, check_mounts, final_argv
+from primus.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
 from primus.sandbox.engines import Docker, Podman, choose
 
 
@@ -24,20 +24,21 @@ def root_with(tmp_path: Path, **settings: object) -> RootFs:
         name="v1.2_cpu",
         manifest=json.dumps({"layers": [{"digest": "sha256:aa", "size": 3, "mediaType": "tar+zstd"}]}).encode(),
         config_bytes=json.dumps({"config": settings, "rootfs": {"diff_ids": ["sha256:bb"]}}).encode(),
-        blob=lambda digest: tmp_path / digest.partition(":")[2],
+        tar=lambda _: iter([b"tar"]),
         cache=tmp_path / "cache",
     )
 
 
-def test_entrypoint_and_cmd(tmp_path):
-    root = root_with(tmp_path, Entrypoint=["e"], Cmd=["c"])
-    assert final_argv(root, Command()) == ["e", "c"]
-    assert final_argv(root, Command(argv=("a",))) == ["e", "a"]
-    assert final_argv(root, Command(argv=("a",), entrypoint=False)) == ["a"]
+def test_settings_of_the_image(tmp_path):
+    root = root_with(tmp_path, Entrypoint=["e"], Cmd=["c"], Env=["A=1=2", "B=3"], WorkingDir="/w", User="")
+    assert with_settings(root, Command()) == Command(argv=("e", "c"), env={"A": "1=2", "B": "3"}, cwd="/w", user="")
+    command = with_settings(root, Command(argv=("a",), env={"B": "4"}, cwd="/", user="0"))
+    assert command == Command(argv=("e", "a"), env={"A": "1=2", "B": "4"}, cwd="/", user="0")
+    assert with_settings(root, Command(argv=("a",), entrypoint=False)).argv == ("a",)
     with pytest.raises(InputError, match="has no default command"):
-        final_argv(root_with(tmp_path), Command())
+        with_settings(root_with(tmp_path), Command())
     with pytest.raises(InputError, match="not UTF-8"):
-        final_argv(root, Command(argv=(os.fsdecode(b"\xff"),)))
+        with_settings(root, Command(argv=(os.fsdecode(b"\xff"),)))
 
 
 @pytest.mark.parametrize("target", ["relative", "/", "/proc", "/dev/"])
@@ -69,31 +70,6 @@ def test_limits_are_options():
     options = engines._options(Command(memory_bytes=1 << 20), False)
     assert options[-2:] == ["--memory=1048576", "--memory-swap=1048576"]
     assert not [word for word in engines._options(Command(), False) if "memory" in word]
-
-
-def test_a_layout_links_to_the_blobs_of_the_store(tmp_path):
-    (tmp_path / "aa").write_bytes(b"tar")
-    root = root_with(tmp_path)
-    with images.layout(root) as folder:
-        (entry,) = json.loads((folder / "index.json").read_text())["manifests"]
-        blobs = folder / "blobs/sha256"
-        manifest = json.loads((blobs / entry["digest"].removeprefix("sha256:")).read_bytes())
-        assert manifest["layers"][0]["digest"] == "sha256:aa"
-        assert (blobs / root.id).read_bytes() == root.config_bytes
-        assert (blobs / "aa").readlink() == tmp_path / "aa"
-    assert list(root.cache.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("message", "sentence"),
-    [
-        ("Error: writing blob: no space left on device", "podman refuses v1.2_cpu: writing blob: no space left"),
-        ("Error: Digest did not match, expected a, got b", "a blob of v1.2_cpu is damaged: Digest did not"),
-        ("", "podman refuses v1.2_cpu: it gives no reason"),
-    ],
-)  # fmt: skip
-def test_a_refused_image(tmp_path, message, sentence):
-    assert images.refusal("podman", root_with(tmp_path), message).message.startswith(sentence)
 
 
 def test_unknown_engine():

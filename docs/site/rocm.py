@@ -47,6 +47,7 @@ def rocm_data(root: Path) -> dict[str, str]:
 def _groups(some: list[Entry], gpus: list[str]) -> list[dict[str, Any]]:
     # MAD has no tag for the other recipes; pages need one as the name of a choice.
     tags = {(row["recipe"], row["backend"]): tag for tag, row in table("commands")["tags"].items()}
+    stems = table("paths")["stems"]
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in some:
         models = groups.setdefault(entry.architecture.family, {})
@@ -60,9 +61,10 @@ def _groups(some: list[Entry], gpus: list[str]) -> list[dict[str, Any]]:
                 "train_tags": {},
             },
         )
-        # As MAD names them: primus_train/BACKEND_GPU_CONFIG. Pages group them by GPU.
-        for precision, able in entry.precisions.items():
+        # MAD's tags name files of Primus, whose names some recipes have.
+        stem = next((name for name, recipe in stems.get(entry.backend, {}).items() if recipe == entry.recipe), None)
+        for precision, able in entry.precisions.items() if stem and entry.mode == "pretrain" else ():
             for gpu in (name.upper() for name in able if name in gpus):
-                tag = f"primus_train/{entry.backend}_{gpu}_{entry.recipe}-{precision.upper()}-{entry.mode}"
+                tag = f"primus_train/{entry.backend}_{gpu}_{stem}-{precision.upper()}-pretrain"
                 model["train_tags"].setdefault(gpu, []).append(tag)
     return [{"group": name, "tag": name.lower(), "models": list(models.values())} for name, models in groups.items()]

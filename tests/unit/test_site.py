@@ -18,6 +18,7 @@ from docs.site.rocm import rocm_data
 
 from browser import CHROMIUM, Browser
 from primus.cli.main import VERBS, main
+from primus.compat.commands import requested
 from primus.recipes.schema import backends
 
 ROOT = Path(__file__).parents[2]
@@ -150,4 +151,9 @@ def test_pages_of_rocm_find_every_variable_in_the_data() -> None:
     assert len(files) == len(backends())
     for file in files.values():
         text = template.render(data=json.loads(file))
-        assert text.count("rocm/primus:") == 2 and "MI300X" in text
+        assert text.count("rocm/primus:") == 2
+        for tag in re.findall(r'"(primus_train/.+)"', file):
+            request, parts = requested("madengine", ["run", "--tags", tag], {}), re.split("[_-]", tag.lower())
+            assert parts[1:3] == [f"train/{request.choices.backend}", request.gpu_of_path]
+            assert request.choices.precision == parts[-2]
+    assert len(re.findall("primus_train/megatron_MI355X_", files["primus-megatron-benchmark-models.json"])) > 20

@@ -70,8 +70,7 @@ def requested(
         request = _fsdp(words, environment)
     elif row := table("commands")["programs"].get(name):
         if words:
-            hint = f"primus train {row['recipe']} takes settings as key=value"
-            raise InputError(f"{words[0]!r} is not supported here", where=name, hint=hint)
+            raise InputError(f"{words[0]!r} is not supported here", where=name, hint="settings are written key=value")
         request = _of_row(row)
     elif name == "madengine":
         request = _tag(words)
@@ -128,8 +127,7 @@ def _pretrain(
             f"there is no backend {backend!r}" + nearest(backend, ["megatron", "torchtitan"]),
             where=f"BACKEND={backend}", hint="there are: megatron, torchtitan",
         )  # fmt: skip
-    path = Path(name)
-    if path.is_dir():
+    if (path := Path(name)).is_dir():
         raise InputError("this is a folder, not a file", where=f"EXP={name}")
     if path.is_file() and is_experiment(path):
         source = read_experiment(path, environment)
@@ -241,8 +239,10 @@ def _tag(words: Sequence[str]) -> Request:
     """Translate ``madengine run --tags TAG …``. Its other options concern containers and are ignored."""
     if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
         raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
-    tags = table("commands")["tags"]
-    return _of_row(tags[_listed(words[words.index("--tags") + 1], tags, "--tags")])
+    tag, tags = words[words.index("--tags") + 1], table("commands")["tags"]
+    if match := re.fullmatch(r"primus_train/([a-z]+)_(MI\d+X)_(.+)", tag):
+        return _pretrain([], {"EXP": "examples/{}/configs/{}/{}.yaml".format(*match.groups())}, allow_unmapped=False)
+    return _of_row(tags[_listed(tag, tags, "--tags")])
 
 
 def _of_row(row: Mapping[str, str]) -> Request:

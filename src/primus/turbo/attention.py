@@ -26,11 +26,9 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q: Any, k: Any, v: Any, scale: float, window: int) -> Any:  # noqa: ARG001 - the operator's arguments
-    batch, length, heads, _ = q.shape
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-        (batch, heads, length), dtype=torch.float32
-    )
+def _(q: Any, *_: Any) -> Any:
+    sums = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), sums
 
 
 @torch.library.custom_op("primus::fa4_backward", mutates_args=())
@@ -46,8 +44,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(q: Any, k: Any, v: Any, out: Any, grad: Any, lse: Any, scale: float, window: int) -> Any:  # noqa: ARG001
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+def _(*tensors: Any) -> Any:
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors[:3])
 
 
 def _mask(window: int) -> dict[str, Any]:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-# The distance from float64 may be this many times that of plain PyTorch. Healthy kernels round at other places, and
-# reach 1.5 in the largest of many rows.
-_ROWS = 2.5
-_ELEMENTS = 3.0
-_ALL = 1.5
-# A factor on the whole result, relative. Rounding cancels out over a tensor, and leaves a tenth of this. With two or
-# three bits, it depends on where the values fall between powers of two, and reaches 0.7 %.
-SCALE = 5e-4
-SCALE_FP8 = 2e-2
-# The error of a single number is not that of a mean: it may be 0 in plain PyTorch by chance.
-_ALONE = 1e-4
-# Rows and columns with almost no content are measured by the size of the others.
-_LEAST = 0.05
+from primus.yamlfile import read_values
+
+_LIMITS: Any = read_values(Path(__file__).with_name("limits.yaml")).data
+SCALE: float = _LIMITS["scale"]
+SCALE_FP8: float = _LIMITS["scale_fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +44,10 @@ class Compared:
             return f"has {count:,} values that are not finite, of {out.numel():,}"
         error, accepted = out - exact, plain - exact
         for part, limit, ratios in (
-            ("as a whole", _ALL, [_relative(e, exact, None) for e in (error, accepted)]),
-            ("in one row", _ROWS, [_relative(e, exact, 1) for e in (error, accepted)]),
-            ("in one column", _ROWS, [_relative(e, exact, 0) for e in (error, accepted)]),
-            ("in one value", _ELEMENTS, [_largest(e, exact) for e in (error, accepted)]),
+            ("as a whole", _LIMITS["all"], [_relative(e, exact, None) for e in (error, accepted)]),
+            ("in one row", _LIMITS["rows"], [_relative(e, exact, 1) for e in (error, accepted)]),
+            ("in one column", _LIMITS["rows"], [_relative(e, exact, 0) for e in (error, accepted)]),
+            ("in one value", _LIMITS["elements"], [_largest(e, exact) for e in (error, accepted)]),
         ):
             here, there = ratios
             if not here <= limit * there + self.floor + float(torch.finfo(self.out.dtype).eps) / 16:
@@ -75,7 +68,7 @@ def _relative(error: torch.Tensor, exact: torch.Tensor, dim: int | None) -> floa
     if dim is None:
         return float(error.norm() / exact.norm().clamp(min=1e-300))
     sizes = exact.norm(dim=dim)
-    least = _LEAST * sizes.square().mean().sqrt().clamp(min=1e-300)
+    least = _LIMITS["least"] * sizes.square().mean().sqrt().clamp(min=1e-300)
     return float((error.norm(dim=dim) / sizes.clamp(min=least)).max())
 
 
@@ -126,7 +119,8 @@ def three_ways(
         results.append((*(out.detach() for out in outputs), *gradients))
         del outputs, gradients, leaves
     for label, out, usual, best in zip(labels, *results, strict=True):
-        yield Compared(label=label, out=out, plain=usual, exact=best, floor=0 if out.dim() else _ALONE, factor=factor)
+        floor = 0.0 if out.dim() else _LIMITS["alone"]
+        yield Compared(label=label, out=out, plain=usual, exact=best, floor=floor, factor=factor)
 
 
 def formats() -> Any:

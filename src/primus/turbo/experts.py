@@ -231,9 +231,7 @@ def _expert_rows(x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, t
     return _rows_times(x, weights.mT if transposed else weights, starts)
 
 
-@_expert_rows.register_fake
-def _(x: Any, weights: Any, starts: Any, transposed: bool) -> Any:  # noqa: ARG001
-    return x.new_empty(x.shape[0], weights.shape[1 if transposed else 2])
+_expert_rows.register_fake(lambda x, w, _, transposed: x.new_empty(x.shape[0], w.shape[1 if transposed else 2]))
 
 
 @torch.library.custom_op("primus::expert_weights", mutates_args=())
@@ -242,9 +240,7 @@ def _expert_weights(a: torch.Tensor, b: torch.Tensor, starts: torch.Tensor) -> t
     return _products_of_rows(a, b, starts)
 
 
-@_expert_weights.register_fake
-def _(a: Any, b: Any, starts: Any) -> Any:
-    return a.new_empty(starts.shape[0] - 1, a.shape[1], b.shape[1])
+_expert_weights.register_fake(lambda a, b, starts: a.new_empty(starts.shape[0] - 1, a.shape[1], b.shape[1]))
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001

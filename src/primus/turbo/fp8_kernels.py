@@ -188,12 +188,6 @@ def cast_both(
     return out, flipped
 
 
-@cast_both.register_fake
-def _(parts: Any, scales: Any, dtype: torch.dtype) -> Any:  # noqa: ARG001 - the operator's arguments
-    rows, width = parts[0].shape[0], sum(x.shape[1] for x in parts)
-    return parts[0].new_empty((rows, width), dtype=dtype), parts[0].new_empty((width, rows), dtype=dtype)
-
-
 @torch.library.custom_op("primus::fp8_largest", mutates_args=())
 def largest(x: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of ``x``, in float32; NaN if ``x`` contains one."""
@@ -201,11 +195,6 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     if not x.is_cuda:
         return x.abs().max().float()
     return _reduced((), x)
-
-
-@largest.register_fake
-def _(x: Any) -> Any:
-    return x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("primus::fp8_flip", mutates_args=())
@@ -224,11 +213,6 @@ def flip(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@flip.register_fake
-def _(x: Any) -> Any:
-    return x.new_empty((x.shape[1], x.shape[0]))
-
-
 @torch.library.custom_op("primus::fp8_swiglu_largest", mutates_args=())
 def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of ``silu(gate) · up``, in float32; NaN if it contains one."""
@@ -236,11 +220,6 @@ def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if not gate.is_cuda:
         return (torch.nn.functional.silu(gate.float()) * up.float()).abs().max()
     return _reduced((), gate, up)
-
-
-@swiglu_largest.register_fake
-def _(gate: Any, up: Any) -> Any:  # noqa: ARG001
-    return gate.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("primus::fp8_swiglu_cast", mutates_args=())
@@ -257,11 +236,6 @@ def swiglu_cast(gate: torch.Tensor, up: torch.Tensor, scale: torch.Tensor, dtype
         LARGEST=torch.finfo(dtype).max, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
-
-
-@swiglu_cast.register_fake
-def _(gate: Any, up: Any, scale: Any, dtype: torch.dtype) -> Any:  # noqa: ARG001
-    return gate.new_empty(gate.shape, dtype=dtype)
 
 
 def _gradients(
@@ -281,11 +255,6 @@ def swiglu_backward_largest(gate: torch.Tensor, up: torch.Tensor, grad: torch.Te
         of_gate, of_up, _ = _gradients(gate, up, grad)
         return torch.stack((of_gate.abs().max(), of_up.abs().max()))
     return _reduced((2,), gate, up, grad)
-
-
-@swiglu_backward_largest.register_fake
-def _(gate: Any, up: Any, grad: Any) -> Any:  # noqa: ARG001
-    return gate.new_empty((2,), dtype=torch.float32)
 
 
 @torch.library.custom_op("primus::fp8_swiglu_backward", mutates_args=())
@@ -317,13 +286,23 @@ def swiglu_backward(
     return straight[0], flipped[0], straight[1], flipped[1], flipped[2]
 
 
+# What a compiler sees of the operators: the types and shapes of their results.
+largest.register_fake(lambda x: x.new_empty((), dtype=torch.float32))
+swiglu_largest.register_fake(lambda gate, _up: gate.new_empty((), dtype=torch.float32))
+swiglu_backward_largest.register_fake(lambda gate, _up, _grad: gate.new_empty((2,), dtype=torch.float32))
+swiglu_cast.register_fake(lambda gate, _up, _scale, dtype: gate.new_empty(gate.shape, dtype=dtype))
+flip.register_fake(lambda x: x.new_empty(x.shape[::-1]))
+
+
+@cast_both.register_fake
+def _(parts: Any, _scales: Any, dtype: torch.dtype) -> Any:
+    rows, width = parts[0].shape[0], sum(x.shape[1] for x in parts)
+    return parts[0].new_empty((rows, width), dtype=dtype), parts[0].new_empty((width, rows), dtype=dtype)
+
+
 @swiglu_backward.register_fake
 def _(gate: Any, *others: Any) -> Any:
     dtype, made_dtype = others[-2:]
-    rows, columns = gate.shape
-    straight, flipped = (rows, columns), (columns, rows)
-    return (
-        gate.new_empty(straight, dtype=dtype), gate.new_empty(flipped, dtype=dtype),
-        gate.new_empty(straight, dtype=dtype), gate.new_empty(flipped, dtype=dtype),
-        gate.new_empty(flipped, dtype=made_dtype),
-    )  # fmt: skip
+    straight, flipped = gate.shape, gate.shape[::-1]
+    shapes = ((straight, dtype), (flipped, dtype), (straight, dtype), (flipped, dtype), (flipped, made_dtype))
+    return tuple(gate.new_empty(shape, dtype=kind) for shape, kind in shapes)

@@ -73,22 +73,18 @@ def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Ten
     """
     CALLS["cross_entropy_"] += 1
     if not logits.is_cuda:
-        _cross_entropy_torch(logits, labels, losses)
+        counted = labels != _IGNORED
+        places = torch.where(counted, labels, 0)[:, None]
+        logs = torch.log_softmax(logits.float(), dim=1)
+        losses.copy_(torch.where(counted, -logs.gather(1, places)[:, 0], 0.0))
+        gradients = logs.exp()
+        gradients.scatter_add_(1, places, torch.full_like(places, -1, dtype=gradients.dtype))
+        logits.copy_(gradients * counted[:, None])
         return
     rows, columns = logits.shape
     _cross_entropy[(rows,)](
         logits, labels, losses, logits.stride(0), columns, IGNORED=_IGNORED, BLOCK=8192, num_warps=16
     )
-
-
-def _cross_entropy_torch(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor) -> None:
-    counted = labels != _IGNORED
-    places = torch.where(counted, labels, 0)[:, None]
-    logs = torch.log_softmax(logits.float(), dim=1)
-    losses.copy_(torch.where(counted, -logs.gather(1, places)[:, 0], 0.0))
-    gradients = logs.exp()
-    gradients.scatter_add_(1, places, torch.full_like(places, -1, dtype=gradients.dtype))
-    logits.copy_(gradients * counted[:, None])
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from primus.errors import CheckFailed, HostError
 from primus.files import read_sealed, write_sealed
@@ -33,13 +32,10 @@ _COMMAND = (sys.executable, "-m", "primus.turbo.selftest")
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """``names`` are the optimizations that a run uses. ``off`` is name → reason of those that it could use, but does
-    not. ``tested`` is name → seconds of the self-tests that ran now.
-    """
+    """``names`` are the optimizations that a run uses; ``off`` is name → reason of those that it could use, but not."""
 
     names: tuple[str, ...] = ()
     off: Mapping[str, str] = field(default_factory=dict)
-    tested: Mapping[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """Return one line for the log of a run."""
@@ -72,14 +68,13 @@ def decide(
         used = compatible(present) if strict else ()
         return Trial(names=used, off=off | {name: "there is no GPU" for name in present if name not in used})
     faults: dict[str, str] = {}
-    seconds: dict[str, float] = {}
+    tested: set[str] = set()
     # What excludes another one is tested first; the other one only if it fails.
     shapes = catalogue.shapes_of(recipe)
     key = hashlib.sha256(json.dumps([asdict(shapes), gpus.driver, gpus.names[:1]]).encode()).hexdigest()
-    while todo := [name for name in compatible([n for n in present if n not in faults]) if name not in seconds]:
-        failed, took = _faults(todo, shapes, key, folder, environment, progress)
-        faults |= failed
-        seconds |= dict.fromkeys(todo, 0.0) | took
+    while todo := [name for name in compatible([n for n in present if n not in faults]) if name not in tested]:
+        faults |= _faults(todo, shapes, key, folder, environment, progress)
+        tested |= {*todo}
     if faults and (strict or recipe.get("nodes", int) > 1):
         name, reason = next(iter(faults.items()))
         raise CheckFailed(f"{name} failed its self-test on this GPU: {reason}", hint="--turbo off trains without it")
@@ -87,33 +82,32 @@ def decide(
     passed = [name for name in present if name not in faults]
     used = compatible(passed)
     off |= {name: f"{catalogue.excluded(name, used)} is used instead" for name in passed if name not in used}
-    return Trial(names=used, off=off, tested={name: spent for name, spent in seconds.items() if spent})
+    return Trial(names=used, off=off)
 
 
 def _faults(
     names: Sequence[str], shapes: Shapes, key: str, folder: Path, environment: Mapping[str, str],
     progress: Callable[[str], None],
-) -> tuple[dict[str, str], dict[str, float]]:  # fmt: skip
-    """Return name → fault of ``names`` that fail, and name → seconds of those that were tested now."""
+) -> dict[str, str]:  # fmt: skip
+    """Return name → fault of ``names`` that fail. Those that passed before are not tested."""
     passed: dict[str, list[str]] = read_sealed(folder / KEPT) or {}
     todo = [name for name in names if name not in passed.get(key, ())]
     if not todo:
-        return {}, {}
+        return {}
     progress(f"testing {len(todo)} optimizations against float64 on this GPU")
-    rows = _run(todo, shapes, environment)
-    faults = {name: row["fault"] for name, row in rows.items() if row["fault"]}
+    faults = {name: fault for name, fault in _run(todo, shapes, environment).items() if fault}
     passed[key] = [*passed.get(key, ()), *(name for name in todo if name not in faults)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_sealed(folder / KEPT, passed)
     except OSError as error:
         progress(f"the results cannot be kept in {folder}: {error.strerror}")
-    return faults, {name: row["seconds"] for name, row in rows.items()}
+    return faults
 
 
-def _run(names: Sequence[str], shapes: Shapes, environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    while todo := [name for name in names if name not in rows]:
+def _run(names: Sequence[str], shapes: Shapes, environment: Mapping[str, str]) -> dict[str, str]:
+    faults: dict[str, str] = {}
+    while todo := [name for name in names if name not in faults]:
         command = [*_COMMAND, json.dumps(asdict(shapes)), *todo]
         try:
             process = subprocess.run(
@@ -126,7 +120,7 @@ def _run(names: Sequence[str], shapes: Shapes, environment: Mapping[str, str]) -
         for line in output.splitlines():
             with suppress(ValueError, KeyError, TypeError):  # what a library printed
                 row = json.loads(line)
-                rows[row["name"]] = {"fault": row["fault"], "seconds": row["seconds"]}
-        if begun := next((name for name in todo if name not in rows), ""):
-            rows[begun] = {"fault": fault, "seconds": 0.0}
-    return rows
+                faults[row["name"]] = row["fault"]
+        if begun := next((name for name in todo if name not in faults), ""):
+            faults[begun] = fault
+    return faults

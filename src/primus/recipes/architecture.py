@@ -245,11 +245,7 @@ def readable(count: int) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
-@cache
-def _tables(file: Path) -> Any:
-    return read_values(file).data
-
-
 def arguments(source: Any, file: Path, *tables: str) -> dict[str, Any]:
     """Return a backend's arguments by name: the fields of ``source`` that the ``tables`` of its ``file`` name."""
-    return {name: attrgetter(field)(source) for table in tables for name, field in _tables(file)[table].items()}
+    content: Any = read_values(file).data
+    return {name: attrgetter(field)(source) for table in tables for name, field in content[table].items()}

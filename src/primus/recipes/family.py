@@ -92,10 +92,6 @@ class Family:
         """Return the only values of the field ``key`` that models have; nothing if it has any. ``default``: of all."""
         return self.values.get(key, () if self.has(key) else (default,))
 
-    def may_have(self, key: str, value: Scalar) -> bool:
-        """Whether models of the family may have ``value`` of the field ``key``."""
-        return self.has(key) and value in self.values.get(key, (value,))
-
 
 @cache
 def families() -> tuple[str, ...]:

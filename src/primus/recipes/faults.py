@@ -148,7 +148,8 @@ def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
     for key, rule in model_rules().items():
         only, value = known.allowed(key, cast(Scalar, rule.default)), values[key]
         if only and value not in only:
-            others = [name for name in families() if family(name).may_have(key, cast(Scalar, value))]
+            having = [other for other in map(family, families()) if other.has(key)]
+            others = [other.name for other in having if value in other.values.get(key, (value,))]
             amount = f"have {' or '.join(map(spell, only))}, not {spell(value)}" if known.has(key) else f"have no {key}"
             other = f", or another model.family: {', '.join(others)}" if others else ""
             yield f"model.{key}", f"models of the family {known.name} {amount}", f"model.{key}={spell(only[0])}{other}"

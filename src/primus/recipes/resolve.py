@@ -52,7 +52,9 @@ def resolve(
     path = load.find(name, among).absolute()
     source = load.read(path)
     choices, words = _choices_among(choices or Choices(), overrides)
-    weights = _weights_among(words)
+    keys = ("weights", "finetune.weights", "megatron.weights")
+    named = [word.partition("=")[2] for word in words if word.partition("=")[0] in keys]
+    weights = Path(named[0]) if named and exists(named[0]) else None
     chosen = choose(source.settings, choices, path, sized=weights is not None)
     settings = {key: s for key, s in source.settings.items() if not key.startswith(_DECIDING)}
     facts = {choice: load.words(setting.value)[0] for choice, setting in chosen.items()}
@@ -64,8 +66,7 @@ def resolve(
     spelled: dict[str, str] = {}
     overriding: dict[str, Setting] = {}
     for number, word in enumerate([*words, *replacing]):
-        full = _spelled_out(word, knows)
-        key, setting = _override(full, word, knows)
+        full, key, setting = _override(word, knows)
         if key in overriding and number < len(words):
             raise _twice(key, spelled[key], full)
         spelled[key], overriding[key] = full, setting
@@ -159,12 +160,6 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
     return choices, words
 
 
-def _weights_among(words: Sequence[str]) -> Path | None:
-    keys = ("weights", "finetune.weights", "megatron.weights")
-    named = [word.partition("=")[2] for word in words if word.partition("=")[0] in keys]
-    return Path(named[0]) if named and exists(named[0]) else None
-
-
 def _of_weights(
     folder: Path, settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend
 ) -> dict[str, Setting]:
@@ -226,26 +221,23 @@ def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setti
         settings[key] = replace(warmup, value=steps.value, origin=f"{warmup.origin}, at most the {steps.value} steps")
 
 
-def _spelled_out(word: str, knows: Backend) -> str:
-    what, equals, text = word.partition("=")
-    if what in ("corpus", "tokenizer"):
-        return f"assets.{word}"
-    key = knows.keys.get(what) or knows.degrees.get(what)
-    return f"{knows.name}.{key}={text}" if key and equals else word
-
-
-def _override(full: str, typed: str, knows: Backend) -> tuple[str, Setting]:
-    key, separator, text = full.partition("=")
+def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
+    """Return ``word`` with the whole name of its key, the key in the recipe's settings, and the setting."""
+    key, separator, text = word.partition("=")
     if not separator or not key:
-        raise InputError(f"{typed!r} is not key=value", where="command line", hint="example: training.steps=5")
+        raise InputError(f"{word!r} is not key=value", where="command line", hint="example: training.steps=5")
+    if key in ("corpus", "tokenizer"):
+        key = f"assets.{key}"
+    elif native_key := knows.keys.get(key) or knows.degrees.get(key):
+        key = f"{knows.name}.{native_key}"
     value: Value = typed_value(text, f"command line: {key}") if text else ""
-    setting = Setting(value=value, origin=f"command line: {typed}")
+    setting = Setting(value=value, origin=f"command line: {word}")
     section = key.partition(".")[0]
     # A size in the recipe's model section, from which primus sets the backend's key of the same name.
     sized = key in knows.owned and key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
     native = key in knows.owned or key in schema.backend_rules(knows.name) or section not in _OWN_SECTIONS
     whole = section == knows.name or key in schema.recipe_rules() or sized
-    return (f"{knows.name}.{key}" if native and not whole else key), setting
+    return f"{key}={text}", f"{knows.name}.{key}" if native and not whole else key, setting
 
 
 def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> None:

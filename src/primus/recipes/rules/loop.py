@@ -8,26 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from primus.recipes.architecture import Architecture, size
 from primus.recipes.faults import Fault
 from primus.recipes.recipe import Recipe
 from primus.turbo.optimizations import chosen
+from primus.yamlfile import read_values
 
 # The precision of matrix products in a dtype of torch.
 DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
-# Elements per token and hidden unit that one layer of FLUX keeps for its backward pass (fitted).
-_FLUX_LAYER = 20
 FLOAT32, BFLOAT16 = 4, 2
-# Tokens per chunk of the optimization linear-cross-entropy.
-_FUSED_CHUNK = 8192
-# Without a compiler, layers also keep intermediate results of norms, RoPE and SiLU (fitted).
-EAGER = 1.4
-# Bytes per logit without a compiler: in BF16 and float32, with gradients in both.
-EAGER_LOSS = 14
-# While a layer is recomputed, its tensors and their gradients exist at the same time (fitted).
-RECOMPUTED = 1.6
+FACTORS = cast(Mapping[str, float], read_values(Path(__file__).with_name("memory.yaml")).data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +67,7 @@ class Memory:
 
 def fused_loss(model: Architecture, tokens: float) -> float:
     """Return the bytes of one chunk's logits. Their gradient overwrites them."""
-    return min(tokens, _FUSED_CHUNK) * model.vocab_size * BFLOAT16
+    return min(tokens, FACTORS["fused_chunk"]) * model.vocab_size * BFLOAT16
 
 
 def layer_elements(model: Architecture, *, eight: bool) -> float:
@@ -191,13 +184,13 @@ class Rules:
         shard = total * recipe.degree("replicas") / recipe.world_size
         trained = 0.0 if recipe.mode == "lora" else 1.0
         if model.of_images:
-            layers, layer = model.dit.double_layers + model.dit.single_layers, float(_FLUX_LAYER * model.hidden_size)
+            layers, layer = model.dit.double_layers + model.dit.single_layers, FACTORS["flux_layer"] * model.hidden_size
         else:
             layers = model.layers
             # Adapters need the inputs of layers in the computing precision.
             eight = recipe.precision == "fp8" and trained > 0
-            layer = layer_elements(model, eight=eight) * (1 if compiled else EAGER)
-        saved = layers * model.hidden_size + layer * RECOMPUTED if recomputed else layers * layer
+            layer = layer_elements(model, eight=eight) * (1 if compiled else FACTORS["eager"])
+        saved = layers * model.hidden_size + layer * FACTORS["recomputed"] if recomputed else layers * layer
         # Every rank has all weights, in the computing precision.
         whole = "frozen-weights" in chosen(recipe)
         # Weights that never change stay in FP8 in both layouts, others in that of the backward pass.
@@ -220,7 +213,7 @@ class Rules:
         if recipe.world_size == 1 and trained and recipe.accumulation == 1:
             # The gradient of the embedding is computed last, in the memory of activations, in both precisions.
             reused = min(activations, model.vocab_size * model.hidden_size * float(compute + FLOAT32))
-        loss: float = chunk * model.vocab_size * EAGER_LOSS
+        loss: float = chunk * model.vocab_size * FACTORS["eager_loss"]
         if "linear-cross-entropy" in chosen(recipe):
             loss = fused_loss(model, tokens)
         return Memory(

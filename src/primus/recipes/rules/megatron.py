@@ -11,19 +11,14 @@ from primus.recipes.faults import Fault
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules.loop import (
     BFLOAT16,
+    FACTORS,
     FLOAT32,
-    RECOMPUTED,
     Memory,
     Rules,
     layer_elements,
     unsharded,
     width_of,
 )  # fmt: skip
-
-# Megatron has fused kernels for some norms, RoPE and SiLU, so eager layers keep less than in other backends (fitted).
-_EAGER = 1.08
-# Bytes per logit: in BF16 and float32, with the gradient in float32.
-_LOSS = 10
 
 
 class Megatron(Rules):
@@ -105,10 +100,9 @@ class Megatron(Rules):
         fully = recipe.find("megatron.torch_fsdp2", False)
         layers = model.layers / stages
         again, group = _recomputed(recipe, layers)
-        layer = layer_elements(model, eight=False) * _EAGER
-        saved = (
-            (layers - again) * layer + again / group * model.hidden_size + (group * layer * RECOMPUTED if again else 0)
-        )
+        layer = layer_elements(model, eight=False) * FACTORS["megatron_eager"]
+        once = group * layer * FACTORS["recomputed"] if again else 0
+        saved = (layers - again) * layer + again / group * model.hidden_size + once
         in_flight = min(stages, max(1, recipe.accumulation))
         return Memory(
             weights=width * total / (recipe.world_size if fully else parts),
@@ -116,7 +110,7 @@ class Megatron(Rules):
             optimizer=states * total / (recipe.world_size if sharded or fully else parts),
             unsharded=unsharded(recipe, width) if fully else 0,
             activations=saved * in_flight * tokens * width / tensor,
-            loss=tokens * model.vocab_size * _LOSS / tensor,
+            loss=tokens * model.vocab_size * FACTORS["megatron_loss"] / tensor,
         )
 
 

@@ -12,16 +12,11 @@ from primus.recipes.family import family
 from primus.recipes.faults import Fault
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import loop as terms
-from primus.recipes.rules.loop import DTYPES, Memory, Rules
+from primus.recipes.rules.loop import DTYPES, FACTORS, Memory, Rules
 from primus.turbo.optimizations import chosen
 
 _DTYPE = "torchtitan.training.dtype"
 _SELECTIVE = "torchtitan.activation_checkpoint.selective_ac_option"
-# Bytes per logit if the loss is compiled: only the logits in BF16. Their gradients have the same size and use the
-# memory of gradients of weights, which are counted but do not exist yet.
-_COMPILED_LOSS = 2
-# Elements per token and hidden unit that the optimization fp8-linear keeps of a layer's inputs, in FP8 (fitted).
-_FP8_INPUTS = 1.4
 
 
 class Torchtitan(Rules):
@@ -104,11 +99,11 @@ class Torchtitan(Rules):
         mode = recipe.find("torchtitan.activation_checkpoint.mode", "none")
         offloaded = recipe.find("torchtitan.training.enable_cpu_offload", False)
         eight = recipe.precision in ("fp8", "mxfp8")
-        layer = terms.layer_elements(model, eight=eight) * (1 if compiled else terms.EAGER)
+        layer = terms.layer_elements(model, eight=eight) * (1 if compiled else FACTORS["eager"])
         if "fp8-linear" in chosen(recipe):
-            layer += _FP8_INPUTS * model.hidden_size
+            layer += FACTORS["fp8_inputs"] * model.hidden_size
         if mode == "full":
-            saved, once = float(model.hidden_size), layer * terms.RECOMPUTED
+            saved, once = float(model.hidden_size), layer * FACTORS["recomputed"]
         elif mode == "selective":
             saved, once = _selective(recipe, model, layer, compiled=compiled), 0.0
         else:
@@ -142,7 +137,7 @@ class Torchtitan(Rules):
             activations=activations,
             loss=terms.fused_loss(model, tokens)
             if "linear-cross-entropy" in chosen(recipe)
-            else tokens * model.vocab_size * (_COMPILED_LOSS if fused else terms.EAGER_LOSS) / tensor,
+            else tokens * model.vocab_size * (FACTORS["compiled_loss"] if fused else FACTORS["eager_loss"]) / tensor,
         )
 
 
@@ -160,7 +155,7 @@ def _alone(recipe: Recipe, tokens: float, *, saved: float, once: float, copies: 
         # Each FP8 layer casts and keeps its own input: three times for queries, keys and values, twice for gate and up.
         saved += 3 * model.hidden_size
     kept_bytes = model.layers * tokens * (saved * compute + (width - compute) * model.hidden_size) + copies
-    per_logit = 2 * _COMPILED_LOSS if compiled_loss else terms.EAGER_LOSS
+    per_logit = 2 * FACTORS["compiled_loss"] if compiled_loss else FACTORS["eager_loss"]
     loss = tokens * model.vocab_size * per_logit
     # The last layer is recomputed after the logits are freed.
     activations = kept_bytes + max(0.0, once * tokens * compute - loss)

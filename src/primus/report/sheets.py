@@ -5,27 +5,19 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from primus.gpus.table import arch_of, by_product_name
 from primus.report.run import Run
+from primus.yamlfile import read_values
 
-# The columns of madengine 2, in its order. Those that it measures around the run (build, download) stay empty.
-PERF_COLUMNS = (
-    "model", "n_gpus", "nnodes", "gpus_per_node", "training_precision", "pipeline", "args", "tags", "docker_file",
-    "base_docker", "docker_sha", "docker_image", "git_commit", "machine_name", "deployment_type", "launcher",
-    "gpu_architecture", "performance", "metric", "relative_change", "status", "build_duration", "test_duration",
-    "dataname", "data_provider_type", "data_size", "data_download_duration", "build_number",
-    "additional_docker_run_options",
-)  # fmt: skip
-# The columns of MAD's scripts of v25.10. Those of v25.2 and v25.3 had only the first four.
-BENCHMARK_COLUMNS = (
-    "model", "performance", "metric", "mode", "precision", "batch_size", "seq_len", "device", "num_gpus",
-)  # fmt: skip
+COLUMNS: Any = read_values(Path(__file__).with_name("columns.yaml")).data
 
 
 def perf_csv(runs: Sequence[Run]) -> str:
     """Return one row per run: its throughput, and whether every check passed. Columns without a value are empty."""
-    return _text(PERF_COLUMNS, [_perf(run) for run in runs])
+    return _text(COLUMNS["perf"], [_perf(run) for run in runs])
 
 
 def _perf(run: Run) -> dict[str, object]:
@@ -54,7 +46,7 @@ def _perf(run: Run) -> dict[str, object]:
 
 def benchmark_csv(rows: Sequence[Mapping[str, object]], *, header: bool = True) -> str:
     """Return the rows of :func:`benchmark_rows` as CSV. Leave out the header to append them to a file."""
-    return _text(BENCHMARK_COLUMNS, rows, header=header)
+    return _text(COLUMNS["benchmark"], rows, header=header)
 
 
 def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = None) -> list[dict[str, object]]:

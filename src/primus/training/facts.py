@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ import torch
 import torch.distributed as dist
 
 from primus.files import write_file
+from primus.yamlfile import read_values
 
-PACKAGES = (
-    "torch", "torchtitan", "megatron-core", "transformers", "peft", "accelerate", "diffusers", "torchao", "triton",
-    "torchdata", "datasets", "tokenizers", "numpy", "primus-images",
-)  # fmt: skip
+_NAMES: Any = read_values(Path(__file__).with_name("facts.yaml")).data
 
 
 def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, Any]:
@@ -39,8 +37,12 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
         dist.all_gather_object(counts, counts[0], stages)
     count, trainable = map(sum, zip(*counts, strict=True))
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
+    versions = {}
+    for name in _NAMES["packages"]:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": versions,
         "device": device,
         # A partition of a GPU has the name of the whole one, but fewer units.
         **({"gpu": gpu.name, "gpu_units": gpu.multi_processor_count} if gpu else {}),
@@ -88,8 +90,8 @@ def watching(
 
     modules: dict[str, Any] = {name: module for part in parts for name, module in part.named_modules()}
     kinds = {name: type(module).__name__ for name, module in modules.items()}
-    linears = [name for name, m in modules.items() if isinstance(m, linear_types) or kinds[name] in _CONVERTED]
-    plain = [name for name in linears if kinds[name] not in _CONVERTED]
+    linears = [name for name, m in modules.items() if isinstance(m, linear_types) or kinds[name] in _NAMES["converted"]]
+    plain = [name for name in linears if kinds[name] not in _NAMES["converted"]]
     hooks = [] if compiled else [modules[name].register_forward_hook(note) for name in plain]
     seen: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -118,13 +120,6 @@ def watching(
     seen["gpu_kernels"] = _gpu_kernels(executed)
 
 
-# torchao's layers that compute their products in FP8 or MXFP8.
-_CONVERTED = {"Float8Linear", "MXLinear"}
-_MATMULS = {
-    "aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm", "mkldnn::_linear_pointwise",
-}  # fmt: skip
-
-
 def _executed(profile: Any) -> list[Any]:
     # torch.compile calls operators on tensors without values, and a bfloat16 linear layer as a product in float32.
     executed, compiles_until = [], Counter[int]()
@@ -144,7 +139,7 @@ def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
     """
     counts, flops = Counter[str](), Counter[str]()
     for event in events:
-        if event.name() not in _MATMULS:
+        if event.name() not in _NAMES["products"]:
             continue
         place = 2 if event.name() == "aten::addmm" else 1
         dtypes, shapes = event.dtypes(), event.shapes()
@@ -160,13 +155,11 @@ def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
     return dict(sorted(counts.items())), dict(sorted(flops.items()))
 
 
-_TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", "attn")
-
-
 def _gpu_kernels(events: Sequence[Any]) -> list[str]:
     timed: Counter[str] = Counter()
     for event in events:
-        if event.device_type() == torch.autograd.DeviceType.CUDA and any(word in event.name() for word in _TELLING):
+        on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA
+        if on_gpu and any(word in event.name() for word in _NAMES["kernels"]):
             timed[event.name()] += event.duration_ns()
     return [name for name, _ in timed.most_common(12)]
 
@@ -211,10 +204,3 @@ def write(path: Path, facts: Mapping[str, Any]) -> None:
     """Write ``facts`` to ``path`` atomically, on rank 0."""
     if dist.get_rank() == 0:
         write_file(path, json.dumps(facts, indent=2, sort_keys=True) + "\n")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from primus.files import text_if_readable
@@ -57,12 +56,7 @@ class Series:
 
     def at(self, number: int) -> Step | None:
         """Return step ``number``, or None if it was not logged."""
-        return self._numbered.get(number)
-
-    @cached_property
-    def _numbered(self) -> dict[int, Step]:
-        # A number that was logged twice stands for its first line.
-        return {step.step: step for step in reversed(self.steps)}
+        return next((step for step in self.steps if step.step == number), None)
 
 
 def step_in(line: str) -> Step | None:

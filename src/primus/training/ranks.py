@@ -22,9 +22,11 @@ from primus.training.backend import backend_of
 from primus.training.job import Job
 from primus.training.launch import clean
 from primus.turbo import optimizations
+from primus.yamlfile import read_values
 
 # How long a node may wait for the first one to open torchrun's store, because that one may still pull the image.
 _MEETING_SECONDS = 600
+_VARIABLES: Any = read_values(Path(__file__).with_name("environment.yaml")).data
 
 
 def job_file(job: Job) -> str:
@@ -158,24 +160,9 @@ def environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     if not any(place and os.access(place, os.W_OK | os.X_OK) for place in places):
         # A read-only root file system without --tmpfs /tmp.
         variables["TMPDIR"] = str(cache)
-    variables |= {
-        "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
-        "TRITON_CACHE_DIR": str(compiled / "triton"),
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(compiled / "cute"),
-        "QUACK_CACHE_DIR": str(compiled / "quack"),
-        "XDG_CACHE_HOME": str(cache),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "NO_COLOR": "1",
-        # Rank 0 opens the ranks' store, because torchrun would always use libuv.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    # torchrun's own default, of which it warns; and with the handler, a rank that a signal ends prints its stack.
-    usual = {"OMP_NUM_THREADS": "1", "USER": "primus", "WANDB_MODE": "offline", "PYTHONFAULTHANDLER": "1"}
-    usual |= {"MLFLOW_TRACKING_URI": (job.output / "mlflow").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    usual |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
-    return usual | variables
+    variables |= {name: str(compiled / folder) for name, folder in _VARIABLES["compiled"].items()}
+    variables |= {**_VARIABLES["always"], "XDG_CACHE_HOME": str(cache)}
+    return {**_VARIABLES["usual"], "MLFLOW_TRACKING_URI": (job.output / "mlflow").as_uri(), **variables}
 
 
 def compiled_before(job: Job) -> Path | None:

@@ -121,17 +121,11 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in of_job]
     passed = {verdict.name for verdict in verdicts if verdict.passed}
     ended = {job.name: outcomes.get(job.name) or Outcome(job=job, exit_code=1, series=Series()) for job in jobs}
-    compared = _comparisons(jobs, ended, passed)
-    verdicts += [_unless_absent(verdict, names, outcomes) for names, verdict in compared]
+    for names, verdict in _comparisons(jobs, ended, passed):
+        lacking = next((name for name in names if ended[name].exit_code != 0), "")
+        why = f"{lacking} {'failed' if lacking in outcomes else 'was not run'}"
+        verdicts.append(checks.skipped(verdict, why) if lacking else verdict)
     return (*verdicts, _same_recipe(jobs, outcomes))
-
-
-def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str, Outcome]) -> Verdict:
-    for name in names:
-        ended = outcomes.get(name)
-        if ended is None or ended.exit_code != 0:
-            return checks.skipped(verdict, f"{name} {'was not run' if ended is None else 'failed'}")
-    return verdict
 
 
 def _comparisons(

@@ -317,7 +317,7 @@ def test_the_old_script_appends_its_rows(
         assert "Is a directory" in capsys.readouterr().err
         file = folder / file.name
     lines = file.read_text().splitlines()
-    assert lines[0] == ",".join(sheets.BENCHMARK_COLUMNS)
+    assert lines[0] == ",".join(sheets.COLUMNS["benchmark"])
     assert len(lines) == 7
     assert lines[1] == lines[4]
     assert lines[1].startswith("Llama-3.1-8B,9000,tok_per_s_per_gpu,pretrain,BF16,")

@@ -32,7 +32,7 @@ def main(job: RankJob, here: Process) -> None:
     if "flash-attention-4" in job.turbo:
         attend_in_diffusers()
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
-    shard(model, blocks, job, here, wide=_wide)
+    shard(model, blocks, job, here, wide=lambda name: "transformer_blocks" not in name or "norm" in name)
     if config.weights == "random":
         draw(model, job.training.seed)
     else:
@@ -85,10 +85,6 @@ def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | N
     )[0]
     errors: torch.Tensor = (velocity.float() - (noise - clean)).square().mean((1, 2)).sum()
     return errors
-
-
-def _wide(name: str) -> bool:
-    return "transformer_blocks" not in name or "norm" in name
 
 
 def draw(model: nn.Module, seed: int) -> None:

@@ -39,9 +39,11 @@ class Llama(LanguageModel):
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         if model.tied_embeddings:
             self.output.weight = self.embedding.weight
-        cosine, sine = _rotation(model, seq_len)
-        self.register_buffer("cosine", cosine, persistent=False)
-        self.register_buffer("sine", sine, persistent=False)
+        exponents = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
+        frequencies = _scaled(1.0 / model.rope_theta**exponents, model.rope_scaling)
+        angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies).repeat(1, 2)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
         self._window = model.window if 0 < model.window < seq_len else 0
         everything = torch.ones(seq_len, seq_len, dtype=torch.bool) if self._window and attend == "torch" else None
         mask = None if everything is None else everything.tril().triu(1 - self._window)
@@ -126,14 +128,6 @@ def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = wide.chunk(2, dim=-1)
     turned = wide * cosine + torch.cat((-second, first), dim=-1) * sine
     return turned.to(states.dtype)
-
-
-def _rotation(model: Architecture, seq_len: int) -> tuple[Tensor, Tensor]:
-    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
-    frequencies = _scaled(1.0 / model.rope_theta**exponents, model.rope_scaling)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

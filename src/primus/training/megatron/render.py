@@ -9,13 +9,10 @@ from typing import Any, Literal
 
 from primus.recipes.architecture import Architecture, arguments
 from primus.training.loop.config import LoopConfig
-from primus.yamlfile import section
+from primus.yamlfile import read_values, section
 
 _FILE = Path(__file__).with_name("arguments.yaml")
-_FIXED = {
-    "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-}  # fmt: skip
+TABLES: Any = read_values(_FILE).data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
     """
     values = {
         **arguments(model, _FILE, "transformer"),
-        **_FIXED,
+        **TABLES["fixed"],
         "num_query_groups": model.kv_heads or model.heads,
         "bf16": training.dtype == "bfloat16",
         "deterministic_mode": training.deterministic,

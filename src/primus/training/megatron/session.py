@@ -32,7 +32,7 @@ class MegatronSession:
 
     def __init__(self, job: RankJob, process: Process) -> None:
         config, choices = job.config, job.section(MegatronConfig)
-        degrees = {key: value for key, value in section(config, "model").items() if key in _DEGREES}
+        degrees = {k: value for k, value in section(config, "model").items() if k in render.TABLES["degrees"]}
         parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
         if process.on_cpu:
             cpu.apply_after_import()
@@ -204,12 +204,6 @@ class MegatronSession:
 
     def _inner(self) -> list[torch.optim.Optimizer]:
         return [each.optimizer for each in self._optimizers if each.optimizer is not None]
-
-
-_DEGREES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-)  # fmt: skip
 
 
 def _states(optimizer: torch.optim.Optimizer, *, weights: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -98,8 +98,10 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
                 for group, settings in zip(groups, ours, strict=True):
                     group.update(settings)
                 for schedule, base_lrs in zip(self.lr_schedulers, rates, strict=True):
-                    schedule.base_lrs = base_lrs
-                    _set_rates(schedule)
+                    schedule.base_lrs, groups = base_lrs, schedule.optimizer.param_groups
+                    for group, base, factor in zip(groups, base_lrs, schedule.lr_lambdas, strict=True):
+                        group |= {"initial_lr": base, "lr": base * factor(schedule.last_epoch)}
+                    schedule._last_lr = [group["lr"] for group in groups]
             return loaded
 
         def _forget_place(self, folder: Path) -> None:
@@ -155,14 +157,6 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
             self._write_facts({"weights_sha256": facts.digest(self.model_parts), "last_step": self.step})
 
     return ObservedTrainer
-
-
-def _set_rates(schedule: Any) -> None:
-    rates = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    for group, base, factor in rates:
-        group["initial_lr"] = base
-        group["lr"] = base * factor(schedule.last_epoch)
-    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
 
 def main(folder: Path) -> None:

@@ -25,6 +25,8 @@ from primus.recipes.weights import kind_faults, model_of, published_faults
 from primus.yamlfile import spell, value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
+# Keys of weights to start from.
+_WEIGHTS = ("weights", "finetune.weights", "megatron.weights")
 # Sections of the file that guide the resolution and are not settings of the run.
 _DECIDING = ("default.", "supports.")
 
@@ -52,9 +54,8 @@ def resolve(
     path = load.find(name, among).absolute()
     source = load.read(path)
     choices, words = _choices_among(choices or Choices(), overrides)
-    keys = ("weights", "finetune.weights", "megatron.weights")
-    named = [word.partition("=")[2] for word in words if word.partition("=")[0] in keys]
-    weights = Path(named[0]) if named and exists(named[0]) else None
+    texts = dict(word.partition("=")[::2] for word in words)
+    weights = next((Path(texts[key]) for key in _WEIGHTS if exists(texts.get(key, ""))), None)
     chosen = choose(source.settings, choices, path, sized=weights is not None)
     settings = {key: s for key, s in source.settings.items() if not key.startswith(_DECIDING)}
     facts = {choice: load.words(setting.value)[0] for choice, setting in chosen.items()}

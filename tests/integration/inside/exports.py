@@ -37,8 +37,7 @@ from primus.training.loop.config import read_job
 from primus.training.loop.process import Process
 from primus.training.megatron import cpu
 from primus.training.reference.names import to_canonical
-from primus.training.torchtitan import cpu as on_cpu
-from primus.training.torchtitan import entry, render
+from primus.training.torchtitan import cpu as on_cpu, entry, render
 
 torch._dynamo.config.disable = True
 LENGTH = 48

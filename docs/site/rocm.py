@@ -10,6 +10,7 @@ from primus.compat.translate import table
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.recipes.load import Entry, entries
+from primus.release.mad import tags_of
 
 
 def rocm_data(root: Path) -> dict[str, str]:
@@ -45,8 +46,6 @@ def rocm_data(root: Path) -> dict[str, str]:
 
 
 def _groups(some: list[Entry], gpus: list[str]) -> list[dict[str, Any]]:
-    # MAD has no tag for the other recipes; pages need one as the name of a choice.
-    tags = {(row["recipe"], row["backend"]): tag for tag, row in table("commands")["tags"].items()}
     stems = table("paths")["stems"]
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in some:
@@ -55,7 +54,7 @@ def _groups(some: list[Entry], gpus: list[str]) -> list[dict[str, Any]]:
             entry.recipe,
             {
                 "model": entry.description,
-                "mad_tag": tags.get((entry.recipe, entry.backend), f"primus_train_{entry.recipe}"),
+                "mad_tag": tags_of(entry.recipe, entry.backend, entry.mode)[-1],
                 "config_name": entry.path.name,
                 "precision": ", ".join(precision.upper() for precision in entry.precisions),
                 "train_tags": {},

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,8 +15,11 @@ import pytest
 
 from primus.cli.image import compat, train
 from primus.cli.main import main
+from primus.plan.project import Project
+from primus.plan.resolve import resolve as resolve_target
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.release.mad import mad_files
 from primus.report import sheets
 from primus.report.run import read
 from primus.training import logs, metrics, ranks, suite
@@ -29,6 +34,7 @@ PERF = (
     "relative_change,status,build_duration,test_duration,dataname,data_provider_type,data_size,"
     "data_download_duration,build_number,additional_docker_run_options"
 )
+ROOT = Path(__file__).parents[3]
 FACTS = {"device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
 H200 = Choices(backend="torchtitan", mode="pretrain", gpu="h200", precision="bf16")
 Make = Callable[..., Path]
@@ -323,3 +329,44 @@ def test_the_old_script_appends_its_rows(
     assert lines[1].startswith("Llama-3.1-8B,9000,tok_per_s_per_gpu,pretrain,BF16,")
     assert main([*words, "--dry-run"]) == 0
     assert len(file.read_text().splitlines()) == 7
+
+
+# As madengine 2 looks for it in the log.
+FIGURE = r"performance:\s+([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)[,]?\s+([^\s,]+)"
+
+
+@pytest.mark.parametrize(("name", "tag", "precision"), [
+    ("mi300x", "primus_pyt_train_llama-3.1-8b", "bf16"), ("mi355x", "primus_pyt_train_llama-3.1-8b_fp8", "fp8"),
+    ("cpu", "primus_pyt_train_llama-3.1-8b", "fp32"), ("cpu", "primus_pyt_train_deepseek-v3-16b", "fp32"),
+    ("h200", "primus_finetune_train_llama3.1-8b_lora", "bf16"),
+])  # fmt: skip
+def test_madengine_trains_every_recipe_of_a_target(name: str, tag: str, precision: str) -> None:
+    target = resolve_target(Project(ROOT), name)
+    files = mad_files(target, "rocm/primus@sha256:00")
+    models = {word: model for model in json.loads(files["models.json"]) for word in (model["name"], *model["tags"])}
+    assert models[tag]["training_precision"] == precision and f"--precision {precision}" in models[tag]["args"]
+    assert {*target.target.recipes} - {"llama3-proxy"} <= models.keys()
+    assert main(["train", *models[tag]["args"].split(), "--dry-run"]) == 0
+    for model in models.values():
+        assert train.train.parser("train").parse_args(model["args"].split())
+        assert any(path.startswith(model["dockerfile"] + ".") for path in files) and model["scripts"] in files
+    (dockerfile,) = (text for path, text in files.items() if path.endswith(".Dockerfile"))
+    vendor = {"cpu": "{}", "h200": "{'gpu_vendor': 'NVIDIA'}"}.get(name, "{'gpu_vendor': 'AMD'}")
+    assert dockerfile.startswith(f"# CONTEXT {vendor}\nARG BASE_DOCKER=rocm/primus@sha256:00\n")
+
+
+@pytest.mark.parametrize("failing", ["", "train", "report"])
+def test_madengine_finds_the_figure_of_a_run_that_passes(failing: str, make: Make, tmp_path: Path) -> None:
+    run = make("run")
+    assert main(["report", str(run), "--out", str(tmp_path / "made")]) == 0
+    program = f'#!/bin/sh\n[ "$1" != "{failing}" ] || exit 1\n[ $1 = train ] || cp -r {tmp_path}/made "$4"\n'
+    (tmp_path / "primus").write_text(program)
+    (tmp_path / "primus").chmod(0o755)
+    script = mad_files(resolve_target(Project(ROOT), "cpu"), "")["scripts/primus/run.sh"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script, "run.sh", "llama3.1-8b"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    match = re.search(FIGURE, done.stdout)
+    assert (done.returncode, match and match.groups()) == ((1, None) if failing else (0, ("9000", "tok_per_s_per_gpu")))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 
-from primus.cli.host.common import PROJECT, STORE
-from primus.cli.verb import JSON, answer, flag, matching, option, verb
+from primus.cli.host.common import PROJECT, SOURCE, STORE, open_project
+from primus.cli.verb import JSON, answer, flag, folder, matching, option, verb
 from primus.errors import InputError
+from primus.files import write_file
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.release import show
 from primus.release.diff import diff as compare
 from primus.release.history import IMAGE, PINS, Release, load_history, pin_names, pins, select
+from primus.release.mad import mad_files
 from primus.release.sides import files, side, target_of
 from primus.system.issues import issues
 from primus.terminal import Screen
@@ -78,6 +80,43 @@ def diff(args: argparse.Namespace) -> int:
     difference = compare(old, new, known_issues)
     text = show.notes(difference) if args.markdown else show.diff_page(difference, Screen.of())
     answer(args, asdict(difference), [text])
+    return 0
+
+
+@verb(
+    option("format", choices=("mad",), help="mad: models of madengine"),
+    option("folder", type=folder, metavar="DIR", help="new or empty folder to write"),
+    option("--target", metavar="NAME", help="target of the image (default: the only one that is built)"),
+    option("--from", dest="repository", default=IMAGE, metavar="REPOSITORY", help=f"where it is (default: {IMAGE})"),
+    *SOURCE,
+    JSON,
+    example="primus release mad MAD --target mi300x",
+)
+def release(args: argparse.Namespace) -> int:
+    """Write what madengine needs to train the recipes of an image: models.json, a Dockerfile, and a script.
+
+    The Dockerfile names the built image by its digest, in the repository to which it is published. In DIR,
+    `madengine run --tags primus_pyt_train_llama-3.1-8b` then runs, and writes perf.csv.
+    """
+    project = open_project(args)
+    names = [args.target] if args.target else project.target_names()
+    images = project.workspace.store.images()
+    built = [target for name in names if (target := resolve(project, name)).ref in images]
+    if len(built) != 1:
+        several = ", ".join(target.name for target in built)
+        hint = "choose one with --target" if built else f"primus build {args.target or 'TARGET'}"
+        what = f"images for {several}" if built else "no such image"
+        raise InputError(f"the store has {what} of {project.versions.release}", hint=hint)
+    if args.folder.exists() and any(args.folder.iterdir()):
+        raise InputError(f"{args.folder} is not empty", hint="name a new folder")
+    # podman reads no name with both a tag and a digest.
+    reference = f"{args.repository}@{images[built[0].ref]['digest']}"
+    files = mad_files(built[0], reference)
+    for name, text in files.items():
+        (args.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_file(args.folder / name, text)
+    paths = [str(args.folder / name) for name in files]
+    answer(args, {"image": reference, "files": paths}, [reference, *(f"  → {path}" for path in paths)])
     return 0
 
 

@@ -1,0 +1,95 @@
+"""What madengine needs to train the recipes of an image: models.json, a Dockerfile and the script that it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from primus.compat.translate import table
+from primus.plan.resolve import ResolvedTarget
+from primus.recipes.load import Entry, entries
+
+_SCRIPT = "scripts/primus/run.sh"
+_DOCKERFILE = "docker/primus"
+# Eight hours, as in the commands of AMD's documentation.
+_TIMEOUT_S = 28800
+_RUN = """\
+#!/bin/bash
+# madengine runs this in the container. It takes its figure from the line "performance: NUMBER METRIC" of the log; a run
+# that fails a check prints none, and ends with an error.
+set -euo pipefail
+if [[ -n ${MAD_SECRETS_HFTOKEN:-} ]]; then export HF_TOKEN=$MAD_SECRETS_HFTOKEN; fi
+primus train "$@" --output run
+primus report run --out report
+python3 - <<'END'
+import csv
+with open("report/perf.csv", newline="") as file:
+    run = next(csv.DictReader(file))
+print("performance:", run["performance"], run["metric"])
+END
+"""
+# madengine calls `git config` in every container, also of models that are not cloned.
+_SHIM = """\
+# CONTEXT {context}
+ARG BASE_DOCKER={image}
+FROM ${{BASE_DOCKER}}
+RUN command -v git || {{ printf '#!/bin/sh\\n[ "$1" = config ] || {{ echo "this image has no git" >&2; exit 1; }}\\n' \\
+    > /usr/local/bin/git && chmod 755 /usr/local/bin/git; }}
+"""
+
+
+def tags_of(recipe: str, backend: str, mode: str) -> list[str]:
+    """Return MAD's tags for one way to train a recipe, or one in their style if MAD has none."""
+    rows = table("commands")["tags"].items()
+    key = (recipe, backend, mode)
+    tags = [tag for tag, row in rows if (row["recipe"], row["backend"], row.get("mode", "pretrain")) == key]
+    return tags or [f"primus_{backend}_train_{recipe}" + ("" if mode == "pretrain" else f"_{mode}")]
+
+
+def mad_files(target: ResolvedTarget, image: str) -> dict[str, str]:
+    """Return path → text of the files with which madengine trains the recipes of ``target``.
+
+    ``image`` is its name in a registry, with the digest. Every recipe, backend, mode and precision that the target's
+    GPU supports is a model; those of an image without a GPU are proxies.
+    """
+    context: dict[str, str] = {}
+    suffix = ""
+    if target.arch:
+        vendor = "AMD" if target.arch.startswith("gfx") else "NVIDIA"
+        context, suffix = {"gpu_vendor": vendor}, f".{vendor.lower()}"
+    return {
+        "models.json": json.dumps([model for entry in entries() for model in _models(entry, target)], indent=2) + "\n",
+        f"{_DOCKERFILE}.ubuntu{suffix}.Dockerfile": _SHIM.format(context=context, image=image),
+        _SCRIPT: _RUN,
+    }
+
+
+def _models(entry: Entry, target: ResolvedTarget) -> list[dict[str, Any]]:
+    if target.gpu:
+        precisions = [precision for precision, gpus in entry.precisions.items() if target.gpu.name in gpus]
+        where = ["--gpu", target.gpu.name]
+    else:
+        precisions, where = list(entry.proxy), ["--gpu", "cpu", "--proxy"]
+    tags = tags_of(entry.recipe, entry.backend, entry.mode)
+    models = []
+    for precision in precisions:
+        # The first precision is the one of MAD's tags.
+        names = [tag if precision == precisions[0] else f"{tag}_{precision}" for tag in tags]
+        choices = ["--backend", entry.backend, "--mode", entry.mode, "--precision", precision]
+        models.append(
+            {
+                "name": names[0],
+                "url": "",
+                "dockerfile": _DOCKERFILE,
+                "dockercontext": "./docker",
+                "scripts": _SCRIPT,
+                "data": "",
+                "n_gpus": "-1",
+                "owner": "",
+                "training_precision": precision,
+                "tags": [*names[1:], target.ref, entry.recipe, entry.backend, entry.mode],
+                "timeout": _TIMEOUT_S,
+                "args": " ".join([entry.recipe, *choices, *where]),
+            }
+        )
+    return models

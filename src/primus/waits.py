@@ -64,21 +64,16 @@ def lock(handle: int, what: str, path: Path, *, shared: bool = False) -> None:
 
 def holders(handle: int, path: Path) -> str:
     """Return a sentence about the processes that hold the lock of the open file ``path``, and how to go on."""
-    table = re.findall(r"(\d+): (-> )?FLOCK +\S+ +\S+ (\d+) (\S+) ", text_if_readable(Path("/proc/locks")))
+    table = re.findall(r": FLOCK +\S+ +\S+ (\d+) (\S+) ", text_if_readable(Path("/proc/locks")))
     status = os.fstat(handle)
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    pids = {int(pid) for _, waits, pid, place in table if place == file and not waits}
-    described = [_process(pid) for pid in sorted(pids)]
-    if not all(described):
+    described = [_process(int(pid)) for pid, place in table if place == file]
+    if not (described and all(described)):
         # A process that took the lock has died, but a child that it started without exec holds the same open file.
         described = [_process(pid) for pid in _openers(status)]
     if not any(described):
         return f"it is held on another machine or in another container; `fuser -v {path}` names it there"
-    # A holder may itself wait for another lock.
-    blocked = {number for number, waits, pid, _ in table if waits and int(pid) in pids}
-    causes = {int(pid) for number, waits, pid, _ in table if number in blocked and not waits} - pids
-    others = "".join(f", which waits for {_process(pid)}" for pid in sorted(causes))
-    return " and ".join(filter(None, described)) + others
+    return " and ".join(filter(None, described))
 
 
 def _openers(status: os.stat_result) -> Iterator[int]:
@@ -123,7 +118,7 @@ class InUse:
             # Readers of another user's folder hold the lock, too. A folder without this file was never cleaned or
             # built in.
             with contextlib.suppress(OSError):
-                self._held = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._held = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
                 lock(self._held, f"`primus clean` in {self._where}", self._path, shared=True)
 
     @contextlib.contextmanager

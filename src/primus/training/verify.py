@@ -33,26 +33,24 @@ def compare(parts: Sequence[nn.Module], step: int, compute: Callable[[], object]
     Raises WrongResultError on a rank whose gradients differ in any bit.
     """
     buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
-    random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     hashes: list[dict[str, Tensor]] = []
     for _ in range(2):
         hashes.append({})
         hooks = [tensor.register_hook(partial(_note, hashes[-1], name)) for name, tensor in _computed(parts)]
-        compute()
+        with torch.random.fork_rng(gpus):
+            compute()
         for hook in hooks:
             hook.remove()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        torch.set_rng_state(random[0])
-        if random[1] is not None:
-            torch.cuda.set_rng_state(random[1])
         for part in parts:
             part.zero_grad()
     first, second = hashes
     if not first:
         raise RuntimeError(f"step {step}: no gradient of this rank was seen, so none could be compared")
-    if wrong := [name for name in {**first, **second} if not _equal(first.get(name), second.get(name))]:
+    if wrong := [name for name in first if name not in second or not torch.equal(first[name], second[name])]:
         raise WrongResultError(
             f"step {step}: {_device()} computed one micro-batch twice, and {some(wrong, 3)} got other gradients: "
             "it computes wrong. Replace it, and resume from an earlier checkpoint"
@@ -88,10 +86,6 @@ def _hash(values: Tensor) -> Tensor:
     parts = (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[rows.numel() :].to(torch.int64))
     # The place of a value counts, too.
     return torch.stack([(part * torch.arange(1, len(part) + 1, device=part.device)).sum() for part in parts])
-
-
-def _equal(first: Tensor | None, second: Tensor | None) -> bool:
-    return first is not None and second is not None and torch.equal(first, second)
 
 
 def _device() -> str:

@@ -143,11 +143,15 @@ def _run(options: argparse.Namespace) -> int:
 def _check_options(options: argparse.Namespace, recipe: Recipe) -> None:
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
-    if options.verify_steps and recipe.backend == "megatron":
-        raise InputError(
-            "--verify-steps: Megatron adds gradients in buffers of its own, where those of one rank cannot be compared",
-            hint="use another backend, or `primus preflight` between runs",
-        )
+    if not options.verify_steps:
+        return
+    if recipe.backend == "megatron":
+        why = "Megatron adds gradients in buffers of its own, where those of one rank cannot be compared"
+        raise InputError(f"--verify-steps: {why}", hint="use another backend, or `primus preflight` between runs")
+    if options.verify_steps > recipe.steps:
+        raise InputError(f"--verify-steps {options.verify_steps} verifies nothing in {recipe.steps} steps")
+    if options.judge:
+        raise InputError("--verify-steps and --judge exclude each other: both record what the model computes")
 
 
 def _preflight(job: Job) -> None:

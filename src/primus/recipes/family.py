@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from primus.errors import InputError, nearest
-from primus.yamlfile import Scalar, read_values
+from primus.yamlfile import Scalar, read_values, spell
 
 _FOLDER = Path(__file__).with_name("families")
 _DECODER = "decoder"
@@ -80,6 +80,8 @@ class Family:
     limits: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Scalar] = field(default_factory=dict)
+    computes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
     linears: Sequence[str] = ()
     backends: Mapping[str, Support] = field(default_factory=dict)
 
@@ -91,6 +93,11 @@ class Family:
     def allowed(self, key: str, default: Scalar) -> Sequence[Scalar]:
         """Return the only values of the field ``key`` that models have; nothing if it has any. ``default``: of all."""
         return self.values.get(key, () if self.has(key) else (default,))
+
+    def needs(self, name: str) -> bool:
+        """Whether a ``config.json`` has to have the key ``name``: that of a field without a default."""
+        keys = [key for key, field in self.config.items() if field == name and self.has(key) and key not in self.values]
+        return bool(keys) and name not in self.defaults
 
 
 @cache
@@ -119,10 +126,11 @@ def _read(name: str) -> dict[str, Any]:
     above = own.pop("like", None if own.get("images") else _DECODER)
     if above is None:
         return own
-    common = {key: _decoder()[key] for key in ("fields", "config", "defaults", "linears")}
+    common = {key: _decoder()[key] for key in ("fields", "config", "defaults", "computes", "ignored", "linears")}
     base = common if above == _DECODER else _read(above)
     both = {key: {**base[key], **own[key]} for key in base.keys() & own.keys() if isinstance(own[key], dict)}
-    return base | own | both | {"fields": [*base["fields"], *own.get("fields", ())]}
+    longer = {key: [*base[key], *own.get(key, ())] for key in ("fields", "ignored")}
+    return base | own | both | longer
 
 
 @cache
@@ -192,6 +200,20 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
         yield "rope_scaling.original_max_position", f"{part}.original_max_position_embeddings", original
         for name, usual in {"factor": 1.0, **STRETCH[kind]}.items():
             yield f"rope_scaling.{name}", f"{part}.{name}", rope.get(name, usual)
+
+
+def uncomputed(known: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each key of a ``config.json`` that makes another model than the family's, and the reason."""
+    for key, values in known.computes.items():
+        value = config.get(key, values[0])
+        if (list(dict.fromkeys(value)) if isinstance(value, list) else value) not in values:
+            yield key, f"{spell(value)}, and the family {known.name} is computed with {' or '.join(map(spell, values))}"
+    for name in known.config.values():
+        if name and known.needs(name) and name not in config:
+            yield name, "missing, and transformers has no value for it"
+    described = {*known.config.values(), *known.defaults, *known.computes, *known.ignored}
+    for name in sorted(config.keys() - described):
+        yield name, f"unknown; if it changes no result, name it under `ignored` of families/{known.name}.yaml"
 
 
 def config_of(model: Any) -> dict[str, Any]:

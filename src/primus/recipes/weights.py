@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from primus.errors import HostError, InputError
 from primus.files import read_bytes
 from primus.recipes.architecture import Architecture, architecture, size
-from primus.recipes.family import described, families, families_of, family
+from primus.recipes.family import described, families, families_of, family, uncomputed
 from primus.recipes.faults import Fault
 from primus.recipes.load import Entry, beside, entries
 from primus.recipes.recipe import Recipe
@@ -197,6 +197,8 @@ def published_faults(recipe: Recipe) -> Iterator[Fault]:
     facts, model, repo = facts_of(recipe), recipe.architecture, recipe.find("model.hf_repo", "")
     if facts is None:
         return
+    for field, why in uncomputed(family(model.family), facts):
+        yield "model.hf_repo", f"{field} of {repo} is {why}", None
     apart = list(differences(recipe, facts))
     for one in apart:
         if not one.meant:
@@ -234,9 +236,12 @@ def _explanations(recipe: Recipe, parameters: int) -> Iterator[str]:
 
 
 def origin_of_sizes(recipe: Recipe) -> Iterator[str]:
-    """Yield in sentences whether the model is as published; nothing for a proxy, or if no publisher is named."""
+    """Yield in sentences whether the model is as published; nothing for a proxy."""
     repo = recipe.find("model.hf_repo", "")
-    if not repo or recipe.get("proxy", bool):
+    if recipe.get("proxy", bool):
+        return
+    if not repo:
+        yield "not compared with a publisher: model.hf_repo names none"
         return
     if facts_of(recipe) is None:
         yield f"not compared with {repo}: there is no published/{repo.replace('/', '--')}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from operator import attrgetter
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_show_refuses_it_and_says_of_others_what_they_are_compared_with(
         (): "as published by meta-llama/Llama-3.1-8B",
         ("model.layers=12",): "another model than meta-llama/Llama-3.1-8B: layers 12, not 32",
         ("model.hf_repo=me/mine",): "not compared with me/mine: there is no published/me--mine.json",
+        ("model.hf_repo=",): "not compared with a publisher: model.hf_repo names none",
     }.items():
         assert main(["show", "llama3.1-8b", "--gpu", "mi300x", *words]) == 0
         assert line in capsys.readouterr().out
@@ -105,10 +107,41 @@ def test_weights_that_the_formula_does_not_count_are_noticed(monkeypatch: pytest
         assert f"8,030,261,248 parameters, the files of meta-llama/Llama-3.1-8B {parameters:,}" in why
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "why"),
+    [
+        ("llama3.1-8b", "hidden_act", "gelu", "gelu, and the family llama3 is computed with silu"),
+        ("llama3.1-8b", "mlp_bias", True, "true, and"),
+        ("llama3.1-8b", "partial_rotary_factor", 0.5, "0.5, and"),
+        ("llama3.1-8b", "layer_types", ["sliding_attention"] * 32, "and the family llama3 is computed with"),
+        ("qwen3-8b", "layer_types", ["full_attention", "sliding_attention"], "computed with .full_attention. or"),
+        ("qwen3-8b", "layer_types", ["full_attention"] * 36, ""),
+        ("qwen3-30b-a3b", "decoder_sparse_step", 2, "2, and"),
+        ("qwen3-30b-a3b", "mlp_only_layers", [0, 1], "and"),
+        ("deepseek-v3", "topk_method", "greedy", "greedy, and the family deepseek_v3 is computed with noaux_tc"),
+        ("llama3.1-8b", "query_pre_attn_scalar", 256, "unknown; if it changes no result, name it under `ignored`"),
+        ("llama3.1-8b", "transformers_version", "4.43.0.dev0", ""),
+        ("llama3.1-8b", "vocab_size", None, "missing, and transformers has no value for it"),
+    ],
+)  # fmt: skip
+def test_what_a_family_does_not_compute_is_named(
+    name: str, key: str, value: object, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = resolve(name, (), Choices(gpu="mi355x"))
+    published = {k: v for k, v in {**(facts_of(recipe) or {}), key: value}.items() if v is not None}
+    monkeypatch.setattr("primus.recipes.weights.facts_of", lambda _recipe: published)
+    faults = [(fault, reason) for fault, reason, _ in published_faults(recipe)]
+    if not why:
+        assert faults == []
+    else:
+        assert faults[0][0] == "model.hf_repo"
+        assert re.match(rf"{key} of \S+ is .*{why}", faults[0][1]), faults
+
+
 def test_every_recipe_s_model_is_published_beside_it() -> None:
     for entry in entries():
         recipe = resolve(entry.recipe, (), Choices(backend=entry.backend, mode=entry.mode, gpu="mi355x"))
-        if recipe.find("model.hf_repo", ""):
+        if not entry.only_proxy:
             assert facts_of(recipe) is not None, f"add recipes/published/ for {recipe.find('model.hf_repo', '')}"
     kinds = {json.loads(file.read_text()).get("model_type") for file in (load.folder() / "published").glob("*.json")}
     assert kinds - {None} <= {family(name).transformers for name in families()}

@@ -73,7 +73,11 @@ def requested(
             raise InputError(f"{words[0]!r} is not supported here", where=name, hint="settings are written key=value")
         request = _of_row(row)
     elif name == "madengine":
-        request = _tag(words)
+        # Its other options concern containers and are ignored.
+        if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
+            raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
+        tags = table("commands")["tags"]
+        request = _of_row(tags[_listed(words[words.index("--tags") + 1], tags, "--tags")])
     elif name == "pytorch_benchmark_setup.sh" and words:
         raise InputError(f"there is no option {words[0]!r}", where=name)
     else:
@@ -233,16 +237,6 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
         words=tuple(f"{key}={setting}" for key, setting in settings.items() if setting),
         says=tuple(sentence for name, sentence in says.items() if getattr(args, name)),
     )
-
-
-def _tag(words: Sequence[str]) -> Request:
-    """Translate ``madengine run --tags TAG …``. Its other options concern containers and are ignored."""
-    if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
-        raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
-    tag, tags = words[words.index("--tags") + 1], table("commands")["tags"]
-    if match := re.fullmatch(r"primus_train/([a-z]+)_(MI\d+X)_(.+)", tag):
-        return _pretrain([], {"EXP": "examples/{}/configs/{}/{}.yaml".format(*match.groups())}, allow_unmapped=False)
-    return _of_row(tags[_listed(tag, tags, "--tags")])
 
 
 def _of_row(row: Mapping[str, str]) -> Request:

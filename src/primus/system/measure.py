@@ -69,13 +69,6 @@ def _bus_gb_s(bench: _Bench, data: torch.Tensor, call: Callable[[], object]) -> 
     return float(data.nbytes) * (bench.world - 1) / bench.world / bench.seconds(call, together=True) / 1e9
 
 
-def _right_sum(bench: _Bench) -> None:
-    data = torch.full((1 << 16,), float(bench.rank + 1), device=bench.device)
-    dist.all_reduce(data)
-    if not bool((data == bench.world * (bench.world + 1) / 2).all()):
-        raise RuntimeError("an all-reduce gave a wrong sum")
-
-
 def main(folder: Path, fp8: str) -> None:
     """Run all benchmarks and write this rank's figures to ``folder``. ``fp8`` is the GPU's format; empty for none."""
     bench = _Bench()
@@ -87,7 +80,10 @@ def main(folder: Path, fp8: str) -> None:
         figures["gemm fp8"] = _fp8_gemm_tflops(bench, size, fp8)
     figures["memory"] = _copy_tb_s(bench, (4 << 30) if bench.on_gpu else (1 << 24))
     if bench.world > 1:
-        _right_sum(bench)
+        ranks = torch.full((1 << 16,), float(bench.rank + 1), device=bench.device)
+        dist.all_reduce(ranks)
+        if not bool((ranks == bench.world * (bench.world + 1) / 2).all()):
+            raise RuntimeError("an all-reduce gave a wrong sum")
         # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
         message = min(8 << 30, torch.cuda.mem_get_info()[0] // 4) if bench.on_gpu else 1 << 20
         # Bus bandwidth as in NVIDIA's nccl-tests: an all-reduce sends and receives each byte twice.

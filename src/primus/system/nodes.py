@@ -185,16 +185,15 @@ def compare(nodes: Sequence[Node]) -> list[tuple[str, Finding]]:
     if twice := [name for name, count in Counter(node.name for node in nodes).items() if count > 1]:
         raise InputError(f"two documents are from node {twice[0]}", hint="give one document for each node")
     drivers = _odd(nodes, "driver", lambda node: node.driver)
-    return [*_odd(nodes, "GPUs", _gpus), *drivers, *_odd(nodes, "RDMA", _rdma), *_slowest(nodes)]
+    ports = _odd(nodes, "RDMA", lambda node: next(
+        (finding.message.partition(";")[0] for finding in node.findings if finding.check == "RDMA"), "no RDMA device"
+    ))  # fmt: skip
+    return [*_odd(nodes, "GPUs", _gpus), *drivers, *ports, *_slowest(nodes)]
 
 
 def _gpus(node: Node) -> str:
     counts = Counter(node.gpus)
     return ", ".join(f"{count} × {name}" for name, count in counts.items()) or "no GPU"
-
-
-def _rdma(node: Node) -> str:
-    return next((one.message.partition(";")[0] for one in node.findings if one.check == "RDMA"), "no RDMA device")
 
 
 def _odd(nodes: Sequence[Node], check: str, of: Callable[[Node], str]) -> Iterator[tuple[str, Finding]]:

@@ -303,7 +303,8 @@ def expert_routing(shapes: Shapes, make: Maker) -> Rows:
     )  # fmt: skip
 
 
-def _attention(shapes: Shapes, make: Maker, attend: Any) -> Rows:
+def _attention(attend: Any, shapes: Shapes, make: Maker) -> Rows:
+    """Attention of the run: its heads, window and mask."""
     batch, length = min(shapes.batch, _MOST), min(shapes.seq_len, _LONGEST)
     window = shapes.window if 0 < shapes.window < length else 0
     seen = torch.ones(length, length, dtype=torch.bool, device=make.device)
@@ -333,20 +334,18 @@ def _attention(shapes: Shapes, make: Maker, attend: Any) -> Rows:
 
 
 def flash_attention_4(shapes: Shapes, make: Maker) -> Rows:
-    """Attention of the run: its heads, window and mask."""
-    yield from _attention(shapes, make, partial(attention.flash_attention_4, causal=shapes.causal))
+    """Flash Attention 4."""
+    yield from _attention(partial(attention.flash_attention_4, causal=shapes.causal), shapes, make)
 
 
 def flex_attention(shapes: Shapes, make: Maker) -> Rows:
     """Attention within a sliding window, compiled as in a run."""
     mask = attention.window_mask(min(shapes.seq_len, _LONGEST), shapes.window, torch.device(make.device))
     attend = torch.compile(attention.windowed_attention) if make.device != "cpu" else attention.windowed_attention
-    yield from _attention(shapes, make, lambda q, k, v, window: attend(q, k, v, mask))  # noqa: ARG005
+    yield from _attention(lambda q, k, v, window: attend(q, k, v, mask), shapes, make)  # noqa: ARG005
 
 
-def turbo_attention(shapes: Shapes, make: Maker) -> Rows:
-    """Primus Turbo's attention."""
-    yield from _attention(shapes, make, primus_turbo.attention)
+turbo_attention = partial(_attention, primus_turbo.attention)
 
 
 def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
@@ -382,14 +381,8 @@ def _experts(run: Any, shapes: Shapes, make: Maker) -> Rows:
     )  # fmt: skip
 
 
-def expert_products(shapes: Shapes, make: Maker) -> Rows:
-    """QuACK's products."""
-    yield from _experts(experts.grouped_experts, shapes, make)
-
-
-def turbo_grouped_gemm(shapes: Shapes, make: Maker) -> Rows:
-    """Primus Turbo's products."""
-    yield from _experts(primus_turbo.grouped_experts, shapes, make)
+expert_products = partial(_experts, experts.grouped_experts)
+turbo_grouped_gemm = partial(_experts, primus_turbo.grouped_experts)
 
 
 def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED) -> str:

@@ -31,7 +31,11 @@ def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
         return values | _llama(model)
     values |= arguments_of(model, _ARGUMENTS, name)
     if name == "deepseek_v3":
-        return values | _rope_of_deepseek(model) | {"moe_args": _experts(model, precision)}
+        scaling, rope = model.rope_scaling, {"rope_factor": 1.0}
+        if scaling.kind == "yarn":
+            betas = {"beta_fast": int(scaling.beta_fast), "beta_slow": int(scaling.beta_slow)}
+            rope = arguments_of(model, _ARGUMENTS, "yarn") | betas
+        return values | rope | {"moe_args": _experts(model, precision)}
     if model.moe.experts:
         values |= {"moe_enabled": True, "moe_inter_dim": model.moe.ffn_size, "moe_args": _experts(model, precision)}
     return values
@@ -62,14 +66,6 @@ def _experts(model: Architecture, precision: str) -> dict[str, Any]:
         # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision of the run.
         "use_grouped_mm": precision != "fp32",
     }
-
-
-def _rope_of_deepseek(model: Architecture) -> dict[str, Any]:
-    scaling = model.rope_scaling
-    if scaling.kind != "yarn":
-        return {"rope_factor": 1.0}
-    betas = {"beta_fast": int(scaling.beta_fast), "beta_slow": int(scaling.beta_slow)}
-    return arguments_of(model, _ARGUMENTS, "yarn") | betas
 
 
 def toml(job: Job) -> str:

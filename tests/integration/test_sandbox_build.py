@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from primus.cli.main import main
 from primus.engine.workshop import log_tail, run_isolated
 from primus.errors import HostError
 from primus.oci.store import MANIFEST_TYPE
-from primus.sandbox import processes
+from primus.sandbox import engines, processes
 from primus.sandbox.container import Command, RootFs
 from primus.sandbox.engines import choose
 from primus.sandbox.images import docker, load
@@ -98,6 +99,33 @@ def test_a_hundred_layers(tmp_path):
     with out.open("wb") as o:
         assert choose("podman").run(root, Command(argv=("sh", "-c", "ls -d /l* /bin | wc -l")), stdout=o) == 0
     assert out.read_text() == "101\n"
+
+
+@pytest.mark.parametrize("file_system", ["overlay", "fuse-overlayfs", "copy"])
+def test_every_file_system_ends_with_its_container(tmp_path, monkeypatch, capfd, file_system):
+    if file_system == "fuse-overlayfs" and not shutil.which(file_system):
+        pytest.skip("fuse-overlayfs is not installed")
+    monkeypatch.setattr(engines, "_file_systems", lambda: [file_system])
+    root = image(tmp_path, [Entry(name="etc/group", data=b"upper\n"), Entry(name="a", link="/etc")])
+    argv = ("sh", "-c", "cat /a/group; echo changed > /a/group; cat /a/group; rm -r /home; ls /home 2>&1")
+    for _ in range(2):
+        assert choose("podman").run(root, Command(argv=argv)) == 1
+        assert capfd.readouterr().out == "upper\nchanged\nls: /home: No such file or directory\n"
+    assert list(tmp_path.glob("unpacked/*/containers/*")) == []
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_layer_writes_through_a_link(tmp_path, apart):
+    (tmp_path / "outside").mkdir()
+    link, file = Entry(name="a", link=str(tmp_path / "outside")), Entry(name="a/f", data=b"x")
+    root = image(tmp_path / "image", *([[link], [file]] if apart else [[link, file]]))
+    if apart:
+        # The folder of the upper layer hides the link.
+        assert choose("podman").run(root, Command(argv=("cat", "/a/f"))) == 0
+    else:
+        with pytest.raises(HostError, match="a layer of tiny cannot be unpacked: tar: a/f: "):
+            choose("podman").run(root, Command(argv=("true",)))
+    assert list((tmp_path / "outside").iterdir()) == []
 
 
 def layout(tmp_path: Path) -> RootFs:

@@ -327,7 +327,7 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
     rootfs = {"type": "layers", "diff_ids": diff_ids}
     config = canonical.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
     manifest = manifest_of(config, [layer.blob for layer in layers], {})
-    return _root(store, cache, "layers", manifest, config)
+    return RootFs(name="layers", manifest=manifest, config_bytes=config, tar=_tar_of(store), cache=cache)
 
 
 def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
@@ -342,11 +342,8 @@ def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs
         raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
     manifest = store.read(str(images[ref]["digest"]))
     config = store.read(json.loads(manifest)["config"]["digest"])
-    return _root(store, cache, ref, manifest, config)
+    return RootFs(name=ref, manifest=manifest, config_bytes=config, tar=_tar_of(store), cache=cache)
 
 
-def _root(store: Store, cache: Path, name: str, manifest: bytes, config: bytes) -> RootFs:
-    def tar(layer: LayerRef) -> Iterator[bytes]:
-        return unpacked(layer, store.blob_path(layer.digest))
-
-    return RootFs(name=name, manifest=manifest, config_bytes=config, tar=tar, cache=cache)
+def _tar_of(store: Store) -> Callable[[LayerRef], Iterator[bytes]]:
+    return lambda layer: unpacked(layer, store.blob_path(layer.digest))

@@ -33,6 +33,7 @@ _EXCEPTION = re.compile(
 # torchrun's report of a rank that was ended by a signal.
 _SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
 _RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d+)")
+_EXITED = re.compile(r"Root Cause .*?^ *rank *: (?P<rank>\d+).*?^ *exitcode *: (?P<code>\d+)", re.DOTALL | re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # After this text, PyTorch's message adds a share of memory, advice and a link.
 _AFTER_FREE_MEMORY = re.compile(r"(?<= is free\.) .*", re.DOTALL)
@@ -160,6 +161,8 @@ def _by_code(exit_code: int, lines: list[str]) -> Failure:
     number = -exit_code if exit_code < 0 else exit_code - 128
     with suppress(ValueError):
         return Failure(text=f"ended by signal {number} ({signal.Signals(number).name})")
+    if ended := _EXITED.search("\n".join(lines)):
+        return Failure(text=f"ended with exit code {ended['code']}, without an exception", rank=int(ended["rank"]))
     last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
     text = f"exit code {exit_code}" + (f"; the log ends with: {last_line}" if last_line else "")
     return Failure(text=text[:_LONGEST])

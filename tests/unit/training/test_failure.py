@@ -66,6 +66,7 @@ def left(folder: Path, log: str, *notes: tuple[float, int, str]) -> Path:
         ),
         ("Segmentation\n", [], -11, "ended by signal 11 (SIGSEGV)"),
         ("", [], 137, "ended by signal 9 (SIGKILL) (the kernel"),
+        (PLAIN.replace("code  : 1", "code  : 7"), [], 1, "rank 0: ended with exit code 7, without an exception"),
         ("  step: 1\nlast words\n\n", [], 7, "exit code 7; the log ends with: last words"),
         ("", [], 7, "exit code 7"),
         (

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from multiprocessing import Event, Process
@@ -21,6 +20,11 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torchtitan.components import checkpoint
+
 from primus.training import identity
 from primus.training.job import steps
 
@@ -30,11 +34,6 @@ JOBS, CHECKPOINTS, KEPT = 4, 2500, 2
 
 def job(folder: Path) -> None:
     """Save, seal and purge. Raises whatever a rank of torchtitan would end with."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torchtitan.components import checkpoint
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     stale: Queue[Any] = Queue()
     manager: Any = SimpleNamespace(keep_latest_k=KEPT, folder=str(folder), purge_queue=stale,
@@ -63,34 +62,29 @@ def watch(root: Path, over: Any) -> None:
 
 def main() -> int:
     """Run all jobs, and write the result. Returns 1 if one is lost."""
-    if len(sys.argv) > 1:
-        job(Path(sys.argv[1]))
-        return 0
     began, over = time.perf_counter(), Event()
     with TemporaryDirectory() as name:
         folders = [Path(name) / f"job-{number}" for number in range(JOBS)]
         for folder in folders:
             folder.mkdir()
         watchers = [Process(target=watch, args=(Path(name), over)) for _ in range(os.cpu_count() or 1)]
-        for watcher in watchers:
-            watcher.start()
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoints"]
-        jobs = [subprocess.Popen([*command, str(folder)], stderr=subprocess.PIPE, text=True) for folder in folders]
-        outputs = [each.communicate()[1] for each in jobs]
+        jobs = [Process(target=job, args=(folder,)) for folder in folders]
+        for process in (*watchers, *jobs):
+            process.start()
+        for process in jobs:
+            process.join()
         over.set()
-        for watcher in watchers:
-            watcher.join()
+        for process in watchers:
+            process.join()
         kept = [[step.name for step in steps(folder) if identity.complete(step)] for folder in folders]
     lost = sum(
-        each.returncode != 0 or f"step-{CHECKPOINTS}" not in names for each, names in zip(jobs, kept, strict=True)
+        process.exitcode != 0 or f"step-{CHECKPOINTS}" not in names for process, names in zip(jobs, kept, strict=True)
     )
     document = {
         "generated": "by `python -m benchmarks.checkpoints`; do not edit", "checkpoints": JOBS * CHECKPOINTS,
         "jobs": JOBS, "kept_by_each": KEPT, "watchers": len(watchers), "processors": os.cpu_count(),
-        "seconds": round(time.perf_counter() - began), "jobs_lost": lost,
-        "watchers_lost": sum(watcher.exitcode != 0 for watcher in watchers),
-        "errors": [output.strip()[-300:] for each, output in zip(jobs, outputs, strict=True) if each.returncode],
-        "complete_in_the_end": kept,
+        "load": round(os.getloadavg()[1], 1), "seconds": round(time.perf_counter() - began), "jobs_lost": lost,
+        "watchers_lost": sum(process.exitcode != 0 for process in watchers), "complete_in_the_end": kept,
     }  # fmt: skip
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))

@@ -38,6 +38,7 @@ _HINT = (
     "data.column=NAME names the column of the text or of the chat messages"
 )
 _BLOCK = 1 << 20
+_ROLES = ("user", "assistant")
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 _BESIDE = re.compile("|".join(_TABLE["beside"]), re.IGNORECASE)
 # Files of one split, except data-00000-of-00001.arrow, which `save_to_disk` writes to the folder of each split.
@@ -322,7 +323,7 @@ def layout_of(row: Any, column: str | None, where: str) -> Layout:
         raise _missing(row, columns or ("text",), where)
     # Messages that are stored as text would be trained as they are written.
     chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
-    beside = ("input",) if columns[0] == "instruction" else ()
+    beside = ("input", "history") if columns[0] == "instruction" else ()
     used = {*columns, *beside, *(_TABLE["beside_chats"] if chat or beside else ())}
     return Layout(columns=columns, chat=chat, unused=[str(name) for name in row if name not in used])
 
@@ -428,8 +429,12 @@ def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
     text = _ALPACA.format(more, instruction, f"### Input:\n{context}\n\n" if context else "")
     turns = [{"role": "user", "content": f"{instruction}\n{context}" if context else instruction},
              {"role": "assistant", "content": output}]  # fmt: skip
-    chat = _chat(row, turns, 0, where)
-    # Alpaca's text has no place for a system prompt or tools.
+    before = [] if row.get("history") is None else row["history"]
+    if not (isinstance(before, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in before)):
+        raise _neither(before, "history", where)
+    said = [(role, _text(word, "history", where)) for pair in before for role, word in zip(_ROLES, pair, strict=True)]
+    chat = _chat(row, [*({"role": role, "content": word} for role, word in said), *turns], 0, where)
+    # Alpaca's text has no place for a system prompt, tools or earlier turns.
     plain = chat.messages == turns and not chat.tools
     return replace(chat, text=text + output if plain else "", prompt=len(text))
 

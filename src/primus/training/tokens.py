@@ -98,6 +98,9 @@ class Encoder:
             number = _setting(folder, file, "eos_token_id")
             number = number[0] if isinstance(number, list) and number else number
             if self.end is None and isinstance(number, int) and number >= 0:
+                if number >= len(self.tokenizer):
+                    why = f"{number} is no token of the tokenizer, which has {len(self.tokenizer)}"
+                    raise InputError(why, where=f"{name}/{file}: eos_token_id", hint="correct it, or remove it")
                 self.end = number
 
     def texts(self, texts: Sequence[str]) -> list[list[int]]:

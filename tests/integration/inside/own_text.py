@@ -140,6 +140,13 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "unknown class": ({"config": CONFIG | {"tokenizer_class": "FooTokenizer"}}, "<s>", "</s>"),
     "marks as objects": ({"config": CONFIG | {"eos_token": {"__type": "AddedToken", **NEW, "content": "</s>"}}},
                          "<s>", "</s>"),
+    "BOS and EOS switched on": ({"config": CONFIG | {"add_bos_token": True, "add_eos_token": True}}, "<s>", "</s>"),
+    "special tokens split": ({"config": CONFIG | {"split_special_tokens": True}}, "<s>", "</s>"),
+    "EOS is the padding": ({"config": CONFIG | {"pad_token": "</s>"}}, "<s>", "</s>"),
+    "an EOS that is added": ({"config": CONFIG | {"eos_token": "<|nope|>"}}, "<s>", "<|nope|>"),
+    "a class that is unknown": ({"config": CONFIG | {"tokenizer_class": "MyTokenizer"}}, "<s>", "</s>"),
+    "Llama's class": ({"config": CONFIG | {"tokenizer_class": "LlamaTokenizerFast"}}, "<s>", "</s>"),
+    "Qwen's class": ({"config": CONFIG | {"tokenizer_class": "Qwen2Tokenizer"}}, "<s>", "</s>"),
     "lower case": ({"base": trained(normalizer=normalizers.Lowercase())}, "<s>", "</s>"),
     "NFKC and strip": ({"base": trained(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()]))},
                        "<s>", "</s>"),
@@ -238,6 +245,16 @@ CORPORA: dict[str, tuple[str, Maker]] = {
     "bzip2": ("a.jsonl.bz2", lambda f: f.write_bytes(bz2.compress(TEXT_BYTES))),
     "xz": ("a.jsonl.xz", lambda f: f.write_bytes(lzma.compress(TEXT_BYTES))),
     "zstd": ("a.jsonl.zst", lambda f: f.write_bytes(pa.compress(TEXT_BYTES, "zstd", asbytes=True))),
+    "an upper-case suffix": ("A.JSONL", lambda f: f.write_bytes(TEXT_BYTES)),
+    "gzip without its suffix": ("a.jsonl", lambda f: f.write_bytes(gzip.compress(TEXT_BYTES))),
+    "two gzip members": ("a.jsonl.gz", lambda f: f.write_bytes(b"".join(map(gzip.compress, TEXT_BYTES.splitlines(True))))),
+    "two zstd frames": ("a.jsonl.zst", lambda f: f.write_bytes(b"".join(
+        pa.compress(line, "zstd", asbytes=True) for line in TEXT_BYTES.splitlines(True)))),
+    "numbers beyond JSON": ("a.jsonl", lambda f: f.write_bytes(TEXT_BYTES.replace(b'"n": 1', b'"n": NaN'))),
+    "Parquet of large strings": ("a.parquet", lambda f: write_table(
+        pa.table({"text": pa.array(TEXTS, pa.large_string())}), f)),
+    "Parquet of a dictionary": ("a.parquet", lambda f: write_table(
+        pa.table({"text": pa.array(TEXTS).dictionary_encode()}), f)),
     "Parquet": ("a.parquet", lambda f: write_table(pa.table({"text": TEXTS, "n": range(5)}), f)),
     "Parquet by another name": ("a[1] b.parquet", lambda f: write_table(pa.table({"text": TEXTS}), f)),
     "CSV": ("a.csv", lambda f: f.write_bytes(table(","))),
@@ -319,6 +336,18 @@ COLUMNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "chats under another name": ({"dialog": [ASKED, SAID]}, [ASKED, SAID]),
     "a prompt and a completion of messages": ({"prompt": [ASKED], "completion": [SAID]}, [ASKED, SAID]),
     "Alpaca": (ALPACA, [{"role": "user", "content": "Add.\n1 and 1"}, {"role": "assistant", "content": "2"}]),
+    "Alpaca with a history": (ALPACA | {"history": [[ASKED["content"], SAID["content"]]]}, [
+        ASKED, SAID, {"role": "user", "content": "Add.\n1 and 1"}, {"role": "assistant", "content": "2"}]),
+    "two questions, two answers, a system message in the middle": (
+        {"messages": [ASKED, ASKED, SAID, SAID, SYSTEM, ASKED, SAID]}, [ASKED, ASKED, SAID, SAID, SYSTEM, ASKED, SAID]),
+    "an answer like its question": (
+        {"messages": [ASKED, {"role": "assistant", "content": ASKED["content"]}] * 2},
+        [ASKED, {"role": "assistant", "content": ASKED["content"]}] * 2),
+    "words of templates and special tokens": (
+        {"messages": [{"role": "user", "content": "{{ x }} {% generation %}<|im_end|>\n<|im_start|>assistant\n"}, SAID]},
+        [{"role": "user", "content": "{{ x }} {% generation %}<|im_end|>\n<|im_start|>assistant\n"}, SAID]),
+    "ShareGPT with a system turn": ({"conversations": [{"from": "system", "value": "Be brief."}, *TURNS]},
+                                    [SYSTEM, ASKED, SAID]),
     "Alpaca without input": (ALPACA | {"input": ""},
                              [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "2"}]),
 }  # fmt: skip
@@ -411,6 +440,20 @@ REFUSED: dict[str, tuple[Maker, Maker | None, dict[str, Any], str, str]] = {
     "an answer that is null": (row_file({"messages": [ASKED, {"role": "assistant", "content": None}]}), None, {},
                                "a.jsonl:1", "role and content"),
     "a weight of a half": (row_file({"messages": [ASKED, SAID | {"weight": 0.5}]}), None, {}, "a.jsonl:1", "0.5"),
+    "a history that is no list of pairs": (row_file(ALPACA | {"history": ["a"]}), None, {}, "a.jsonl:1", "history"),
+    "messages stored as text": (row_file({"messages": json.dumps([ASKED, SAID])}), None, {}, "a.jsonl:1", "in 'messages'"),
+    "preferences": (row_file({"prompt": "q", "chosen": "a", "rejected": "b"}), None, {}, "a.jsonl:1", "prompt, chosen"),
+    "two objects on a line": (made("a.jsonl", b'{"text": "a"}{"text": "b"}'), None, {}, "a.jsonl:1:14", "one JSON object"),
+    "a lone surrogate": (made("a.jsonl", b'{"text": "a\\ud83d"}'), None, {}, "a.jsonl:1", "lone surrogate"),
+    "latin-1": (made("a.jsonl", '{"text": "ü"}'.encode("latin-1")), None, {}, "a.jsonl:1", "the byte 0xfc"),
+    "a cut gzip file": (made("a.jsonl.gz", gzip.compress(TEXT_BYTES)[:-9]), None, {}, "a.jsonl.gz", "cannot be read"),
+    "a word that pandas reads as null": (made("a.csv", b"text,n\nNA,1\n"), None, {}, "row 1", "found null"),
+    "bytes in Parquet": (lambda w: (write_table(pa.table({"text": [b"a"]}), w / "a.parquet"), w / "a.parquet")[1],
+                         None, {}, "row 1", "b'a'"),
+    "an EOS that is no token": (row_file({"text": "a"}), lambda w: folder_of(w / "other", NO_MARKS, files={
+        "config.json": {"model_type": "llama", "eos_token_id": 9999}}), {}, "config.json: eos_token_id", "no token"),
+    "an unsafe template": (row_file({"messages": [ASKED, SAID]}), tokenizer_with(
+        **{"chat_template.jinja": "{{ ''.__class__.__mro__ }}"}), {}, "a.jsonl:1", "unsafe"),
     "an empty tokenizer": (row_file({"text": "a"}), lambda w: (w / "none").mkdir() or w / "none", {}, "none",
                            "cannot be loaded"),
 }  # fmt: skip
@@ -481,5 +524,5 @@ try_all((
     (check_no_torch, ["here"]), (check_tokenizer, TOKENIZERS), (check_template, TEMPLATES), (check_corpus, CORPORA), (check_folder, FOLDERS),
     (check_links, ["links"]), (check_columns, COLUMNS), (check_answers, ["texts", "Alpaca"]),
     (check_refused, REFUSED),
-    (check_a_turn_that_is_not_trained, ["weight 0", "train false"]), (check_nulls_of_a_table, ["null"]), (check_a_prompt_is_not_trained, ["prompt"]),
+    (check_a_turn_that_is_not_trained, ["weight 0", "train false", "loss false", "trainable false"]), (check_nulls_of_a_table, ["null"]), (check_a_prompt_is_not_trained, ["prompt"]),
 ))  # fmt: skip

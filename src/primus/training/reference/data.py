@@ -273,8 +273,10 @@ def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> l
     if column == "instruction":
         parts = [row["instruction"], *([row["input"]] if row.get("input") else [])]
         if words.template:
-            contents = {"user": "\n".join(parts), "assistant": row["output"]}
-            turns = [{"role": role, "content": content} for role, content in contents.items()]
+            pairs = [*(row.get("history") or []), ["\n".join(parts), row["output"]]]
+            turns = [
+                {"role": r, "content": c} for pair in pairs for r, c in zip(("user", "assistant"), pair, strict=True)
+            ]
             return [words.chat(turns, row, 0, answers)]
         titles = zip(("Instruction", "Input"), parts, strict=False)
         asked = "".join(f"### {title}:\n{part}\n\n" for title, part in titles)
@@ -350,7 +352,8 @@ class _Words:
             turns = [{"role": "system", "content": row["system"]}, *turns]
         tools = row.get("tools")
         tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
-        muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, ("weight", "train", "training", "loss_mask"))}
+        switches = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+        muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, switches)}
         options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
         marks = re.search(r"{%-?\s*generation\b", self._tokenizer.get_chat_template(None, tools))
         if answers and not first and not muted and marks:

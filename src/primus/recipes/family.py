@@ -203,7 +203,7 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
 
 
 def uncomputed(known: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each key of a ``config.json`` that makes another model than the family's, and the reason."""
+    """Yield the keys of a ``config.json`` that make another model than the family's, and the reason."""
     for key, values in known.computes.items():
         value = config.get(key, values[0])
         if (list(dict.fromkeys(value)) if isinstance(value, list) else value) not in values:
@@ -212,8 +212,8 @@ def uncomputed(known: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, 
         if name and known.needs(name) and name not in config:
             yield name, "missing, and transformers has no value for it"
     described = {*known.config.values(), *known.defaults, *known.computes, *known.ignored}
-    for name in sorted(config.keys() - described):
-        yield name, f"unknown; if it changes no result, name it under `ignored` of families/{known.name}.yaml"
+    if unknown := sorted(config.keys() - described):
+        yield ", ".join(unknown), f"unknown; what changes no result belongs to `ignored` of families/{known.name}.yaml"
 
 
 def config_of(model: Any) -> dict[str, Any]:

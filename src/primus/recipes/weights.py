@@ -198,7 +198,7 @@ def published_faults(recipe: Recipe) -> Iterator[Fault]:
     if facts is None:
         return
     for field, why in uncomputed(family(model.family), facts):
-        yield "model.hf_repo", f"{field} of {repo} is {why}", None
+        yield "model.hf_repo", f"{field} of {repo}: {why}", None
     apart = list(differences(recipe, facts))
     for one in apart:
         if not one.meant:

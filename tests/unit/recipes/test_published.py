@@ -119,7 +119,7 @@ def test_weights_that_the_formula_does_not_count_are_noticed(monkeypatch: pytest
         ("qwen3-30b-a3b", "decoder_sparse_step", 2, "2, and"),
         ("qwen3-30b-a3b", "mlp_only_layers", [0, 1], "and"),
         ("deepseek-v3", "topk_method", "greedy", "greedy, and the family deepseek_v3 is computed with noaux_tc"),
-        ("llama3.1-8b", "query_pre_attn_scalar", 256, "unknown; if it changes no result, name it under `ignored`"),
+        ("llama3.1-8b", "query_pre_attn_scalar", 256, "unknown; what changes no result belongs to `ignored`"),
         ("llama3.1-8b", "transformers_version", "4.43.0.dev0", ""),
         ("llama3.1-8b", "vocab_size", None, "missing, and transformers has no value for it"),
     ],
@@ -135,7 +135,7 @@ def test_what_a_family_does_not_compute_is_named(
         assert faults == []
     else:
         assert faults[0][0] == "model.hf_repo"
-        assert re.match(rf"{key} of \S+ is .*{why}", faults[0][1]), faults
+        assert re.match(rf"{key} of \S+: .*{why}", faults[0][1]), faults
 
 
 def test_every_recipe_s_model_is_published_beside_it() -> None:

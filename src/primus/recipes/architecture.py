@@ -78,6 +78,11 @@ class DiffusionTransformer:
     text_tokens: int = bounded(0, "[0, inf)")
     guidance: bool = False
 
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of one square image: one for 16 × 16 pixels, 2 × 2 latents of the VAE."""
+        return (self.image_size // 16) ** 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:

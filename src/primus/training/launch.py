@@ -59,16 +59,12 @@ def clean(inherited: Mapping[str, str]) -> dict[str, str]:
     return variables | {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(kept)} if kept else {})
 
 
-def _ignore(_line: str) -> None:
-    pass
-
-
 def run(
     argv: Sequence[str],
     *,
     log: Path,
     environment: Mapping[str, str],
-    on_line: Callable[[str], None] = _ignore,
+    on_line: Callable[[str], None] | None = None,
     patience: float = 0,
     on_silence: Callable[[int], None] = lambda _launcher: None,
     hopeless: Callable[[], bool] = lambda: False,
@@ -103,9 +99,10 @@ def run(
                 last_line = time.monotonic()
                 writer.write(line)
                 try:
-                    follow(line)
+                    if follow:
+                        follow(line)
                 except Exception as error:  # noqa: BLE001 - ranks wait forever if nobody reads their lines
-                    follow = _ignore
+                    follow = None
                     writer.write(f"primus: the command no longer follows this log: {type(error).__name__}: {error}\n")
 
         reader = threading.Thread(target=copy, daemon=True)

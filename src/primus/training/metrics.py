@@ -33,7 +33,7 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
     """
     if model.of_images:
         dit, hidden = model.dit, model.hidden_size
-        layers, tokens = dit.double_layers + dit.single_layers, (dit.image_size // 16) ** 2 + dit.text_tokens
+        layers, tokens = dit.double_layers + dit.single_layers, dit.image_tokens + dit.text_tokens
         flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
         return Flops(causal=flops, non_causal=flops)
     count = size(model)
@@ -41,9 +41,7 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
     linear = 6 * products if adapters is None else 4 * products + 6 * adapters
     window = min(model.window or seq_len, seq_len)
     seen = window - window**2 / (2 * seq_len)
-    mla, width = model.mla, 12 * model.heads * model.head_size
-    if mla.kv_lora_rank:
-        width = 6 * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    width = 6 * model.heads * (model.query_size + model.value_size)
     return Flops(causal=linear + model.layers * width * seen, non_causal=linear + model.layers * width * window)
 
 

@@ -237,8 +237,7 @@ class Shapes:
 def shapes_of(recipe: Recipe) -> Shapes:
     """Return the sizes of ``recipe``'s micro batch on one rank."""
     model, tensor_ranks = recipe.architecture, recipe.degree("tp")
-    # Latents of one sixteenth of the image's side, after the tokens of its text.
-    length = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens if model.of_images else recipe.seq_len
+    length = model.dit.image_tokens + model.dit.text_tokens if model.of_images else recipe.seq_len
     latent = model.mla.kv_lora_rank > 0
     heads = max(1, model.heads // tensor_ranks)
     return Shapes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def main(job: RankJob, here: Process) -> None:
         files = weights.Files(Path(config.weights))
         for name, parameter in model.named_parameters():
             weights.fill(parameter, files.rows_of(name))
-    side = int(latents.image_tokens(job.model.dit) ** 0.5)
+    side = math.isqrt(job.model.dit.image_tokens)
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         return flow_matching(model, batch, side, config.guidance if job.model.dit.guidance else None)

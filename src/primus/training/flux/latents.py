@@ -8,21 +8,13 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from primus.recipes.architecture import DiffusionTransformer
 from primus.recipes.recipe import MOCK
 from primus.training.flux.backend import KEYS, FluxConfig
 from primus.training.loop.config import RankJob
 from primus.training.loop.data import generator_of, place_of
 from primus.training.loop.session import Batch, Data
 
-# One latent of the VAE is 8 × 8 pixels, and one token of the transformer is 2 × 2 latents.
-_PIXELS_PER_TOKEN = 16
 _MOCK_PROMPTS = 16
-
-
-def image_tokens(model: DiffusionTransformer) -> int:
-    """Return the number of tokens of one square image."""
-    return (model.image_size // _PIXELS_PER_TOKEN) ** 2
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
@@ -45,14 +37,14 @@ class Images(Data):
         dit, corpus = job.model.dit, job.assets["corpus"]
         self._seed = job.training.seed
         self._uniform = config.times == "uniform"
-        self.tokens_per_sample = tokens = image_tokens(dit) + dit.text_tokens
+        self.tokens_per_sample = tokens = dit.image_tokens + dit.text_tokens
         if job.training.seq_len != tokens:
             raise SystemExit(f"seq_len is {job.training.seq_len}, but image and text have {tokens} tokens")
         self._places: list[tuple[list[Any], int]] = []
         if corpus == MOCK:
             generator = generator_of(self._seed, -1)
             common = torch.randn(dit.in_channels, generator=generator)
-            shape = (_MOCK_PROMPTS, image_tokens(dit), dit.in_channels)
+            shape = (_MOCK_PROMPTS, dit.image_tokens, dit.in_channels)
             self._pictures = common + 0.3 * torch.randn(shape, generator=generator)
             self._text = torch.randn(_MOCK_PROMPTS, dit.text_tokens, dit.text_dim, generator=generator)
             self._pooled = torch.randn(_MOCK_PROMPTS, dit.pooled_dim, generator=generator)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -163,7 +162,8 @@ class Report:
         )
         if self._images:
             line += f"  images/s: {units:.3f}"
-        _print(line)
+        # A single write, because several ranks write to the same pipe.
+        print(f"{line}\n", end="", flush=True)
         if self._process.rank:
             return
         with self._exact.open("a", encoding="utf-8") as file:
@@ -177,13 +177,7 @@ class Report:
     def say(self, text: str) -> None:
         """Print a line from rank 0."""
         if self._process.rank == 0:
-            _print(text)
-
-
-def _print(line: str) -> None:
-    # A single write, because several ranks write to the same pipe.
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+            print(f"{text}\n", end="", flush=True)
 
 
 # Python's automatic garbage collection runs at different times on each rank, and makes all other ranks wait.

@@ -224,12 +224,8 @@ def _change_layers(model: Any, names: Sequence[str]) -> None:
 def _loss(build: Callable[..., Any]) -> Callable[..., Any]:
     def build_loss_fn(*args: Any, **kwargs: Any) -> Any:
         whole = build(*args, **kwargs)
-
-        def loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            # The head has already computed the sum; validation still passes logits.
-            return pred if pred.dim() == 0 else whole(pred, labels)
-
-        return loss
+        # The head has already computed the sum; validation still passes logits.
+        return lambda pred, labels: pred if pred.dim() == 0 else whole(pred, labels)
 
     return build_loss_fn
 

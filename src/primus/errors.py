@@ -4,8 +4,6 @@ Every error that reaches the command line is a :class:`PrimusError`. Its class d
 failed check or job, 2 invalid input, 3 missing requirement). ``main`` prints it without a traceback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

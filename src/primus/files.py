@@ -7,8 +7,6 @@ A *sealed* file is one of our own caches or records: JSON with a CRC-32. A damag
 be created again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -154,9 +152,9 @@ def path_fault(path: str) -> str | None:
         return "it leaves its folder"
     if "" in parts or "." in parts:
         return "it has an empty part or a dot as a part"
-    if any(part.startswith(".wh.") for part in parts):
+    if "/.wh." in f"/{path}":
         return "a name that begins with .wh. removes files of other layers"
-    if any(len(part.encode()) > _MOST_NAME for part in parts):
+    if max(map(len, map(str.encode, parts))) > _MOST_NAME:
         return f"a name in it is longer than {_MOST_NAME} bytes"
     return None
 

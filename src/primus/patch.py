@@ -4,8 +4,6 @@ A new version may move a function or change its parameters. Without this check, 
 a wrong one.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs that the host must have. As root on Debian and Ubuntu, a missing one is installed, with a message."""
 
-from __future__ import annotations
-
 import os
 import platform
 import pwd

@@ -3,8 +3,6 @@
 Locks are those of flock(2), which the kernel releases when their holder dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -6,8 +6,6 @@ ten. :func:`read` leaves scalars as text for the strict schemas of :mod:`primus.
 depth and the number of values of a file are limited, so that a hostile file causes an error message and not a crash.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -27,6 +25,7 @@ Tree: TypeAlias = "Scalar | list[Tree] | dict[str, Tree]"
 Key: TypeAlias = "tuple[str | int, ...]"
 
 _Loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_VALUE_EVENTS = (yaml.NodeEvent, yaml.CollectionEndEvent)
 _MOST_CHARACTERS = 500_000
 # A few nested aliases can stand for more values than fit into memory.
 _MOST_VALUES = 20_000
@@ -235,15 +234,15 @@ class _Builder:
         # Not by the composer of libyaml, which recurses in C: a deeply nested file would end the process.
         depth = documents = 0
         for event in yaml.parse(text, Loader=_Loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, _VALUE_EVENTS):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if depth > _DEEPEST + 1:
+                    raise self._error(_TOO_DEEP, _place(event))
+                self._events.append(event)
             documents += isinstance(event, yaml.DocumentStartEvent)
-            if depth > _DEEPEST + 1:
-                raise self._error(_TOO_DEEP, _place(event))
             if documents > 1:
                 hint = "a file has one document: delete the line '---' and what follows it"
                 raise self._error("this is not YAML: another document begins here", _place(event), hint)
-            if isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
-                self._events.append(event)
 
     def _refusal(self, error: Exception, text: str) -> InputError:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)

@@ -1,10 +1,9 @@
 """The entry point of ``primus``: imports the module of one verb, and turns errors into messages and exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno
+import gc
 import importlib
 import io
 import os
@@ -52,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["primus", *args[:1]])
+    # A short command ends before a collection of cycles frees anything.
+    gc.set_threshold(100_000)
     try:
         _streams()
         code = _main(args)

@@ -3,8 +3,6 @@
 The types are for argparse's ``type=``. They reject invalid values with a message that names the option.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

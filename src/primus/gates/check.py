@@ -1,7 +1,5 @@
 """Run all gates on an image, and decide whether a build may name it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 

@@ -10,8 +10,6 @@ Forms of GPU code and their sources:
 - Files that say it by name: Tensile's and hipBLASLt's ``.dat``, and MIOpen's databases.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Mapping

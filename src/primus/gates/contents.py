@@ -5,8 +5,6 @@ Versions are stated by wheels, Debian packages, headers and libraries. Secrets, 
 of the build machine do not belong into an image.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

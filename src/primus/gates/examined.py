@@ -5,8 +5,6 @@ bytes and on the rules, so they are cached by its digest and the hash of this pa
 after a change of a rule every blob is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

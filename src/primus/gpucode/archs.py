@@ -1,7 +1,5 @@
 """Names of GPU architectures: how they appear in files and paths, and which code runs on which GPU."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

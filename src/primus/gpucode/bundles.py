@@ -4,8 +4,6 @@ The ``.hip_fatbin`` section of a host library contains several, each at the star
 ClangOffloadBundler documentation, LLVM's OffloadBundle, and the HIP runtime's fat binaries (ROCm/clr).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct

@@ -4,8 +4,6 @@ A general reader creates an object per field and would take a third of the time 
 tables.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import IO, NamedTuple
 

@@ -1,7 +1,5 @@
 """Kubernetes jobs: manifests rendered from a plan and the cluster's options. kubectl sends them to the cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The plan of a job on several nodes: mesh, batch and tokens per step. Printed before anything is submitted."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A Slurm job: the batch script for ``sbatch``, rendered from a plan and the site's options."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

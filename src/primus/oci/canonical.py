@@ -1,7 +1,5 @@
 """Canonical JSON and its hashes, which keys, manifests and configs use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """Entries → one compressed layer blob, in one pass: tar, SHA-256 of the tar, compression, SHA-256 of the blob."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -6,8 +6,6 @@ more, extended attributes, non-ASCII text). Headers are formatted here, because 
 MB/s on many small files.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -2,8 +2,6 @@
 old → new, with their lines.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The image that a plan makes of the layers in a store: its config, its manifest, and whether it is built."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

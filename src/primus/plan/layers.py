@@ -1,7 +1,5 @@
 """Pins, lock and local files → the actions of an image. Pure, except that local files are hashed (by stat)."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ command, its settings and labels.
 Entries are plain data (path → text or link, mode), because they are part of an action's key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath

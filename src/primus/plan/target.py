@@ -1,7 +1,5 @@
 """images/<target>.yaml: the contents of one image, and its requirements for the pins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """The folders that a build writes to: the image store, fetched files, unpacked layers, caches and logs."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -3,8 +3,6 @@
 https://ossf.github.io/osv-schema, https://github.com/openvex/spec. Debian's entries are about source packages.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

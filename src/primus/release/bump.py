@@ -1,7 +1,5 @@
 """Newer versions of what is pinned to a Python index, and moving the pins to them."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What a validation trains, and on what: cells of recipes, and the GPUs that their jobs get."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

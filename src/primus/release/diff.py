@@ -1,7 +1,5 @@
 """The differences between two releases."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ They depend only on the image, its lock and the commit, and contain neither time
 commit gives the same documents, byte for byte.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping, Sequence

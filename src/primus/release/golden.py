@@ -1,7 +1,5 @@
 """Golden curves: losses and gradient norms of a release's proxies in FP32 on a CPU, kept in the repository."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

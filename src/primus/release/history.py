@@ -3,8 +3,6 @@
 ``None`` always means "not published". Nothing is inferred from neighbouring releases.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Nothing is guessed. A declaration that names no licence of SPDX's list, such as 
 words (``LicenseRef-…``).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

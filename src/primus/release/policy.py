@@ -1,7 +1,5 @@
 """What a release needs: the rules of ``policy.yaml``, and what the evidence about an image lacks of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

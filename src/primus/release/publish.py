@@ -1,7 +1,5 @@
 """Publishing an image with its evidence: check it, push it by digest, attach the documents, sign it, set the tag."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

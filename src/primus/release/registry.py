@@ -6,8 +6,6 @@ https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-
 referrers API (distribution 2), the list is an index under the tag ``sha256-<digest>``, as the specification requires.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

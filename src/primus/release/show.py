@@ -1,7 +1,5 @@
 """Releases and their differences as aligned text, and tables in Markdown."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """What `primus diff` compares: images of the store or a registry, pins of any git revision, published releases."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -5,8 +5,6 @@ bundle, so that ``cosign verify-attestation`` and ``primus verify --image`` acce
 document alone, so a verifier makes it again from the document and compares. docs/statements.md has the format.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Running the validation suite in an image, with one container per job, and recording the evidence."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -4,8 +4,6 @@ Signed statements about the image are compared with its documents, the documents
 config and layers. Nothing of a checkout or a store is used.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

@@ -5,8 +5,6 @@ are in a private folder. Mirrors, proxies, CA, credentials and validity checks a
 uses apt raises HostError if the archive is not available.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 A file is identified by its sha256 alone, so a mirror, a local folder and the original source are equally good.
 """
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

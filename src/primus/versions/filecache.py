@@ -3,8 +3,6 @@
 Several processes may use a cache at once: a file being fetched is a locked ``.part`` file, renamed when complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 There is one committed file per target and channel, with one entry per line, so that a diff is a list of changes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ skopeo accesses the registry with this host's mirrors (containers-registries.con
 every manifest with its digest.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

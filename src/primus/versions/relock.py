@@ -1,7 +1,5 @@
 """Resolving a request to a lock with as few changes as possible: versions that still match their pins are kept."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence

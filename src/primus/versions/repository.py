@@ -3,8 +3,6 @@
 ``git archive`` would leave out submodules. Here, every file is there, and no attribute of the tree changes its bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs of tools and requests to sources, as records of one logger. No record contains credentials."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess

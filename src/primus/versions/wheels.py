@@ -3,8 +3,6 @@
 Every function here that asks an index raises HostError if it does not answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Verbs about building: what a build would do and why, and the build itself."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """Options and steps that several host verbs share."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Verbs that look into the store: an image's gates, files and size, whether it can be built again; what can go."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The verb that runs a recipe on several machines."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """Publish a built image with its evidence."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

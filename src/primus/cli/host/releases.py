@@ -1,7 +1,5 @@
 """Verbs about releases: published ones, and what changed between them."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict, replace
 

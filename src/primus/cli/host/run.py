@@ -1,7 +1,5 @@
 """Verbs that use a built image: run a command in it, or load it into a Docker engine."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Validate an image: train in it and check the results."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Options that several verbs of the image share."""
 
-from __future__ import annotations
-
 import argparse
 
 from primus.cli.verb import Option, count, flag, matching, option

@@ -1,7 +1,5 @@
 """Commands of older documents, and the import of Primus's experiment files."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Verbs about your own data: fine-tune a model without a recipe to pick, and report what would be trained."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re

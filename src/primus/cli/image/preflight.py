@@ -1,7 +1,5 @@
 """Check a machine, or compare several."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 from pathlib import Path

@@ -3,8 +3,6 @@
 The model is the share of the GPU's peak that published and measured runs reach (``recipes/throughput.yaml``).
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

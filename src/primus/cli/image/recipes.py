@@ -1,7 +1,5 @@
 """Verbs about recipes: list them, show one with every setting, and predict its memory."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Compare finished runs."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

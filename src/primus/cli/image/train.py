@@ -1,7 +1,5 @@
 """Run a recipe on this machine."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

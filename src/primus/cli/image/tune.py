@@ -1,7 +1,5 @@
 """Find the fastest settings of a recipe, or the fastest implementation of its matrix products."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

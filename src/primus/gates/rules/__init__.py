@@ -5,8 +5,6 @@ returns a :class:`~primus.gates.examined.GateReport`. No other list names the ga
 docs/gates.md take them from this folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from functools import cache

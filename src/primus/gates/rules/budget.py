@@ -1,7 +1,5 @@
 """The image's compressed size stays within the budget of its target."""
 
-from __future__ import annotations
-
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.terminal import bytes_text
 

@@ -4,8 +4,6 @@ PEP 440 compares alphanumeric local segments as text, so ``+rocm10.1`` sorts bel
 here by their numbers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple

@@ -3,8 +3,6 @@
 A library without it fails at its first kernel, hours after the job started.
 """
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

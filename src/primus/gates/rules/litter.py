@@ -4,8 +4,6 @@ Everyone can download the files of a published package. A key in such a layer is
 machine is nothing. In a layer whose files this project made both are errors.
 """
 
-from __future__ import annotations
-
 from primus.gates.contents import Rule, Trace, secrets_in
 from primus.gates.examined import Examined, Finding, GateReport, Severity, machine_paths
 from primus.plan.action import Action

@@ -4,8 +4,6 @@ A package for several CUDA versions brings a library for each and loads the one 
 the others only make every download longer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 

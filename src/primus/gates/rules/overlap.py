@@ -4,8 +4,6 @@ The library that a process loads first serves all callers of its name, and the o
 image crashed because two components shipped a ``libmha_bwd.so`` of their own.
 """
 
-from __future__ import annotations
-
 from primus.gates.codeobjects import owner_of
 from primus.gates.examined import Examined, Finding, GateReport
 

@@ -1,7 +1,5 @@
 """The image holds no GPU code for other architectures."""
 
-from __future__ import annotations
-
 from primus.gates.codeobjects import Code, is_kernel_file
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.gpucode.archs import in_path, runs_on

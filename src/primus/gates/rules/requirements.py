@@ -4,8 +4,6 @@ pip ensures this for wheels that the lock resolved. A package that is built from
 the wheel that the build makes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from packaging.requirements import InvalidRequirement, Requirement

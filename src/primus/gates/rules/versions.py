@@ -3,8 +3,6 @@
 A difference means that the image has other bytes than were pinned.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Literal

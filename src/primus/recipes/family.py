@@ -52,14 +52,11 @@ class Weight:
 
     def sizes(self, model: Any) -> tuple[int, ...]:
         """Return the shape of the weight in ``model``."""
-        return tuple(
-            sum(math.prod(_factor(model, key) for key in product.split("*")) for product in str(size).split("+"))
-            for size in self.shape
-        )
 
+        def product(keys: str) -> int:
+            return math.prod(int(key if key.isdecimal() else attrgetter(key)(model)) for key in keys.split("*"))
 
-def _factor(model: Any, key: str) -> int:
-    return int(key) if key.isdecimal() else int(attrgetter(key)(model))
+        return tuple(sum(map(product, str(size).split("+"))) for size in self.shape)
 
 
 def _holds(model: Any, condition: str) -> bool:

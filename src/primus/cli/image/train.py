@@ -67,9 +67,11 @@ def train(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
-    chosen = [f"{options.log}=true"] * bool(options.log) + ["deterministic=true"] * bool(options.verify_steps)
-    options.overrides = [*options.overrides, *chosen]
+    options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
     recipe = resolved(options, memory=memory)
+    if options.verify_steps and not recipe.deterministic:
+        options.overrides = [*options.overrides, "deterministic=true"]
+        recipe = resolved(options, memory=memory)
     _check_options(options, recipe)
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
     name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -94,7 +94,8 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
 
 
 def test_a_hundred_layers(tmp_path):
-    root = image(tmp_path, *([Entry(name=f"l{n}", data=b"x")] for n in range(100)))
+    # The first of them once more.
+    root = image(tmp_path, *([Entry(name=f"l{n % 100}", data=b"x")] for n in range(101)))
     out = tmp_path / "out"
     with out.open("wb") as o:
         assert choose("podman").run(root, Command(argv=("sh", "-c", "ls -d /l* /bin | wc -l")), stdout=o) == 0

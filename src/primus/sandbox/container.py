@@ -123,10 +123,7 @@ def layer_folder(digest: str) -> str:
 
 
 def with_settings(root: RootFs, command: Command) -> Command:
-    """Return the command with what the image's config sets: Entrypoint, Cmd, Env, WorkingDir and User.
-
-    Raises InputError if there is no command to run or if an argument is not UTF-8.
-    """
+    """Return the command with the image's settings. InputError if its argument list is empty or not UTF-8."""
     settings = root.config.get("config") or {}
     entry = list(settings.get("Entrypoint") or []) if command.entrypoint else []
     argv = [*entry, *(command.argv or settings.get("Cmd") or [])]

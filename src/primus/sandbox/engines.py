@@ -178,15 +178,15 @@ class Podman(Engine):
     @contextmanager
     def _container(self, root: RootFs, name: str) -> Iterator[_Client]:
         folder = root.cache.absolute() / ("root" if os.geteuid() == 0 else f"user-{os.geteuid()}")
-        layers = {folder / "layers" / layer_folder(layer.digest): layer for layer in root.layers}
+        # Top first: what an image contains twice counts where it is higher.
+        layers = {folder / "layers" / layer_folder(layer.digest): layer for layer in reversed(root.layers)}
         settings = _settings(folder)
         if not (settings and all(path.exists() for path in layers)):
             with _locked(folder):
                 settings = _settings(folder) or self._probe(folder)
                 if absent := {path: layer for path, layer in layers.items() if not path.exists()}:
                     self._unpack(root, folder, absent)
-        names = [layer_folder(layer.digest) for layer in root.layers]
-        with _mounted(settings["file_system"], folder, names, name) as mounted:
+        with _mounted(settings["file_system"], folder, [path.name for path in layers], name) as mounted:
             if mounted.returncode != 0:
                 raise HostError(f"podman cannot run {root.name}: {_error(mounted)}")
             yield _podman(folder), _client_environment(folder), ["--rootfs", f"{folder}/containers/{name}/root"]
@@ -218,7 +218,8 @@ class Podman(Engine):
                 return settings
             reasons.append(_error(attempt))
         hint = "in a container: start it with --privileged; else use --engine docker"
-        raise HostError(f"podman cannot run a container here: {reasons[0]}", hint=hint)
+        # A copy needs no mount, so that the reason is podman's.
+        raise HostError(f"podman cannot run a container here: {reasons[-len(modes)]}", hint=hint)
 
     def _unpack(self, root: RootFs, folder: Path, absent: Mapping[Path, LayerRef]) -> None:
         size = sum(layer.size for layer in absent.values()) / 1e6
@@ -354,18 +355,17 @@ def _file_systems() -> list[str]:
 def _mounted(
     file_system: str, folder: Path, layers: Sequence[str], name: str
 ) -> Iterator[subprocess.CompletedProcess[str]]:
-    """Create ``containers/NAME/root`` from the layers, bottom first, and remove it and the container at the end.
+    """Create ``containers/NAME/root`` from the layers, top first, and remove it and the container at the end.
 
     Yields the result of the command that created it.
     """
-    top_first = list(dict.fromkeys(reversed(layers)))
     place, env = f"../containers/{name}", _client_environment(folder)
-    options = f"lowerdir={':'.join(top_first)},upperdir={place}/upper,workdir={place}/work"
+    options = f"lowerdir={':'.join(layers)},upperdir={place}/upper,workdir={place}/work"
     kernel = f"nodev,{options}" if os.geteuid() == 0 else f"nodev,{options},userxattr"
     words = {
         "overlay": ["mount", "-t", "overlay", "-o", kernel, "overlay"],
         "fuse-overlayfs": ["fuse-overlayfs", "-o", options],
-        "copy": ["cp", "-a", "--reflink=auto", "--remove-destination", *(f"{path}/." for path in reversed(top_first))],
+        "copy": ["cp", "-a", "--reflink=auto", "--remove-destination", *(f"{path}/." for path in reversed(layers))],
     }[file_system]
     remove = shlex.join([*_podman(folder), "rm", "--force", "--ignore", "--time=0", name])
     unmount = shlex.join([*_inside(folder), "sh", "-c", _UNMOUNT, "sh", f"containers/{name}"])

@@ -151,12 +151,11 @@ def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | N
 def json_schema(cls: type, *, title: str) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of the file format that ``cls`` declares."""
     definitions: dict[str, Any] = {}
-    top = _schema(cls, definitions, {})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,
         "description": "Generated from the code by `nox -s docs`; do not edit.",
-        **top,
+        **_schema(cls, definitions, {}),
         "$defs": dict(sorted(definitions.items())),
     }
 

@@ -75,8 +75,7 @@ def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
     if head.startswith(b"\x7fELF"):
         return _of_elf(path, stream, size)
     if head.startswith((PLAIN, COMPRESSED)):
-        targets = _bundle_targets(stream, 0, size)
-        return Code(path=path, form="bundle", targets=targets, size=size)
+        return Code(path=path, form="bundle", targets=_bundle_targets(stream, 0, size), size=size)
     if head.startswith(_PACK):
         return _of_pack(path, stream, size)
     named = in_path(path)

@@ -56,8 +56,7 @@ def read_elf(stream: IO[bytes]) -> Elf:
 def _read(stream: IO[bytes]) -> Elf:
     stream.seek(0)
     ident = stream.read(16)
-    order = _ORDERS[ident[5]]
-    head, row, entry = (order + form for form in _FORMS[ident[4]])
+    head, row, entry = (_ORDERS[ident[5]] + form for form in _FORMS[ident[4]])
     fields = struct.unpack(head, stream.read(struct.calcsize(head)))
     kind, machine, at, flags = fields[0], fields[1], fields[5], fields[6]
     size, count, names_at = fields[10], fields[11], fields[12]

@@ -112,8 +112,7 @@ def script(plan: Plan, site: Site) -> str:
 
 def _task(plan: Plan, site: Site) -> str:
     """Return the shell function of one node. Quotes in it are evaluated on the node."""
-    words = shlex.join(plan.command)
-    train = f'{words} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
+    train = f'{shlex.join(plan.command)} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
     address = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
     engine = "" if site.container in ("none", "pyxis") else f"{_engine(plan, site)} "
     return shlex.quote(f"{address}; exec {engine}primus {train}")

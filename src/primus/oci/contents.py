@@ -176,8 +176,7 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
             store.adopt(Path(out.name), blob)
     # UnicodeError is a ValueError, and BadGzipFile an OSError.
     except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, RecursionError, InputError) as error:
-        reason = f"layer sha256:{sha256} cannot be used: {error}"
-        raise InputError(reason, hint="choose another image") from None
+        raise InputError(f"layer sha256:{sha256} cannot be used: {error}", hint="choose another image") from None
     except OSError as error:
         raise storage_error(error, path) from None
     return Layer(blob=blob, diff_id=plain.digest, unpacked=plain.size, paths=save_paths(store, lines))

@@ -241,6 +241,5 @@ def with_lock(resolved: ResolvedTarget) -> ResolvedTarget:
         return resolved
     what = "; ".join(map(str, stale[:5])) + (f"; and {len(stale) - 5} more" if len(stale) > 5 else "")
     sentence = f"the lock of {resolved.name} is stale: {what}" if resolved.lock else f"{resolved.name} has no lock yet"
-    places = (resolved.drift_place(item.pin)[1] for item in stale)
-    where = next((place for place in places if ":" in place), None)
+    where = next((place for item in stale if ":" in (place := resolved.drift_place(item.pin)[1])), None)
     raise InputError(sentence, where=where, hint=f"{resolved.lock_command}, and commit the result")

@@ -13,7 +13,6 @@ from primus.schema import read_json
 from primus.training.checks import Verdict, relative_gap
 
 FOLDER = "benchmarks/golden"
-_FIGURES = ("loss", "grad_norm")
 _WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
 # Relative tolerances between types of CPU, which add in different orders; training amplifies the difference. Measured
 # with and without vector instructions of later CPUs, over 20 steps: 2.5e-5 and 2.2e-4.
@@ -94,7 +93,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tupl
             sentences.append(f"{name} has a curve in {(new if before is None else old)['release']} only")
             continue
         same_cpu = before["cpu"] and before["cpu"] == after["cpu"]
-        limits = dict.fromkeys(_FIGURES, 0.0) if same_cpu else _TOLERANCE
+        limits = dict.fromkeys(_WORDS, 0.0) if same_cpu else _TOLERANCE
         for step, key, gap in _gaps(before, after):
             if not gap <= limits[key]:
                 recipe = "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
@@ -125,7 +124,6 @@ def record(
         "curves": dict(sorted(curves.items())),
     }
     path = root / FOLDER / f"{release}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(content, indent=1) + "\n")
     return len(new)
 
@@ -140,15 +138,14 @@ def curves_of(records: Sequence[Mapping[str, Any]], cpu: str) -> dict[str, Any]:
 
 
 def _curve(evidence: Mapping[str, Any]) -> dict[str, list[float]]:
-    series = evidence["jobs"][0].get("series", [])
-    return {key: [step[key] for step in series] for key in _FIGURES}
+    return {key: [step[key] for step in evidence["jobs"][0].get("series", [])] for key in _WORDS}
 
 
 def _gaps(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[int, str, float]]:
     """Return (step, figure, relative gap) in order. The gap is infinite if one side lacks the step."""
     gaps = []
     for place in range(max(len(old["loss"]), len(new["loss"]))):
-        for key in _FIGURES:
+        for key in _WORDS:
             pair = [side[key][place] for side in (old, new) if place < len(side[key])]
             gap = relative_gap(*pair) if len(pair) == 2 and None not in pair else math.inf
             gaps.append((place + 1, key, gap))

@@ -191,8 +191,7 @@ def _of_store(project: Project, ref: str) -> Side:
             if member.path == STATUS:
                 packages |= debs(member.text())
             elif re.fullmatch(f"{_RECIPES}[^/]+[.]yaml", member.path):
-                text = member.text()
-                recipes.append((Path(member.path).stem, parse(text, member.path).data))
+                recipes.append((Path(member.path).stem, parse(member.text(), member.path).data))
     parts = {"packages": packages, "recipes": _recipes(recipes)}
     record = store.record("targets", ref.partition("-")[2]) or {}
     if record.get("digest") == digest:
@@ -221,8 +220,7 @@ def _of_registry(name: str, tag: str) -> Side:
     for document in registry.documents(digest):
         try:
             if document.media_type == LOCK:
-                packages = _in_image(loads(document.data, document.name))
-                parts["packages"] = {f.name: f.version for f in packages}
+                parts["packages"] = {f.name: f.version for f in _in_image(loads(document.data, document.name))}
             elif document.media_type == GATES:
                 parts["gates"] = _gates(json.loads(document.data))
             elif document.media_type == VALIDATION:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from primus.errors import HostError, InputError
+from primus.files import write_file
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
 from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION
@@ -148,8 +149,7 @@ def _signed_by(bundle: bytes) -> tuple[str, str]:
 def write_request(folder: Path, ref: str, subject: Mapping[str, Any], about: Sequence[Mapping[str, Any]]) -> Path:
     """Write what is to be signed elsewhere: the statements ``about`` the image ``subject`` that ``ref`` will name."""
     path = folder / ref.rpartition(":")[2] / _REQUEST
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(canonical.dumps({"ref": ref, "subject": subject, "statements": about}))
+    write_file(path, canonical.dumps({"ref": ref, "subject": subject, "statements": about}))
     return path
 
 

@@ -113,8 +113,7 @@ def validate(
         record = _evidence(resolved, jobs, suite.run(jobs, run_job), gates, image, runner.name, hardware)
         if not recording:
             _compare_curve(resolved, record)
-        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-        write_file(folder / "record.json", text + "\n")
+        write_file(folder / "record.json", json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         (folder / "report.html").write_text(page(record), encoding="utf-8")
         if together > 1:
             say(f"{_mark(record)} {shown}: {len(record['verdicts'])} checks")

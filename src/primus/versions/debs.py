@@ -88,8 +88,7 @@ def debian_stanzas(
     """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default``'s mirrors."""
     # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
     # index does no harm.
-    stale = {"Check-Valid-Until": "no"} if suite in _ROLLING else {}
-    common = {"Types": "deb", "Components": "main", **stale}
+    common = {"Types": "deb", "Components": "main", **({"Check-Valid-Until": "no"} if suite in _ROLLING else {})}
     maker = _maker(suite)
     variable = f"PRIMUS_{maker.upper()}"
     pockets = ("",) if suite in _ROLLING else _POCKETS[:3]

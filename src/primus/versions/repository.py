@@ -89,8 +89,7 @@ def _git(source: Path, url: str, template: Path, *words: str, timeout: float | N
         done = run_tool(["git", *options, *words], url, words[0], env=os.environ | variables, timeout=timeout)
         if done.returncode == 0:
             return
-        lines = re.findall(r"^(?:fatal|error): (.*)", done.stderr, re.M)
-        reason = (lines or ["git failed"])[0]
+        reason = (re.findall(r"^(?:fatal|error): (.*)", done.stderr, re.M) or ["git failed"])[0]
     except subprocess.TimeoutExpired:
         reason = f"no answer in {timeout:.0f} s"
     raise HostError(

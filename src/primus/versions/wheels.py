@@ -100,8 +100,7 @@ def _compile(
             lock.write_text("\n".join(['lock-version = "1.0"', 'created-by = "primus"', *rows]), encoding="utf-8")
         more = (f"-c {Path(place).absolute()}" for place in indexes.listed("constraint"))
         (folder / "constraints.txt").write_text("\n".join([*constraints, *more]), encoding="utf-8")
-        requirements = "\n".join([*pins, *_provide(request.provided, provided)])
-        (folder / "pins.in").write_text(requirements, encoding="utf-8")
+        (folder / "pins.in").write_text("\n".join([*pins, *_provide(request.provided, provided)]), encoding="utf-8")
         # The settings may contain credentials, so only this user can read them.
         settings.touch(0o600)
         settings.write_text(indexes.uv_settings(provided), encoding="utf-8")

@@ -114,8 +114,7 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namesp
 def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> str:
     if not any(built.changed for built in images):
         return "\n".join(_unchanged(built, seconds) for built in images)
-    screen = Screen.of(sys.stderr)
-    tables = [_table(built, screen) for built in images]
+    tables = [_table(built, Screen.of(sys.stderr)) for built in images]
     number = sum(len(built.image.layers) for built in images)
     ran = sum(action.key in built.ran for built in images for action in built.image.plan.layers)
     stages = ", ".join(f"{stage} {part:.1f}" for stage, part in spent.items() if part >= 0.05)

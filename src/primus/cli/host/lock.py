@@ -201,8 +201,7 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
     lines = []
     for resolved in targets:
         name = resolved.lock_name
-        pins = resolved.request.flat().items()
-        new = tuple(Drift(pin=pin, locked=None, wanted=text) for pin, text in pins)
+        new = tuple(Drift(pin=pin, locked=None, wanted=text) for pin, text in resolved.request.flat().items())
         drifts = new if resolved.lock is None else resolved.stale
         for drift in drifts:
             component, where = resolved.drift_place(drift.pin)

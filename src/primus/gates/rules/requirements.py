@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from primus.gates.contents import Stated
 from primus.gates.examined import Examined, Finding, GateReport
-from primus.versions.lock import normalised, upstream
+from primus.versions.lock import MACHINE, normalised, upstream
 
 
 def judge(examined: Examined) -> GateReport:
@@ -31,18 +31,16 @@ def judge(examined: Examined) -> GateReport:
     )
 
 
-def unmet(
-    wheels: Iterable[tuple[str, Stated]], *, others: Mapping[str, str], python: str, machine: str = "x86_64"
-) -> GateReport:
+def unmet(wheels: Iterable[tuple[str, Stated]], *, others: Mapping[str, str], python: str) -> GateReport:
     """Return one error per unmet requirement.
 
     ``wheels`` are layer and wheel, ``others`` packages of other origin (name → version). Requirements of extras and
-    those for another Python or platform than ``python`` and ``machine`` are ignored.
+    those for another Python than ``python`` or another platform are ignored.
     """
     rows = list(wheels)
     versions = {**others, **{wheel.name: wheel.version for _, wheel in rows}}
     environment = {
-        "implementation_name": "cpython", "os_name": "posix", "platform_machine": machine,
+        "implementation_name": "cpython", "os_name": "posix", "platform_machine": MACHINE,
         "platform_python_implementation": "CPython", "platform_system": "Linux", "python_full_version": python,
         "python_version": ".".join(python.split(".")[:2]), "sys_platform": "linux", "extra": "",
     }  # fmt: skip

@@ -57,14 +57,14 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
         hint = "name a folder of safetensors files with their config.json, or hf:OWNER/NAME"
         raise InputError(f"there is no folder {folder}", hint=hint)
     file, source = folder / "config.json", "copy it from the source of the weights"
+    if (folder / "adapter_config.json").is_file():  # transformers would add them to their own base
+        hint = "merge them into their base weights with PEFT, and name the folder of the result"
+        raise InputError(f"{folder} contains LoRA adapters, not a whole model", hint=hint)
     try:
         config = json.loads(read_bytes(file))
     except FileNotFoundError:
         why, hint = f"the weights in {folder} have no config.json, so their model is unknown", source
-        if (folder / "adapter_config.json").is_file():
-            why = f"{folder} contains LoRA adapters, not a whole model"
-            hint = "merge them into their base weights with PEFT, and name the folder of the result"
-        elif (folder / "weights").is_dir():
+        if (folder / "weights").is_dir():
             why, hint = f"{folder} is a folder of a run, not of weights", f"name {folder / 'weights'}"
         raise InputError(why, hint=hint) from None
     except (OSError, ValueError, RecursionError) as error:

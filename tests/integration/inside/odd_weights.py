@@ -153,6 +153,14 @@ SAME: dict[str, tuple[str, Change | None, dict[str, Any]]] = {
     "gelu": ("llama", None, {"hidden_act": "gelu"}),
     "other epsilon": ("llama", None, {"rms_norm_eps": 1e-3}),
     "unused window": ("qwen2", None, {"sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": False}),
+    "labels of a classifier": ("llama", None, {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}),
+    "float16, a config of float32": ("llama", cast(torch.float16), {"dtype": "float32"}),
+    "swish": ("llama", None, {"hidden_act": "swish"}),
+    "no scaling, old keys": ("llama", None, rope()),
+    "no size of heads": ("llama", None, {"head_dim": None}),
+    "layer types": ("qwen2", None, {"layer_types": ["full_attention"] * 2}),
+    "no quantization": ("llama", None, {"quantization_config": None}),
+    "a rotary buffer at the top": ("llama", add("model.rotary_emb.inv_freq", 8), {}),
     "unknown keys": ("llama", None, {"made_by": "me", "pretraining_tp": 2, "architectures": ["Other"]}),
     "special tokens outside": ("llama", None, {"eos_token_id": [1, 9999]}),
     "kv heads null": ("llama", both(*(add(f"model.layers.{n}.self_attn.{p}_proj.weight", 64, 64)
@@ -191,6 +199,17 @@ REFUSED: dict[str, tuple[str, Change | None, dict[str, Any], str]] = {
                                  for n in range(2) for p in ("up", "gate", "down"))), {"mlp_bias": True}, "bias"),
     "dropout": ("llama", None, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     "no act": ("llama", None, {"hidden_act": "mish2"}, "mish2"),
+    "names of torch.compile": ("llama", renamed("model.", "_orig_mod.model."), {}, "_orig_mod.model"),
+    "names of a model of images": ("llama", renamed("model.", "language_model.model."), {}, "language_model.model"),
+    "a head for several tokens": ("llama", add("mtp.layers.0.weight", 4), {}, "mtp.layers.0.weight"),
+    "a mask among the weights": ("llama", add(f"{LAYER}.bias", 1, 1, 8, 8), {}, f"{LAYER}.bias"),
+    "FP8 of the other kind": ("llama", cast(torch.float8_e5m2, Q), {}, "F8_E5M2"),
+    "an epsilon as text": ("llama", None, {"rms_norm_eps": "1e-5"}, "norm_eps must be a number, not '1e-5'"),
+    "layers that are true": ("llama", None, {"num_hidden_layers": True}, "must be a whole number"),
+    "tying that is null": ("llama", None, {"tie_word_embeddings": None}, "must be true or false"),
+    "layer types of fewer layers": ("qwen2", None, {"layer_types": ["full_attention"]}, "validate_layer_type"),
+    "half of the positions": ("llama", None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "dynamic rope": ("llama", None, rope(rope_type="dynamic", factor=2.0), "dynamic"),
     "linear rope": ("llama", None, rope(rope_type="linear", factor=2.0), "linear"),
     "longrope": ("llama", None, rope(rope_type="longrope", factor=2.0, short_factor=[1.0] * 8, long_factor=[1.0] * 8),
                  "longrope"),
@@ -205,8 +224,8 @@ REFUSED: dict[str, tuple[str, Change | None, dict[str, Any], str]] = {
 }  # fmt: skip
 # These transformers loads, and primus does not train.
 STRICTER = {
-    "int8", "an untied head", "mlp bias", "dropout", "linear rope", "longrope",
-    "yarn with its own factor of attention", "a window of some layers",
+    "int8", "FP8 of the other kind", "half of the positions", "an untied head", "mlp bias", "dropout", "dynamic rope",
+    "linear rope", "longrope", "yarn with its own factor of attention", "a window of some layers",
 }  # fmt: skip
 
 
@@ -261,7 +280,28 @@ def old_shards(folder: Path) -> None:
     save_file({"x": torch.ones(1)}, folder / "part-9.safetensors", {"format": "pt"})
 
 
-FILES = {"sharded": sharded, "stale": stale, "old shards": old_shards}
+def index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    def shard(folder: Path) -> None:
+        sharded(folder)
+        content = json.loads((folder / INDEX).read_text())
+        change(content["weight_map"])
+        (folder / INDEX).write_text(json.dumps(content))
+
+    return shard
+
+
+def linked(folder: Path) -> None:
+    """As in the hub's cache."""
+    (folder / "model.safetensors").rename(folder.parent / "blob")
+    (folder / "model.safetensors").symlink_to("../blob")
+
+
+FILES = {
+    "sharded": sharded, "stale": stale, "old shards": old_shards, "linked": linked,
+    "an index that names another part": index(lambda names: names.update({Q: names[EMBEDDING], EMBEDDING: names[Q]})),
+    "an index that leaves a tensor out": index(lambda names: names.pop(Q)),
+    "an index of a tensor that is nowhere": index(lambda names: names.update({"ghost.weight": names[Q]})),
+}  # fmt: skip
 PART, INDEX = "part-0.safetensors", "model.safetensors.index.json"
 # name → the file, its change, words of the sentence
 DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {

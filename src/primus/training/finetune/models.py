@@ -224,7 +224,7 @@ def stored(files: weights.Files, name: str) -> weights.Rows:
 _FREE = {
     "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache",
     "initializer_range", "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "transformers_version",
-    "max_window_layers", "use_sliding_window", "head_dim",
+    "max_window_layers", "use_sliding_window", "head_dim", "id2label", "label2id",
     "hidden_act",  # transformers honours it in training, the reference does not: such a run is not judged
 }  # fmt: skip
 # What transformers takes for YaRN if a config does not say it.

@@ -142,27 +142,37 @@ def _in_image(lock: Lock) -> list[LockedFile]:
     return [f for f in lock.files if f.kind != "layer" and not (f.base or "").endswith(" build")]
 
 
-def _of_revision(root: Path, word: str, target: str) -> Side | None:
-    """Return the pins of the commit that ``word`` names, or of the last one with this release; None without one."""
+def commit_of(root: Path, word: str) -> str:
+    """Return the commit that ``word`` names, or the last one with the release of that name; empty without one."""
     name = word.removesuffix(f"-{target_of(word)}")
     for revision in dict.fromkeys((word, name)):
         if commit := git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"):
-            break
-    else:
-        line = f"release: {name}"
-        last = git(root, "log", "-1", "--format=%H", "-G", f"^{re.escape(line)}$", "--", "versions.yaml").decode()
-        if not last:
-            return None
-        # The last commit that touched the line wrote the next release, unless the release is that of HEAD.
-        ended = line not in git(root, "show", f"{last.strip()}:./versions.yaml").decode().splitlines()
-        commit = git(root, "rev-parse", f"{last.strip()}^" if ended else "HEAD")
-    short = commit.decode()[:12]
+            return commit.decode().strip()
+    line = f"release: {name}"
+    last = git(root, "log", "-1", "--format=%H", "-G", f"^{re.escape(line)}$", "--", "versions.yaml").decode().strip()
+    if not last:
+        return ""
+    # The last commit that touched the line wrote the next release, unless the release is that of HEAD.
+    ended = line not in git(root, "show", f"{last}:./versions.yaml").decode().splitlines()
+    return git(root, "rev-parse", f"{last}^" if ended else "HEAD").decode().strip()
+
+
+def extract(root: Path, commit: str, folder: Path, only: tuple[str, ...] = ("",)) -> None:
+    """Write the files of a commit whose paths begin with one of ``only`` to ``folder``."""
+    with tarfile.open(fileobj=io.BytesIO(git(root, "archive", commit))) as archive:
+        # Before Python 3.11.4, extractall has no argument for it.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder, [member for member in archive if member.name.startswith(only)])
+
+
+def _of_revision(root: Path, word: str, target: str) -> Side | None:
+    """Return the pins of the commit that ``word`` names, or of the last one with this release; None without one."""
+    if not (commit := commit_of(root, word)):
+        return None
+    short = commit[:12]
     with tempfile.TemporaryDirectory(prefix="primus-revision-") as folder:
         try:
-            with tarfile.open(fileobj=io.BytesIO(git(root, "archive", short))) as archive:
-                # Before Python 3.11.4, extractall has no argument for it.
-                archive.extraction_filter = getattr(tarfile, "data_filter", None)
-                archive.extractall(folder, [member for member in archive if member.name.startswith(_OF_REVISION)])
+            extract(root, short, Path(folder), _OF_REVISION)
             return _of_pins(Project(Path(folder)), target_of(word) or target, f"commit {short}")
         except tarfile.TarError as error:
             raise InputError(str(error), where=short, hint=f"compare it with the primus of {short}") from None

@@ -68,11 +68,7 @@ def train(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
     options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
-    recipe = resolved(options, memory=memory)
-    if options.verify_steps and not recipe.deterministic:
-        options.overrides = [*options.overrides, "deterministic=true"]
-        recipe = resolved(options, memory=memory)
-    _check_options(options, recipe)
+    recipe = _recipe(options, memory)
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
     name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = options.output = options.output or Path("runs") / name
@@ -140,11 +136,12 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if run.passed else 1
 
 
-def _check_options(options: argparse.Namespace, recipe: Recipe) -> None:
+def _recipe(options: argparse.Namespace, memory: float | None) -> Recipe:
+    recipe = resolved(options, memory=memory)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
     if not options.verify_steps:
-        return
+        return recipe
     if recipe.backend == "megatron":
         why = "Megatron adds gradients in buffers of its own, where those of one rank cannot be compared"
         raise InputError(f"--verify-steps: {why}", hint="use another backend, or `primus preflight` between runs")
@@ -152,6 +149,10 @@ def _check_options(options: argparse.Namespace, recipe: Recipe) -> None:
         raise InputError(f"--verify-steps {options.verify_steps} verifies nothing in {recipe.steps} steps")
     if options.judge:
         raise InputError("--verify-steps and --judge exclude each other: both record what the model computes")
+    if not recipe.deterministic:
+        options.overrides = [*options.overrides, "deterministic=true"]
+        recipe = resolved(options, memory=memory)
+    return recipe
 
 
 def _preflight(job: Job) -> None:

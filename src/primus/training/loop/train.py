@@ -199,9 +199,9 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
     witness = _witness(job, session) if job.witness else None
     gc.collect()
     gc.disable()
+    batches = _batches(job, session, data, job.first_step)
     for step in range(job.first_step, job.last_step + 1):
         rate = learning_rate(config, step)
-        batches = _batches(job, session, data, step)
         trace = job.output / "profile.json" if process.rank == 0 and step == config.profile_step else None
         if witness:
             for batch in batches:
@@ -211,7 +211,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
             report.start()
             watched = facts.watching(session.model_parts, session.linear_types, compiled=config.compile, trace=trace)
         with watched as seen:
-            loss, norm = _step(process, session, data, batches, rate)
+            loss, norm, batches = _step(job, process, session, data, batches, step)
         report.step(step, loss, norm, rate)
         if step == job.first_step:
             observed |= seen | _fed(batches) | active(job.turbo)
@@ -259,13 +259,18 @@ def _witness(job: RankJob, session: Session) -> Witness:
     return witness
 
 
-def _step(process: Process, session: Session, data: Data, batches: list[Batch], rate: float) -> tuple[float, float]:
+def _step(
+    job: RankJob, process: Process, session: Session, data: Data, batches: list[Batch], step: int
+) -> tuple[float, float, list[Batch]]:
+    """Train ``batches``. Return the loss, the gradient norm and the batches of the next step."""
     mine = torch.tensor(sum(data.terms(batch) for batch in batches), dtype=torch.float64, device=process.device)
     terms = round(session.total(mine).item())
     loss = session.forward_backward(batches, terms)
     loss = session.total(loss.to(torch.float64)) / terms
-    norm = session.step(rate)
-    return loss.item(), float(norm)
+    norm = session.step(learning_rate(job.training, step))
+    # The CPU collects them while the GPU computes.
+    following = _batches(job, session, data, step + 1)
+    return loss.item(), float(norm), following
 
 
 def _batches(job: RankJob, session: Session, data: Data, step: int) -> list[Batch]:

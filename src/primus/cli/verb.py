@@ -75,6 +75,28 @@ def several(name: str, meaning: str, metavar: str, *, short: str = "", **setting
     return option(*names, action="append", default=[], metavar=metavar, help=f"{meaning}; repeatable", **settings)
 
 
+def rest(name: str, usage: str) -> Option:
+    """Put the words after ``--`` into the attribute ``name``; ``usage`` is the verb's own. They are not options of it.
+
+    argparse would look for its own options there, and leaves a second positional argument empty if options stand
+    between it and the first.
+    """
+
+    def declare(parser: argparse.ArgumentParser) -> None:
+        parser.usage = usage
+        plain = parser.parse_args
+
+        def parse_args(words: list[str]) -> argparse.Namespace:
+            cut = words.index("--") if "--" in words else len(words)
+            options = plain(words[:cut])
+            setattr(options, name, words[cut + 1 :])
+            return options
+
+        parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
+
+    return declare
+
+
 def group(heading: str, *options: Option) -> Option:
     """Return ``options`` as one, under a heading of the help."""
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from primus.cli.host.common import ENGINE, SINGLE, SOURCE, TARGET, resolved_target
-from primus.cli.verb import answer, option, several, verb
+from primus.cli.verb import answer, option, rest, several, verb
 from primus.engine.workshop import root_of_image
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
@@ -37,24 +37,9 @@ def load(args: argparse.Namespace) -> int:
     return 0
 
 
-def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "primus run TARGET [options] [-- COMMAND ...]"
-    # Everything after "--" belongs to the command. argparse would look for its own options there, and leaves a second
-    # positional argument empty if options stand between it and the first.
-    plain = parser.parse_args
-
-    def parse_args(words: list[str]) -> argparse.Namespace:
-        cut = words.index("--") if "--" in words else len(words)
-        options = plain(words[:cut])
-        options.command = words[cut + 1 :]
-        return options
-
-    parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
-
-
 @verb(
     TARGET,
-    _split_at_dashes,
+    rest("command", "primus run TARGET [options] [-- COMMAND ...]"),
     ENGINE,
     several("--volume", "mount a path of this machine", "SRC:DST[:ro]", short="-v"),
     several("--env", "set a variable; K alone takes its value from your environment", "K=V|K", short="-e"),

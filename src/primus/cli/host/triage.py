@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.cli.host.common import PROJECT
-from primus.cli.verb import JSON, answer, flag, option, several, verb
+from primus.cli.verb import JSON, answer, flag, option, rest, several, verb
 from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.gates.rules.coherence import rocm_version
@@ -80,19 +80,6 @@ class _Trial:
         return None if code == _SKIP else code != 0
 
 
-def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "primus triage GOOD BAD [options] -- ORACLE ..."
-    plain = parser.parse_args
-
-    def parse_args(words: list[str]) -> argparse.Namespace:
-        cut = words.index("--") if "--" in words else len(words)
-        options = plain(words[:cut])
-        options.oracle = words[cut + 1 :]
-        return options
-
-    parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
-
-
 def _share(text: str) -> float:
     share = float(text)
     if not 0 <= share < 0.4:
@@ -103,7 +90,7 @@ def _share(text: str) -> float:
 @verb(
     option("good", metavar="GOOD", help="a git revision or release"),
     option("bad", metavar="BAD", help="a later one"),
-    _split_at_dashes,
+    rest("oracle", "primus triage GOOD BAD [options] -- ORACLE ..."),
     several("--target", "target to lock and build (default: that of GOOD or BAD, else all)", "NAME"),
     flag("--locks", "search among the packages of the locks instead of the pins"),
     option("--wrong", type=_share, default=0.1, metavar="P", help="assumed share of wrong answers (default: 0.1)"),

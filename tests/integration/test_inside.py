@@ -10,12 +10,13 @@ from training_kit import Python
 pytestmark = pytest.mark.integration
 
 SCRIPTS = (
-    "tutorial", "models", "exports", "own_text", "collectives", "odd_weights", "reference_models", "data", "deepseek",
-    "compiled_blocks", "fp8_autocast", "compiled_kernels", "facts_of_a_run",
+    "tutorial", "models", "exports llama3.1-8b", "own_text", "collectives", "odd_weights", "reference_models", "data",
+    "deepseek", "compiled_blocks", "fp8_autocast", "compiled_kernels", "facts_of_a_run",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, pytest.param("exports", marks=pytest.mark.slow)])
 def test_every_script_ends_well(python: Python, name: str) -> None:
-    ended = python.run("-W", "ignore", str(Path(__file__).parent / f"inside/{name}.py"))
+    script, *words = name.split()
+    ended = python.run("-W", "ignore", str(Path(__file__).parent / f"inside/{script}.py"), *words, timeout=900)
     assert ended.returncode == 0, ended.stderr

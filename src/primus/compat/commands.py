@@ -76,8 +76,12 @@ def requested(
         # Its other options concern containers and are ignored.
         if words[:1] != ["run"] or "--tags" not in words or words[-1] == "--tags":
             raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
-        tags = table("commands")["tags"]
-        request = _of_row(tags[_listed(words[words.index("--tags") + 1], tags, "--tags")])
+        tag, tags = words[words.index("--tags") + 1], table("commands")["tags"]
+        if match := re.fullmatch(r"primus_train/([a-z]+)_(MI\d+X)_(.+)", tag):
+            path = "examples/{}/configs/{}/{}.yaml".format(*match.groups())
+            request = _pretrain([], {"EXP": path}, allow_unmapped=False)
+        else:
+            request = _of_row(tags[_listed(tag, tags, "--tags")])
     elif name == "pytorch_benchmark_setup.sh" and words:
         raise InputError(f"there is no option {words[0]!r}", where=name)
     else:

@@ -14,6 +14,7 @@ from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
+from primus.recipes.rules import rules_of
 from primus.recipes.weights import another_model
 from primus.system.host import lost_warning
 from primus.terminal import Screen, counted
@@ -142,8 +143,7 @@ def _recipe(options: argparse.Namespace, memory: float | None) -> Recipe:
         raise InputError("--accept-change needs --resume-from")
     if not options.verify_steps:
         return recipe
-    if recipe.backend == "megatron":
-        why = "Megatron adds gradients in buffers of its own, where those of one rank cannot be compared"
+    if why := rules_of(recipe).unverified:
         raise InputError(f"--verify-steps: {why}", hint="use another backend, or `primus preflight` between runs")
     if options.verify_steps > recipe.steps:
         raise InputError(f"--verify-steps {options.verify_steps} verifies nothing in {recipe.steps} steps")

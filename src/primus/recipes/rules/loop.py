@@ -140,10 +140,12 @@ def width_of(dtype: str) -> int:
 class Rules:
     """The rules of a backend that trains text with our own loop. Other backends override what differs.
 
-    With ``divides_documents``, every data-parallel rank needs a document of its own.
+    With ``divides_documents``, every data-parallel rank needs a document of its own. ``unverified`` says why the
+    gradients of one rank cannot be compared, if they cannot.
     """
 
     divides_documents = False
+    unverified = ""
 
     def precision(self, recipe: Recipe) -> str:
         """Return the precision of the linear layers' matrix products, derived from the backend's own settings."""

@@ -24,6 +24,8 @@ from primus.recipes.rules.loop import (
 class Megatron(Rules):
     """The rules of Megatron. A checkpoint fits no other layout than its own."""
 
+    unverified = "Megatron adds gradients in buffers of its own, where those of one rank cannot be compared"
+
     def precision(self, recipe: Recipe) -> str:
         """Return the precision. ``model.fp8`` enables FP8 (Transformer Engine), ``model.fp8_recipe`` its MX form."""
         if recipe.section("megatron").get("model.fp8"):

@@ -13,10 +13,12 @@ import subprocess
 import tempfile
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from threading import Thread
 from typing import Any, Self
 from urllib.parse import urljoin
 
@@ -35,8 +37,10 @@ from primus.waits import answer_of
 
 _EMPTY = b"{}"
 _ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
-# Seconds to connect, and seconds of silence.
+# Seconds to connect, seconds of silence, and seconds of a whole answer besides the time that its bytes may take.
 _TIMEOUT = (5.0, 60.0)
+_PATIENCE = 120.0
+_SLOWEST = 250_000  # bytes/s
 _PASSING = (429, 500, 502, 503, 504)
 _LONGEST_PAUSE = 10.0
 # The most bytes of a manifest, a list or a token that are read. Registries accept manifests of up to 4 MiB.
@@ -44,6 +48,7 @@ _BUDGET = 4 << 20
 _LARGEST_DOCUMENT = 256 << 20
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
 _LISTINGS = 3
+_MOST_PAGES = 1000
 # Docker's name of a user who logs in with an identity token.
 _TOKEN = "<token>"
 
@@ -149,11 +154,12 @@ class Repository:
 
     def tags(self, beginning: str = "") -> list[str]:
         """Return the tags of the repository that begin so, sorted."""
-        answer = self.find("GET", "tags/list", params={"n": "1000", "last": beginning})
-        tags = self._json(answer.content, "tags/list").get("tags") if answer else None
-        if not isinstance(tags, list | None):
-            raise self._odd("tags/list is not a list of tags")
-        return sorted(tag for tag in tags or () if isinstance(tag, str) and tag.startswith(beginning))
+        result: set[str] = set()
+        for page in self._pages("tags/list", params={"n": "1000", "last": beginning}):
+            if not isinstance(tags := page.get("tags"), list | None):
+                raise self._odd("tags/list is not a list of tags")
+            result |= {tag for tag in tags or () if isinstance(tag, str) and tag.startswith(beginning)}
+        return sorted(result)
 
     def tag(self, tag: str, manifest: bytes) -> None:
         """Set ``tag`` to the manifest, whose blobs must already be in the repository."""
@@ -179,7 +185,7 @@ class Repository:
             answer.close()
             answer._content = b""
 
-        return self.find("GET", f"blobs/{digest}", hooks={"response": save}) is not None
+        return self.find("GET", f"blobs/{digest}", most, hooks={"response": save}) is not None
 
     def documents(self, digest: str, media_type: str = "") -> list[Document]:
         """Return the documents attached to the image ``digest``, or those of one type.
@@ -217,8 +223,8 @@ class Repository:
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
         """Return the descriptors of the artifacts attached to the image ``digest``."""
-        index = self._index(f"referrers/{digest}") or self._index(f"manifests/{digest_tag(digest)}")
-        return list(index["manifests"]) if index else []
+        rows = self._listed(f"referrers/{digest}")
+        return self._listed(f"manifests/{digest_tag(digest)}") or [] if rows is None else rows
 
     def attach(self, documents: Sequence[Document], subject: Mapping[str, Any]) -> None:
         """Attach ``documents`` to the image ``subject``, unless they already are.
@@ -248,19 +254,33 @@ class Repository:
                 unlisted.append(manifest)
         if unlisted:
             # This registry has no referrers API, so the client maintains the list. Another one may do so now, too.
-            index = reduce(listed, unlisted, self._index(f"manifests/{digest_tag(about)}"))
-            self._put(digest_tag(about), canonical.dumps(index), INDEX_TYPE)
+            index: dict[str, Any] = {"manifests": self._listed(f"manifests/{digest_tag(about)}") or []}
+            self._put(digest_tag(about), canonical.dumps(reduce(listed, unlisted, index)), INDEX_TYPE)
 
-    def _index(self, path: str) -> dict[str, Any] | None:
-        if (answer := self.find("GET", path, headers={"Accept": INDEX_TYPE})) is None:
-            return None
-        index = self._json(answer.content, path)
-        manifests = index.get("manifests")
-        if not isinstance(manifests, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("digest"), str) for m in manifests
-        ):
-            raise self._odd(f"{path} is not a list of manifests")
-        return index
+    def _listed(self, path: str) -> list[dict[str, Any]] | None:
+        manifests: list[dict[str, Any]] | None = None
+        for page in self._pages(path, headers={"Accept": INDEX_TYPE}):
+            rows = page.get("manifests")
+            if not isinstance(rows, list) or not all(
+                isinstance(m, dict) and isinstance(m.get("digest"), str) for m in rows
+            ):
+                raise self._odd(f"{path} is not a list of manifests")
+            manifests = [*(manifests or ()), *rows]
+        return manifests
+
+    def _pages(self, path: str, **options: Any) -> Iterator[dict[str, Any]]:
+        """Yield a list, page by page: each answer names the next one in its header ``Link``. Nothing for status 404."""
+        url = path
+        for _ in range(_MOST_PAGES):
+            if (answer := self.find("GET", url, **options)) is None:
+                return
+            yield self._json(answer.content, path)
+            if (rest := answer.links.get("next", {}).get("url")) is None:
+                return
+            url, options["params"] = urljoin(answer.url, rest), None
+            if not url.startswith(self._server):
+                raise self._odd(f"{path} goes on at {_host_of(url)}")
+        raise self._odd(f"{path} has no end")
 
     def _blob(self, data: bytes) -> None:
         digest = canonical.digest_of(data)
@@ -280,24 +300,28 @@ class Repository:
     def _put(self, reference: str, data: bytes, media_type: str) -> Response:
         return self.request("PUT", f"manifests/{reference}", data=data, headers={"Content-Type": media_type})
 
-    def find(self, method: str, path: str, **options: Any) -> Response | None:
+    def find(self, method: str, path: str, size: int = 0, **options: Any) -> Response | None:
         """Send a request as :meth:`request`. Returns None for what does not exist (status 404)."""
-        answer = self._answer(method, path, options)
+        answer = self._answer(method, path, options, size)
         return None if answer.status_code == 404 else self._accepted(answer, path)
 
-    def request(self, method: str, path: str, **options: Any) -> Response:
+    def request(self, method: str, path: str, size: int = 0, **options: Any) -> Response:
         """Send one request to a path below the repository (``manifests/v1``), or to a URL that the registry returned.
 
-        ``options`` are those of :mod:`requests`. Raises HostError if the registry does not answer or refuses.
+        ``options`` are those of :mod:`requests`, and ``size``, the bytes that are sent or expected. Raises HostError
+        if the registry does not answer or refuses.
         """
-        return self._accepted(self._answer(method, path, options), path)
+        return self._accepted(self._answer(method, path, options, size), path)
 
-    def _answer(self, method: str, path: str, options: Mapping[str, Any]) -> Response:
+    def _answer(self, method: str, path: str, options: Mapping[str, Any], size: int = 0) -> Response:
         url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
 
         def send() -> Response:
-            with answer_of(bare_url(url)):
+            def exchange() -> Response:
                 return self._session.request(method, url, timeout=_TIMEOUT, auth=self._signed, **options)
+
+            with answer_of(bare_url(url)):
+                return _within(_PATIENCE + size / _SLOWEST, exchange)
 
         try:
             answer = send()
@@ -340,13 +364,16 @@ class Repository:
             return False
         realm = challenge["realm"]
         scope = {"service": challenge.get("service", ""), "scope": f"repository:{self._path}:pull,push"}
-        with answer_of(bare_url(realm)):
+
+        def exchange() -> Response:
             if username == _TOKEN:
                 form = {**scope, "grant_type": "refresh_token", "refresh_token": password, "client_id": "primus"}
-                grant = self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
-            else:
-                headers = {"Authorization": basic} if basic else {}
-                grant = self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
+                return self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
+            headers = {"Authorization": basic} if basic else {}
+            return self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
+
+        with answer_of(bare_url(realm)):
+            grant = _within(_PATIENCE, exchange)
         if grant.status_code != 200:
             return False
         content = self._json(grant.content, bare_url(realm))
@@ -372,11 +399,30 @@ class Repository:
         )
 
 
+def _within(seconds: float, exchange: Callable[[], Response]) -> Response:
+    """Return ``exchange()``. Raises Timeout if it takes longer: a server that sends a byte now and then never falls
+    silent.
+    """
+    answer = Future[Response]()
+
+    def run() -> None:
+        try:
+            answer.set_result(exchange())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            answer.set_exception(error)
+
+    Thread(target=run, daemon=True, name="registry").start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise requests.Timeout from None
+
+
 def _read(answer: Response, **_: object) -> None:
-    body, begin = b"", time.monotonic()
+    body = b""
     for chunk in answer.iter_content(1 << 16):
         body += chunk
-        if len(body) > _BUDGET or time.monotonic() - begin > _TIMEOUT[1]:
+        if len(body) > _BUDGET:
             answer.close()
             raise requests.exceptions.ContentDecodingError("an answer without end")
     answer._content = body

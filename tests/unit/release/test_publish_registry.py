@@ -6,10 +6,11 @@ import json
 import os
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,6 +21,7 @@ from requests.adapters import HTTPAdapter
 from primus.cli.main import _report
 from primus.errors import HostError, PrimusError
 from primus.oci.canonical import digest_of
+from primus.release import registry
 from primus.release.registry import Repository
 
 
@@ -219,6 +221,59 @@ def test_an_odd_answer_is_a_sentence(number: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HTTPAdapter, "send", send)
     with pytest.raises(PrimusError):
         call(Repository("localhost:1/a/b"))
+
+
+def paged(monkeypatch: pytest.MonkeyPatch, rest: Callable[[int], str]) -> Repository:
+    """A registry whose lists have one entry a page; ``rest`` returns the address of the page after a number."""
+
+    def send(_: object, request: PreparedRequest, **__: object) -> Response:
+        number = int((parse_qs(urlsplit(str(request.url)).query).get("page") or ["1"])[0])
+        answer = Response()
+        answer.status_code, answer.url, answer.request = 200, str(request.url), request
+        content = {"manifests": [{"digest": f"sha256:{number}"}], "tags": [f"v{number}"]}
+        answer.raw = BytesIO(json.dumps(content).encode())
+        answer.headers["Link"] = f'<{rest(number)}>; rel="next"' if rest(number) else ""
+        return answer
+
+    monkeypatch.setattr(HTTPAdapter, "send", send)
+    return Repository("localhost:1/a/b")
+
+
+def test_lists_are_read_to_their_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = paged(monkeypatch, lambda number: f"/v2/a/b/x?page={number + 1}" if number < 3 else "")
+    assert [row["digest"] for row in there.referrers("sha256:0")] == ["sha256:1", "sha256:2", "sha256:3"]
+    assert there.tags() == ["v1", "v2", "v3"]
+
+
+@pytest.mark.parametrize(
+    ("rest", "reason"), [("?page=1", "has no end"), ("http://localhost:2/?page=2", "goes on at localhost:2")]
+)
+def test_a_list_without_end_or_elsewhere_is_a_sentence(rest: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (lambda there: there.referrers("sha256:0"), lambda there: there.tags()):
+        with pytest.raises(HostError, match=reason):
+            call(paged(monkeypatch, lambda _: rest))
+
+
+def test_an_answer_byte_by_byte_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dripping(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while not ended.wait(0.02):
+                    self.wfile.write(b" ")
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    monkeypatch.setattr(registry, "_PATIENCE", 0.5)
+    ended = Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dripping) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        with pytest.raises(HostError, match="does not answer: Timeout"):
+            Repository(f"127.0.0.1:{server.server_port}/a/b").referrers("sha256:0")
+        ended.set()
+        server.shutdown()
 
 
 def test_what_a_registry_sends_does_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:

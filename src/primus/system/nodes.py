@@ -1,4 +1,4 @@
-"""Micro-benchmarks of a machine's GPUs, its results as a JSON document, and the comparison of several machines."""
+"""Micro-benchmarks and burn-in of a machine's GPUs, its results as a JSON document, and the comparison of machines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from html import escape
 from pathlib import Path
 from typing import Any, cast
 
-from primus.errors import InputError
+from primus.errors import HostError, InputError
 from primus.files import text_if_readable
 from primus.gpus.detect import visible
 from primus.gpus.table import arch_of, generation, load_table, peak
 from primus.report import html
 from primus.schema import build, described, read_json
-from primus.system.host import Finding, Host, Level, failed, ok, skipped, slow
+from primus.system.host import Finding, Host, Level, failed, name_here, ok, skipped, slow
+from primus.terminal import counted
 from primus.training import launch
 from primus.yamlfile import read_values
 
@@ -34,7 +35,9 @@ _COLLECTIVES = ("all-reduce", "all-to-all")
 _APART = 0.10
 # A figure above the peak is a measurement error.
 _ABOVE_PEAK = 1.05
+_REPORT_SECONDS = 10
 _REMEDIES = {
+    "burn-in": "train on no such GPU: reset it and run the burn-in again; replace it, or the link, if it fails again",
     "gemm bf16": "look for power caps and heat: amd-smi metric, or nvidia-smi -q -d PERFORMANCE",
     "memory": "look for other processes on the GPU and for ECC errors: amd-smi metric, or nvidia-smi",
     "all-reduce": "look at the links between the GPUs: amd-smi topology, or nvidia-smi topo -m; unset NCCL_* variables",
@@ -60,16 +63,25 @@ def expected() -> Mapping[tuple[str, str], Mapping[str, Any]]:
     return {(row["gpu"], row["what"]): row for row in rows}
 
 
+def _usable(host: Host) -> tuple[tuple[str, ...], str]:
+    """Return the visible GPUs of ``host`` and their FP8 format. Raises HostError if PyTorch cannot use any."""
+    if not host.gpus.names:
+        raise HostError("no GPU on this machine")
+    if not (gpus := visible(len(host.gpus.names), host.environment)):
+        raise HostError("the environment hides all GPUs: unset HIP_VISIBLE_DEVICES")
+    if importlib.util.find_spec("torch") is None:
+        raise HostError("PyTorch is not installed here; run it in the image")
+    name = host.gpus.generation
+    return gpus, arch_of(generation(name)).fp8 if name else ""
+
+
 def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
     """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing can be measured."""
-    if not host.gpus.names:
-        return [skipped("benchmark", "no GPU on this machine")], []
-    if not (gpus := visible(len(host.gpus.names), host.environment)):
-        return [skipped("benchmark", "the environment hides all GPUs: unset HIP_VISIBLE_DEVICES")], []
-    if importlib.util.find_spec("torch") is None:
-        return [skipped("benchmark", "PyTorch is not installed here; run it in the image")], []
+    try:
+        gpus, fp8 = _usable(host)
+    except HostError as error:
+        return [skipped("benchmark", error.message)], []
     name = host.gpus.generation
-    fp8 = arch_of(generation(name)).fp8 if name else ""
     ranks = measure(len(gpus), fp8)
     if isinstance(ranks, str):
         return [failed("benchmark", ranks, "run it again when no job runs; --quick leaves it out")], []
@@ -77,23 +89,105 @@ def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
     return [finding for measurement in figures for finding in judge(measurement)], figures
 
 
-def measure(ranks: int, fp8: str, seconds: float = 300) -> list[Mapping[str, Any]] | str:
+def measure(ranks: int, fp8: str, seconds: float = 300) -> list[dict[str, Any]] | str:
     """Return the figures of each rank, or the reason for a failure. ``fp8`` is the format of the matrix units."""
-    with tempfile.TemporaryDirectory(prefix="primus-preflight-") as folder:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-            "-m", "primus.system.measure", folder, fp8,
-        ]  # fmt: skip
-        log, deadline = Path(folder) / "log.txt", time.monotonic() + seconds
-        # It also ends the ranks, which torchrun starts in sessions of their own.
-        ended = launch.run(command, log=log, environment=os.environ, hopeless=lambda: time.monotonic() > deadline)
-        if ended.exit_code:
+    with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
+        folder, deadline = Path(name), time.monotonic() + seconds
+        if _run(folder, ranks, fp8, 0, lambda: time.monotonic() > deadline):
             if time.monotonic() > deadline:
                 return f"the GPUs did not finish within {seconds:g} s"
-            errors = [line for line in text_if_readable(log).splitlines() if "Error" in line]
-            return f"PyTorch fails on the GPUs: {(errors[0] if errors else 'no reason given').strip()[:300]}"
-        files = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
-        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+            return _failure(folder)
+        return states if all(states := _states(folder, ranks)) else _failure(folder)
+
+
+def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[[], bool]) -> int:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+        "-m", "primus.system.measure", str(folder), fp8, str(burn_in),
+    ]  # fmt: skip
+    # cuBLAS repeats its results only with a workspace of fixed size.
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    # It also ends the ranks, which torchrun starts in sessions of their own.
+    return launch.run(command, log=folder / "log.txt", environment=environment, hopeless=hopeless).exit_code
+
+
+def _states(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    texts = (text_if_readable(folder / f"rank-{rank}.json") for rank in range(ranks))
+    return [json.loads(text or "{}") for text in texts]
+
+
+def _failure(folder: Path) -> str:
+    errors = [line for line in text_if_readable(folder / "log.txt").splitlines() if "Error" in line]
+    return f"PyTorch fails on the GPUs: {(errors[0] if errors else 'no reason given').strip()[:300]}"
+
+
+def burn_in(host: Host, seconds: float, say: Callable[[str], None], patience: float = 120) -> list[Finding]:
+    """Compute, keep and exchange known values on all GPUs for ``seconds``, and name each GPU that gets others.
+
+    ``say`` prints progress. A GPU that does not finish a part of it within ``patience`` seconds hangs. Raises HostError
+    if PyTorch cannot use any GPU.
+    """
+    try:
+        gpus, fp8 = _usable(host)
+    except HostError as error:
+        raise HostError(f"--burn-in: {error.message}", hint="run it in the image, on a machine with GPUs") from None
+    began = changed = reported = time.monotonic()
+    states: list[dict[str, Any]] = []
+    hangs = False
+
+    def hopeless() -> bool:
+        nonlocal states, began, changed, reported, hangs
+        now, before = time.monotonic(), states
+        states = _states(folder, len(gpus))
+        if states != before:
+            changed = now
+        if not all(before):
+            began = now
+        if now - reported > _REPORT_SECONDS and all(states):
+            reported, wrong = now, sum(bool(state["wrong"]) for state in states)
+            verdict = f"{wrong} of {len(gpus)} GPUs with wrong results" if wrong else "no wrong result"
+            say(f"burn-in: {now - began:.0f} of {seconds:.0f} s, round {states[0]['round']}, {verdict}")
+        # Before the first part, PyTorch is loaded.
+        hangs = now - changed > patience * (1 if all(states) else 3)
+        return hangs
+
+    with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
+        folder = Path(name)
+        code, states = _run(folder, len(gpus), fp8, seconds, hopeless), _states(folder, len(gpus))
+        failure = "" if not code else "hangs" if hangs else _failure(folder)
+    findings = [failed("burn-in", text, _REMEDIES["burn-in"]) for text in _wrong(states, gpus, failure)]
+    rounds = counted(states[0].get("round", 0), "round")
+    exact = f"{counted(len(gpus), 'GPU')}, {rounds}: all products, repeats, memory and messages are exact"
+    return findings or [ok("burn-in", exact)]
+
+
+def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: str) -> Iterator[str]:
+    """Yield a sentence for what each rank counted, and for the rank that failed, or that the others wait for."""
+
+    def part(row: Mapping[str, Any]) -> str:
+        if not row:
+            return "the start of PyTorch"
+        return str(row["what"]) + ("" if row["peer"] is None else f" with GPU {gpus[row['peer']]}")
+
+    names = [
+        f"GPU {gpu} of {name_here()}" + (f" ({state['device']})" if state else "")
+        for gpu, state in zip(gpus, states, strict=True)
+    ]
+    for name, state in zip(names, states, strict=True):
+        for row in state.get("wrong", ()):
+            when = f"in {counted(row['rounds'], 'round')}, first in round {row['first']}"
+            yield f"{name}: {part(row)}: {row['elements']:,} of {row['of']:,} elements are wrong {when}"
+    if errors := [(state["failed_at"], rank) for rank, state in enumerate(states) if "error" in state]:
+        # The ranks that lose their peer fail later.
+        rank = min(errors)[1]
+        yield f"{names[rank]}: {part(states[rank])} fails: {states[rank]['error']}"
+    elif failure == "hangs":
+        places = [(state.get("round", 0), state.get("place", -1)) for state in states]
+        for name, state, place in zip(names, states, places, strict=True):
+            if place == min(places):
+                yield f"{name}: {part(state)} of round {place[0]} does not end"
+    elif failure:
+        yield failure
 
 
 def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurement]:

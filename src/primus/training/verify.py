@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from primus.system.measure import device_name
 from primus.terminal import some
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -92,5 +93,5 @@ def _device() -> str:
     node = platform.node()
     if not torch.cuda.is_available():
         return f"the CPU of {node}"
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"GPU {os.environ.get('LOCAL_RANK', '0')} of {node} ({gpu.name}, {getattr(gpu, 'uuid', 'no UUID')})"
+    name = device_name(torch.device("cuda", torch.cuda.current_device()))
+    return f"GPU {os.environ.get('LOCAL_RANK', '0')} of {node} ({name})"

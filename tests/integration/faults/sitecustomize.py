@@ -164,6 +164,9 @@ for fault in filter(None, os.environ.get("PRIMUS_FAULT", "").split(",")):
     if fault in ("primus_turbo", "transformer_engine"):
         # No fault: a package that stands in for the real one is installed.
         sys.path.append(str(Path(__file__).with_name("stand_in") / fault))
+    elif fault.startswith("burn-in "):
+        if "RANK" in os.environ:
+            importlib.import_module("burn_in_faults").plant(fault.removeprefix("burn-in "))
     elif fault in FAULTS:
         put(*FAULTS[fault])
     else:

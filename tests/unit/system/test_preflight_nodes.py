@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import InputError
-from primus.gpus.detect import visible
+from primus.gpus.detect import Found, visible
 from primus.gpus.table import load_table
 from primus.system import nodes
 from primus.system.host import Finding, Host, failed, ok
@@ -86,6 +87,30 @@ def torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     return write
+
+
+def test_the_burn_in_needs_a_gpu_and_its_verdict_is_shown_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nodes, "visible", lambda count, environment: ())
+    for gpus, reason in (((), "no GPU on this machine"), (("NVIDIA H200",), "the environment hides all GPUs")):
+        monkeypatch.setattr("primus.system.host.detect", lambda root, gpus=gpus: Found(names=gpus))
+        assert main(["preflight", "--burn-in", "1s", "--output", "/"]) == 3
+        assert f"--burn-in: {reason}" in capsys.readouterr().err
+    wrong = {"what": "exchange", "peer": 0, "elements": 5, "of": 9, "rounds": 1, "first": 2}
+    states = [{"device": "0000:c1:00.0", "round": 3, "place": 1, "wrong": rows} for rows in ([], [wrong])]
+    for rank, state in enumerate(states):
+        state |= {"what": "memory", "peer": None}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(state))
+    monkeypatch.setattr(nodes, "visible", lambda count, environment: ("4", "5"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr(nodes, "_run", lambda folder, *_: shutil.copytree(tmp_path, folder, dirs_exist_ok=True) and 0)
+    page = tmp_path / "page.html"
+    assert main(["preflight", "--burn-in", "1s", "--output", "/", "--json", "--html", str(page)]) == 1
+    gpu = f"GPU 5 of {nodes.name_here()} (0000:c1:00.0)"
+    sentence = f"{gpu}: exchange with GPU 4: 5 of 9 elements are wrong in 1 round, first in round 2"
+    assert sentence in [row["message"] for row in json.loads(capsys.readouterr().out)["findings"]]
+    assert sentence in page.read_text()
 
 
 def test_a_benchmark_that_fails_is_a_sentence(torchrun: Callable[[str], None]) -> None:
@@ -193,8 +218,9 @@ def test_a_pipe_is_not_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_bad_combinations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["preflight", "--benchmark", "--quick"]) == 2
-    assert main(["preflight", "--benchmark", "--root", str(tmp_path)]) == 2
+    for words in (["--benchmark"], ["--burn-in", "10m"]):
+        assert main(["preflight", *words, "--quick"]) == 2
+        assert main(["preflight", *words, "--root", str(tmp_path)]) == 2
     same = written(tmp_path, node("n1"), node("n1"))
     assert main(["preflight", "--nodes", *same]) == 2
     assert "two documents are from node n1" in capsys.readouterr().err

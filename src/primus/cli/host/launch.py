@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from primus.cli.image.common import RECIPE, choices, resolved
+from primus.cli.image.common import RECIPE, choices, duration, resolved
 from primus.cli.verb import JSON, Option, answer, count, flag, folder, group, option, path, refuse_others, several, verb
 from primus.errors import InputError
 from primus.gpus.detect import detect
@@ -17,13 +17,6 @@ from primus.gpus.table import load_table
 from primus.launch import kubernetes, slurm
 from primus.launch.plan import Plan
 from primus.recipes.recipe import Recipe
-
-
-def _duration(text: str) -> float:
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"must be a duration such as 90m, 12h or 2d, not {text[:40]!r}")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def _rate(text: str) -> float:
@@ -44,7 +37,7 @@ def _text(name: str, meaning: str, metavar: str | None = None, *, default: str =
     _text("--name", "name of the job (default: from the recipe)"),
     several("--env", "variable for the ranks", "NAME[=VALUE]", dest="environment"),
     _text("--resume-from", "checkpoint or run, as the nodes see it", "DIR"),
-    option("--train-for", type=_duration, metavar="TIME", help="steps for this long at the measured rate, such as 12h"),
+    option("--train-for", type=duration, metavar="TIME", help="steps for this long at the measured rate, such as 12h"),
     option("--rate", type=_rate, default=0.0, metavar="N", help="tokens (or images) per second and GPU, as measured"),
     count("--stall-timeout", "as for `train`", "S", default=1800),
     count("--restarts", "times to start again; on Kubernetes, with --claim", "N", default=20),

@@ -1,6 +1,7 @@
 """Options that several verbs of the image share."""
 
 import argparse
+import re
 
 from primus.cli.verb import Option, count, flag, matching, option
 from primus.recipes.choose import PRECISIONS, values_of
@@ -36,6 +37,14 @@ def short_origin(origin: str, recipe: Recipe) -> str:
 def choice(name: str, meaning: str) -> Option:
     """Return the option of one choice, with tab completion of its values."""
     return option(f"--{name}", metavar="NAME", help=meaning, complete=lambda **_: values_of(name))
+
+
+def duration(text: str) -> float:
+    """Parse a time with its unit, such as ``90m``, into seconds."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"must be a duration such as 90m, 12h or 2d, not {text[:40]!r}")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def choices(gpu: str = "generation to resolve for (default: the machine's)") -> tuple[Option, ...]:

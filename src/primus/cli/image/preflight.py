@@ -1,10 +1,11 @@
 """Check a machine, or compare several."""
 
 import argparse
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.image.common import choice
+from primus.cli.image.common import choice, duration
 from primus.cli.verb import JSON, answer, count, flag, option, verb
 from primus.errors import InputError
 from primus.files import write_file
@@ -17,6 +18,7 @@ from primus.terminal import Screen, counted
 @verb(
     flag("--quick", "only read files of the kernel; measure nothing"),
     flag("--benchmark", "also measure the GPUs"),
+    option("--burn-in", type=duration, metavar="TIME", help="test all GPUs with known results for this long: 10m"),
     count("--expect", "GPUs that the machine must have"),
     choice("gpu", "generation that its GPUs must be of"),
     count("--expect-nics", "RDMA devices that the machine must have"),
@@ -34,7 +36,7 @@ def preflight(options: argparse.Namespace) -> int:
 
     Each problem is printed with its remedy. --quick only reads files of the kernel, such as those in /proc and /sys;
     otherwise the write speed of the output folder is measured, too. --benchmark also measures matrix products, memory,
-    all-reduce and all-to-all of the GPUs.
+    all-reduce and all-to-all of the GPUs. --burn-in names each GPU that computes, keeps or sends wrong values.
     --expect, --gpu and --expect-nics say what the machine must have. Without --expect, it must have a GPU.
     Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
     """
@@ -43,8 +45,9 @@ def preflight(options: argparse.Namespace) -> int:
     if not options.root.is_dir():
         raise InputError(f"{options.root} is not a folder", hint="--root takes the root folder of a machine")
     here = options.root == Path("/")
-    if options.benchmark and (options.quick or not here):
-        raise InputError(f"--benchmark cannot be used with {'--quick' if options.quick else '--root'}")
+    for word, value in (("--benchmark", options.benchmark), ("--burn-in", options.burn_in)):
+        if value and (options.quick or not here):
+            raise InputError(f"{word} cannot be used with {'--quick' if options.quick else '--root'}")
     host = Host(root=options.root, output=options.output.absolute())
     if options.gpu is not None:
         among("GPU", options.gpu, values_of("gpu"), f"--gpu {options.gpu}")
@@ -56,6 +59,8 @@ def preflight(options: argparse.Namespace) -> int:
     if options.benchmark:
         more, measurements = nodes.benchmark(host)
         findings += more
+    if options.burn_in:
+        findings += nodes.burn_in(host, options.burn_in, lambda line: options.json or print(line, file=sys.stderr))
     node = nodes.Node(
         name=name_here(), gpus=host.gpus.names, driver=host.gpus.driver, findings=tuple(findings),
         measurements=tuple(measurements),

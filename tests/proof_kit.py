@@ -1,9 +1,17 @@
-"""What the reference writes of a run that it agrees with."""
+"""What a run leaves, and what the reference writes of a run that it agrees with."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+from primus.training import logs, metrics, ranks
+from primus.training.checks import Verdict
+from primus.training.job import Job
 
 # Of one token.
 FLOPS = 3e6
@@ -44,3 +52,41 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         "saved": [],
         "constants": {"norm epsilon + 0.001": epsilon},
     }
+
+
+FACTS = {"device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
+H200 = Choices(backend="torchtitan", mode="pretrain", gpu="h200", precision="bf16")
+
+
+def verdicts(passed: bool) -> tuple[Verdict, ...]:
+    return (
+        Verdict(name="exit code", passed=True, reason="all ranks ended with 0", measured="0", limit="0"),
+        Verdict(name="finite", passed=passed, reason="loss <b>is</b> NaN at step 3", measured="1 bad", limit="0 bad"),
+    )
+
+
+def series_of(speed: float, images: str = "") -> logs.Series:
+    line = "step: {}  loss: {}  grad_norm: 1.0  memory: 47.5GiB(34%)  tps: {}  tflops: 500  mfu: N/A" + images
+    return logs.read_steps("\n".join(line.format(n, 20 - n, round(speed)) for n in range(1, 16)))
+
+
+def finished_run(
+    output: Path, *, recipe: str = "llama3.1-8b", choices: Choices = H200, speed: float = 9000.0, images: str = "",
+    passed: bool = True, facts: dict[str, Any] = FACTS,
+) -> Path:  # fmt: skip
+    """The folder ``output`` as `primus train` leaves it, made by the functions that make it there."""
+    job = Job(name=output.name, recipe=resolve(recipe, (), choices), output=output)
+    output.mkdir(parents=True)
+    series = series_of(speed, images)
+    summary = metrics.summarize(series, job.recipe, facts)
+    result = {
+        "exit_code": 0, "seconds": 61.5, "argv": [], "passed": passed,
+        "verdicts": [vars(verdict) for verdict in verdicts(passed)],
+        "summary": {**vars(summary), "mfu": vars(summary.mfu) if summary.mfu else None},
+    }  # fmt: skip
+    (output / "job.json").write_text(ranks.job_file(job), encoding="utf-8")
+    (output / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    (output / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+    lines = "".join(json.dumps(row) + "\n" for row in metrics.rows(series, job.recipe, facts))
+    (output / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    return output

@@ -16,7 +16,7 @@ from primus.recipes.setting import Choices
 from primus.release.show import section, table
 
 _NONE = "–"
-_MODELS_INTRO = """\
+INTRO = """\
 Each model is one file in [recipes](../recipes). `primus list` prints them, and `primus show NAME` prints the resolved
 settings, each with its file and line. To train one, name what the row names; on a machine with the GPU, you can omit
 `--gpu`, and with `--dry-run` you can try the command on any machine:
@@ -46,7 +46,7 @@ def models_page() -> str:
     lines = [
         "# Supported models",
         "",
-        *_MODELS_INTRO.splitlines(),
+        *INTRO.splitlines(),
         "",
         f"The documents publish {len(cells)} combinations of model, GPU, precision, backend and nodes. All of them "
         f"resolve: {len(cells) - differing} to the published figures, {differing} to other figures for the reason "

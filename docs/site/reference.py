@@ -19,13 +19,14 @@ from primus.versions.components import Pin, Versions
 def reference(root: Path) -> dict[str, str]:
     """Return path in the site → Markdown."""
     return {
-        "reference/commands.md": "\n".join(_commands()),
+        "reference/commands.md": "\n".join(commands()),
         "reference/files.md": "\n".join(_files()),
         "reference/images.md": images(root),
     }
 
 
-def _commands() -> Iterator[str]:
+def commands() -> Iterator[str]:
+    """Yield the parts of the page of commands."""
     yield "# Commands\n\n`primus VERB --help` prints the same in a terminal."
     yield "[Using primus](../using.md) has the exit codes.\n"
     for heading, room in GROUPS.items():

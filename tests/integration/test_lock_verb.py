@@ -265,8 +265,8 @@ def test_a_report_of_a_lock_that_fails_is_written_too(
 def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, Server]) -> None:
     kit, server = world
     for name, versions in {
-        "engine": ("1.0+rocm10.0.0", "1.0+rocm9.5.0", "1.1+rocm10.1.0", "1.2+rocm10.2.0", "3.0+cpu"),
-        "engine-device": ("1.0+rocm10.0.0", "1.1+rocm10.1.0"),
+        "transformers": ("1.0+rocm10.0.0", "1.0+rocm9.5.0", "1.1+rocm10.1.0", "1.2+rocm10.2.0", "3.0+cpu"),
+        "transformers-device": ("1.0+rocm10.0.0", "1.1+rocm10.1.0"),
         "needy": ("1.0", "2.0"),
     }.items():
         for version in versions:
@@ -276,13 +276,13 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
         f"  {name}:\n    name: N\n    held: {held}\n    pins:\n      # Why {name}.\n"
         f"      - {{wheel: {name}, version: {version}, channel: pypi}}\n"
         for name, version, held in (
-            ("engine", "1.0+rocm10.0.0", "true"),
-            ("engine-device", "1.0+rocm10.0.0", "true"),
+            ("transformers", "1.0+rocm10.0.0", "true"),
+            ("transformers-device", "1.0+rocm10.0.0", "true"),
             ("needy", "1.0", "false"),
         )
     )
     kit.write("versions.yaml", VERSIONS + pins)
-    kit.edit("images/demo.yaml", "[tool, local]", "[tool, local, engine, engine-device, needy]")
+    kit.edit("images/demo.yaml", "[tool, local]", "[tool, local, transformers, transformers-device, needy]")
     assert kit.primus("lock").code == 0
     git(kit.root, "init", "-q")
     git(kit.root, "config", "user.name", "t")
@@ -292,17 +292,18 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     listed = json.loads(kit.primus("outdated", "--json").out)
     assert {row["component"]: (row["pinned"], row["compatible"], row["newest"]) for row in listed} == {
         "tool": ("1.0", "1.1", "1.1"),
-        "engine": ("1.0+rocm10.0.0", "1.1+rocm10.1.0", "1.1+rocm10.1.0"),
-        "engine-device": ("1.0+rocm10.0.0", "1.1+rocm10.1.0", "1.1+rocm10.1.0"),
+        "transformers": ("1.0+rocm10.0.0", "1.1+rocm10.1.0", "1.1+rocm10.1.0"),
+        "transformers-device": ("1.0+rocm10.0.0", "1.1+rocm10.1.0", "1.1+rocm10.1.0"),
         "needy": ("1.0", "2.0", "2.0"),
     }
     before = (kit.root / "versions.yaml").read_text()
-    shown = kit.primus("bump", "engine")
+    shown = kit.primus("bump", "transformers")
     assert shown.code == 0, shown.err
-    assert "+      - {wheel: engine-device, version: 1.1+rocm10.1.0, channel: pypi}" in shown.out
+    assert "+      - {wheel: transformers-device, version: 1.1+rocm10.1.0, channel: pypi}" in shown.out
     assert f"{LOCK}: 7 files, 0.0 MB; 2 changed" in shown.out
     assert (kit.root / "versions.yaml").read_text() == before
-    made = kit.primus("bump", "engine", "tool=1.1", "--release", "v26.12", "--commit")
+    assert kit.primus("bump", "transformers", "--commit").code == 0
+    made = kit.primus("bump", "tool=1.1", "--release", "v26.12", "--commit")
     assert made.code == 0, made.err
     after = (kit.root / "versions.yaml").read_text()
     assert [line for line in before.splitlines() if "#" in line] == [line for line in after.splitlines() if "#" in line]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_statements import record as record_of
 
 import gits
 from amd_channel import registry
@@ -26,7 +28,8 @@ from primus.release.documents import GATES
 from primus.release.policy import Policy
 from primus.release.publish import Ready, prepare, publish
 from primus.release.registry import Document, Repository
-from project_kit import Kit, make_project
+from primus.versions.lock import Lock, dumps
+from project_kit import SOURCE, Kit, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo", "git")]
 
@@ -144,25 +147,42 @@ def test_of_two_publishers_of_one_tag_one_says_that_it_lost(
 ELSEWHERE = ("primus bump transformers", "primus validate cpu")
 
 
-def test_the_page_about_releases_runs_as_written(tmp_path: Path, repository: str) -> None:
+@pytest.mark.parametrize("page", ["release.md", pytest.param("statements.md", marks=needs("cosign"))])
+def test_a_page_runs_as_written(page: str, tmp_path: Path, repository: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = make_project(tmp_path / "project")
-    kit.write("images/cpu.yaml", (kit.root / "images/demo.yaml").read_text() + "recipes: [one]\n")
-    kit.write(".gitignore", ".primus\nout\n")
+    kit.write("recipes/llama3-proxy.yaml", (SOURCE.parent / "recipes/llama3-proxy.yaml").read_bytes())
+    kit.write("images/cpu.yaml", (kit.root / "images/demo.yaml").read_text() + "recipes: [llama3-proxy]\n")
+    kit.write("images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=())))
+    kit.write(".gitignore", ".primus\nout\n/cosign.*\n/to-sign\n/osv\n/*.json\n/*.yaml\n!/versions.yaml\n")
     gits.commit(kit.root, {})
     for name, value in (("name", "t"), ("email", "t@example.invalid")):
         gits.git(kit.root, "config", f"user.{name}", value)
-    repository += "-page"
+    repository += f"-{page[:-3]}"
     publish(ready(kit, "cpu"), Project(kit.root).workspace.store, repository, Progress())
-    page = (Path(__file__).parents[2] / "docs/release.md").read_text()
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, re.S) for line in block.splitlines()]
-    assert len(lines) > 12
+    record(kit)
+    kit.write("osv/none.json", "[]")
+    kit.write("accepted.yaml", "accepted: []\n")
+    kit.write("cpu.spdx.json", kit.primus("sbom", "cpu", "--json").out)
+    monkeypatch.setenv("COSIGN_PASSWORD", "secret")
+    text = (Path(__file__).parents[2] / "docs" / page).read_text().replace("\\\n", "")
+    if page == "statements.md":
+        subprocess.run(["cosign", "generate-key-pair"], cwd=kit.root, check=True, capture_output=True)
+        before, sign, after = text.partition("## Sign")
+        text = sign + after + before  # what the first lines verify is signed by later ones
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    assert len(lines) > 7
     for line in lines:
         if line == "primus validate cpu":
             record(kit)
         if not line.startswith(ELSEWHERE):
-            words = shlex.split(line.replace("registry.example.com/rocm/primus", repository))
-            result = kit.primus(*words[1:])
-            assert result.code == 0, (line, result.err)
+            program, *words = shlex.split(line.replace("registry.example.com/rocm/primus", repository))
+            if program == "primus":
+                result = kit.primus(*words)
+                assert result.code == 0, (line, result.out, result.err)
+            elif program == "cosign":
+                subprocess.run([program, *words], cwd=kit.root, check=True, capture_output=True)
+    if page == "statements.md":
+        return
     there = Repository(repository)
     assert there.digest("latest-cpu") == there.digest("v26.11-cpu") != there.digest("v26.12-cpu") is not None
     there.attach([Document(media_type=GATES, name="gates.json", data=b"[]")], ready(kit, "cpu").subject)
@@ -171,12 +191,7 @@ def test_the_page_about_releases_runs_as_written(tmp_path: Path, repository: str
 
 
 def record(kit: Kit) -> None:
-    """What a validation of the built image would leave."""
-    content = digest_of(ready(kit, "cpu").image.config)
-    runs = [{"name": name, "ran": True} for name in ("base", "repeat", "resume", "accumulation")]
-    passed = {
-        "image": {"content": content}, "recipe": {"name": "one", "sha256": "0" * 64, "precision": "bf16"},
-        "suite": {"sha256": "0" * 64},
-        "passed": True, "gpu": "none", "machine": {}, "facts": {}, "made": "2026-11-26T00:00:00Z", "not_run": [],
-    }  # fmt: skip
-    kit.write("out/validation/cpu/one/record.json", json.dumps({**passed, "verdicts": [], "jobs": runs}))
+    """Write what a validation of the built image would leave."""
+    image = ready(kit, "cpu").image
+    validation = record_of(digest_of(image.config), image.digest)
+    kit.write("out/validation/cpu/llama3-proxy/record.json", validation.data)

@@ -1,88 +1,203 @@
-"""Every ``primus`` command of README and docs: each is accepted, and jobs are resolved and rendered (``--dry-run``)."""
+"""Every shell command of README, CONTRIBUTING and the site runs in a small project; the record counts how."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-import shlex
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
+import noxfile
 import pytest
+from docs.site.__main__ import written
+from docs.site.models import INTRO
+from docs.site.reference import commands as reference
 
-from primus.cli.main import VERBS, main, parser_of
+import gits
+from primus.cli.main import parser_of
+from primus.gpus import detect
+from primus.versions.lock import Lock, dumps
+from project_kit import Kit, make_project
+from proof_kit import finished_run
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("README.md", "CONTRIBUTING.md", "src/primus/compat/README.md")
-PAGES = [*(ROOT / name for name in OTHERS), *sorted(ROOT.glob("docs/*.md"))]
-RENDERED = {"train", "finetune", "launch", "compat", "tune"}
-READ = {"plan", "list", "show", "fit", "project", "releases"}  # as they are written
-CLUSTER = [["k8s", name] for name in ("status", "logs", "delete", "nodes")]  # need one; test_kubernetes.py has it
-# Absolute folders in the pages; here they are below a temporary one.
-FOLDERS = ("/data/tokenizer", "/models/llama-3.1-8b", "/models/mine", "/weights")
-
+RECORD = ROOT / "benchmarks/results/documented-commands.json"
+# Folders in the pages' commands. Here they are below a temporary one.
+FOLDERS = re.compile(r"(?<![\w$.}/])/(?=(?:data|models|shared|weights)\b)")
+# Pages and commands that other tests run as they are written, where a registry, signatures or PyTorch are.
+RUN_BY = {
+    "docs/release.md": "tests/integration/test_ship_release.py",
+    "docs/statements.md": "tests/integration/test_ship_release.py",
+    "docs/chats.md": "tests/integration/inside/tutorial.py",
+    "primus data": "tests/integration/inside/tutorial.py",
+    "primus export": "tests/integration/inside/tutorial.py",
+    "primus bump transformers": "tests/integration/test_lock_verb.py",
+    "primus load cpu": "tests/integration/test_sandbox_build.py",
+}
+HERE = "tests/unit/test_docs_commands.py"
+# Verbs that start or send something. Each has --dry-run.
+DRY = {"train", "finetune", "launch", "compat", "tune", "validate", "triage", "run"}
+NOT_RUN = {
+    "primus load mi300x": "needs a Docker engine",
+    "primus tune gemm": "needs an AMD GPU",
+    "skopeo": "needs podman's storage",
+    "amd-ctk": "needs the toolkit of AMD's driver",
+    "nvidia-ctk": "needs the toolkit of NVIDIA's driver",
+}
+# A preflight of a machine without a GPU; an image that is not validated.
+FAILING = {"preflight": 1, "publish": 1}
+CONTAINER = {"run", "--rm", "-it", "-v", "-e", "--device", "--group-add", "--shm-size", "--network", "--gpus"}
+# Stands for every program: notes its words, and runs the command of a container.
+STAND_IN = f"""#!{sys.executable} -IS
+import json, os, sys
+words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+print(44) if words[0] == "stat" else print(json.dumps([*words, dict(os.environ)]), file=open(os.environ["CALLS"], "a"))
+image = next((n for n, word in enumerate(words) if "rocm/primus:" in word), 0) * (words[0] in ("docker", "srun"))
+os.environ.update(word.split("=", 1) for word in words[:image] if word[0].isupper())
+inside = [word for word in words[image + 1:] if image and not word.startswith("--container")]
+inside and os.execvp(inside[0], inside)
+"""
+PROGRAMS = (
+    "primus",
+    "docker",
+    "podman",
+    "srun",
+    "stat",
+    "skopeo",
+    "kubectl",
+    "nox",
+    "cosign",
+    "python3",
+    "amd-ctk",
+    "nvidia-ctk",
+)
+EXPERIMENT = """\
+modules:
+  pre_trainer: {framework: megatron, config: pre_trainer.yaml, model: llama3.1_8B.yaml, overrides: {mock_data: true}}
+"""
 LLAMA31 = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
     "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
 
 
-def commands(page: Path) -> list[tuple[str, dict[str, str]]]:
-    """Each ``primus`` command of the shell blocks, from the verb on, with the variables set before it."""
-    found = []
-    for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", "").splitlines():
-            words = shlex.split(line, comments=True)
-            if "primus" in words:
-                at = words.index("primus")
-                variables = dict(word.split("=", 1) for word in words[:at] if re.match(r"[A-Z_]+=", word))
-                found.append((shlex.join(words[at + 1 :]), variables))
-    return found
+def documented() -> list[tuple[str, str]]:
+    """Page and command of each line of a shell block."""
+    names = ["README.md", *(name for name in written() if not name.startswith(("benchmarks/", "CHANGELOG")))]
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
+    texts |= {"reference/commands.md": "\n".join(reference()), "models.md": INTRO}
+    blocks = [(name, block) for name in texts for block in re.findall(r"^```sh\n(.*?)^```", texts[name], re.M | re.S)]
+    lines = [(name, line) for name, block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    shown = [(name, line) for name in texts for line in re.findall(r"^```console\n\$ (.+)", texts[name], re.M)]
+    return [(name, " ".join(line.partition("  #")[0].split())) for name, line in lines + shown]
 
 
-# The example of each verb is on the page of commands.
-EXAMPLES = [(verb, parser_of(verb).epilog or "") for verb in VERBS]
-COMMANDS = [
-    pytest.param(words, variables, id=f"{page.name}: {words}") for page in PAGES for words, variables in commands(page)
-] + [
-    pytest.param(example.removeprefix("example: primus ").partition(" > ")[0], {}, id=f"{verb} --help")
-    for verb, example in EXAMPLES
-]
+def how(page: str, command: str) -> tuple[str, str]:
+    """Whether CI runs a command, and the test that does, or the reason why not."""
+    if page == "README.md" and command.endswith("nox -s tests"):
+        return "run", ".ci/run"
+    pages = {text: name for name, text in COMMANDS if name in RUN_BY and not text.startswith("primus validate")}
+    for start in (*RUN_BY, *NOT_RUN):
+        if command.startswith(start):
+            return ("run", RUN_BY[start]) if start in RUN_BY else ("not run", NOT_RUN[start])
+    if command in pages:
+        return "run", RUN_BY[pages[command]]
+    verb = re.search(r"(?<!/)\bprimus ([\w-]+)", command)
+    dry = "nox" in command or command.startswith(("docker", "srun", "podman")) or (verb and verb[1] in DRY)
+    return "dry run" if dry and "--dry-run" not in command else "run", HERE
 
 
-def test_commands_were_found() -> None:
-    assert len(COMMANDS) > 30
+COMMANDS = documented()
 
 
-@pytest.mark.parametrize(("command", "variables"), COMMANDS)
-def test_a_documented_command_is_accepted(
-    command: str, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verb, *words = shlex.split(command)
-    parser_of(verb).parse_args(words)
-    if verb in READ and "./my-model.yaml" not in words:
-        monkeypatch.chdir(ROOT)
-        assert main([verb, *words]) == 0
-        return
-    if verb not in RENDERED | READ or words[:2] in CLUSTER or words[0] == "gemm":
-        return
-    monkeypatch.chdir(tmp_path)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / "recipes/assets/tokenizer", tmp_path / folder.removeprefix("/"))
-        (tmp_path / folder.removeprefix("/") / "config.json").write_text(json.dumps(LLAMA31))
-    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "my-model.yaml").write_text(recipe, encoding="utf-8")
+def test_the_record_counts_them(request: pytest.FixtureRequest) -> None:
+    ways = {f"{page}: {command}": how(page, command) for page, command in COMMANDS}
+    kinds = Counter(kind for kind, _ in ways.values())
+    record = {
+        "generated": "by pytest tests/unit/test_docs_commands.py --regenerate-golden; do not edit",
+        "commands": len(ways),
+        **{kind: dict(Counter(by for what, by in ways.values() if what == kind)) for kind in ("run", "dry run")},
+        "not run": {command: reason for command, (kind, reason) in ways.items() if kind == "not run"},
+    }
+    if request.config.getoption("--regenerate-golden"):
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    assert json.loads(RECORD.read_text(encoding="utf-8")) == record
+    assert kinds["not run"] <= 0.05 * len(ways)
+    for what, test in RUN_BY.items():
+        words = what.rpartition("/")[2] if what.endswith(".md") else '", "'.join(what.split()[1:])
+        assert words in (ROOT / test).read_text(), f"{test} does not run {what}"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with two releases in its store, and the files that pages name."""
+    root = tmp_path_factory.mktemp("world")
+    kit = make_project(root)
+    shutil.copytree(ROOT / "recipes", root / "recipes", dirs_exist_ok=True)
+    for name in ("cpu", "mi300x", "mi355x"):
+        text = (root / "images/demo.yaml").read_text()
+        kit.write(f"images/{name}.yaml", text + "recipes: [llama3-proxy, mistral-7b]\n")
+    pins = (root / "versions.yaml").read_text()
+    for number in ("10", "11", "12"):
+        text = pins.replace("v26.11", f"v26.{number}").replace("opt/alpha", f"opt/alpha{number}")
+        kit.write("versions.yaml", text)
+        for words in (("init", "-q"), ("add", "versions.yaml", "images"), ("commit", "-q", "-m", number)):
+            gits.git(root, *words)
+        kit.build("cpu", "mi300x")
+    for folder in ("data/tokenizer", "models/llama-3.1-8b", "models/mine", "weights"):
+        shutil.copytree(ROOT / "recipes/assets/tokenizer", root / folder)
+        kit.write(f"{folder}/config.json", json.dumps(LLAMA31))
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.S)
+    kit.write("my-model.yaml", recipe)
     for name in ("data/corpus.jsonl", "rows/rows.jsonl", "prose.txt", "chats.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100)
-    words = [re.sub(r"(=|^)(/(data|models|weights))", rf"\1{tmp_path}\2", word) for word in words]
-    words = ["real-rope,fused-adamw" if word == "NAME,NAME" else word for word in words]
-    if "--resume-from" in words:  # needs a checkpoint that a job wrote
-        at = words.index("--resume-from")
-        del words[at : at + 2]
-    if verb in ("train", "finetune", "tune") and not {"--gpu", "--proxy"} & set(words):
-        words += ["--gpu", "h200" if "flash-attention-4" in command else "mi300x"]
-    dry = () if verb in READ or "--dry-run" in words else ("--dry-run",)
-    assert main([verb, *words, *dry]) == 0
+        kit.write(name, '{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100)
+    for name in ("before", "after", "mine"):
+        finished_run(root / "runs" / name)
+    kit.write("runs/mine/checkpoint/step-10/.metadata", "")
+    kit.write("shared/preflight/node-1.json", kit.primus("preflight", "--quick", "--expect", "0", "--json").out)
+    kit.write("my-experiment.yaml", EXPERIMENT)
+    kit.write("images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=())))
+    kit.write("osv/none.json", "[]")
+    kit.write("accepted.yaml", "accepted: []\n")
+    for path in [*(root / "programs" / name for name in PROGRAMS), root / ".venv/bin/pip", root / ".venv/bin/nox"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(STAND_IN)
+        path.chmod(0o755)
+    kit.write(".venv/bin/activate", "")
+    return root
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_documented_command_runs(
+    page: str, command: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world)
+    calls = tmp_path / "calls"
+    environment = {"PATH": f"{world}/programs:/usr/bin:/bin", "CALLS": str(calls), "HOME": str(tmp_path)}
+    text = FOLDERS.sub(f"{world}/", command)
+    subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True, env=environment)
+    machine = detect.Found(vendor="amd", names=("AMD Instinct MI300X",) * 8, generation="mi300x")
+    monkeypatch.setattr(detect, "_amd", lambda root: machine)
+    monkeypatch.setenv("PATH", f"{world}/programs:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "kubectl"))
+    for program, *words, variables in map(json.loads, calls.read_text().splitlines() if calls.exists() else ()):
+        if program == "docker":
+            at = next(n for n, word in enumerate(words) if word.startswith("rocm/primus:"))
+            assert {word for word in words[1:at] if word.startswith("-")} <= CONTAINER
+        session = noxfile.COMMANDS.get(words[1]) if program == "nox" else None
+        verb, *options = [*session[0], *words[3:]] if session else words
+        if program == "primus" or session:
+            parser_of(verb).parse_args(options)
+        if program == "primus" and how(page, command)[1] == HERE:
+            for name in variables.keys() - environment.keys() - {"PWD", "SHLVL", "_"}:
+                monkeypatch.setenv(name, variables[name])
+            inside = verb == "run"
+            verb, *options = options[options.index("--") + 2 :] if inside else words
+            dry = ["--dry-run"] * (verb in DRY and "--dry-run" not in options)
+            at = options.index("--") if "--" in options else len(options)
+            result = Kit(world).primus(verb, *options[:at], *dry, *options[at:])
+            assert result.code in (0, FAILING.get(verb, 0)), result.err

@@ -1,4 +1,4 @@
-"""Run by Python with torch. The tutorial's commands, as they are written, on a tiny model."""
+"""Run by Python with torch. Commands of the tutorial, and of data and export, as they are written, on a tiny model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from tempfile import TemporaryDirectory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from primus.cli.main import parser_of
 from primus.recipes.load import folder
 
-PAGE = Path(__file__).parents[3] / "docs/chats.md"
-WEIGHTS = "/models/llama-3.1-8b"
+DOCS = Path(__file__).parents[3] / "docs"
+MODELS = "/models/"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 1024, "rope_theta": 10000.0,
+    "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048, "rope_theta": 10000.0,
 }  # fmt: skip
 
 
@@ -37,15 +38,22 @@ def tiny(where: Path) -> None:
 
 with TemporaryDirectory() as name:
     here = Path(name)
-    tiny(here / "model")
+    tiny(here / "models/llama-3.1-8b")
     os.chdir(here)
-    for kind, block in re.findall(r"^```(sh|python)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S):
-        text = block.replace(WEIGHTS, str(here / "model"))
+    blocks = re.findall(r"^```(sh|python)\n(.*?)^```", (DOCS / "chats.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks.append(("python", 'import os; os.symlink("chats", "runs/mine")'))
+    lines = re.findall(r"^primus (?:data|export) .+", (DOCS / "training.md").read_text(encoding="utf-8"), re.M)
+    lines += [(parser_of(verb).epilog or "").removeprefix("example: ") for verb in ("data", "export")]
+    for kind, block in blocks + [("sh", line) for line in lines]:
+        shutil.rmtree(here / "models/mine", ignore_errors=True)
+        text = block.replace(MODELS, f"{here}/models/")
         words = ["-m", "primus.cli.main", *text.split()[1:]] if kind == "sh" else ["-c", text]
         output = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True).stdout
         if " data " in block:
             assert "6 chats in messages" in output and "⟦Yes, within 30 days.<|end_of_text|>⟧" in output
-    before, after = (load_file(here / part / "model.safetensors") for part in ("model", "runs/chats/weights"))
+    folders = (here / "models/llama-3.1-8b", here / "runs/chats/weights", here / "models/mine")
+    before, after, exported = (load_file(folder / "model.safetensors") for folder in folders)
+    assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in before.items()}
     assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
     assert any((after[n] != before[n]).any() for n in after), "nothing was trained"
     summary = json.loads((here / "runs/chats/result.json").read_text())["summary"]

@@ -22,10 +22,10 @@ from primus.recipes.setting import Choices
 from primus.release.mad import mad_files
 from primus.report import sheets
 from primus.report.run import read
-from primus.training import logs, metrics, ranks, suite
-from primus.training.checks import Verdict
+from primus.training import suite
 from primus.training.job import Job
 from primus.training.outcome import Outcome, RunResult
+from proof_kit import FACTS, H200, finished_run, series_of, verdicts
 
 # As madengine writes it.
 PERF = (
@@ -35,48 +35,13 @@ PERF = (
     "data_download_duration,build_number,additional_docker_run_options"
 )
 ROOT = Path(__file__).parents[3]
-FACTS = {"device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
-H200 = Choices(backend="torchtitan", mode="pretrain", gpu="h200", precision="bf16")
 Make = Callable[..., Path]
-
-
-def verdicts(passed: bool) -> tuple[Verdict, ...]:
-    return (
-        Verdict(name="exit code", passed=True, reason="all ranks ended with 0", measured="0", limit="0"),
-        Verdict(name="finite", passed=passed, reason="loss <b>is</b> NaN at step 3", measured="1 bad", limit="0 bad"),
-    )
-
-
-def series_of(speed: float, images: str = "") -> logs.Series:
-    line = "step: {}  loss: {}  grad_norm: 1.0  memory: 47.5GiB(34%)  tps: {}  tflops: 500  mfu: N/A" + images
-    return logs.read_steps("\n".join(line.format(n, 20 - n, round(speed)) for n in range(1, 16)))
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     """A folder as `primus train` leaves it, made by the functions that make it there."""
-
-    def folder(
-        name: str, *, recipe: str = "llama3.1-8b", choices: Choices = H200, speed: float = 9000.0, images: str = "",
-        passed: bool = True, facts: dict[str, Any] = FACTS,
-    ) -> Path:  # fmt: skip
-        job = Job(name=name, recipe=resolve(recipe, (), choices), output=tmp_path / name)
-        job.output.mkdir()
-        series = series_of(speed, images)
-        left = {
-            "exit_code": 0, "seconds": 61.5, "argv": [], "passed": passed,
-            "verdicts": [vars(verdict) for verdict in verdicts(passed)],
-            "summary": {**vars(summary := metrics.summarize(series, job.recipe, facts)), "mfu": vars(summary.mfu)
-                        if summary.mfu else None},
-        }  # fmt: skip
-        (job.output / "job.json").write_text(ranks.job_file(job), encoding="utf-8")
-        (job.output / "result.json").write_text(json.dumps(left), encoding="utf-8")
-        (job.output / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-        lines = "".join(json.dumps(row) + "\n" for row in metrics.rows(series, job.recipe, facts))
-        (job.output / "metrics.jsonl").write_text(lines, encoding="utf-8")
-        return job.output
-
-    return folder
+    return lambda name, **choices: finished_run(tmp_path / name, **choices)
 
 
 def rows(file: Path) -> list[dict[str, str]]:

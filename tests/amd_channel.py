@@ -4,8 +4,6 @@ The project is the repository's own: its versions.yaml and its target files, wit
 instead of Ubuntu's. Names, versions, metadata and the division into host and device wheels are the real ones.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -4,8 +4,6 @@ As a script: run all of them, print one JSON object, name → what is wrong with
 Those for verbs of the host alone are left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

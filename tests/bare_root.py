@@ -9,8 +9,6 @@ variables of pip, of proxies and PRIMUS_*. Ubuntu's archive is that of PRIMUS_UB
 Folders that pip's configuration names come in with --bind. The root is removed afterwards, its archive is kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Git repositories that tests make."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

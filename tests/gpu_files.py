@@ -1,7 +1,5 @@
 """Files with GPU code, byte by byte: ELF, offload bundles, kernel packs. No compiler is needed."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import zlib

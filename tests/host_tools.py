@@ -4,8 +4,6 @@
 one sentence for each, and the tests that need it are skipped with the same reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import subprocess

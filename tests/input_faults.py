@@ -1,7 +1,5 @@
 """Faults of stores and inputs, and a judge of what the engine makes of each: a sentence, and a valid store."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

@@ -5,8 +5,6 @@ minutes on two cores, below ``~/.cache/primus-tests``. This version ignores fiel
 ``completionMode``; the schemas of current versions are tested in tests/unit/launch/test_launch_kubernetes.py.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A Python index and a Debian archive on 127.0.0.1, with faults on demand; and tiny wheels and debs to fill them."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import http.server

@@ -1,7 +1,5 @@
 """A small project on disk, and the `primus` command line on it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

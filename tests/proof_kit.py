@@ -1,7 +1,5 @@
 """What a run leaves, and what the reference writes of a run that it agrees with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real Slurm on this machine: its own munged, slurmctld and one slurmd for each of several virtual nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Source trees of real projects, from bare git directories that the user has: ``$PRIMUS_TEST_SOURCES/NAME.git``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tarfile

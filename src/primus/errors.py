@@ -5,11 +5,12 @@ failed check or job, 2 invalid input, 3 missing requirement). ``main`` prints it
 """
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, most: int = 1) -> str:
     """Return ``did you mean 'x'?`` with up to ``most`` similar words of ``choices``; empty if none is similar."""
+    from difflib import get_close_matches  # not for a command without a mistake
+
     names = list(choices)
     same = [name for name in names if name.lower() == word.lower()]
     near = same[:most] or get_close_matches(word, names, most)

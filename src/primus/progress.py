@@ -1,12 +1,11 @@
 """Progress of long work: bars with speed and remaining time on a terminal, lines in a log or pipe."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -42,7 +41,7 @@ class Progress:
         self._heartbeat_s = heartbeat_s
         self._closed = threading.Event()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._bars.start()
         if not self._live and not self._console.quiet:
             threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()

@@ -5,8 +5,6 @@ Each file format is declared once, as a dataclass. ``metadata["doc"]`` of a fiel
 unknown key, a missing one or a value of another type is an :class:`~primus.errors.InputError` with its place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -53,7 +51,7 @@ def described(doc: str, *, pattern: str | None = None, shape: str | None = None,
     return dataclasses.field(metadata=metadata, **options)
 
 
-def build(cls: type[T], document: Document, data: Plain | None = None, key: Key = ()) -> T:
+def build(cls: type[T], document: Document, data: Plain = None, key: Key = ()) -> T:
     """Build an instance of ``cls`` from the document, or from ``data`` at ``key`` in it. Strict; see the module."""
     return cast(T, _value(cls, document.data if not key else data, document, key, {}))
 

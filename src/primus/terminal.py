@@ -4,8 +4,6 @@ The verbs in the image use this module, too, and an image has only PyYAML. Table
 standard library, and rich only draws progress.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -13,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, Self, TextIO
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
@@ -28,7 +26,7 @@ class Styled(str):
 
     style: str
 
-    def __new__(cls, text: str, style: str) -> Styled:
+    def __new__(cls, text: str, style: str) -> Self:
         """Return ``text`` in ``style``."""
         self = super().__new__(cls, text)
         self.style = style
@@ -42,7 +40,7 @@ class Screen(NamedTuple):
     colour: bool = False
 
     @classmethod
-    def of(cls, stream: TextIO | None = None) -> Screen:
+    def of(cls, stream: TextIO | None = None) -> Self:
         """Return the screen of ``stream`` (default: standard output).
 
         A pipe has no width, so that each row stays on one line for grep; ``COLUMNS`` sets a width for pipes as

@@ -1,7 +1,5 @@
 """What the integration tests share: the repository's own cpu image, and a Python with torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Docker engine of our own for tests: private directories, no network set-up, ended with the test."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

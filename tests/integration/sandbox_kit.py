@@ -1,7 +1,5 @@
 """Tiny images of busybox and a few files, for all tests that run images."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

@@ -3,8 +3,6 @@
 ``PRIMUS_TEST_SOURCES`` is a folder that holds ``aiter.git``, a bare clone with the pinned commit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Channel amd from pins to checked images: an index, a registry and repositories on 127.0.0.1, the real pins."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The backends train for real, on two ranks without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The cpu image itself: what it holds, how it runs, that other tools read it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """apt's resolver and our fetch against a real Debian archive on 127.0.0.1."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import time

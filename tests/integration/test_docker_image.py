@@ -1,7 +1,5 @@
 """The image in a Docker engine: loaded, run by anybody; and the engine as the sandbox of a build."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

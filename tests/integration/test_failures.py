@@ -1,7 +1,5 @@
 """Real jobs that fail: the user is told the first cause, once; what was not judged is skipped; an interrupt is none."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

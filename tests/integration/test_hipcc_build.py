@@ -3,8 +3,6 @@
 ``PRIMUS_TEST_SOURCES`` is a folder that holds ``Primus-Turbo.git``, a bare clone. Debian's hipcc needs no GPU.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Checks that need torch: each is a script of ``inside``, which ends with an assertion where something is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The image judges keys, values and models as the host does; the committed keys are those of what it holds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``primus launch k8s`` against a real API server: what it makes, refuses and removes. Nothing runs the pods."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

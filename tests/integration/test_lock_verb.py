@@ -1,7 +1,5 @@
 """`primus lock` as a person types it, on a project whose wheels lie on 127.0.0.1 and whose debs in a file archive."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The Megatron backend on CPU ranks: against itself in other layouts, and its suite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

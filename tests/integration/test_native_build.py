@@ -2,8 +2,6 @@
 digests by an ordinary user and by Docker, of a target on the same root.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

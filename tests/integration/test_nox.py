@@ -1,7 +1,5 @@
 """nox from an environment that holds nothing else: the sessions bring the project."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Commands of the older documents, as they are written, run for real: on the proxy, through the image's own scripts."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Containers of an ordinary user. That builds give root's digest, test_native_build.py shows."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the machine lacks is one sentence within seconds: network, namespaces, disk. Everything here is real."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.server

@@ -1,7 +1,5 @@
 """Primus Turbo switched on in real runs: its public API in plain PyTorch stands in for the package."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

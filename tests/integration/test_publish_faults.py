@@ -1,7 +1,5 @@
 """Publishing through a registry that answers wrongly or not at all: one sentence, and the next run heals."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import threading

@@ -1,7 +1,5 @@
 """The RDMA layer for real: Debian's packages over a base, in an image that runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

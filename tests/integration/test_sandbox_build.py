@@ -1,7 +1,5 @@
 """Isolated builds, loading, and the verbs run and load."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """One behaviour, both engines: every test here runs on each engine this machine has."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

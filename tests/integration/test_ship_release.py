@@ -1,7 +1,5 @@
 """Shipping a release: compare it with what is in the store, in git and in a registry."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Silent faults in real two-rank runs: the loss falls and nothing complains, but the reference names each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ Each event comes to a job at a random moment (``--slurm-seed``). ``--slurm-event
 PRIMUS_TEST_PYTHON is a Python with torch and torchtitan; without it, or without Slurm, these tests are skipped.
 """
 
-from __future__ import annotations
-
 import filecmp
 import json
 import os

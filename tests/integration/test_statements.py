@@ -1,7 +1,5 @@
 """One small image, published and signed for real; then every way to tamper with it, each named by `verify --image`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

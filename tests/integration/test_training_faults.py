@@ -1,7 +1,5 @@
 """Real two-rank runs, broken on purpose. Each fault must be caught by the check meant for it, and by no other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

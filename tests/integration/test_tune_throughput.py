@@ -1,7 +1,5 @@
 """`primus tune throughput` with real training runs on a CPU."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """pip's resolver and our fetch against a real index on 127.0.0.1, with every fault a network has."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

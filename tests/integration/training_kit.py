@@ -1,7 +1,5 @@
 """Real training runs for tests, started as a user would, and the names of failed checks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a user gets wrong ends with exit code 2 and a sentence that names the place, never with a traceback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

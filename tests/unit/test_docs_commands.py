@@ -1,7 +1,5 @@
 """Every shell command of README, CONTRIBUTING and the site runs in a small project; the record counts how."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Figures in README and the guides are those of committed results, and the output that they show is real."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

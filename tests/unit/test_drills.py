@@ -1,7 +1,5 @@
 """The changes that CONTRIBUTING.md describes, made on a copy of the repository, with the commands that it names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@
 CI reads about 500 damaged inputs. ``PRIMUS_FUZZ=10000`` reads that many for each reader, as a nightly run does.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Faults of the surroundings and hostile files: each ends in one sentence and the right exit code, never in a hang."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The code stays easy to live in: bars on hidden imports, import circles and what takes the whole project."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

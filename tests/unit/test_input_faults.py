@@ -1,7 +1,5 @@
 """Every fault of stores and inputs gets a sentence, and leaves a store that is valid."""
 
-from __future__ import annotations
-
 import pytest
 
 from input_faults import Bench, Fault, faults

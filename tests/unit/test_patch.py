@@ -1,7 +1,5 @@
 """Replacing a library's function only while it is what the replacement was written for."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """The site: it builds without a warning, every page is small, and the picker's commands are accepted."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Tables and paragraphs fit the width they are given, lose no text, and carry colour only where it is shown."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io

@@ -1,7 +1,5 @@
 """A wait of more than 2 s says for what, who causes it and how to go on, whoever holds the lock."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

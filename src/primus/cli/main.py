@@ -1,12 +1,17 @@
 """The entry point of ``primus``: imports the module of one verb, and turns errors into messages and exit codes."""
 
+import os
+import signal
+
+# Ctrl-C during the imports below, before `main` can say what it means. Without this, Python would show a traceback.
+_handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import contextlib
 import errno
 import gc
 import importlib
 import io
-import os
 import re
 import sys
 import time
@@ -27,6 +32,8 @@ _ADVICE = {
     errno.EDQUOT: "free some space and run it again",
 }
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
+
+signal.signal(signal.SIGINT, _handler)
 
 
 def installed_verbs() -> dict[str, list[str]]:

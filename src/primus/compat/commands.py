@@ -1,13 +1,11 @@
 """Commands of older documents → the run that they ask for, by the tables ``commands.yaml`` and ``paths.yaml``."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 from primus.compat.experiment import is_experiment, read_experiment
 from primus.compat.translate import options, recipe_of, table, translate
@@ -45,7 +43,7 @@ class Request:
         verb = ["tune", "gemm", f"--stage={self.stage}"] if self.stage else ["train"]
         return [*verb, self.recipe, *self.choices.words(), *self.words]
 
-    def for_proxy(self) -> Request:
+    def for_proxy(self) -> Self:
         """Return the request for the proxy. It keeps its own sizes, so only the number of steps and the seed remain."""
         knows = backends()[self.choices.backend or "torchtitan"]
         words = tuple(w for w in self.words if w.partition("=")[0] in (knows.key("steps"), knows.key("seed")))

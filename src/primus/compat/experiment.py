@@ -1,7 +1,5 @@
 """A Primus experiment file → a recipe: the recipe of its model, with what the file overrides."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

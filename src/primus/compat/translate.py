@@ -1,7 +1,5 @@
 """Keys and options of Primus → settings of a recipe, by the table ``keys.yaml``. What it does not know is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A workspace contains no input, so removing a file by mistake costs time but never a result.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 enter the store unchanged. Nothing is unpacked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib
@@ -85,7 +83,7 @@ def unpacked(layer: LayerRef, blob: Path) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _reader(layer: LayerRef, blob: Path) -> Iterator[_BlobReader]:
+def _reader(layer: LayerRef, blob: Path) -> Iterator["_BlobReader"]:
     try:
         file = blob.open("rb", buffering=0)
     except OSError as error:

@@ -7,8 +7,6 @@ its blobs, so the store is valid after an interrupt at any moment. A name proves
 again (GHSA-3fqg-8hpf-5682), see :meth:`Store.check`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -19,7 +17,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from primus import files
 from primus.errors import HostError, InputError
@@ -49,7 +47,7 @@ class Blob:
     size: int
 
     @classmethod
-    def of(cls, data: bytes, media_type: str) -> Blob:
+    def of(cls, data: bytes, media_type: str) -> Self:
         """Return the blob of these bytes."""
         return cls(digest=canonical.digest_of(data), media_type=media_type, size=len(data))
 

@@ -1,7 +1,5 @@
 """One unit of build work. Its key is a hash of everything that can affect its bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,8 +39,8 @@ class Action:
     kind: Kind
     inputs: tuple[Input, ...]
     spec: Mapping[str, object] = field(default_factory=dict)
-    needs: tuple[Action, ...] = ()
-    tools: tuple[Action, ...] = ()
+    needs: "tuple[Action, ...]" = ()
+    tools: "tuple[Action, ...]" = ()
     files: tuple[LockedFile, ...] = ()
     root: str = ""
     tree: Tree = ()

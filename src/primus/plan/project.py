@@ -3,15 +3,13 @@
 An image never mixes files of two channels.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from primus.errors import InputError, did_you_mean
 from primus.gpus.table import TABLE_FILE, Table
@@ -46,7 +44,7 @@ class Project:
         self._targets: dict[str, tuple[Target, Document]] = {}
 
     @classmethod
-    def find(cls, start: Path | None = None, *, store: Path | None = None, channel: str | None = None) -> Project:
+    def find(cls, start: Path | None = None, *, store: Path | None = None, channel: str | None = None) -> Self:
         """Return the project at ``start``, or else the nearest one from the current folder upwards."""
         folder = start.absolute() if start else cls.here()
         if folder is None or not os.path.lexists(folder / "versions.yaml"):

@@ -1,7 +1,5 @@
 """Project files → all the data that later steps need to plan, build, check and publish one image."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from primus.errors import InputError, PrimusError
 from primus.files import write_file
-from primus.gpus.table import Generation, generation
+from primus.gpus.table import Generation, environment, generation
 from primus.plan.project import Choice, Project, choose
-from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
+from primus.plan.target import Target, extra_root, extras_of, inside_of, pins_of, request_of
 from primus.system.issues import Issue, issues
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, dumps, name_of, normalised
@@ -171,6 +169,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         gpu = generation(target.gpu, project.gpus) if target.gpu is not None else None
     except InputError as error:
         raise InputError(error.message, where=error.where or place("gpu"), hint=error.hint) from None
+    baked = environment(gpu.name, project.gpus) if gpu else ()
     where = {c: place("components", i) for i, c in enumerate(target.components)}
     where |= {c: place("more", choice.channel, i) for i, c in enumerate(target.more.get(choice.channel, ()))}
     pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else None, where)
@@ -187,7 +186,10 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         inside=inside_of(versions, name, choice.sources, pins, packages),
         extras=extras,
         gpu=gpu,
-        environment=environment_of(target, project.gpus),
+        environment={
+            **{variable.name: variable.value or "" for variable in baked},
+            **{variable.name: variable.value for variable in target.environment},
+        },
         request=request_of(versions, name, choice.channel, choice.base, pins, extras),
         lock=project.lock(lock_path),
         lock_path=lock_path,
@@ -198,8 +200,8 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
 
 def lock_target(
     resolved: ResolvedTarget,
-    progress: Progress,
-    shared: Shared,
+    progress: "Progress",
+    shared: "Shared",
     *,
     refresh: bool = False,
     gone: Sequence[LockedFile] = (),

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from primus.errors import InputError, did_you_mean
-from primus.gpus.table import Table, environment
 from primus.schema import WrongValue, described
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import BaseRequest, Commit, Request, normalised
@@ -133,13 +132,6 @@ def inside_of(
             if component not in result and pin.inside in (packages if pin.channel == "debian" else pins):
                 result[component] = replace(pin, place=versions.components[component].pins.index(pin))
     return {component: result[component] for component in versions.components if component in result}
-
-
-def environment_of(target: Target, table: Table) -> dict[str, str]:
-    """Return variable → value in every container: the GPU generation's variables and the target file's own."""
-    baked = environment(target.gpu, table) if target.gpu is not None else ()
-    result = {variable.name: variable.value for variable in baked if variable.value is not None}
-    return result | {variable.name: variable.value for variable in target.environment}
 
 
 def extras_of(

@@ -1,7 +1,5 @@
 """What madengine needs to train the recipes of an image: models.json, a Dockerfile and the script that it runs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

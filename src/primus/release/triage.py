@@ -5,8 +5,6 @@ says which points are bad, and its probability depends on the number of answers 
 asks about a point that half of the probability calls bad, so a doubtful answer is asked for again where it matters.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter

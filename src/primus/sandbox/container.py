@@ -1,7 +1,5 @@
 """The input of a container, as plain data: root file system, devices, limits and command."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -84,7 +82,7 @@ class Devices:
     names: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
 
-    def __add__(self, other: Devices) -> Devices:
+    def __add__(self, other: "Devices") -> "Devices":
         """Return the devices of both, each once."""
         return Devices(
             names=tuple(dict.fromkeys(self.names + other.names)),

@@ -4,8 +4,6 @@ GPUs come from a Container Device Interface (CDI) specification if the machine h
 nodes. AMD's and NVIDIA's container toolkits write the specifications, and podman and Docker apply them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ For podman, each layer is unpacked once, with tar, into a folder of its own belo
 system is an overlay of these folders. The user's own containers and images are not touched.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Loading an image of the store into a Docker engine."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Child processes that end with this process, whether it ends by itself, by Ctrl-C or by SIGKILL."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

@@ -1,13 +1,11 @@
 """The contents of versions.yaml, the file of pins. Moving references are refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from primus.files import path_fault
 from primus.schema import WrongValue, described
@@ -164,7 +162,7 @@ class Pin:
             return f"{self.path} → {self.to}"
         return f"{self.wheel or self.source or self.deb or f'in {self.inside}'} {self.version}"
 
-    def resolved(self, place: int, arch: str | None) -> Pin:
+    def resolved(self, place: int, arch: str | None) -> Self:
         """Return the pin with its position in the component and ``{arch}`` replaced. ValueError if there is none."""
 
         def fill(text: str) -> str:

@@ -1,7 +1,5 @@
 """The Python indexes of this host: pip's configuration, as settings for uv and as requests for files."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -16,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from html import unescape
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import url2pathname
 
@@ -80,12 +78,12 @@ class Indexes:
     settings: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of_host(cls, own: Mapping[str, str]) -> Indexes:
+    def of_host(cls, own: Mapping[str, str]) -> Self:
         """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError without pip."""
         return replace(cls.from_settings(parse_config(_pip_config(frozenset(os.environ.items())))), own=own)
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, str]) -> Indexes:
+    def from_settings(cls, settings: Mapping[str, str]) -> Self:
         """Return the indexes that pip's settings name, or the default of pip and uv if they name none."""
         urls: list[str] = []
         if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):

@@ -1,7 +1,5 @@
 """`primus check`, `primus why-size` and the gates of `build` and `verify`, through the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`primus project`: its errors over the committed runs are those that its page states."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import median

@@ -1,7 +1,5 @@
 """``primus list`` and ``primus show``: golden text, JSON, refusals, completion, and what they import."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

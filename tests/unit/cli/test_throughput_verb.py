@@ -1,7 +1,5 @@
 """What the search for the fastest settings measures, with made results, and where it may write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine through its command line: only what changed, the same bytes, nothing lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

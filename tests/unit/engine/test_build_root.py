@@ -1,7 +1,5 @@
 """What decides a built wheel is in its build's key, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A build with nothing to do: it says so exactly while the image is what a build into an empty store would make."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`primus clean` removes what nothing needs, and nothing else."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import subprocess

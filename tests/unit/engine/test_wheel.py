@@ -1,7 +1,5 @@
 """Wheels as layers: what pip would have laid out, checked against pip itself."""
 
-from __future__ import annotations
-
 import marshal
 import random
 import re

@@ -1,7 +1,5 @@
 """A record that another version wrote counts as missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """GPU code in files: every form, every way it can be there or not."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shutil

@@ -1,7 +1,5 @@
 """One ROCm version, one GPU."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a layer holds besides GPU code: versions, library names, litter, sizes; and that it is read once."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Sequence

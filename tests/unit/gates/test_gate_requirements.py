@@ -1,7 +1,5 @@
 """The gate ``requirements``: what packages require of each other."""
 
-from __future__ import annotations
-
 import pytest
 
 from primus.gates.contents import Stated, stated_in

@@ -1,7 +1,5 @@
 """Libraries with the GPU code of one architecture: what is written, byte by byte, and what a reader finds in it."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import struct

@@ -1,7 +1,5 @@
 """Layer blobs are read in bounded memory, and every byte is compared with both digests."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Layers of a registry's image: the same bytes in the store, and one list of paths for all of them."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Every input is hashed as it streams into a layer: an edit during the build never hides under the old key."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

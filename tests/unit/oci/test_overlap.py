@@ -1,7 +1,5 @@
 """Two sibling layers never own one path."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

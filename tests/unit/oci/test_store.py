@@ -1,7 +1,5 @@
 """The store: whole blobs only, records after blobs, damage seen, two builders at once."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The tar writer: read back by Python's own tarfile, the same bytes whatever the order, clean paths only."""
 
-from __future__ import annotations
-
 import io
 import string
 import tarfile

@@ -1,7 +1,5 @@
 """Which channel builds a target: locks decide, not the network, and files of two channels never mix."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

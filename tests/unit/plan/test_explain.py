@@ -1,7 +1,5 @@
 """Plan and explain: their text, word for word, and what they name."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optional layers: `extras` of a base in versions.yaml, and of a target; and the names of layers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A base of Debian's ROCm: what it leaves out, and components that it brings itself."""
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The stat index: unchanged files are not read, changed ones always are."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Known vulnerabilities: OSV's rules for versions, what is accepted until when, and OpenVEX."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

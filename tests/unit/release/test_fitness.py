@@ -1,7 +1,5 @@
 """What may be published: each missing piece of evidence is an objection of its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Golden curves: where a run leaves one, what is missing, and what changed between two releases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The GPUs of a validation: which are used, and what proves that the jobs ran on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

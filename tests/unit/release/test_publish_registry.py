@@ -1,7 +1,5 @@
 """Logging in to a registry: what is asked, what is shown to whom."""
 
-from __future__ import annotations
-
 import json
 import os
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """Comparing releases: golden text, laws of the comparison, names that mean several, and the present pins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

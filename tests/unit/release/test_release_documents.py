@@ -1,7 +1,5 @@
 """The documents beside a published image: bill of materials, provenance, artifact manifests."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The published releases: all of them are there, as published, and nothing is made up."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search for culprits in simulated worlds, and the verb on a small repository with a judge of our own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

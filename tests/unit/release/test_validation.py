@@ -1,7 +1,5 @@
 """The summary of a validation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Barrier, Event
 

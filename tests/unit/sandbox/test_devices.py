@@ -1,7 +1,5 @@
 """GPUs of a machine, and devices by name, from CDI specifications and device nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """What the engines are told, and what is refused before one is started: all without root."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

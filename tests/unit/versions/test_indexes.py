@@ -1,7 +1,5 @@
 """pip's configuration as uv's settings, and uv's failures as sentences."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import os

@@ -1,7 +1,5 @@
 """Images of a registry, with a stand-in for skopeo."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

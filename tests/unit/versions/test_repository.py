@@ -1,7 +1,5 @@
 """A commit with its submodules as one archive, from repositories on this machine."""
 
-from __future__ import annotations
-
 import socket
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verbs about pins: lock them, list those that have newer versions, and move them."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The verb that finds which moved pins make a release bad."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -8,8 +8,6 @@ belongs to the image below and stays as it is; each package leaves its record in
 scanners look for packages of images that have no dpkg.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import functools

@@ -4,8 +4,6 @@ A base is the same for every GPU. What its packages have for one architecture go
 for two GPUs share every byte that is not specific to one of them.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import re

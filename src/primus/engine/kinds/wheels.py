@@ -6,8 +6,6 @@ of the image's environment, and ``entry_points.txt`` becomes console scripts. ``
 the image list and remove the package.
 """
 
-from __future__ import annotations
-
 import base64
 import configparser
 import csv

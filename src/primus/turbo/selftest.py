@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from primus.turbo import attention, experts, fp8, fp8_kernels, kernels, peers, primus_turbo
+from primus.turbo import attention, experts, fp8, fp8_kernels, kernels, primus_turbo, sharded
 from primus.turbo.compared import SCALE_FP8, Compared, Maker, Rows, formats, leaves_of, plain_linear, three_ways
 from primus.turbo.optimizations import Shapes
 
@@ -205,10 +205,10 @@ def peer_copies(shapes: Shapes, make: Maker) -> Rows:
         if not torch.cuda.can_device_access_peer(one, other):
             raise RuntimeError(f"GPU {one} cannot read the memory of GPU {other}")
     parts = [make.normal(ranks * count) for _ in range(ranks)]
-    memory = peers.Buffers([part.to(device) for part, device in zip(parts, devices, strict=True)])
+    memory = sharded.Buffers([part.to(device) for part, device in zip(parts, devices, strict=True)])
     for rank, device in enumerate(devices):
         total = torch.full((count,), float("nan"), device=device)
-        peers.reduce(memory, total, parts[0].dtype, rank, ranks)
+        sharded.reduce(memory, total, parts[0].dtype, rank, ranks)
         shares = [part[rank * count : (rank + 1) * count] for part in parts]
         plain, exact = (
             torch.stack([share.to(wide) for share in shares]).sum(0) for wide in (torch.float32, torch.float64)
@@ -219,7 +219,7 @@ def peer_copies(shapes: Shapes, make: Maker) -> Rows:
         whole = memory.buffers[rank]
         gathered = torch.full_like(whole, float("nan"))
         gathered[rank * count : (rank + 1) * count] = whole[rank * count : (rank + 1) * count]
-        peers.gather(memory, [gathered.view(ranks, -1)], [0], 2 * count, rank)
+        sharded.gather(memory, [gathered.view(ranks, -1)], [0], 2 * count, rank)
         yield Compared(label="the gathered weight", out=gathered.to(make.device), plain=expected)
 
 

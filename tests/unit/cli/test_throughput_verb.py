@@ -8,8 +8,7 @@ from primus.cli.main import main
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.tuning.throughput import Point
-from primus.tuning.trial import Result, Search
+from primus.tuning.throughput import Point, Result, Search
 
 
 class MadeSearch(Search):

@@ -12,8 +12,7 @@ from primus.errors import HostError
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.tuning.throughput import Point, candidates, different, overlay, search
-from primus.tuning.trial import Search
+from primus.tuning.throughput import Point, Search, candidates, different, overlay, search
 
 H200 = Choices(gpu="h200", precision="fp8")
 FITS = 0.95 * 139.8 * 2**30

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[3]))
 
 from benchmarks.selftest import KINDS, PLACES, Place, planted  # noqa: E402
 
-from primus.turbo import peers, selftest  # noqa: E402
+from primus.turbo import selftest, sharded  # noqa: E402
 from primus.turbo.compared import Compared  # noqa: E402
 from primus.turbo.optimizations import Shapes  # noqa: E402
 
@@ -43,9 +43,9 @@ def test_a_planted_fault_is_named(place: Place, kind: str) -> None:
 
 @pytest.mark.parametrize("shift", (-1, 1))
 def test_weights_from_the_memory_of_another_rank_are_a_fault(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
-    get_buffer = peers.Buffers.get_buffer
+    get_buffer = sharded.Buffers.get_buffer
     monkeypatch.setattr(
-        peers.Buffers,
+        sharded.Buffers,
         "get_buffer",
         lambda self, rank, *where: get_buffer(self, (rank + shift) % SHAPES.shards, *where),
     )

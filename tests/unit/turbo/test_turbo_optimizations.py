@@ -16,7 +16,7 @@ from primus.turbo.optimizations import chosen, compatible, optimizations, reason
 ROOT = Path(__file__).parents[3]
 COUNTING = (
     "turbo/kernels.py",
-    "turbo/peers.py",
+    "turbo/sharded.py",
     "turbo/fp8_kernels.py",
     "turbo/attention.py",
     "turbo/experts.py",

@@ -28,8 +28,7 @@ from primus.terminal import Screen, counted
 from primus.training import machine, start
 from primus.training.job import Job
 from primus.tuning.gemm import Key, Place, alone, check, dumping, folder_of, measure, merge, read_shapes
-from primus.tuning.throughput import Point, candidates, overlay, search
-from primus.tuning.trial import Search
+from primus.tuning.throughput import Point, Search, candidates, overlay, search
 from primus.turbo.optimizations import missing_packages
 
 _STAGES = ("dump", "tune", "use")

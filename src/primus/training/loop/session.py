@@ -188,9 +188,9 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=whole)
     sum_gradients(model)
     if "peer-copies" in job.turbo:
-        from primus.turbo import peers
+        from primus.turbo.sharded import attach
 
-        peers.attach([model], kept=not sharding.reshard_after_forward)
+        attach([model], kept=not sharding.reshard_after_forward)
     weights.materialize(model, process.device)
 
 

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from primus.patch import replace
-from primus.turbo import fp8, peers, primus_turbo
+from primus.turbo import fp8, primus_turbo, sharded
 from primus.turbo.attention import Attention, flash_attention_4, rotate
 from primus.turbo.experts import combine, dispatch, grouped_experts, routes
 from primus.turbo.kernels import LossHead, cast_fp8
 from primus.turbo.optimizations import CALLS
-from primus.turbo.sharded import Step, lay_out_gradients
 
 
 def patch(names: Sequence[str]) -> None:
@@ -29,7 +28,7 @@ def patch(names: Sequence[str]) -> None:
         ("fp8-linear", _replace_linears),
         ("fp8-projections", _replace_projections),
         ("fp8-feed-forward", _replace_feed_forward),
-        ("reduce-scatter-copy-in", lay_out_gradients),
+        ("reduce-scatter-copy-in", sharded.lay_out_gradients),
         ("expert-routing", _route_directly),
         ("turbo-fp8-linear", _convert_linears),
         ("turbo-grouped-gemm", _group_experts),
@@ -178,7 +177,7 @@ def _fuse_steps(optimizers: Iterable[Any]) -> None:
 
     steps = []
     for optimizer in optimizers:
-        optimizer.step = step = Step(optimizer)
+        optimizer.step = step = sharded.Step(optimizer)
         optimizer._opt_called = True
         steps.append(step)
 
@@ -239,7 +238,7 @@ def changed_trainer(trainer: type, names: Sequence[str]) -> type:
             if "fused-adamw" in names:
                 _fuse_steps(self.optimizers)
             if "peer-copies" in names:
-                peers.attach(self.model_parts, kept=config.parallelism.fsdp_reshard_after_forward == "never")
+                sharded.attach(self.model_parts, kept=config.parallelism.fsdp_reshard_after_forward == "never")
 
         def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
             out = super().post_dataloading_process(input_dict, labels)

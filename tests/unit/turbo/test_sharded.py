@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 import torch.distributed as dist  # noqa: E402
 
-from primus.turbo import peers  # noqa: E402
+from primus.turbo import sharded  # noqa: E402
 
 RANKS, CPU = 3, torch.device("cpu")
 
@@ -25,8 +25,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.setdefault(size, []).append(torch.zeros(size, **options))
         return sizes[size][-1]
 
-    monkeypatch.setattr(peers.symmetric, "empty", empty)
-    monkeypatch.setattr(peers.symmetric, "rendezvous", lambda buffer, _name: peers.Buffers(sizes[len(buffer)]))
+    monkeypatch.setattr(sharded.symmetric, "empty", empty)
+    monkeypatch.setattr(sharded.symmetric, "rendezvous", lambda buffer, _name: sharded.Buffers(sizes[len(buffer)]))
     monkeypatch.setattr("torch.cuda.synchronize", lambda _device: None)
 
 
@@ -36,7 +36,7 @@ def _group(rank: int) -> Any:
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.uint8))
 def test_each_rank_gets_the_shares_of_all(dtype: Any) -> None:
-    ranks = [peers.PeerGather() for _ in range(RANKS)]
+    ranks = [sharded.PeerGather() for _ in range(RANKS)]
     for count in (8, 5000, 17, 17, 8):  # memory grows once, then its slots are used in turn
         shares = [torch.randint(0, 100, (count,)).to(dtype) for _ in range(RANKS)]
         outputs = [r.allocate((RANKS * count,), dtype=dtype, device=CPU) for r in ranks]
@@ -49,13 +49,13 @@ def test_each_rank_gets_the_shares_of_all(dtype: Any) -> None:
 
 
 def test_weights_that_are_copied_out_are_not_those_of_the_next_gather() -> None:
-    gathering = peers.PeerGather()
+    gathering = sharded.PeerGather()
     first, second, third = (gathering.allocate((8,), dtype=torch.bfloat16, device=CPU).data_ptr() for _ in range(3))
     assert first == third != second
 
 
 def test_each_rank_gets_its_share_of_the_sum_in_float32() -> None:
-    ranks = [peers.PeerReduce() for _ in range(RANKS)]
+    ranks = [sharded.PeerReduce() for _ in range(RANKS)]
     for count in (8, 5000, 17):
         gradients = [torch.randn(RANKS * count).bfloat16() for _ in range(RANKS)]
         inputs = [r.allocate((RANKS * count,), dtype=torch.float32, device=CPU) for r in ranks]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,11 +13,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers.utils import logging
 
 from primus.errors import InputError
-from primus.recipes.architecture import Architecture, RopeScaling, architecture
+from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.recipe import MOCK
 from primus.training import identity
 from primus.training.corpus import tokenizer_folder
 from primus.training.finetune import models
+from primus.training.reference.models import as_trained
 from primus.training.reference.names import BIAS, from_canonical, to_canonical
 
 # What a checkpoint of torchtitan has besides weights. Those of our own loop are below ``model.``.
@@ -37,7 +36,8 @@ def write_model(checkpoint: Path, folder: Path, dtype: str | None, tokenizer: Pa
         hint = f"--resume-from accepts it only if its {identity.FILE} and all its files are there"
         raise InputError("the checkpoint is incomplete or damaged", where=str(checkpoint), hint=hint)
     backend = str(fields["backend"])
-    model = _as_trained(fields, architecture({k[6:]: v for k, v in fields.items() if k.startswith("model.")}))
+    sizes = architecture({k[6:]: v for k, v in fields.items() if k.startswith("model.")})
+    model = as_trained(sizes, backend, int(fields["seq_len"]))
     if model.of_images:
         raise InputError("transformers has no FLUX", where=str(checkpoint))
     if fields["mode"] == "lora":
@@ -68,14 +68,6 @@ def _differences(backend: str, model: Architecture, biases: Iterable[Tensor], to
         yield f"{others}: it ranks groups of experts by the best {theirs} of each, Megatron by the best {ranked}"
     if tokenizer is None:
         yield "there is no tokenizer: --tokenizer DIR copies one"
-
-
-def _as_trained(fields: Mapping[str, Any], model: Architecture) -> Architecture:
-    # torchtitan scales the positions of DeepSeek only beyond the original length.
-    short = model.rope_scaling.original_max_position >= int(fields["seq_len"])
-    if fields["backend"] == "torchtitan" and model.rope_scaling.kind == "yarn" and short:
-        return replace(model, rope_scaling=RopeScaling())
-    return model
 
 
 def _weights(checkpoint: Path, backend: str, model: Architecture) -> Mapping[str, Tensor]:

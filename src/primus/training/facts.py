@@ -173,7 +173,8 @@ def digest(parts: Sequence[Any]) -> str:
     for part in parts:
         for name, parameter in part.named_parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            hasher.update(f"{name} {local.dtype} {tuple(local.shape)} {_checksums(local.detach())}".encode())
+            sums = tuple(checksum % 2**64 for checksum in checksums(local.detach()).tolist())
+            hasher.update(f"{name} {local.dtype} {tuple(local.shape)} {sums}".encode())
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, hasher.hexdigest())
     return hashlib.sha256("".join(gathered).encode()).hexdigest()
@@ -182,22 +183,21 @@ def digest(parts: Sequence[Any]) -> str:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> tuple[int, int]:
+def checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> torch.Tensor:
     """Return two sums over the bits of all elements, modulo 2⁶⁴; the second weights each element by its position.
 
     Sums of integers do not depend on the order, so CPUs and GPUs agree. The weights are odd, so a change of one
     element always changes the sum.
     """
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    plain = weighted = 0
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), at_once):
         chunk = bits[start : start + at_once].to(torch.int64)
         places = torch.arange(start, start + len(chunk), dtype=torch.int64, device=bits.device)
         # An odd multiplier, so that the weights of distant positions differ as much as those of near ones.
         weights = (places * 0x9E3779B97F4A7C1) | 1
-        plain += int(chunk.sum())
-        weighted += int((chunk * weights).sum())
-    return plain % 2**64, weighted % 2**64
+        sums += torch.stack([chunk.sum(), (chunk * weights).sum()])
+    return sums
 
 
 def write(path: Path, facts: Mapping[str, Any]) -> None:

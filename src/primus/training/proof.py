@@ -66,8 +66,12 @@ def verdicts(evidence: Mapping[str, Any], series: Series) -> list[Verdict]:
     if not steps or not series.steps:
         return [Verdict("reference", False, "the reference found no step to repeat")]
     first, moved, saved = (evidence.get(key, _NOTHING) for key in ("first", "moved", "saved"))
+    wrong = [sentence for step in steps for sentence in step["data"]]
     return [
-        _data(steps),
+        of_faults(
+            "reference data", wrong, "every rank and step had the recipe's own tokens and labels",
+            measured=f"{len(wrong)} differences in {len(steps)} steps",
+        ),
         _figure("loss", "reference loss", evidence, series),
         _figure("grad_norm", "reference gradient norm", evidence, series),
         _parameters(evidence["parameters"]),
@@ -79,13 +83,7 @@ def verdicts(evidence: Mapping[str, Any], series: Series) -> list[Verdict]:
         *([] if evidence["precision"] == "fp32" else [_constants(evidence)]),
         _rates(steps),
         _updates(evidence),
-    ]
-
-
-def _data(steps: Sequence[Mapping[str, Any]]) -> Verdict:
-    different = [sentence for step in steps for sentence in step["data"]]
-    fine, measured = "every rank and step had the recipe's own tokens and labels", f"{len(different)} differences"
-    return of_faults("reference data", different, fine, measured=f"{measured} in {len(steps)} steps")
+    ]  # fmt: skip
 
 
 def _parameters(findings: Mapping[str, Any]) -> Verdict:

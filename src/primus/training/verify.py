@@ -5,7 +5,6 @@ The gradients are those of the rank itself. Once ranks have added theirs, a wron
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from primus.system.measure import device_name
 from primus.terminal import some
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from primus.training.facts import checksums
 
 
 class WrongResultError(RuntimeError):
@@ -76,17 +74,7 @@ def _gathered(module: FSDPModule) -> list[Any]:
 
 
 def _note(hashes: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    hashes[name] = _hash(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-
-
-def _hash(values: Tensor) -> Tensor:
-    """Return three sums of the bits of ``values``. A change of one value changes one of them."""
-    bits = values.contiguous().view(-1).view(_BITS[values.element_size()])
-    width = max(1, math.isqrt(len(bits)))
-    rows = bits[: len(bits) // width * width].view(-1, width)
-    parts = (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[rows.numel() :].to(torch.int64))
-    # The place of a value counts, too.
-    return torch.stack([(part * torch.arange(1, len(part) + 1, device=part.device)).sum() for part in parts])
+    hashes[name] = checksums(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
 
 
 def _device() -> str:

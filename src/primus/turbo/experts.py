@@ -196,23 +196,6 @@ def combine(experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base:
     return out
 
 
-def _rows_times(x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    if not x.is_cuda:
-        parts = [x[first:end] @ w for w, (first, end) in zip(weights, pairwise(starts.tolist()), strict=True)]
-        return torch.cat([*parts, x.new_zeros(len(x) - int(starts[-1]), weights.shape[-1])])
-    out = x.new_empty(len(x), weights.shape[-1])
-    _multiply(x, weights, out, cu_seqlens_m=starts)
-    return out
-
-
-def _products_of_rows(a: torch.Tensor, b: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    if not a.is_cuda:
-        return torch.stack([a[first:end].t() @ b[first:end] for first, end in pairwise(starts.tolist())])
-    out = a.new_empty(len(starts) - 1, a.shape[1], b.shape[1])
-    _multiply(a.t(), b, out, cu_seqlens_k=starts)
-    return out
-
-
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **groups: torch.Tensor) -> None:
     from quack.gemm_config import GemmConfig
     from quack.gemm_interface import gemm_tuned
@@ -228,7 +211,13 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **groups: tor
 @torch.library.custom_op("primus::expert_rows", mutates_args=())
 def _expert_rows(x: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, transposed: bool) -> torch.Tensor:
     CALLS["expert_rows"] += 1
-    return _rows_times(x, weights.mT if transposed else weights, starts)
+    weights = weights.mT if transposed else weights
+    if not x.is_cuda:
+        parts = [x[first:end] @ w for w, (first, end) in zip(weights, pairwise(starts.tolist()), strict=True)]
+        return torch.cat([*parts, x.new_zeros(len(x) - int(starts[-1]), weights.shape[-1])])
+    out = x.new_empty(len(x), weights.shape[-1])
+    _multiply(x, weights, out, cu_seqlens_m=starts)
+    return out
 
 
 _expert_rows.register_fake(lambda x, w, _, transposed: x.new_empty(x.shape[0], w.shape[1 if transposed else 2]))
@@ -237,7 +226,11 @@ _expert_rows.register_fake(lambda x, w, _, transposed: x.new_empty(x.shape[0], w
 @torch.library.custom_op("primus::expert_weights", mutates_args=())
 def _expert_weights(a: torch.Tensor, b: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     CALLS["expert_weights"] += 1
-    return _products_of_rows(a, b, starts)
+    if not a.is_cuda:
+        return torch.stack([a[first:end].t() @ b[first:end] for first, end in pairwise(starts.tolist())])
+    out = a.new_empty(len(starts) - 1, a.shape[1], b.shape[1])
+    _multiply(a.t(), b, out, cu_seqlens_k=starts)
+    return out
 
 
 _expert_weights.register_fake(lambda a, b, starts: a.new_empty(starts.shape[0] - 1, a.shape[1], b.shape[1]))

@@ -21,7 +21,7 @@ from primus.recipes.setting import Choices
 from primus.training import proof
 from primus.training.backend import backend_of
 from primus.training.finetune import backend
-from primus.training.flux.backend import check_transformer
+from primus.training.flux.backend import check_weights
 
 
 def published(name: str) -> dict[str, Any]:
@@ -201,14 +201,17 @@ def test_the_command_refuses_before_anything_starts(tmp_path: Path, capsys: pyte
 
 
 def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
-    model = resolve("flux.1-dev", (), Choices(gpu="mi300x")).architecture
     config = {
         "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "attention_head_dim": 128,
         "in_channels": 64, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,
     }  # fmt: skip
-    check_transformer(written(tmp_path / "dev", config), model)
+
+    def check(folder: Path) -> None:
+        check_weights(resolve("flux.1-dev", [f"weights={folder}"], Choices(gpu="mi300x")))
+
+    check(written(tmp_path / "dev", config))
     with pytest.raises(InputError, match=r"model.dit.guidance is True, the weights have False"):
-        check_transformer(written(tmp_path / "schnell", {**config, "guidance_embeds": False}), model)
+        check(written(tmp_path / "schnell", {**config, "guidance_embeds": False}))
     pipe(tmp_path / "dev/config.json")
     with pytest.raises(InputError, match="this is not a regular file"):
-        check_transformer(tmp_path / "dev", model)
+        check(tmp_path / "dev")

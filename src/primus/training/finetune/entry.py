@@ -14,7 +14,6 @@ from primus.training.finetune import models
 from primus.training.finetune.backend import FinetuneConfig, source_of
 from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
-from primus.training.loop.evaluation import Evaluation
 from primus.training.loop.process import Process
 from primus.training.loop.session import Sharded, shard
 from primus.turbo.attention import attend_in_transformers
@@ -39,7 +38,7 @@ def main(job: RankJob, here: Process) -> None:
     seen = {"mode": job.mode, "trained_outside_adapters": sum(".lora_" not in name for name in trained)}
     sharded = Sharded(model, job, here, seen)
     packing = config.packing
-    evaluation = Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None
+    evaluation = train.Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None
     train.run(job, here, sharded, data.text(job, packing=packing), evaluation)
     if config.save_weights or config.export == "merged":
         if evaluation and evaluation.best:

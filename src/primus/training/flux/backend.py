@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Literal
 
 from primus.errors import InputError
 from primus.files import read_bytes
-from primus.recipes.architecture import Architecture, DiffusionTransformer
+from primus.recipes.architecture import Architecture
 from primus.recipes.family import family
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
@@ -42,8 +41,11 @@ _PIXELS = 8
 _PER_TOKEN = 4
 
 
-def check_cache(folder: Path, model: DiffusionTransformer) -> None:
-    """Raise InputError, with the file, if ``model`` cannot be trained on the cache."""
+def check_data(recipe: Recipe) -> None:
+    """Raise InputError, with the file, if the recipe's model cannot be trained on its cache."""
+    if (folder := recipe.asset("corpus")) is None:
+        return
+    model = recipe.architecture.dit
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         raise InputError(f"{_EXPECTED}, found none", where=str(folder))
@@ -76,9 +78,11 @@ def config_of(model: Architecture) -> dict[str, Any]:
     return {name: model.head_size if key == "head_dim" else attrgetter(key)(model) for key, name in known.items()}
 
 
-def check_transformer(folder: Path, model: Architecture, where: str | None = None) -> None:
-    """Raise InputError unless ``folder`` has whole weights of diffusers' transformer with the sizes of ``model``."""
-    file = folder / "config.json"
+def check_weights(recipe: Recipe) -> None:
+    """Raise InputError unless the initial weights are whole ones of diffusers' transformer, with the recipe's sizes."""
+    if (folder := recipe.weights) is None:
+        return
+    file, model, where = folder / "config.json", recipe.architecture, recipe.settings["flux.weights"].origin
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'")
     for part in identity.tensor_files(folder):
@@ -100,15 +104,3 @@ def check_transformer(folder: Path, model: Architecture, where: str | None = Non
 
 def _shown(shape: tuple[object, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
-
-
-def check_data(recipe: Recipe) -> None:
-    """Raise InputError, with the file, if the recipe's model cannot be trained on its cache."""
-    if (folder := recipe.asset("corpus")) is not None:
-        check_cache(folder, recipe.architecture.dit)
-
-
-def check_weights(recipe: Recipe) -> None:
-    """Raise InputError if the recipe's initial weights are missing, damaged or of another model."""
-    if recipe.weights is not None:
-        check_transformer(recipe.weights, recipe.architecture, recipe.settings["flux.weights"].origin)

@@ -1,9 +1,10 @@
-"""The training loop, from the first step to the last, for any model, and the report of each step."""
+"""The training loop, from the first step to the last, for any model: the report of each step, and evaluations."""
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -19,11 +20,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from primus.training import facts, identity, verify
 from primus.training.failure import text_of
+from primus.training.job import step_of
 from primus.training.loop.config import RankJob, learning_rate
-from primus.training.loop.evaluation import Evaluation
+from primus.training.loop.data import Documents
 from primus.training.loop.process import Process, peak_memory
-from primus.training.loop.session import Batch, Data, Session
-from primus.training.metrics import of_recipe_unit
+from primus.training.loop.session import Batch, Data, Session, Sharded
+from primus.training.metrics import of_recipe_unit, perplexity
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
 
@@ -180,6 +182,56 @@ class Report:
             print(f"{text}\n", end="", flush=True)
 
 
+class Evaluation:
+    """Evaluates on ``data``, and keeps the checkpoint with the least loss, which is ``best``."""
+
+    def __init__(self, job: RankJob, session: Sharded, data: Documents) -> None:
+        self._job, self._session, self._data = job, session, data
+        self._least, self._worse = math.inf, 0
+        self.best: Path | None = None
+
+    def due(self, step: int) -> bool:
+        """Return whether to evaluate after ``step``: every ``eval.every`` steps, and after the last one."""
+        return step % self._job.evaluation["every"] == 0 or step == self._job.last_step
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is to end early."""
+        return 0 < self._job.evaluation["patience"] <= self._worse
+
+    def loss(self) -> float:
+        """Return the mean loss of all held-out labels. All ranks."""
+        session, data, size = self._session, self._data, self._job.training.micro_batch_size
+        sums, mine = [], size * session.data_rank
+        for start in range(0, data.samples, size * self._job.data_parallel):
+            batch = data.batch(start + mine, size)
+            # Where a rank has no samples left, it takes others that do not count.
+            batch["labels"][max(0, data.samples - start - mine) :] = -100
+            loss = session.loss(batch).double()
+            sums.append(torch.stack([loss, loss.new_tensor(data.terms(batch))]))
+        total, terms = session.total(torch.stack(sums).sum(0)).tolist()
+        return float(total / terms)
+
+    def run(self, step: int, report: Report) -> None:
+        """Evaluate after ``step``, save a checkpoint if it is the best, and ``report`` it. All ranks."""
+        loss, job = self.loss(), self._job
+        self._worse = 0 if loss < self._least else self._worse + 1
+        before = self.best
+        if not self._worse:
+            self._least, self.best = loss, _save(job, self._session, report, step)
+        if dist.get_rank() == 0:
+            with (job.output / "eval.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "eval_loss": repr(loss)}) + "\n")
+            every = job.training.checkpoint_interval
+            if before and before != self.best and not (every and step_of(before) % every == 0):
+                shutil.rmtree(before)
+        best = "" if self._worse else ", the best so far"
+        report.say(f"primus: evaluation after step {step}: loss {loss:.5f}, perplexity {perplexity(loss):.4g}{best}")
+        report.trackers.track({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step)
+        if self.over:
+            report.say(f"primus: the last {self._worse} evaluations were no better, so the run ends after step {step}")
+
+
 # Python's automatic garbage collection runs at different times on each rank, and makes all other ranks wait.
 _COLLECT_EVERY = 50
 
@@ -206,15 +258,22 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
         if witness:
             for batch in batches:
                 witness.batch(**{"inputs" if name == "input_ids" else name: part for name, part in batch.items()})
-        watched: Any = _profiled(trace) if trace else nullcontext()
+        watched: Any = (
+            facts.watching(session.model_parts, session.linear_types, compiled=config.compile, trace=trace)
+            if trace or step == job.first_step
+            else nullcontext()
+        )
         if step == job.first_step:
             report.start()
-            watched = facts.watching(session.model_parts, session.linear_types, compiled=config.compile, trace=trace)
         with watched as seen:
             loss, norm, batches = _step(job, process, session, data, batches, step)
         report.step(step, loss, norm, rate)
         if step == job.first_step:
-            observed |= seen | _fed(batches) | active(job.turbo)
+            inputs = batches[0]
+            observed |= seen | active(job.turbo) | {
+                "seq_len": sum(inputs[name].shape[1] for name in ("input_ids", "latents", "text") if name in inputs),
+                "local_batch_size": len(next(iter(inputs.values()))), "accumulation_steps": len(batches),
+            }  # fmt: skip
             facts.write(job.output / "facts.json", observed)
             report.start()
         if witness:
@@ -231,7 +290,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
             report.start()
         if evaluation and evaluation.due(step):
             with witness.busy(step) if witness else nullcontext():
-                evaluation.run(step, partial(_save, job, session, report), report.say, report.trackers.track)
+                evaluation.run(step, report)
             report.start()
             if evaluation.over:
                 break
@@ -278,16 +337,3 @@ def _batches(job: RankJob, session: Session, data: Data, step: int) -> list[Batc
     size, count = job.training.micro_batch_size, job.accumulation
     first = (step - 1) * job.global_batch + session.data_rank * size * count
     return [data.batch(first + part * size, size) for part in range(count)]
-
-
-def _fed(batches: list[Batch]) -> dict[str, object]:
-    first = batches[0]
-    return {
-        "seq_len": sum(first[name].shape[1] for name in ("input_ids", "latents", "text") if name in first),
-        "local_batch_size": len(next(iter(first.values()))),
-        "accumulation_steps": len(batches),
-    }
-
-
-def _profiled(trace: Path) -> Any:
-    return torch.profiler.profile(on_trace_ready=lambda profile: profile.export_chrome_trace(str(trace)))

@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    torch_fully_sharded_data_parallel,
-)
+from megatron.core import distributed, parallel_state
+from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
@@ -36,13 +32,13 @@ from primus.turbo.primus_turbo import attention
 from primus.yamlfile import section
 
 
-class ShardedParallel(torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel):  # type: ignore[misc,unused-ignore]
+class ShardedParallel(fsdp2.TorchFullyShardedDataParallel):  # type: ignore[misc,unused-ignore]
     """Megatron's wrapper of FSDP2, with gradients that are sums over tokens, as in its own buffers."""
 
-    def __init__(self, config: TransformerConfig, ddp: DistributedDataParallelConfig, part: Any) -> None:
+    def __init__(self, config: TransformerConfig, ddp: distributed.DistributedDataParallelConfig, part: Any) -> None:
         # Megatron's wrapper omits this: gradients of bfloat16 weights would be summed over the ranks in bfloat16.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if ddp.grad_reduce_in_fp32 else None)
-        torch_fully_sharded_data_parallel.fully_shard = partial(fully_shard, mp_policy=policy)
+        fsdp2.fully_shard = partial(fully_shard, mp_policy=policy)
         super().__init__(config, ddp, part)
         sum_gradients(self)
 
@@ -83,9 +79,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
         tokens, groups = query.size(2), query.size(1) // key.size(1)
         mask = None
         if self.window and tokens > self.window:
-            place = torch.arange(tokens, device=query.device)
-            before = place[:, None] - place[None, :]
-            mask = (before >= 0) & (before < self.window)
+            mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
             # With a mask, only the kernels without grouped queries avoid storing all scores.
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
             groups = 1
@@ -154,7 +148,7 @@ def _configured(
 def build(
     model: Architecture, training: LoopConfig, config: Mapping[str, Any], choices: MegatronConfig,
     turbo: tuple[str, ...], *, on_cpu: bool, source: Path | None = None,
-) -> list[DistributedDataParallel | ShardedParallel]:  # fmt: skip
+) -> list[distributed.DistributedDataParallel | ShardedParallel]:  # fmt: skip
     """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients.
 
     Weights come from the folder ``source`` with Hugging Face's names, or are random. Raises SystemExit if it lacks one.
@@ -165,7 +159,7 @@ def build(
     transformer = _configured(model, training, config, layers, on_cpu=on_cpu)
     methods = weights.defer(transformer)
     look_up = partial(from_canonical, "megatron", model, look_up=Files(source).canonical) if source else None
-    ddp = DistributedDataParallelConfig(**render.ddp(config))
+    ddp = distributed.DistributedDataParallelConfig(**render.ddp(config))
     virtual = transformer.virtual_pipeline_model_parallel_size
     # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts
     # that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
@@ -192,10 +186,8 @@ def build(
         os.environ.update(chosen)
     if choices.torch_fsdp2:
         return [ShardedParallel(transformer, ddp, part) for part in parts]
-    return [
-        DistributedDataParallel(transformer, ddp, part, disable_bucketing=number > 0)
-        for number, part in enumerate(parts)
-    ]
+    wrap = distributed.DistributedDataParallel
+    return [wrap(transformer, ddp, part, disable_bucketing=number > 0) for number, part in enumerate(parts)]
 
 
 def _spec(config: TransformerConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None) -> Any:

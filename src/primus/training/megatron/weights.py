@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from primus.recipes.architecture import Architecture, shapes
+from primus.training.facts import checksums
 from primus.training.reference.names import to_canonical
 from primus.training.witness import whole_tensors
 
@@ -80,7 +81,7 @@ class _Part:
     split: int
     place: int
     tensor: torch.Tensor | None
-    digest: bytes
+    digest: tuple[int, ...]
 
 
 def gather(parts: Sequence[Any], values: Values, *, tied: bool) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -139,10 +140,14 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
         whole = whole_tensors({n: values[t] if isinstance(t, torch.nn.Parameter) else t for n, t in named.items()})
         for name, tensor in named.items():
             split, place = _split(tensor), _tensor_group(name).rank()
-            sends = _data_rank(name) == 0 and (split >= 0 or place == 0)
+            copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            if ".experts." in name:
+                copy = parallel_state.get_expert_data_parallel_rank()
+            sends = copy == 0 and (split >= 0 or place == 0)
             yield _Part(
                 name=name, split=split, place=place if split >= 0 else 0, tensor=whole[name] if sends else None,
-                digest=_digest(whole[name]),
+                # Zeros have one sign, and gradients of unused weights are NaN.
+                digest=tuple(checksums(whole[name].nan_to_num() + 0.0).tolist()),
             )  # fmt: skip
 
 
@@ -152,17 +157,6 @@ def _split(tensor: torch.Tensor) -> int:
 
 def _halves(name: str) -> int:
     return 2 if "linear_fc1" in name else 1
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    plain = (tensor.nan_to_num() + 0.0).contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(plain.numpy(), digest_size=16).digest()
-
-
-def _data_rank(name: str) -> int:
-    if ".experts." in name:
-        return int(parallel_state.get_expert_data_parallel_rank())
-    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def _joined(pieces: Sequence[_Part]) -> torch.Tensor:
@@ -203,7 +197,7 @@ def joined(model: Architecture, saved: Mapping[str, torch.Tensor]) -> dict[str, 
         numbered = _EXPERT.sub(partial(_raised, by=expert_rank * experts), numbered)
         # Whether ranks have parts of a tensor, and along which dimension, depends on the layers' library, too.
         wholes = (
-            _joined([_Part(name=name, split=split, place=n, tensor=row[n], digest=b"") for n in sorted(row)])
+            _joined([_Part(name=name, split=split, place=n, tensor=row[n], digest=()) for n in sorted(row)])
             for split in (-1, 0, 1)
         )
         whole[numbered] = next(tensor for tensor in wholes if fits(numbered, tensor))

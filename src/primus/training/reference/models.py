@@ -31,7 +31,7 @@ class Models:
 
     def __init__(self, job: Mapping[str, Any], sizes: Architecture) -> None:
         self._job = job
-        self.sizes = _as_trained(job, sizes)
+        self.sizes = as_trained(sizes, job["backend"], int(job["config"].get("training.seq_len", 0)))
         self.dialect = _dialect(job)
         self.exact = job["precision"] == "fp32"
 
@@ -77,12 +77,9 @@ def scale_of(job: Mapping[str, Any]) -> float:
     return float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
 
 
-def _eight(job: Mapping[str, Any]) -> torch.dtype | None:
-    if job["precision"] != "fp8":
-        return None
+def _eight(job: Mapping[str, Any]) -> Any:
     name = "e4m3fn" if job["gpu"] == CPU else arch_of(generation(job["gpu"])).fp8
-    dtype: torch.dtype = getattr(torch, f"float8_{name}")
-    return dtype
+    return getattr(torch, f"float8_{name}") if job["precision"] == "fp8" else None
 
 
 def _dialect(job: Mapping[str, Any]) -> Dialect:
@@ -102,10 +99,10 @@ def _dialect(job: Mapping[str, Any]) -> Dialect:
     return Dialect()
 
 
-def _as_trained(job: Mapping[str, Any], sizes: Architecture) -> Architecture:
+def as_trained(sizes: Architecture, backend: str, length: int) -> Architecture:
     """Return the sizes as trained: torchtitan scales DeepSeek's positions only beyond the original length."""
-    short = sizes.rope_scaling.original_max_position >= int(job["config"].get("training.seq_len", 0))
-    if job["backend"] == "torchtitan" and sizes.rope_scaling.kind == "yarn" and short:
+    short = length <= sizes.rope_scaling.original_max_position
+    if backend == "torchtitan" and sizes.rope_scaling.kind == "yarn" and short:
         return replace(sizes, rope_scaling=RopeScaling())
     return sizes
 

@@ -98,7 +98,12 @@ def resolve(
     dividing = [size for size in sizes if whole < 1 or whole % (size * recipe.data_parallel) == 0]
     if dividing:
         recipe = _with(recipe, "local_batch", dividing[-1])
-    _check_sense(recipe, here=here)
+    # Files at absolute paths must exist only if the run is here.
+    _refuse_first(recipe, (
+        partial(_file_faults, here=here), kind_faults, model_faults, lambda recipe: recipe.architecture.objections(),
+        published_faults, rank_faults, layout_faults, batch_faults, data_faults, _vocabulary_faults,
+        rules_of(recipe).faults, _precision_faults,
+    ))  # fmt: skip
     if facts["proxy"] == "true":
         # A proxy has sizes of its own. Those of the full model are in the same file, and have to be the published ones.
         complete = _with_cases(body, source, {**facts, "proxy": "false"}, {}, knows)
@@ -291,15 +296,6 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
         if having := [r.name for r in rows if native in {*r.keys, *r.degrees, *schema.backend_rules(r.name)}]:
             near, hint = "", f"{native} is a setting of --backend {' or '.join(having)}"
     return InputError(f"there is no key {key!r}{near}", where=setting.origin, hint=None if near else hint)
-
-
-def _check_sense(recipe: Recipe, *, here: bool) -> None:
-    """Check the settings together. Files at absolute paths must exist only if the run is ``here``."""
-    _refuse_first(recipe, (
-        partial(_file_faults, here=here), kind_faults, model_faults, lambda recipe: recipe.architecture.objections(),
-        published_faults, rank_faults, layout_faults, batch_faults, data_faults, _vocabulary_faults,
-        rules_of(recipe).faults, _precision_faults,
-    ))  # fmt: skip
 
 
 def _refuse_first(recipe: Recipe, checks: Iterable[Callable[[Recipe], Iterable[Fault]]]) -> None:

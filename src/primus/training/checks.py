@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from primus.training.logs import Series, Step
+from primus.training.logs import Series
 from primus.yamlfile import read_values
 
 LIMITS: Mapping[str, Any] = read_values(Path(__file__).with_name("limits.yaml")).data
@@ -236,7 +236,9 @@ def same_steps(
         return Verdict(name, False, "the base run has no steps to compare with", limit=limit)
     twins = [(step, other.at(step.step)) for step in compared]
     missing = [step.step for step, twin in twins if twin is None]
-    worst, at = max(((_gap(step, twin), step.step) for step, twin in twins if twin), default=(0.0, first))
+    pairs = [(step, twin) for step, twin in twins if twin]
+    gaps = [(max(relative_gap(a.loss, b.loss), relative_gap(a.grad_norm, b.grad_norm)), a.step) for a, b in pairs]
+    worst, at = max(gaps, default=(0.0, first))
     faults = [f"not logged in the second run: {_ranges(missing)}"] if missing else []
     if worst > tolerance:
         faults.append(f"differs most at step {at}")
@@ -266,10 +268,6 @@ def throughput(measured: float | None, reference: float, tolerance: float) -> Ve
         return Verdict("throughput", False, "no step was measured", limit=limit)
     reason = f"{measured / reference:.2f} × the reference of {reference:,.0f} tokens/s/GPU"
     return Verdict("throughput", measured >= least, reason, measured=f"{measured:,.0f}", limit=limit)
-
-
-def _gap(step: Step, twin: Step) -> float:
-    return max(relative_gap(step.loss, twin.loss), relative_gap(step.grad_norm, twin.grad_norm))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

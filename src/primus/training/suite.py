@@ -142,7 +142,9 @@ def _comparisons(
         yield ("base",), checks.loss_plausible(base, vocabulary, limit("first_loss_tolerance"))
     yield ("base",), checks.loss_falls(base, limit("loss_drop"), repeated=passed >= _STEPS)
     yield ("base",), checks.grad_norm_steady(base, limit("grad_norm_jump"), repeated=_NORM in passed)
-    if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not _resized(recipe):
+    typed = (key for key, setting in recipe.settings.items() if setting.origin.startswith("command line"))
+    resized = any(key.startswith("model.") for key in typed)
+    if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not resized:
         speed = ended["base"].summary.tokens_per_second
         yield ("base",), checks.throughput(speed, limit("throughput"), limit("throughput_tolerance"))
     if "repeat" in planned:
@@ -164,10 +166,6 @@ def _comparisons(
         if name.startswith(_PRECISION_JOB):
             words = (recipe.precision, name.removeprefix(_PRECISION_JOB))
             yield ("base", name), checks.same_loss(words, base, series[name], limit("precision_tolerance"))
-
-
-def _resized(recipe: Recipe) -> bool:
-    return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
 
 
 def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:

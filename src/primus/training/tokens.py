@@ -23,19 +23,8 @@ from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.recipes.weights import HUB
 from primus.terminal import counted
-from primus.training.corpus import (
-    WEIGHTS,
-    Corpus,
-    Document,
-    Files,
-    Layout,
-    document_of,
-    files_of,
-    first_line,
-    layout_of,
-    rows,
-    tokenizer_folder,
-)
+from primus.training import corpus as corpora
+from primus.training.corpus import Corpus, Document, Files, Layout, first_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +64,7 @@ class Encoder:
             raise HostError("transformers is not installed", hint="run this inside a primus image") from None
         logging.set_verbosity_error()
         self.name = name
-        folder = tokenizer_folder(name)
+        folder = corpora.tokenizer_folder(name)
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
             self.tokenizer("some settings of a wrong type only fail here")
@@ -207,7 +196,7 @@ class Encoder:
 
 
 def _trains(turn: Mapping[str, Any]) -> bool:
-    return all(turn.get(key) in (None, 1) for key in WEIGHTS)
+    return all(turn.get(key) in (None, 1) for key in corpora.WEIGHTS)
 
 
 def _refuse_dropped(document: Document, text: str) -> None:
@@ -239,11 +228,11 @@ class Reader:
         self.corpus = corpus
         if not corpus.name.startswith(HUB) and not corpus.tokenizer.startswith(HUB):
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        self.files = Files(paths=[]) if made or corpus.name.startswith(HUB) else files_of(corpus)
-        every = ((str(n), {"text": text}) for n, text in enumerate(made)) if made else rows(corpus, self.files)
+        self.files = Files(paths=[]) if made or corpus.name.startswith(HUB) else corpora.files_of(corpus)
+        every = ((str(n), {"text": text}) for n, text in enumerate(made)) if made else corpora.rows(corpus, self.files)
         if (first := next(every, None)) is None:
             raise InputError("the corpus contains no text", where=corpus.name)
-        self.layout: Layout = layout_of(first[1], corpus.column, first[0])
+        self.layout: Layout = corpora.layout_of(first[1], corpus.column, first[0])
         self._rows = chain([first], every)
         self.encoder = Encoder(corpus.tokenizer)
 
@@ -256,7 +245,7 @@ class Reader:
         """Yield the tokens of each document that is not empty, and 1 for each that is trained; no mask: all are."""
         texts, size = list[str](), 0
         for where, row in self._rows:
-            document = document_of(row, self.layout, where)
+            document = corpora.document_of(row, self.layout, where)
             if self.layout.prompted:
                 yield self.encoder.document(document, where, completions=self.corpus.completions)
             elif document.text.strip():

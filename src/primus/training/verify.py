@@ -61,16 +61,14 @@ def _computed(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
         yield from ((name, tensor) for name, tensor in part.named_parameters() if tensor.requires_grad)
         for module in part.modules():
-            for parameter in _gathered(module) if isinstance(module, FSDPModule) else ():
+            if not isinstance(module, FSDPModule):
+                continue
+            state: Any = module._get_fsdp_state()
+            # Newer versions of PyTorch can have several groups.
+            groups = vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]
+            for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
                 if parameter.sharded_param.requires_grad:
                     yield str(parameter._param_fqn), parameter._unsharded_param
-
-
-def _gathered(module: FSDPModule) -> list[Any]:
-    state: Any = module._get_fsdp_state()
-    # Newer versions of PyTorch can have several groups.
-    groups = vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]
-    return [parameter for group in groups if group for parameter in group.fsdp_params]
 
 
 def _note(hashes: dict[str, Tensor], name: str, gradient: Tensor) -> None:

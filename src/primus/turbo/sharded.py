@@ -103,16 +103,11 @@ class Step:
         self._count += 1
         self._optimizer._opt_called = True
         if scaled:
-            _scale(scaled, largest)
-
-
-def _scale(scaled: list[Any], largest: torch.Tensor) -> None:
-    """Compute the scales as in torchao's ``precompute_float8_dynamic_scale_for_fsdp``, with the kernel's maximum."""
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    tops = largest.double().clamp(min=1e-12)
-    scales = (torch.finfo(scaled[0][0]._dtype).max / tops).float()
-    for weight, index in scaled:
-        weight._precomputed_scale = scales[index]
+            # As torchao's precompute_float8_dynamic_scale_for_fsdp, with the kernel's maximum.
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            scales = (torch.finfo(scaled[0][0]._dtype).max / largest.double().clamp(min=1e-12)).float()
+            for weight, index in scaled:
+                weight._precomputed_scale = scales[index]
 
 
 _SLOTS = 2

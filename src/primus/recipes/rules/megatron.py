@@ -9,16 +9,8 @@ from primus.recipes.architecture import size
 from primus.recipes.choose import CPU
 from primus.recipes.faults import Fault
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules.loop import (
-    BFLOAT16,
-    FACTORS,
-    FLOAT32,
-    Memory,
-    Rules,
-    layer_elements,
-    unsharded,
-    width_of,
-)  # fmt: skip
+from primus.recipes.rules import loop as terms
+from primus.recipes.rules.loop import BFLOAT16, FACTORS, FLOAT32, Memory, Rules
 
 
 class Megatron(Rules):
@@ -91,7 +83,7 @@ class Megatron(Rules):
         """Predict the peak of one rank. Only the optimizer's float32 copies are sharded."""
         model = recipe.architecture
         tokens, total = batch * recipe.seq_len / recipe.degree("cp"), float(size(model).total)
-        width = width_of(recipe.find("megatron.training.dtype", "bfloat16"))
+        width = terms.width_of(recipe.find("megatron.training.dtype", "bfloat16"))
         reduced = FLOAT32 if recipe.find("megatron.ddp.grad_reduce_in_fp32", True) else width
         tensor, stages = recipe.degree("tp"), recipe.degree("pp")
         parts = tensor * stages * recipe.degree("ep")
@@ -102,7 +94,7 @@ class Megatron(Rules):
         fully = recipe.find("megatron.torch_fsdp2", False)
         layers = model.layers / stages
         again, group = _recomputed(recipe, layers)
-        layer = layer_elements(model, eight=False) * FACTORS["megatron_eager"]
+        layer = terms.layer_elements(model, eight=False) * FACTORS["megatron_eager"]
         once = group * layer * FACTORS["recomputed"] if again else 0
         saved = (layers - again) * layer + again / group * model.hidden_size + once
         in_flight = min(stages, max(1, recipe.accumulation))
@@ -110,7 +102,7 @@ class Megatron(Rules):
             weights=width * total / (recipe.world_size if fully else parts),
             gradients=reduced * total / (recipe.world_size if fully else parts),
             optimizer=states * total / (recipe.world_size if sharded or fully else parts),
-            unsharded=unsharded(recipe, width) if fully else 0,
+            unsharded=terms.unsharded(recipe, width) if fully else 0,
             activations=saved * in_flight * tokens * width / tensor,
             loss=tokens * model.vocab_size * FACTORS["megatron_loss"] / tensor,
         )

@@ -122,13 +122,9 @@ def _configured(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
-        # The number of labels is known only for the whole step, and labels can be ignored.
-        "calculate_per_token_loss": True,
         "transformer_impl": layers,
         # The local grouped product needs another package, so each expert has its own product.
         "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
-        # Without Apex or Transformer Engine, no kernel can add to an existing gradient.
-        "gradient_accumulation_fusion": False,
         # Experts require it with tensor parallelism; without it, latent attention's norms count gradients twice.
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
         **keys,

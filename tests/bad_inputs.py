@@ -73,7 +73,7 @@ def fault(given: Mapping[str, Any], folder: Path) -> str | None:
         return f"exit code {code}: {said}"
     if not re.search(given["says"], said, re.DOTALL) or given.get("where", "") not in said:
         return f"it says {said}"
-    if "Traceback" in said or len(said) > 4000:
+    if "Traceback" in said or "verysecret" in said or len(said) > 4000:
         return f"no sentence: {said[:4000]}"
     # The first one imports the most: half a second, and more than one on cores that others use.
     return None if took < 3 else f"{took:.1f} s"

@@ -76,21 +76,3 @@ def test_a_range_of_nodes_is_projected_and_a_layout_that_fits_is_found(capsys: p
     assert main(["project", "llama3.1-8b", "--gpu", "mi355x", "--nodes", "512"]) == 0
     assert "no such run on this GPU is known" in capsys.readouterr().out
     assert main(["project", "deepseek-v3", "--gpu", "mi355x", "--nodes", "2"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("llama3.1-8b", "--gpu", "mi355x", "--nodes", "0"), "no number of nodes: '0'"),
-        (("llama3.1-8b", "--gpu", "mi355x", "--nodes", "8..2"), "no number of nodes: '8..2'"),
-        (("llama3.1-8b", "--gpu", "mi355x", "--nodes", "5000"), "no number of nodes: '5000'"),
-        (("llama3.1-8b", "--gpu", "mi355x", "--precision", "mxfp8"), "no run in mxfp8 is published"),
-        (("llama3.1-8b", "--gpu", "mi355x", "--mode", "lora", "--backend", "finetune"), "all weights trained"),
-        (("flux.1-dev", "--gpu", "mi355x"), "throughput is projected for language models"),
-    ],
-)
-def test_what_cannot_be_projected_is_refused(
-    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["project", *words]) == 2
-    assert says in capsys.readouterr().err

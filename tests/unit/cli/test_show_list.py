@@ -120,19 +120,6 @@ def test_gpus_that_cannot_hold_a_recipe_are_left_out(recipes: Path, capsys: pyte
         capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--gpu", "mi355"], "did you mean 'mi355x'"),
-        (["--mode", "lora"], "no recipe matches"),
-        (["nothing"], "no recipe matches"),
-    ],
-)
-def test_what_is_not_there_is_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", ["list", "show tiny --gpu h200"])
 def test_nothing_heavy_is_imported(words: str) -> None:
     code = (

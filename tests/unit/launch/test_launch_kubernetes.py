@@ -70,27 +70,6 @@ def test_a_token_of_the_environment_is_not_rendered(
     assert [one["kind"] for one in yaml.safe_load_all(out)] == ["Service", "Job"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--namespace", "A_b"], "not a name of Kubernetes"), (["--rdma", "hca"], "not a resource"),
-        (["--memory", "much"], "not a quantity"), (["--node-selector", "a"], "not LABEL=VALUE"),
-        (["--env", "A"], "not NAME=VALUE"), (["--mount", "/data"], "--mount cannot be used with primus launch k8s"),
-        (["--image", "foo bar"], "not the name of an image"), (["--image", "rocm/Primus"], "not the name of an image"),
-        (["--claim", "my claim"], "--claim: 'my claim' is not a name"), (["--rdma", "rdma/hca=0"], "not a resource"),
-        (["--pull-secret", "a_b"], "--pull-secret: 'a_b' is not a name"), (["--cpu", "0"], "'0' is not a quantity"),
-        (["--hf-token-secret", "a b"], "--hf-token-secret: 'a b' is not a Secret"),
-        (["--hf-token-secret", "hf_" + "verysecret" * 3], "looks like a secret"),
-        (["--env", "HF_TOKEN=hf_" + "verysecret" * 3], "looks like a secret"),
-    ],
-)  # fmt: skip
-def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WORDS, "--dry-run", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "verysecret" not in error
-
-
 # Keeps objects as files. REFUSE is the kind whose creation fails, BROKEN fails everything.
 KUBECTL = """\
 #!%s

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.errors import InputError
 from primus.launch import slurm
 from primus.launch.plan import Plan
 from primus.recipes.resolve import resolve
@@ -45,12 +44,7 @@ def test_the_script_names_the_plan_first_and_asks_for_what_the_job_needs() -> No
     assert str(Path.cwd()) not in text
 
 
-@pytest.mark.parametrize(
-    "word", ["HF_TOKEN=hf_abcdefghijklmnopqrstuvwx", "MY_SECRET=x", "WANDB_API_KEY=1", "X=ghp_0123456789abcdefghij0123"]
-)
-def test_a_secret_is_refused_and_a_name_is_passed_on(word: str) -> None:
-    with pytest.raises(InputError, match="looks like a secret"):
-        slurm.Site(environment=(word,))
+def test_the_name_of_a_secret_is_passed_on() -> None:
     site = slurm.Site(container="docker", image="a", environment=("HF_TOKEN",))
     assert "-e HF_TOKEN" in slurm.script(plan(), site)
 
@@ -61,21 +55,6 @@ def test_no_value_of_the_environment_reaches_the_script(
     monkeypatch.setenv("HF_TOKEN", "hf_verysecretverysecretvery")
     assert main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--nodes", "2", "--image", "a", "--dry-run"]) == 0
     assert "verysecret" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--time", "soon"], "not a duration"), (["--time", "99:99"], "not a duration"),
-        (["--time", "12:00:60"], "not a duration"), (["--partition", "a b"], "not a name of Slurm"),
-        (["--env", "1A=2"], "neither NAME nor NAME=VALUE"), (["--container", "docker"], "needs --image"),
-        (["--container", "podman", "--image", "foo bar"], "not the name of an image"), (["--nodes", "0"], "nodes"),
-        (["--port", "70000"], "70000 is not a port"), (["--sbatch=--comment=\nrm"], "control character"),
-    ],
-)  # fmt: skip
-def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--nodes", "2", "--dry-run", *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_gpu_is_the_images_or_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from primus.errors import InputError
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, gpu_bytes, predict
@@ -45,15 +42,3 @@ def test_gathered_weights_are_kept_where_they_fit() -> None:
     recipes = [resolve("deepseek-16b", words, H200) for words in (("ranks=4",), ("ranks=2", "model.layers=8"))]
     assert [recipe.settings[key].value for recipe in recipes] == ["default", "never"]
     assert "the first of never, default that fits" in recipes[0].settings[key].origin
-
-
-@pytest.mark.parametrize(
-    "word",
-    [*(f"training.local_batch_size={text}" for text in ("[]", "[0]", "[-2, 2]", "[2, many]", "[true]")),
-     "parallelism.fsdp_reshard_after_forward=[never, nevr]"],
-)  # fmt: skip
-def test_another_list_is_refused_where_it_stands(word: str) -> None:
-    with pytest.raises(InputError, match=r"is \[") as refusal:
-        llama(word)
-    assert "command line" in str(refusal.value.where)
-    assert refusal.value.hint == "give one value, or a list of values to try in this order"

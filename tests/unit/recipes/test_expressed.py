@@ -100,30 +100,6 @@ def test_a_family_names_fields_and_backends_that_are_there(name: str) -> None:
         assert known.transformers and known.backends
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["model.window=64"], "models of the family llama3 have no window"),
-        (["model.tied_embeddings=true"], "torchtitan's model of the family llama3 cannot express true"),
-        (["model.qkv_bias=true"], "models of the family llama3 have no qkv_bias"),
-        (["model.head_dim=32"], "cannot express 32"),
-        (["model.rope_scaling.kind=yarn"], "computes the family llama3 with none or llama3 only, not yarn"),
-        (["model.rope_scaling.factor=4"], "has no effect while model.rope_scaling.kind is none"),
-        (["model.moe.route_scale=2"], "has no effect while model.moe.experts is 0"),
-        (["model.moe.experts=8", "model.moe.top_k=2", "model.moe.ffn_size=64"], "llama3 have no moe.experts"),
-        (["model.mla.v_head_dim=16"], "has no effect while model.mla.kv_lora_rank is 0"),
-        (["model.dit.guidance=true"], "models of the family llama3 have no dit.guidance"),
-        (["model.family=qwen2"], "torchtitan has no model of the family qwen2"),
-    ],
-)
-def test_what_torchtitan_cannot_express_is_refused(words: list[str], says: str) -> None:
-    with pytest.raises(InputError) as caught:
-        resolve.resolve("llama3-proxy", words, Choices(gpu="cpu"))
-    assert says in caught.value.message
-    assert caught.value.where == f"command line: {words[0]}"
-    assert caught.value.hint
-
-
 def test_a_part_that_is_switched_off_by_name_keeps_the_file_s_values() -> None:
     recipe = resolve.resolve("llama3.1-8b", ["model.rope_scaling.kind=none"], Choices(gpu="mi300x"))
     assert recipe.architecture.rope_scaling.factor == 8.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.errors import InputError
 from primus.gpus.detect import Found, visible
 from primus.gpus.table import load_table
 from primus.system import nodes
@@ -193,28 +191,6 @@ def test_the_node_with_the_problem_is_named(
     assert "<script src" not in text
     assert main(["preflight", "--nodes", *files, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "[" * 100_000, "[]", "{}", '{"name": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}',
-        '{"node": 1',
-    ],
-)  # fmt: skip
-def test_what_is_no_document_is_a_sentence(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "n.json"
-    file.write_text(text)
-    with pytest.raises(InputError, match=r"n\.json:1:\d+: |nested too deeply|not JSON"):
-        nodes.read(file)
-    assert main(["preflight", "--nodes", str(file)]) == 2
-    assert main(["preflight", "--nodes", str(tmp_path / "none")]) == 2
-
-
-def test_a_pipe_is_not_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "n.json")
-    assert main(["preflight", "--nodes", str(tmp_path / "n.json")]) == 2
-    assert "n.json: this is not a regular file" in capsys.readouterr().err
 
 
 def test_bad_combinations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

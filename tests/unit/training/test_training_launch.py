@@ -268,16 +268,3 @@ def test_variables_of_another_torchrun_are_dropped() -> None:
     kept = {"NODE_RANK": "0", "MASTER_ADDR": "a", "PETS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}
     assert launch.dropped(theirs | kept) == sorted(theirs)
     assert launch.clean(theirs | kept) == kept | {"PYTHONSAFEPATH": "1"}
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("llama3.1-8b --backend megatron --verify-steps 1", "Megatron adds gradients in buffers of its own"),
-        ("llama3.1-8b --verify-steps 9 steps=8", "--verify-steps 9 verifies nothing in 8 steps"),
-        ("llama3.1-8b --verify-steps 1 --judge", "--verify-steps and --judge exclude each other"),
-    ],
-)
-def test_steps_that_cannot_be_verified_are_refused(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *words.split(), "--proxy", "--gpu", "cpu", "--dry-run"]) == 2
-    assert why in capsys.readouterr().err

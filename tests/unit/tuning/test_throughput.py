@@ -167,18 +167,3 @@ def test_the_plan_needs_no_gpu(
     assert main([*words, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["plan"]) == 24
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("throughput", "llama3-proxy", "--stage", "dump"), "--stage cannot be used with primus tune throughput"),
-        (("gemm", "llama3-proxy", "--dry-run"), "--dry-run cannot be used with primus tune gemm"),
-        (("throughput", "llama3-proxy", "--gpu", "cpu", "--steps", "5"), "--steps must be greater than the 5 steps"),
-    ],
-)
-def test_options_that_do_not_belong_are_refused(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tune", *words]) == 2
-    assert said in capsys.readouterr().err

@@ -33,6 +33,7 @@ from primus.plan.skeleton import Prefix
 from primus.plan.workspace import StatIndex
 from primus.recipes.load import parse
 from primus.recipes.resolve import vocabulary
+from primus.recipes.tensors import header
 from primus.recipes.weights import config_of
 from primus.release.registry import Document, Repository, artifact
 from primus.report.run import read_all
@@ -133,7 +134,7 @@ def of_checkpoint(data: bytes, folder: Path) -> None:
     for name in ("model.safetensors", "config.json", "tokenizer.json", "recipe.json", "sealed.json", ".metadata"):
         (folder / name).write_bytes(data)
     for call in (
-        lambda: identity.header(folder / "model.safetensors"), lambda: identity.fingerprint(folder),
+        lambda: header(folder / "model.safetensors"), lambda: identity.fingerprint(folder),
         lambda: identity.saved(folder), lambda: identity.complete(folder), lambda: config_of(folder),
         lambda: vocabulary(folder),
     ):  # fmt: skip

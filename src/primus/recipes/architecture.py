@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from primus.recipes.family import families, family, weights_of
+from primus.recipes.family import OTHER, families, family, weights_of
 from primus.recipes.setting import Value, bounded
 from primus.yamlfile import flat, read_values, section
 
@@ -88,6 +88,7 @@ class DiffusionTransformer:
 class Architecture:
     """The sizes of one model. Which of them a family has, and with which values, is in ``families/``.
 
+    ``parameters`` is the number of a model of the family "other", which has no formula.
     ``qkv_bias``: the projections to queries, keys and values have biases. ``qk_norm``: each head of queries and of keys
     is normalized before it is rotated. ``head_dim`` 0 means hidden_size ÷ heads; ``window`` 0 means full causal
     attention; ``vocab_size`` is the number of rows of the embedding. Sizes count elements; ``max_seq_len`` and
@@ -107,6 +108,7 @@ class Architecture:
     rope_theta: float = bounded(10000.0, "(0, inf)")
     norm_eps: float = bounded(1e-5, "(0, 1)")
     tied_embeddings: bool = False
+    parameters: int = bounded(0, "[0, inf)")
     qkv_bias: bool = False
     qk_norm: bool = False
     window: int = bounded(0, "[0, inf)")
@@ -163,6 +165,11 @@ class Architecture:
         return family(self.family).images
 
     @property
+    def has_formula(self) -> bool:
+        """Whether its weights and what it computes are described here, and not by transformers alone."""
+        return self.family != OTHER
+
+    @property
     def head_size(self) -> int:
         """Elements of one attention head."""
         return self.head_dim or self.hidden_size // max(1, self.heads)
@@ -215,6 +222,8 @@ class Size:
 @cache
 def size(model: Architecture) -> Size:
     """Count the parameters of ``model``. Balancing biases of routers are included, as in published totals."""
+    if not model.has_formula:
+        return Size(total=model.parameters, active=model.parameters, embedding=0)
     sparse, moe, dit = model.sparse_layers, model.moe, model.dit
     copies = {"outer": 1, "layer": model.layers, "dense": model.layers - sparse, "sparse": sparse}
     if model.of_images:

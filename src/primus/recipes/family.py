@@ -19,6 +19,8 @@ from primus.yamlfile import Scalar, read_values, spell
 
 _FOLDER = Path(__file__).with_name("families")
 _DECODER = "decoder"
+# The family of the models that no other one computes, which transformers alone defines.
+OTHER = "other"
 # Keys of rope scaling in config.json, with transformers' values where one is omitted, by its kind.
 STRETCH: Mapping[str, Mapping[str, float]] = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -190,8 +192,9 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
             value = 0
         yield key, name, value
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not known.images:
-        yield "rope_scaling.kind", f"{part}.rope_type", "none" if kind == "default" else kind
+    if not known.has("rope_scaling.kind"):
+        return
+    yield "rope_scaling.kind", f"{part}.rope_type", "none" if kind == "default" else kind
     if isinstance(kind, str) and kind in STRETCH:
         original = rope.get("original_max_position_embeddings", whole["max_position_embeddings"])
         yield "rope_scaling.original_max_position", f"{part}.original_max_position_embeddings", original

@@ -39,6 +39,8 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "assets.corpus", "mock has no documents to evaluate on, or to pack", "name a corpus"
     if recipe.find(packing, False) and recipe.find(f"{recipe.backend}.attention", "sdpa") not in ("sdpa", "eager"):
         yield packing, "only the attention sdpa and eager keep packed documents apart", "attention=sdpa"
+    if recipe.find(packing, False) and not recipe.architecture.has_formula:
+        yield packing, "nothing shows that a model of no family keeps packed documents apart", "packing=false"
 
 
 def _degree(recipe: Recipe, kind: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from primus.errors import InputError, nearest
 from primus.recipes import load, schema
 from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
-from primus.recipes.family import families, family
+from primus.recipes.family import OTHER, families, family
 from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, holds, predict, rules_of
@@ -172,13 +172,15 @@ def _of_weights(
     name = str(settings["model.family"].value) if "model.family" in settings else ""
     if not (name in families() and not family(name).images and "weights" in schema.backend_rules(knows.name)):
         return settings
+    if (typed := overriding.get("model.family")) and typed.value == OTHER:
+        name = OTHER
     described = model_of(folder, name)
     for key, setting in overriding.items():
         if setting.value != (theirs := described.get(key, setting)).value:
             message = f"{key} is {setting.value}, and the weights have {theirs.value}"
             hint = "leave it out: the sizes are those of the weights"
             raise InputError(message, where=theirs.origin, hint=hint)
-    kept = ("model.hf_repo", "model.moe.auxiliary_loss")
+    kept = ("model.hf_repo", "model.moe.auxiliary_loss") if name != OTHER else ()
     settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
     lengths = (settings[knows.key("seq_len")], described["model.max_seq_len"])
     return settings | {knows.key("seq_len"): min(lengths, key=lambda length: int(str(length.value)))}

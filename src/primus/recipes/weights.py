@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 from primus.errors import HostError, InputError
 from primus.files import read_bytes
 from primus.recipes.architecture import Architecture, architecture, size
-from primus.recipes.family import described, families, families_of, family, uncomputed
+from primus.recipes.family import OTHER, described, families_of, family, uncomputed
 from primus.recipes.faults import Fault
 from primus.recipes.load import Entry, beside, entries
 from primus.recipes.recipe import Recipe
 from primus.recipes.schema import model_rules
 from primus.recipes.setting import Setting, Value
+from primus.recipes.tensors import header, tensor_files
 from primus.yamlfile import section, spell
 
 HUB = "hf:"
@@ -71,10 +73,8 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise InputError("config.json cannot be read, or is not JSON", where=str(file), hint=source) from error
     if not isinstance(config, dict):
         raise InputError("config.json is not a mapping", where=str(file))
-    types = list(dict.fromkeys(family(name).transformers for name in families() if not family(name).images))
-    if (kind := config.get("model_type")) not in types:
-        why, hint = f"primus has no recipe for models of type {kind!r}", f"there are recipes for {', '.join(types)}"
-        raise InputError(why, where=f"{file}: model_type", hint=hint)
+    if not isinstance(config.get("model_type"), str):
+        raise InputError("config.json names no type of model", where=f"{file}: model_type", hint=source)
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else config[key]
@@ -91,13 +91,16 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
     """
     file, config = config_of(folder)
     kind, known = config["model_type"], family(name)
-    if kind != known.transformers:
+    if name not in (*families_of(kind), *fitting_families(kind)):
         why = f"the weights are of type {kind}, and the recipe's family is {name}"
         hint = "`primus finetune WEIGHTS DATA` picks a recipe for the weights"
         raise InputError(why, where=f"{file}: model_type", hint=hint)
     for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
         if field not in config:
-            raise InputError(f"config.json has no {field}", where=str(file), hint="copy it from the weights' source")
+            hint = "copy it from the weights' source"
+            if "text_config" in config:
+                hint = "this model has several parts: load its language model with transformers, and save_pretrained"
+            raise InputError(f"config.json has no {field}", where=str(file), hint=hint)
     settings = {"model.family": Setting(value=name, origin=f"{file}: model_type")}
     fixed = [
         (key, "model_type", only[0]) for key, only in known.values.items() if only[0] != model_rules()[key].default
@@ -106,22 +109,30 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
         if (objection := model_rules()[key].objection(value)) is not None:
             raise InputError(f"model.{key} {objection}", where=f"{file}: {field}")
         settings[f"model.{key}"] = Setting(value=value, origin=f"{file}: {field}")
+    if name == OTHER:
+        shapes = chain.from_iterable(header(part).shapes.values() for part in tensor_files(folder))
+        settings["model.parameters"] = Setting(value=sum(map(math.prod, shapes)), origin=f"{folder}: the tensors")
     return settings
 
 
+def fitting_families(kind: str) -> list[str]:
+    """Return the families with which weights of transformers' ``model_type`` are fine-tuned."""
+    return [name for name in families_of(kind) if "finetune" in family(name).backends] or [OTHER]
+
+
 def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:
-    """Return the recipe that fine-tunes a model of the weights' family, and of the size nearest to theirs.
+    """Return the recipe that fine-tunes a model of the weights' family, and of the size nearest to theirs. For a model
+    of no family it is any recipe.
 
     ``mode`` is ``full`` or ``lora``; None: either. Raises InputError if there is none.
     """
     if mode not in (None, *_MODES):
         raise InputError(f"mode {mode!r} does not fine-tune", hint=f"the modes are {' and '.join(_MODES)}")
     _, config = config_of(folder)
-    distances: list[tuple[float, str, Entry]] = []
+    fitting, distances = fitting_families(config["model_type"]), list[tuple[float, str, Entry]]()
     for entry in entries():
-        name = entry.architecture.family
-        fits = entry.mode in ((mode,) if mode else _MODES) and not entry.only_proxy
-        if fits and family(name).transformers == config["model_type"]:
+        name = entry.architecture.family if fitting != [OTHER] else OTHER
+        if entry.mode in ((mode,) if mode else _MODES) and not entry.only_proxy and name in fitting:
             model = {key: s.value for key, s in section(model_of(folder, name), "model").items()}
             try:
                 distance = abs(math.log(size(architecture(model)).total / entry.size.total))

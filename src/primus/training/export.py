@@ -38,8 +38,9 @@ def write_model(checkpoint: Path, folder: Path, dtype: str | None, tokenizer: Pa
     backend = str(fields["backend"])
     sizes = architecture({k[6:]: v for k, v in fields.items() if k.startswith("model.")})
     model = as_trained(sizes, backend, int(fields["seq_len"]))
-    if model.of_images:
-        raise InputError("transformers has no FLUX", where=str(checkpoint))
+    if model.of_images or not model.has_formula:
+        why = "transformers has no FLUX" if model.of_images else "a model of no family is exported by its own run"
+        raise InputError(why, where=str(checkpoint))
     if fields["mode"] == "lora":
         hint = "export=merged, or save_weights=true, of a run that resumes from it with more steps"
         raise InputError("the checkpoint contains LoRA adapters, not a whole model", where=str(checkpoint), hint=hint)

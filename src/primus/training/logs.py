@@ -19,7 +19,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # torchtitan's format, which our own loop also uses. Loss and norm can be any word, so that NaN is read, too.
 _STEP = re.compile(
     r"(?<!validate )step:\s*(\d+)\s+loss:\s*(\S+)\s+grad_norm:\s*(\S+)\s+"
-    r"memory:\s*(-?[\d.]+)\s*GiB\((-?[\d.]+)%\)\s+tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+)\s+mfu:\s*([\d.]+%|N/A)"
+    r"memory:\s*(-?[\d.]+)\s*GiB\((-?[\d.]+)%\)\s+tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+|N/A)\s+mfu:\s*([\d.]+%|N/A)"
     r"(?:\s+images/s:\s*([\d.]+))?"
 )
 

@@ -58,9 +58,9 @@ class Mfu:
 
 
 def of_run(recipe: Recipe, facts: Mapping[str, Any]) -> Flops | None:
-    """Return the FLOPs of one token, or image, of a run; None if ``facts`` lack the number of LoRA's weights."""
+    """Return the FLOPs of one token, or image, of a run; None if they are not known."""
     trained = facts.get("trainable_parameters") if recipe.mode == "lora" else None
-    if recipe.mode == "lora" and trained is None:
+    if not recipe.architecture.has_formula or (recipe.mode == "lora" and trained is None):
         return None
     return of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained)
 

@@ -38,7 +38,10 @@ def unjudged(recipe: Recipe) -> str | None:
     if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
         return "the tokenizer has no tokenizer.json, which the reference reads"
     if recipe.weights is not None and not recipe.architecture.of_images:
-        activation = config_of(recipe.weights)[1].get("hidden_act", "silu")
+        config = config_of(recipe.weights)[1]
+        activation = config.get("hidden_act", "silu")
+        if not recipe.architecture.has_formula:
+            return f"the reference has no formula of models of type {config['model_type']}"
         if activation not in ("silu", "swish"):
             return f"hidden_act of the weights is {activation}, and the reference computes SiLU"
     if "eval.patience" in recipe.settings:

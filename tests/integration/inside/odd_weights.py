@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 from cases import here, try_all
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from primus.errors import InputError
+from primus.recipes.family import OTHER
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.recipes.weights import config_of, nearest_recipe
+from primus.recipes.weights import config_of, fitting_families, nearest_recipe
 from primus.training.finetune import backend, models
 from primus.training.loop import weights
 
@@ -29,6 +32,16 @@ SIZES: dict[str, Any] = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": None,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+# Types of models that no family has: scaled logits, buffers of routers, other norms, recurrent layers, capped logits.
+FOREIGN: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 8.0}, "olmo2": {}, "phi3": {}, "gemma2": {"head_dim": 16},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "head_dim": 16},
+    "deepseek_v3": {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 32,
+                    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+                    "num_key_value_heads": 4},
 }  # fmt: skip
 LAYER = "model.layers.0.self_attn"
 Q, EMBEDDING, HEAD = f"{LAYER}.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
@@ -46,9 +59,12 @@ Change = Callable[[Tensors], object]
 @cache
 def plain(kind: str) -> Path:
     torch.manual_seed(1)
-    config = AutoConfig.for_model(kind, **SIZES, **({"sliding_window": 16} if kind == "mistral" else {}))
+    more = {"sliding_window": 16} if kind == "mistral" else FOREIGN.get(kind, {})
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | {"pad_token_id": 0} | more))
+    for name in dict(model.named_buffers()).keys() & model.state_dict().keys():
+        model.get_buffer(name).uniform_(-0.1, 0.1)
     folder = Path(mkdtemp())
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -73,6 +89,7 @@ def ours(folder: Path) -> Any:
     own = folder.parent / "own.yaml"
     own.write_text(OWN.format(family=kind, bias=str(kind == "qwen2").lower()))
     name = str(own) if kind in ("mistral", "qwen2") else nearest_recipe(folder).recipe
+    words += [f"model.family={OTHER}"] if fitting_families(kind) == [OTHER] else []
     recipe = resolve(name, words, Choices(backend="finetune", mode="full", gpu="cpu"))
     backend.check_weights(recipe)
     causal = models.causal_model(recipe.architecture, "sdpa", folder)
@@ -194,7 +211,7 @@ REFUSED: dict[str, tuple[str, Change | None, dict[str, Any], str]] = {
     "other heads": ("llama", None, {"num_key_value_heads": 4}, r"\[32, 64\].*\[64, 64\]"),
     "of mistral, in a config of qwen2": ("mistral", None, {"model_type": "qwen2"}, "config.json|bias"),
     "of qwen2, in a config of llama": ("qwen2", None, {"model_type": "llama"}, "bias|layer_types"),
-    "no model type": ("llama", None, {"model_type": None}, "None"),
+    "no model type": ("llama", None, {"model_type": None}, "no type of model"),
     "mlp bias": ("llama", both(*(add(f"model.layers.{n}.mlp.{p}_proj.bias", 64 if p == "down" else 96)
                                  for n in range(2) for p in ("up", "gate", "down"))), {"mlp_bias": True}, "bias"),
     "dropout": ("llama", None, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
@@ -237,6 +254,28 @@ def check_same(case: str, where: Path) -> None:
         assert torch.equal(state[key], tensor), key
     tokens = torch.arange(48).reshape(1, -1) * 7 % 1024
     torch.testing.assert_close(model(tokens).logits, wanted(tokens).logits, rtol=0, atol=0)
+
+
+def check_foreign(case: str, where: Path) -> None:
+    """Trained with transformers' own logits; adapters are exported as PEFT loads them."""
+    folder, tokens = plain(case), torch.arange(96).reshape(2, -1) * 7 % 1024
+    model, wanted = ours(folder), theirs(folder)
+    state = model.state_dict()
+    assert all(torch.equal(state[key], tensor) for key, tensor in wanted.state_dict().items())
+    logits = wanted(tokens).logits
+    loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+    torch.testing.assert_close(models.WholeLogits(model, 64)(tokens, tokens), loss, rtol=0, atol=0)
+    targets = ["q_proj", "v_proj"] if case == "falcon_h1" else []  # PEFT refuses some layers of Mamba
+    lora = models.WholeLogits(models.adapted(model, backend.LoraConfig(rank=4, targets=targets)), 64)
+    weights.materialize(lora, torch.device("cpu"))
+    models.init(lora, 1, weights.Files(folder))
+    added = {name: p for name, p in lora.model.named_parameters() if p.requires_grad}
+    for name, parameter in added.items():
+        torch.nn.init.normal_(parameter.data, 0, 0.1 if ".lora_B." in name else 1.0)
+    models.write(lora, where / "adapters", added, None)
+    again = PeftModel.from_pretrained(wanted, where / "adapters")
+    torch.testing.assert_close(again(tokens).logits, lora.model(tokens).logits, rtol=0, atol=1e-5)
+    assert float((lora.model(tokens).logits - logits).abs().max()) > 1e-3
 
 
 def refused(folder: Path, words: str) -> None:
@@ -341,6 +380,6 @@ def check_a_process_of_its_own(_case: str, where: Path) -> None:
 run = backend.subprocess
 backend.subprocess = SimpleNamespace(run=here)
 try_all((
-    (check_same, SAME), (check_refused, REFUSED), (check_files, FILES), (check_damaged, DAMAGED),
-    (check_a_process_of_its_own, ["a bias"]),
+    (check_foreign, FOREIGN), (check_same, SAME), (check_refused, REFUSED), (check_files, FILES),
+    (check_damaged, DAMAGED), (check_a_process_of_its_own, ["a bias"]),
 ))  # fmt: skip

@@ -17,8 +17,8 @@ from primus.recipes.load import folder as recipes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.recipes.tensors import header
 from primus.training import identity
-from primus.training.identity import header
 from primus.training.job import step_of, steps
 
 CELLS = [

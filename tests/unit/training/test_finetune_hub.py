@@ -108,7 +108,7 @@ def test_the_sizes_are_those_of_the_written(tmp_path: Path, change: dict[str, An
         ({"num_attention_heads": 0}, "num_attention_heads: model.heads must be at least 1"),
         ({"attention_bias": True}, "attention_bias: model.qkv_bias: .*"),
         ({"model_type": "qwen2"}, "model_type: the weights are of type qwen2, and the recipe's family is llama3"),
-        ({"model_type": "gpt2"}, "model_type: primus has no recipe for models of type 'gpt2'"),
+        ({"model_type": "gpt2"}, "model_type: the weights are of type gpt2, and the recipe's family is llama3"),
         ({"vocab_size": 100}, "vocab_size: model.vocab_size: 100 is less than the"),
     ],
 )

@@ -16,7 +16,7 @@ from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import USABLE, gpu_bytes, largest_batch, predict
-from primus.recipes.weights import FILES, HUB, downloaded, nearest_recipe
+from primus.recipes.weights import FILES, HUB, config_of, downloaded, fitting_families, nearest_recipe
 from primus.terminal import Screen
 from primus.training import machine, tokens
 from primus.training.backend import backend_of
@@ -77,6 +77,8 @@ def _from_weights(options: argparse.Namespace, weights: str, **usual: str) -> se
     if "tokenizer" not in given and not any(map(list, map(folder.glob, ("tokenizer*", "vocab*", "*.model")))):
         raise InputError(f"{folder} has no tokenizer", hint="copy it from the weights' source, or tokenizer=FOLDER")
     usual = {"weights": str(folder), "tokenizer": str(folder)} | usual
+    if nearest.architecture.family not in (fitting := fitting_families(config_of(folder)[1]["model_type"])):
+        usual["model.family"] = fitting[0]
     options.overrides = [*options.overrides, *(f"{key}={value}" for key, value in usual.items() if key not in given)]
     return given
 

@@ -127,6 +127,7 @@ def _run(options: argparse.Namespace) -> int:
         "exit_code": ended.exit_code,
         "seconds": run.seconds,
         **({"cause": run.cause} if run.cause else {}),
+        **({} if recipe.architecture.has_formula else {"not_judged": proof.unjudged(recipe)}),
         "recipe_sha256": recipe.digest,
         "optimizations": {"used": job.turbo, "off": dict(job.trial.off) if job.trial else {}},
         "summary": asdict(ended.summary),
@@ -292,5 +293,7 @@ def _success(job: Job, ended: Outcome) -> Iterator[str]:
     figures = metrics.sentence(summary, "GPU" if ended.facts.get("device") == "cuda" else "rank")
     losses = f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}"
     yield f"✓ {summary.steps} steps in {seconds:.0f} s, {losses}, {figures}\n  → {job.output / 'metrics.jsonl'}"
+    if not job.recipe.architecture.has_formula:
+        yield f"  not judged: {proof.unjudged(job.recipe)}"
     if (job.output / "weights").is_dir():
         yield f"  → {job.output / 'weights'} for transformers{' and PEFT' * (job.recipe.mode == 'lora')}"

@@ -198,7 +198,7 @@ class Rules:
         # Weights that never change stay in FP8 in both layouts, others in that of the backward pass.
         layouts = 2 if whole else int(not recomputed)
         copies = layouts * copies_in_eight(model) if recipe.precision == "fp8" else 0.0
-        chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048))
+        chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048)) if model.has_formula else tokens
         # One rank gathers nothing, and reads the rows of a frozen embedding in place.
         ends = 2 if trained or recipe.world_size > 1 else 1
         stay = not recipe.find(f"{head}.sharding.reshard_after_forward", True)

@@ -13,11 +13,11 @@ from typing import Literal
 
 from primus.errors import InputError
 from primus.files import read_bytes
+from primus.recipes import tensors
 from primus.recipes.architecture import Architecture, architecture, shapes
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
 from primus.recipes.weights import FILES, HUB, downloaded, model_of
-from primus.training import identity
 from primus.training.launch import clean
 from primus.turbo.optimizations import importable
 
@@ -41,8 +41,9 @@ class FinetuneConfig:
     """The settings of fine-tuning.
 
     ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files with Hugging Face's
-    names, or ``hf:OWNER/NAME``. ``attention`` is Hugging Face's name of an implementation. Logits are computed for
-    ``loss_chunk`` tokens at a time. ``packing`` fills each sample with whole documents, which do not see each other.
+    names, or ``hf:OWNER/NAME``. ``attention`` is Hugging Face's name of an implementation, where "sdpa" is "eager"
+    for models that have no sdpa. Logits are computed for ``loss_chunk`` tokens at a time, except by models of no
+    family. ``packing`` fills each sample with whole documents, which do not see each other.
     ``save_weights`` exports the trained weights, or adapters, to a folder ``weights`` that Hugging Face's libraries can
     load; with ``export`` "merged", adapters are added to the weights that they were trained on.
     """
@@ -89,16 +90,17 @@ def check(folder: Path, model: Architecture) -> None:
 
 
 def _check_headers(folder: Path, model: Architecture) -> None:
-    expected, places, strange = shapes(model), dict[str, str](), dict[str, Path]()
-    for part in identity.tensor_files(folder):
-        head = identity.header(part)
+    expected = shapes(model) if model.has_formula else {}
+    places, strange = dict[str, str](), dict[str, Path]()
+    for part in tensors.tensor_files(folder):
+        head = tensors.header(part)
         for name, dtype in head.dtypes.items():
-            if dtype not in identity.PLAIN:
+            if dtype not in tensors.PLAIN:
                 raise InputError(
-                    f"{name} is {dtype}, and only plain weights ({', '.join(identity.PLAIN)}) are trained",
+                    f"{name} is {dtype}, and only plain weights ({', '.join(tensors.PLAIN)}) are trained",
                     where=str(part), hint="name the weights that these were quantized from, or dequantize them",
                 )  # fmt: skip
-            plain = identity.canonical_name(name)
+            plain = tensors.canonical_name(name)
             if plain not in expected:
                 strange |= {} if plain == _HEAD or plain.endswith(_BUFFERS) else {name: part}
             elif places.setdefault(plain, name) != name:
@@ -107,14 +109,14 @@ def _check_headers(folder: Path, model: Architecture) -> None:
             elif head.shapes[name] != expected[plain]:
                 in_model = f"{list(expected[plain])} in the model of config.json"
                 why = f"{name} is {list(head.shapes[name])} in the file, and {in_model}"
-                raise InputError(why, where=str(part), hint=identity.OTHER_MODEL)
-    if model.moe.experts and any(".experts." in name for name in strange):
+                raise InputError(why, where=str(part), hint=tensors.OTHER_MODEL)
+    if not model.has_formula or (model.moe.experts and any(".experts." in name for name in strange)):
         return  # transformers stacks the matrices of all experts, also in files
     what = "the model of config.json has no place for" if strange else "the weights lack"
     if names := sorted(strange or expected.keys() - places.keys()):
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         where = str(strange.get(names[0], folder))
-        raise InputError(f"{what} {names[0]}{more}", where=where, hint=identity.OTHER_MODEL)
+        raise InputError(f"{what} {names[0]}{more}", where=where, hint=tensors.OTHER_MODEL)
 
 
 def source_of(name: str, *, offline: bool) -> Path | None:

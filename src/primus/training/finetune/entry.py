@@ -25,7 +25,8 @@ def main(job: RankJob, here: Process) -> None:
     source = source_of(config.weights, offline=True)
     attention = attend_in_transformers() if "flash-attention-4" in job.turbo else config.attention
     causal = models.causal_model(job.model, attention, source)
-    model = models.FineTuned(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)
+    kind = models.FineTuned if job.model.has_formula else models.WholeLogits
+    model = kind(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)
     model.choose_loss(job)
     # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
     shard(model, list(model.causal.model.layers), job, here, wide=lambda name: "lm_head" in name or "lora_" in name)

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from typing_extensions import override
 
 from primus.recipes import family
 from primus.recipes.architecture import Architecture, architecture
+from primus.recipes.tensors import OTHER_MODEL, tensor_files
 from primus.training.corpus import TOKENIZER_FILES
-from primus.training.identity import OTHER_MODEL, tensor_files
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
 from primus.training.tokens import Encoder
@@ -63,7 +64,9 @@ def causal_model(model: Architecture, attention: str, source: Path | None = None
         configuration = config_of(model, attention)
     else:
         # Settings that a recipe cannot express keep the values of the weights' config.json.
-        configuration = AutoConfig.from_pretrained(source, attn_implementation=attention, use_cache=False)
+        configuration = AutoConfig.from_pretrained(source, trust_remote_code=False, use_cache=False)
+        kind = AutoModelForCausalLM._model_mapping[type(configuration)]
+        configuration._attn_implementation = attention if attention != "sdpa" or kind._supports_sdpa else "eager"
         if model.moe.experts:
             configuration.router_aux_loss_coef = model.moe.auxiliary_loss
     with weights.empty():
@@ -101,22 +104,22 @@ def write(
 
 
 def adapted(model: Any, lora: LoraConfig) -> Any:
-    """Freeze ``model`` and add adapters. Raises SystemExit if a target names no layer."""
+    """Freeze ``model`` and add adapters. Raises SystemExit if a target names no layer, or one that PEFT refuses."""
     from peft import LoraConfig as PeftConfig, get_peft_model
 
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names.discard("lm_head")
     if unknown := sorted(set(lora.targets) - names):
         raise SystemExit(f"lora.targets: no linear layer is named {', '.join(unknown)}; there are {sorted(names)}")
-    with weights.empty():
-        return get_peft_model(
-            model,
-            PeftConfig(
-                r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, init_lora_weights=False,
-                target_modules=list(lora.targets) or sorted(names), task_type="CAUSAL_LM",
-            ),
-            autocast_adapter_dtype=False,
-        )  # fmt: skip
+    settings = PeftConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, init_lora_weights=False,
+        target_modules=list(lora.targets) or sorted(names), task_type="CAUSAL_LM",
+    )  # fmt: skip
+    try:
+        with weights.empty():
+            return get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise SystemExit(f"lora.targets: {error}; there are {sorted(names)}") from error
 
 
 def merged(
@@ -173,6 +176,17 @@ class FineTuned(LanguageModel):
         return output.last_hidden_state, balance * routed
 
 
+class WholeLogits(FineTuned):
+    """One of Hugging Face's models that primus has no formula of: its logits may be more than its output layer's."""
+
+    @override
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits = self.causal(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
+        return functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+
 def _before_labels(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """Return whether a label of the same document depends on each token: none does behind the last one, on padding."""
     places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
@@ -198,6 +212,10 @@ def init(model: nn.Module, seed: int, files: weights.Files | None) -> None:
             weights.fill(parameter, stored(files, plain))
         else:
             weights.draw_one(plain, parameter, seed, outer=plain in OUTER)
+    if files is not None:
+        buffers = dict(model.named_buffers())
+        for name in buffers.keys() & model.state_dict().keys():
+            weights.fill(buffers[name], stored(files, _ADAPTED.sub("", name.removeprefix("model."))))
 
 
 def stored(files: weights.Files, name: str) -> weights.Rows:
@@ -239,15 +257,8 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    mine, theirs = config_of(model, "sdpa").to_dict(), config.to_dict()
-    theirs["rope_parameters"] = _YARN | {k: v for k, v in (theirs["rope_parameters"] or {}).items() if k != "type"}
-    mine["rope_parameters"] = _YARN | mine["rope_parameters"]
-    for key in sorted(mine.keys() | type(config)().to_dict().keys()):
-        if key not in _FREE and not key.startswith("_") and not _same(mine.get(key), theirs.get(key)):
-            yield {
-                "why": f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the recipe's model",
-                "where": f"{folder / 'config.json'}: {key}",
-            }
+    if model.has_formula:
+        yield from _other_settings(folder / "config.json", config_of(model, "sdpa").to_dict(), config)
     places: dict[str, Path] = {}
     shapes: dict[str, torch.Tensor] = {}
     for file in tensor_files(folder):
@@ -275,12 +286,27 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
                     "why": f"config.json ties the output layer to the embedding, but {output} differs from {embedding}",
                     "where": str(places[output]), "hint": "set tie_word_embeddings to false in config.json",
                 }  # fmt: skip
+    if not hasattr(getattr(model_of_config, "model", None), "layers"):
+        yield {"why": f"primus shards layers, which models of type {config.model_type} do not have in model.layers"}
     files = weights.Files(folder)
-    for name, _ in model_of_config.named_parameters():
+    for name, _ in causal_model(model, "sdpa", folder).named_parameters():
         try:
             stored(files, name)
         except SystemExit as error:
-            yield {"why": str(error), "hint": "load them with transformers, and save_pretrained"}
+            hint = "load them with transformers, and save_pretrained"
+            if not model.has_formula:
+                hint = "primus reads no weights of this type that transformers renames or joins when it loads them"
+            yield {"why": str(error), "hint": hint}
+
+
+def _other_settings(file: Path, mine: dict[str, Any], config: Any) -> Iterator[Objection]:
+    theirs = config.to_dict()
+    theirs["rope_parameters"] = _YARN | {k: v for k, v in (theirs["rope_parameters"] or {}).items() if k != "type"}
+    mine["rope_parameters"] = _YARN | mine["rope_parameters"]
+    for key in sorted(mine.keys() | type(config)().to_dict().keys()):
+        if key not in _FREE and not key.startswith("_") and not _same(mine.get(key), theirs.get(key)):
+            why = f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the recipe's model"
+            yield {"why": why, "where": f"{file}: {key}"}
 
 
 def _same(mine: Any, theirs: Any) -> bool:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from primus.errors import InputError
 from primus.files import read_bytes
+from primus.recipes import tensors
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import family
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
-from primus.training import identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def check_data(recipe: Recipe) -> None:
     }
     images = 0
     for file in files:
-        shapes = identity.header(file).shapes
+        shapes = tensors.header(file).shapes
         if missing := [key for key in KEYS if key not in shapes]:
             raise InputError(f"{_EXPECTED}; {', '.join(missing)} is missing", where=str(file))
         for key, shape in expected.items():
@@ -85,8 +85,8 @@ def check_weights(recipe: Recipe) -> None:
     file, model, where = folder / "config.json", recipe.architecture, recipe.settings["flux.weights"].origin
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'")
-    for part in identity.tensor_files(folder):
-        identity.header(part)
+    for part in tensors.tensor_files(folder):
+        tensors.header(part)
     try:
         config = {"guidance_embeds": False, **json.loads(read_bytes(file))}
         wrong = [

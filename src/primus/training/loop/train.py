@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,10 @@ class Report:
         self._exact = job.output / "exact.jsonl"
         self.trackers = _Trackers(job, process)
         self.start()
-        # FLOPs of one token or image.
-        self.per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=adapters)
+        # FLOPs of one token or image, if they are known.
+        self.per_unit = None
+        if job.model.has_formula:
+            self.per_unit = of_recipe_unit(job.model, job.training.seq_len, adapters=adapters)
 
     def start(self) -> None:
         """Restart the clock, so that the time so far does not count for a step."""
@@ -157,10 +160,11 @@ class Report:
         memory, share = peak_memory(self._process)
         speed, units = self._tokens / seconds, (self._images or self._tokens) / seconds
         # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
-        causal, flops = (each * units / 1e12 for each in (self.per_unit.causal, self.per_unit.non_causal))
+        rates = {key: each * units / 1e12 for key, each in asdict(self.per_unit).items()} if self.per_unit else {}
+        flops = f"{rates['non_causal']:,.2f}" if rates else "N/A"
         line = (
             f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: {memory:5.2f}GiB({share:.2f}%)  "
-            f"tps: {round(speed):,}  tflops: {flops:,.2f}  mfu: N/A"
+            f"tps: {round(speed):,}  tflops: {flops}  mfu: N/A"
         )
         if self._images:
             line += f"  images/s: {units:.3f}"
@@ -172,7 +176,7 @@ class Report:
             file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
         figures = {
             "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory,
-            "tflops_causal": causal, "tflops_non_causal": flops,
+            **{f"tflops_{convention}": rate for convention, rate in rates.items()},
         }  # fmt: skip
         self.trackers.track(figures | ({"images_per_second": units} if self._images else {}), step)
 
@@ -244,7 +248,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
         "vocab_size": job.model.vocab_size, **session.facts(),
     }  # fmt: skip
     report = Report(job, process, data, observed["trainable_parameters"] if job.mode == "lora" else None)
-    observed["flops_per_unit"] = report.per_unit.non_causal
+    observed |= {"flops_per_unit": report.per_unit.non_causal} if report.per_unit else {}
     if job.resume_from is not None:
         load_checkpoint(job.resume_from, session)
         report.say(f"resumed from {job.resume_from}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from primus.patch import replace
-from primus.training.identity import canonical_name, tensor_files
+from primus.recipes.tensors import canonical_name, tensor_files
 
 _STD = 0.02
 _ALL = 2**62

@@ -1,0 +1,91 @@
+"""The safetensors files of a folder of weights: which ones are loaded, and what their headers say."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from primus.errors import InputError
+from primus.files import open_regular, read_bytes
+
+_LONGEST = 100 << 20
+OTHER_MODEL = "config.json describes another model than the tensors: take both from the same source"
+# The dtypes of plain weights, and their sizes.
+PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """``shapes`` and ``dtypes`` by the tensors' names; ``text`` is the header as it stands in the file."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    text: bytes
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Return the files that transformers or diffusers would load from a folder. Raises InputError if one is missing."""
+    for stem in ("model", "diffusion_pytorch_model"):
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if single.exists():
+            return [single]
+        if not index.exists():
+            continue
+        try:
+            named = sorted({str(file) for file in json.loads(read_bytes(index))["weight_map"].values()})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise InputError("the index of the weights cannot be read", where=str(index)) from error
+        missing = [name for name in named if Path(name).name != name or not (folder / name).is_file()]
+        if missing or not named:
+            what = f"lack {missing[0]}, which their index names" if missing else "have an index that names no file"
+            raise InputError(f"the weights {what}", where=str(index), hint="fetch them again")
+        return [folder / name for name in named]
+    pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    raise InputError(
+        f"{folder} contains no safetensors files that transformers would load (model.safetensors, or an index)",
+        hint=f"{pickles[0]} is a pickle, which can run code: load it where you trust it, and save_pretrained"
+        if pickles
+        else "name a folder that contains model.safetensors or model.safetensors.index.json",
+    )
+
+
+_MIXTRALS = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+
+def canonical_name(name: str) -> str:
+    """Return the name in transformers' model of a tensor in a file, which may lack the head, or be Mixtral's."""
+    name = name if name.startswith(("lm_head.weight", "model.")) else f"model.{name}"
+    for old, new in _MIXTRALS.items():
+        name = name.replace(old, new)
+    return name
+
+
+def header(file: Path) -> Header:
+    """Return the header of ``file``. Raises InputError if it is not a safetensors file, or is truncated."""
+    try:
+        with open_regular(file) as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            text = stream.read(length) if length <= _LONGEST else b""
+        content: dict[str, Any] = json.loads(text)
+        content.pop("__metadata__", None)
+        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in content.items()}
+        dtypes = {name: str(entry["dtype"]) for name, entry in content.items()}
+        if any(
+            math.prod(shapes[name]) * PLAIN[dtypes[name]] != entry["data_offsets"][1] - entry["data_offsets"][0]
+            for name, entry in content.items()
+            if dtypes[name] in PLAIN
+        ):
+            raise ValueError
+        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
+        size = file.stat().st_size
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(file)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise InputError("this is not a safetensors file, or it is damaged", where=str(file)) from None
+    if size < end:
+        raise InputError(f"the file is truncated: {size:,} of {end:,} bytes", where=str(file), hint="fetch it again")
+    return Header(shapes=shapes, dtypes=dtypes, text=text)

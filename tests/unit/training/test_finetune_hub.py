@@ -15,10 +15,10 @@ import pytest
 from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes import weights
-from primus.recipes.architecture import Architecture, architecture
+from primus.recipes.architecture import Architecture, architecture, size
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.training import proof
+from primus.training import metrics, proof
 from primus.training.backend import backend_of
 from primus.training.finetune import backend
 from primus.training.flux.backend import check_weights
@@ -154,6 +154,30 @@ def test_the_nearest_recipe_is_of_the_same_family_and_size(tmp_path: Path) -> No
     assert resolve("llama2-7b", [f"weights={tmp_path / '2'}"], Choices(gpu="cpu", backend="finetune")).seq_len == 1024
     with pytest.raises(InputError, match="mode 'pretrain' does not fine-tune"):
         weights.nearest_recipe(tmp_path / "0", "pretrain")
+
+
+def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**LLAMA31, "model_type": "granite", "rope_scaling": {"rope_type": "dynamic"}, "logits_scaling": 8.0}
+    folder = written(tmp_path / "w", config)
+    name, words = weights.nearest_recipe(folder).recipe, [f"weights={folder}", "model.family=other"]
+    recipe = resolve(name, words, Choices(gpu="mi300x", backend="finetune", mode="full"))
+    assert recipe.architecture.parameters == size(recipe.architecture).total == 1
+    assert proof.unjudged(recipe) == "the reference has no formula of models of type granite"
+    assert metrics.of_run(recipe, {}) is None
+    choices = Choices(gpu="cpu", backend="finetune", mode="full")
+    for more, said in {
+        "packing=true": "packing: nothing shows that a model of no family keeps packed documents apart",
+        "model.layers=2": "model.layers is 2, and the weights have 32",
+    }.items():
+        with pytest.raises(InputError, match=said):
+            resolve(name, [*words, "assets.corpus=assets/corpus.jsonl", more], choices)
+    with pytest.raises(InputError, match="models of the family other have no hf_repo"):
+        resolve(name, ["model.family=other"], Choices(gpu="mi300x", backend="finetune", mode="full"))
+    with pytest.raises(InputError, match="weights are of type llama, and the recipe's family is other"):
+        resolve(name, [f"weights={written(tmp_path / 'llama', LLAMA31)}", "model.family=other"], choices)
+    parts = written(tmp_path / "parts", {"model_type": "gemma3n", "text_config": LLAMA31})
+    assert main(["finetune", str(parts), "x.jsonl", "tokenizer=mock"]) == 2
+    assert "no num_hidden_layers\n  → this model has several parts" in capsys.readouterr().err
 
 
 def pipe(path: Path) -> None:

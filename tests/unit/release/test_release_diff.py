@@ -51,18 +51,6 @@ def test_an_ambiguous_name_names_the_choices(nowhere: Path, capsys: pytest.Captu
     assert main(["diff", "pytorch-training:v25.8", "v26.8"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["v26.81", "v26.8"], "no release is called 'v26.81'\n  → did you mean 'v26.8'"),
-        (["v26.8", "versions.yaml"], "no release is called 'versions.yaml'"),
-    ],
-)
-def test_unknown_names(words: list[str], message: str, nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.fixture
 def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
     kit = make_project(tmp_path / "project")

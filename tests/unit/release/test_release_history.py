@@ -71,34 +71,15 @@ def test_a_wrong_history_is_refused(old: str, new: str, message: str) -> None:
         ("v26.8", {"rocm/primus:v26.8"}),
         ("v24.12", {"rocm/megatron-lm:v24.12-dev"}),
         ("v25.10", {"rocm/primus:v25.10", "rocm/pytorch-training:v25.10"}),
-        ("v25.1", None),
         ("v25.8", {"rocm/pytorch-training:v25.8", "rocm/megatron-lm:v25.8_py310"}),
         ("v25.9_gfx942", {"rocm/primus:v25.9_gfx942", "rocm/megatron-lm:v25.9_gfx942"}),
         ("primus:v25.9_gfx942", {"rocm/primus:v25.9_gfx942"}),
         ("rocm/pytorch-training:v25.10", {"rocm/pytorch-training:v25.10"}),
         ("maxtext-v26.5", {"rocm/jax-training:maxtext-v26.5"}),
-        ("rocm/primus:v25.8", None),
-        ("", None),
-        (":", None),
     ],
 )
-def test_select(word: str, found: set[str] | None) -> None:
-    if found is None:
-        with pytest.raises(InputError):
-            select(HISTORY, word)
-    else:
-        assert references(word) == found
-
-
-@pytest.mark.parametrize(
-    ("word", "near"),
-    [("v25.20", "v25.2"), ("26.8", "v26.8"), ("rocm/prims:v26.8", "rocm/primus:v26.8"), ("v25.8_py31", "v25.8_py310")],
-)
-def test_a_typo_gets_the_nearest_name(word: str, near: str) -> None:
-    with pytest.raises(InputError) as caught:
-        select(HISTORY, word)
-    assert caught.value.message == f"no release is called {word!r}"
-    assert repr(near) in (caught.value.hint or "")
+def test_select(word: str, found: set[str]) -> None:
+    assert references(word) == found
 
 
 @pytest.fixture

@@ -86,24 +86,3 @@ def test_a_finding_fails_until_it_is_accepted_and_again_when_its_review_is_late(
         assert kit.primus(*words, "--accepted", "accepted.yaml", "--vex", vex).code == code
         (said,) = json.loads((tmp_path / vex).read_text())["statements"]
         assert (said["status"], said["products"]) == ("not_affected", [{"@id": "pkg:pypi/small@1.0"}])
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "told"),
-    [
-        ("osv.json", "{}", "not an OSV entry"),
-        ("osv.json", "{", "not an OSV entry"),
-        ("osv.json", "[1]", "not an OSV entry"),
-        ("bill.json", "{}", "not an SPDX document"),
-        ("accepted.yaml", "accepted: [{id: x, reason: no, review: 2026-01-01}]", "a sentence"),
-        ("accepted.yaml", "accepted: [{id: x, reason: it is not called, review: soon}]", "a date"),
-    ],
-)
-def test_bad_input_is_a_sentence(tmp_path: Path, file: str, text: str, told: str) -> None:
-    kit = Kit(tmp_path)
-    kit.write("bill.json", json.dumps(bill("1.0")))
-    kit.write("osv.json", "[]")
-    kit.write("accepted.yaml", "accepted: []")
-    kit.write(file, text)
-    result = kit.primus("audit", "bill.json", "--osv", "osv.json", "--accepted", "accepted.yaml")
-    assert (result.code, told in result.err) == (2, True), result.err

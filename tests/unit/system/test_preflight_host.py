@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - a fault is one line of a table
 """Simulated machines: each fault is named, with its remedy, and a sound machine has none."""
 
 from __future__ import annotations
@@ -7,12 +6,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from primus.cli.main import main
 from primus.system.banner import lacking
@@ -64,7 +63,7 @@ class Machine:
             "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/pids.max": "max",
             "sys/class/net/eth0/operstate": "up", "sys/class/net/eth1/operstate": "up",
             "sys/class/net/docker0/operstate": "up", "sys/class/net/lo/operstate": "unknown",
-            "proc/net/route": "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth1 00000000 1 3 0 0 0 00000000\n",
+            "proc/net/route": "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth1 00000000 1 3 0 0 0 00000000",
         }.items():  # fmt: skip
             self.write(name, text)
         (root / "dev/shm").mkdir(parents=True)
@@ -123,71 +122,21 @@ def answers_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path not in Machine.closed and access(path, mode))
 
 
-CARD = "sys/class/drm/renderD130/device"
-PORT = "sys/class/infiniband/mlx5_1/ports/1"
-# fmt: off
-FAULTS: dict[str, tuple[Callable[[Machine], object], str, str, str]] = {
-    # name: (what is done to the machine, level, part of the sentence, part of the remedy)
-    "no driver": (lambda m: [m.remove(f"sys/bus/pci/devices/{n}/driver") for n in range(8)], "failed", "8 of 8 GPUs", "modprobe"),
-    "one without driver": (lambda m: m.remove("sys/bus/pci/devices/3/driver"), "failed", "1 of 8 GPUs", "modprobe amdgpu"),
-    "one lost": (lambda m: m.remove("sys/class/kfd/kfd/topology/nodes/5"), "failed", "and 7 can be used", "dmesg"),
-    "mixed": (
-        lambda m: m.write("sys/class/kfd/kfd/topology/nodes/5/properties", "simd_count 1216\ngfx_target_version 90402\ndevice_id 29861\n"),
-        "failed", "the GPUs differ", "HIP_VISIBLE_DEVICES",
-    ),
-    "kfd missing": (lambda m: m.remove("dev/kfd"), "failed", "/dev/kfd is missing", "--device /dev/kfd"),
-    "render missing": (lambda m: m.remove("dev/dri/renderD131"), "failed", "7 of 8 GPUs have", "--device /dev/dri"),
-    "no rights": (
-        lambda m: m.closed.add(m.root / "dev/kfd"), "failed", f"cannot be opened by user {os.geteuid()}", "usermod",
-    ),
-    "hidden GPU": (lambda m: m.environment.update(HIP_VISIBLE_DEVICES="0,9"), "failed", "names GPU 9", "unset"),
-    "no visible GPU": (lambda m: m.environment.update(CUDA_VISIBLE_DEVICES=""), "failed", "names no GPU", "unset"),
-    "driver too old": (lambda m: m.write("sys/module/amdgpu/version", "6.12.12") or m.write("opt/rocm/.info/version", "7.2.0"), "failed", "does not support ROCm 7.2.0", "install the driver"),
-    "NUMA": (lambda m: m.write("proc/sys/kernel/numa_balancing", "1"), "slow", "moves pages", "numa_balancing"),
-    "IOMMU": (lambda m: m.write("proc/cmdline", "quiet"), "slow", "translates", "iommu=pt"),
-    "huge pages": (lambda m: m.write("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]"), "slow", "huge pages are off", "madvise"),
-    "governor": (lambda m: m.write("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave"), "slow", "powersave", "cpupower"),
-    "open files": (lambda m: m.write("proc/self/limits", "Max open files 1024 4096 files\n"), "slow", "1024 open files", "ulimit -n"),
-    "locked memory": (lambda m: m.write("proc/self/limits", "Max locked memory 8388608 8388608 bytes\n"), "failed", "8 MiB can be locked", "memlock"),
-    "processes": (lambda m: m.write("proc/self/limits", "Max processes 512 512 processes\n"), "failed", "512 processes", "ulimit -u"),
-    "no shm": (lambda m: m.remove("dev/shm"), "failed", "missing", "tmpfs"),
-    "small shm": (lambda m: m.space.update(shm=(2**26, 2**26)), "failed", "0.06 GiB", "--shm-size"),
-    "full shm": (lambda m: m.space.update(shm=(64 * GIB, 1000)), "failed", "are free", "delete"),
-    "scarce shm": (lambda m: m.space.update(shm=(2 * GIB, 2 * GIB)), "slow", "8 are advised", "--shm-size"),
-    "full disk": (lambda m: m.space.update(disk=(GIB, 1000)), "failed", "/runs has 0.00 GiB", "free some"),
-    "scarce disk": (lambda m: m.space.update(disk=(90 * GIB, 5 * GIB)), "slow", "5.0 GiB", "free some"),
-    "memory limit": (lambda m: m.write("sys/fs/cgroup/memory.max", str(4 * GIB)), "failed", "4.0 GiB", "--memory"),
-    "tight memory limit": (lambda m: m.write("sys/fs/cgroup/memory.max", str(64 * GIB)), "slow", "64.0 GiB", "--memory"),
-    "CPU limit": (lambda m: m.write("sys/fs/cgroup/cpu.max", "400000 100000"), "slow", "4.0 CPUs", "--cpus"),
-    "process limit": (lambda m: m.write("sys/fs/cgroup/pids.max", "100"), "failed", "100 processes", "--pids-limit"),
-    "uncorrected": (lambda m: m.write(f"{CARD}/ras/umc_err_count", "ue: 2\nce: 9"), "failed", "GPU 2: 2 uncorrected", "reset"),
-    "corrected": (lambda m: m.write(f"{CARD}/ras/umc_err_count", "ue: 0\nce: 5000"), "slow", "5000 corrected", "failing"),
-    "retired pages": (lambda m: m.write(f"{CARD}/ras/gpu_vram_bad_pages", "0x1 : 0x1000 : R"), "failed", "1 memory pages", "reboot"),
-    "PCIe speed": (lambda m: m.write(f"{CARD}/current_link_speed", "2.5 GT/s PCIe"), "slow", "GPU 2: speed 2.5", "reseat"),
-    "PCIe width": (lambda m: m.write(f"{CARD}/current_link_width", "8"), "slow", "width 8", "reseat"),
-    "clocks": (lambda m: m.write(f"{CARD}/power_dpm_force_performance_level", "low"), "slow", "level of a GPU is low", "perf-level"),
-    "partition": (lambda m: m.write(f"{CARD}/current_compute_partition", "CPX"), "slow", "partition of a GPU is CPX", "SPX"),
-    "memory in use": (lambda m: m.write(f"{CARD}/mem_info_vram_used", str(150 * GIB)), "failed", "150.0 of 192.0", "amd-smi"),
-    "some memory in use": (lambda m: m.write(f"{CARD}/mem_info_vram_used", str(20 * GIB)), "slow", "20.0 of 192.0", "amd-smi"),
-    "XGMI": (lambda m: m.remove("sys/class/kfd/kfd/topology/nodes/4/io_links/6"), "failed", "GPU 2 has 6 of 7", "reboot"),
-    "RDMA link": (lambda m: m.write(f"{PORT}/state", "1: DOWN"), "failed", "mlx5_1 port 1: the link is DOWN", "cable"),
-    "GID": (lambda m: m.write(f"{PORT}/gid_attrs/types/3", "IB/RoCE v1"), "failed", "no GID is of RoCE v2", "IP address"),
-    "GID index": (lambda m: m.environment.update(NCCL_IB_GID_INDEX="0"), "failed", "GID 0", "NCCL_IB_GID_INDEX=3"),
-    "HCA": (lambda m: m.environment.update(NCCL_IB_HCA="bnxt_re0"), "failed", "bnxt_re0, which does not exist", "unset"),
-    "firmware": (lambda m: m.write("sys/class/infiniband/mlx5_1/fw_ver", "28.30"), "slow", "28.30, 28.39", "one version"),
-    "no uverbs": (lambda m: m.remove("dev/infiniband"), "failed", "uverbs* is missing", "--device /dev/infiniband"),
-    "no libibverbs": (lambda m: m.remove(f"{LIBRARIES}/libibverbs.so.1"), "slow", "libibverbs is not installed", "the extra rdma"),
-    "no provider": (lambda m: m.remove("etc/libibverbs.d/mlx5.driver"), "slow", "no provider mlx5 for Mellanox mlx5_0, mlx5_1", "ibverbs-providers"),
-    "no provider library": (lambda m: m.remove(f"{LIBRARIES}/libibverbs"), "slow", "no provider mlx5", "ibverbs-providers"),
-    "another maker": (lambda m: m.bind(1, "ionic"), "slow", "no provider ionic for AMD Pollara mlx5_1", "AMD's libionic"),
-    "Broadcom": (lambda m: m.bind(1, "bnxt_en"), "slow", "no provider bnxt_re for Broadcom mlx5_1", "ibverbs-providers"),
-    "interface": (lambda m: m.environment.update(NCCL_SOCKET_IFNAME="ens1"), "failed", "ens1, which does not exist", "=eth1"),
-    "interface down": (
-        lambda m: (m.write("sys/class/net/eth0/operstate", "down"), m.environment.update(GLOO_SOCKET_IFNAME="eth0")),
-        "failed", "eth0, which is down", "GLOO_SOCKET_IFNAME=eth1",
-    ),
-}
-# fmt: on
+FAULTS: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parents[2] / "fixtures/preflight_faults.yaml").read_text(encoding="utf-8")
+)
+
+
+def spoil(machine: Machine, fault: dict[str, Any]) -> None:
+    for name in fault.get("remove", ()):
+        machine.remove(name)
+    for name, text in fault.get("write", {}).items():
+        machine.write(name, text)
+    for number, driver in fault.get("bind", {}).items():
+        machine.bind(number, driver)
+    machine.closed.update(machine.root / name for name in fault.get("closed", ()))
+    machine.environment.update(fault.get("environment", {}))
+    machine.space.update(fault.get("space", {}))
 
 
 def test_a_sound_machine_has_no_finding_and_the_interface_is_recommended(tmp_path: Path) -> None:
@@ -201,10 +150,10 @@ def test_a_sound_machine_has_no_finding_and_the_interface_is_recommended(tmp_pat
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_every_fault_is_named_with_its_remedy(name: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    change, level, said, remedy = FAULTS[name]
-    change(machine)
+    fault = FAULTS[name]
+    spoil(machine, fault)
     bad = [one for one in machine.findings() if one[1] in ("failed", "slow")]
-    assert any(one[1] == level and said in one[2] and remedy in one[3] for one in bad), bad
+    assert any(one[1] == fault["level"] and fault["says"] in one[2] and fault["remedy"] in one[3] for one in bad), bad
     # The fault and what follows from it, and nothing else.
     assert len(bad) <= 2, bad
 
@@ -309,7 +258,7 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
 def test_the_entry_says_in_one_line_what_the_container_lacks(fault: str | None, line: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     if fault:
-        FAULTS[fault][0](machine)
+        spoil(machine, FAULTS[fault])
     host = Host(root=tmp_path, environment={})
     said = lacking({"target": "mi300x"}, host)
     assert said.startswith(line)
@@ -347,7 +296,7 @@ def test_ready_needs_proof(
 ) -> None:  # fmt: skip
     machine = Machine(tmp_path, gpus)
     if change:
-        FAULTS[change][0](machine)
+        spoil(machine, FAULTS[change])
     plain = Host
     monkeypatch.setattr("primus.cli.image.preflight.Host", lambda **of: plain(**of, environment={}))
     page = tmp_path / "page.html"

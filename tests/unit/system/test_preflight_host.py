@@ -63,7 +63,7 @@ class Machine:
             "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/pids.max": "max",
             "sys/class/net/eth0/operstate": "up", "sys/class/net/eth1/operstate": "up",
             "sys/class/net/docker0/operstate": "up", "sys/class/net/lo/operstate": "unknown",
-            "proc/net/route": "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth1 00000000 1 3 0 0 0 00000000",
+            "proc/net/route": "Iface Destination Gateway Flags\neth1 00000000 1 3 0 0 0 00000000\n",
         }.items():  # fmt: skip
             self.write(name, text)
         (root / "dev/shm").mkdir(parents=True)

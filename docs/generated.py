@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from docs.json_schema import json_schema
 from primus.errors import InputError, PrimusError
 from primus.gates.rules import gates
 from primus.plan.project import Project
@@ -26,7 +27,7 @@ from primus.recipes.setting import WORDS
 from primus.release.diff import ROWS
 from primus.release.history import History, load_history, newest_first
 from primus.release.show import HEAD, NONE, escaped_rows, legend, row, section, table
-from primus.schema import build, json_schema
+from primus.schema import build
 from primus.turbo.optimizations import optimizations
 from primus.versions.components import Versions
 from primus.versions.filecache import FileCache

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from docs.json_schema import json_schema
 from primus.cli.main import GROUPS, VERBS, parser_of
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.plan.target import Target
 from primus.release.show import table
-from primus.schema import json_schema
 from primus.versions.components import Pin, Versions
 
 

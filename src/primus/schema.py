@@ -1,4 +1,4 @@
-"""Strict conversion of plain data, such as a JSON file's, to frozen dataclasses, and JSON Schema of the dataclasses.
+"""Strict conversion of plain data, such as a JSON file's, to frozen dataclasses.
 
 Each file format is declared once, as a dataclass. ``metadata["doc"]`` of a field is its description, and
 ``metadata["pattern"]`` a regular expression for its text, with ``metadata["shape"]`` as its description in words. An
@@ -23,13 +23,12 @@ from primus.yamlfile import LARGEST, MOST_DIGITS, Document, Key, Plain, conflict
 
 T = TypeVar("T")
 
-# The name of each type, the YAML scalars that it accepts, and its name in JSON Schema. bool does not count as a number.
-# A YAML editor reads 26.11 as a number where this module reads text.
-_SCALARS: dict[type, tuple[str, Callable[[object], bool], str | list[str]]] = {
-    str: ("text", lambda value: isinstance(value, str), ["string", "number"]),
-    int: ("a whole number", lambda value: type(value) is int, "integer"),
-    float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(cast(float, value)), "number"),
-    bool: ("true or false", lambda value: type(value) is bool, "boolean"),
+# The name of each type, and the YAML scalars that it accepts. bool does not count as a number.
+_SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
+    str: ("text", lambda value: isinstance(value, str)),
+    int: ("a whole number", lambda value: type(value) is int),
+    float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(cast(float, value))),
+    bool: ("true or false", lambda value: type(value) is bool),
 }
 
 
@@ -57,7 +56,8 @@ def build(cls: type[T], document: Document, data: Plain = None, key: Key = ()) -
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def hints_of(cls: type) -> dict[str, Any]:
+    """Return the types of the dataclass's fields, by name."""
     return typing.get_type_hints(cls)
 
 
@@ -90,7 +90,7 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: Mapping[str, A
 
 
 def _scalar(hint: type, data: Plain, doc: Document, key: Key, meta: Mapping[str, Any]) -> object:
-    shape, fits, _ = _SCALARS[hint]
+    shape, fits = _SCALARS[hint]
     meaning: object = data
     if not doc.typed and hint is not str and isinstance(data, str):
         try:
@@ -108,14 +108,14 @@ def _scalar(hint: type, data: Plain, doc: Document, key: Key, meta: Mapping[str,
 
 def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
     if not isinstance(data, dict):
-        raise _wrong("a mapping with " + ", ".join(_names(cls)), data, doc, key)
-    names = _names(cls)
+        raise _wrong("a mapping with " + ", ".join(fields_of(cls)), data, doc, key)
+    names = fields_of(cls)
     for word in data:
         if word not in names:
             hint = did_you_mean(word, names) or "known here: " + ", ".join(names)
             raise InputError(f"unknown key {word!r}", where=doc.where((*key, word)), hint=hint)
     values: dict[str, object] = {}
-    hints = _hints(cls)
+    hints = hints_of(cls)
     for word, field in names.items():
         if word in data:
             values[field.name] = _value(hints[field.name], data[word], doc, (*key, word), field.metadata)
@@ -129,7 +129,7 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
 
 
 @cache
-def _names(cls: type) -> dict[str, dataclasses.Field[Any]]:
+def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     """Return key in the file → field. A Python keyword has a trailing underscore in the code (``for_`` → ``for``)."""
     return {f.name.rstrip("_"): f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")}
 
@@ -144,54 +144,6 @@ def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | N
     name = next((str(part) for part in reversed(key) if isinstance(part, str)), "the file")
     hint = (did_you_mean(data, near) if near and isinstance(data, str) else "") or None
     return InputError(f"{name} must be {shape}, not {seen}", where=doc.where(key), hint=hint)
-
-
-def json_schema(cls: type, *, title: str) -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of the file format that ``cls`` declares."""
-    definitions: dict[str, Any] = {}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": title,
-        "description": "Generated from the code by `nox -s docs`; do not edit.",
-        **_schema(cls, definitions, {}),
-        "$defs": dict(sorted(definitions.items())),
-    }
-
-
-def _schema(hint: Any, defs: dict[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        (inner,) = (a for a in args if a is not type(None))
-        # The reader accepts null for such a value, so an editor must not report it as an error.
-        return {"anyOf": [_schema(inner, defs, meta), {"type": "null"}]}
-    if dataclasses.is_dataclass(hint):
-        cls = cast(type, hint)
-        if cls.__name__ not in defs:
-            defs[cls.__name__] = {}
-            hints, required, properties = _hints(cls), [], {}
-            for word, field in _names(cls).items():
-                inner = _schema(hints[field.name], defs, field.metadata)
-                properties[word] = {"description": field.metadata.get("doc", ""), **inner}
-                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                    required.append(word)
-            defs[cls.__name__] = {
-                "type": "object",
-                "description": (cls.__doc__ or "").split("\n")[0],
-                "properties": properties,
-                "required": required,
-                "additionalProperties": False,
-            }
-        return {"$ref": f"#/$defs/{cls.__name__}"}
-    if origin is tuple:
-        least = {"minItems": meta["least"]} if meta.get("least") else {}
-        return {"type": "array", "items": _schema(args[0], defs, meta), **least}
-    if origin in (dict, Mapping):
-        return {"type": "object", "additionalProperties": _schema(args[1], defs, meta)}
-    if origin is typing.Literal:
-        return {"enum": list(args)}
-    if meta.get("pattern"):
-        return {"type": "string", "pattern": f"^(?:{meta['pattern']})$"}
-    return {"type": _SCALARS[hint][2]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,10 @@ from typing import Literal
 
 import jsonschema
 import pytest
+from docs.json_schema import json_schema
 
 from primus.errors import InputError
-from primus.schema import build, described, json_schema, parse_json
+from primus.schema import build, described, parse_json
 from primus.yamlfile import Document, parse
 
 

@@ -1,6 +1,7 @@
 """What madengine needs to train the recipes of an image: models.json, a Dockerfile and the script that it runs."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from primus.compat.translate import table
@@ -11,29 +12,6 @@ _SCRIPT = "scripts/primus/run.sh"
 _DOCKERFILE = "docker/primus"
 # Eight hours, as in the commands of AMD's documentation.
 _TIMEOUT_S = 28800
-_RUN = """\
-#!/bin/bash
-# madengine runs this in the container. It takes its figure from the line "performance: NUMBER METRIC" of the log; a run
-# that fails a check prints none, and ends with an error.
-set -euo pipefail
-if [[ -n ${MAD_SECRETS_HFTOKEN:-} ]]; then export HF_TOKEN=$MAD_SECRETS_HFTOKEN; fi
-primus train "$@" --output run
-primus report run --out report
-python3 - <<'END'
-import csv
-with open("report/perf.csv", newline="") as file:
-    run = next(csv.DictReader(file))
-print("performance:", run["performance"], run["metric"])
-END
-"""
-# madengine calls `git config` in every container, also of models that are not cloned.
-_SHIM = """\
-# CONTEXT {context}
-ARG BASE_DOCKER={image}
-FROM ${{BASE_DOCKER}}
-RUN command -v git || {{ printf '#!/bin/sh\\n[ "$1" = config ] || {{ echo "this image has no git" >&2; exit 1; }}\\n' \\
-    > /usr/local/bin/git && chmod 755 /usr/local/bin/git; }}
-"""
 
 
 def tags_of(recipe: str, backend: str, mode: str) -> list[str]:
@@ -55,10 +33,12 @@ def mad_files(target: ResolvedTarget, image: str) -> dict[str, str]:
     if target.arch:
         vendor = "AMD" if target.arch.startswith("gfx") else "NVIDIA"
         context, suffix = {"gpu_vendor": vendor}, f".{vendor.lower()}"
+    # madengine calls `git config` in every container, also of models that are not cloned.
+    dockerfile = Path(__file__).with_name("mad.Dockerfile").read_text(encoding="utf-8")
     return {
         "models.json": json.dumps([model for entry in entries() for model in _models(entry, target)], indent=2) + "\n",
-        f"{_DOCKERFILE}.ubuntu{suffix}.Dockerfile": _SHIM.format(context=context, image=image),
-        _SCRIPT: _RUN,
+        f"{_DOCKERFILE}.ubuntu{suffix}.Dockerfile": dockerfile.format(context=context, image=image),
+        _SCRIPT: Path(__file__).with_name("mad.sh").read_text(encoding="utf-8"),
     }
 
 

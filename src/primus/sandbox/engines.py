@@ -47,24 +47,6 @@ _READ_BY_CLIENTS = re.compile(
 )
 _CLIENT_ENVIRONMENT = re.compile(r"PATH|HOME|USER|TMPDIR|TERM|XDG_RUNTIME_DIR|DBUS_SESSION_BUS_ADDRESS|DOCKER_.*")
 
-# Of the defaults, podman's limits of processes and files are for services, and its /etc/hosts is the host's.
-_CONTAINERS_CONF = """\
-[containers]
-base_hosts_file = "none"
-cgroups = "{cgroups}"
-default_ulimits = []
-http_proxy = false
-log_driver = "none"
-pids_limit = 0
-[engine]
-events_logger = "none"
-init_path = "{init}"
-runtime = "{runtime}"
-static_dir = "{folder}/storage/libpod"
-tmp_dir = "{run}/libpod"
-volume_path = "{folder}/storage/volumes"
-"""
-
 # Shell scripts that run in the folder of podman's files. GNU tar does not write through a link of its own archive, and
 # no folder gets the files of two archives.
 _UNPACK = """\
@@ -202,7 +184,8 @@ class Podman(Engine):
         for file_system, (runtime, cgroups) in itertools.product(_file_systems(), modes):
             remove_tree(folder / "storage")
             values = {"cgroups": cgroups, "init": init, "runtime": runtime, "run": _run_folder(folder)}
-            write_file(folder / "containers.conf", _CONTAINERS_CONF.format(folder=folder, **values))
+            conf = Path(__file__).with_name("containers.conf").read_text(encoding="utf-8")
+            write_file(folder / "containers.conf", conf.format(folder=folder, **values))
             name, env = f"probe-{uuid.uuid4().hex[:12]}", _client_environment(folder)
             words = ["run", f"--name={name}", "--network=none", "--rootfs", f"{folder}/containers/{name}/root"]
             with _mounted(file_system, folder, ["../probe"], name) as mounted:

@@ -12,17 +12,17 @@ import contextlib
 import fnmatch
 import functools
 import os
+import re
 import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, cast
 
-from primus.engine.kinds.kernels import unlisted
 from primus.engine.workshop import Workshop, disk_is_full, log_tail
 from primus.errors import CheckFailed, HostError
 from primus.oci.contents import KINDS, members
@@ -36,6 +36,7 @@ from primus.versions.lock import LockedFile
 
 # On a merged /usr these are links; nothing may be unpacked below them.
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
@@ -121,7 +122,7 @@ def root_entries(
         raise full
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
-    entries = list(_tar_entries(tar, trim()["left_out"]))
+    entries = list(tar_entries(tar, trim()["left_out"]))
     if kernels and (packages := unlisted(entries, kernels)):
         raise CheckFailed(
             f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
@@ -162,17 +163,21 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
         except OSError as error:
             raise storage_error(error, archive) from None
     fields = f"Filename: ./{name}\nSize: {deb.size}\nSHA256: {deb.sha256}\n"
-    return _dpkg_deb("-f", deb, path).rstrip(b"\n") + b"\n" + fields.encode()
+    return dpkg_deb("-f", path, deb.file).rstrip(b"\n") + b"\n" + fields.encode()
 
 
-def _dpkg_deb(option: str, deb: LockedFile, path: Path, stdout: int | IO[bytes] = subprocess.PIPE) -> bytes:
-    done = subprocess.run(["dpkg-deb", option, str(path)], stdout=stdout, stderr=subprocess.DEVNULL, check=False)
+def dpkg_deb(option: str, path: Path, name: str, stdout: int | IO[bytes] = subprocess.PIPE) -> bytes:
+    """Return the output of dpkg-deb for the package at ``path``. HostError for what is no package, called ``name``."""
+    # Each thread of dpkg-deb allocates its own dictionary.
+    env = {**os.environ, "DPKG_DEB_THREADS_MAX": "1"}
+    done = subprocess.run(["dpkg-deb", option, path], stdout=stdout, stderr=subprocess.DEVNULL, check=False, env=env)
     if done.returncode:
-        raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
+        raise HostError(f"{name} is not a Debian package", hint="remove it from the file cache and fetch it again")
     return done.stdout or b""
 
 
-def _tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
+def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
+    """Yield the archive's members, whose bytes stay in it, except for paths that match a pattern of ``left_out``."""
     with tarfile.open(tar, "r:") as archive:
         for member in members(archive):
             path = member.name.removeprefix("./").strip("/")
@@ -217,9 +222,9 @@ def _over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[
 def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:
     tar = scratch / f"{deb.sha256}.tar"
     with tar.open("wb") as out:
-        _dpkg_deb("--fsys-tarfile", deb, path, out)
-    record = _dpkg_deb("-f", deb, path).rstrip(b"\n") + b"\nStatus: install ok installed\n"
-    for entry in _tar_entries(tar):
+        dpkg_deb("--fsys-tarfile", path, deb.file, out)
+    record = dpkg_deb("-f", path, deb.file).rstrip(b"\n") + b"\nStatus: install ok installed\n"
+    for entry in tar_entries(tar):
         if entry.path not in _MERGED and _unpacked("/" + entry.path):
             link = _merged(entry.link) if entry.kind == "hardlink" else entry.link
             yield replace(entry, path=_merged(entry.path), link=link)
@@ -233,3 +238,18 @@ def _merged(path: str) -> str:
 def _unpacked(path: str) -> bool:
     left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in trim()["not_unpacked"])
     return not left_out or any(fnmatch.fnmatchcase(path, pattern) for pattern in trim()["unpacked_still"])
+
+
+def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the packages in a base's dpkg database whose files match a pattern of ``kernels``, but that ``kernels``
+    does not list. No layer would contain these files.
+    """
+    patterns = re.compile("|".join(fnmatch.translate(p) for of in kernels.values() for p in of))
+    packages = []
+    for entry in entries:
+        name = _LIST.fullmatch(entry.path)
+        if name and name[1] not in kernels:
+            text = b"".join(entry.chunks()).decode("utf-8", "replace")
+            if any(patterns.match(line) for line in text.splitlines()):
+                packages.append(name[1])
+    return sorted(packages)

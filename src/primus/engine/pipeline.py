@@ -1,7 +1,5 @@
 """The pipeline of a build, step by step: plan → fetch → build → compose → gates → index."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -10,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING
 
 from primus.engine.kinds import debs, files, kernels, wheels
 from primus.engine.upkeep import remove_damage
@@ -21,17 +18,13 @@ from primus.gates.examined import examine_image
 from primus.gates.rules import rules_hash
 from primus.gates.rules.coherence import check_pins
 from primus.oci.layer import check_overlap, read_paths
-from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE
+from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Store
 from primus.plan.action import Action, ImagePlan, tree_record
 from primus.plan.image import Built, compose, finished, judged_by
+from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
 from primus.recipes.load import check
 from primus.sandbox.processes import stop_all
-
-if TYPE_CHECKING:
-    from primus.oci.store import Store
-    from primus.plan.workspace import Workspace
-
 
 KINDS: Mapping[str, Kind] = {
     "image": Kind(files.adopt),

@@ -1,7 +1,5 @@
 """Run one action: create its layer or wheel, and record it. :mod:`primus.engine.kinds` has the code for each kind."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -13,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
@@ -23,17 +20,14 @@ from primus.oci.layer import write_layer
 from primus.oci.store import Layer, Store, manifest_of
 from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action
+from primus.plan.workspace import Workspace
+from primus.progress import Progress
 from primus.sandbox.container import GIB, Command, LayerRef, Mount, RootFs
 from primus.sandbox.engines import Engine, choose
 from primus.schema import build
 from primus.terminal import bytes_text
 from primus.versions.lock import LockedFile
 from primus.yamlfile import Document
-
-if TYPE_CHECKING:
-    from primus.plan.workspace import Workspace
-    from primus.progress import Progress
-
 
 # Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
 # at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
@@ -71,8 +65,8 @@ class Kind:
     before long work begins, and raises HostError for what this machine lacks to run the actions.
     """
 
-    make: Callable[[Action, Workshop, Path], Layer | Wheel]
-    prepare: Callable[[Sequence[Action], Workshop], None] = lambda *_: None
+    make: Callable[[Action, "Workshop", Path], Layer | Wheel]
+    prepare: Callable[[Sequence[Action], "Workshop"], None] = lambda *_: None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from primus.release.cells import cells_of
 from primus.release.validation import Validated, _passed_before, table
 from primus.training import suite
 from primus.training.job import Job
+from tables import table_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -70,18 +71,7 @@ def record(jobs: tuple[Job, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "inner", "value"),
-    [
-        ("verdicts", None, [{"name": "base: finite", "passed": False}, {"name": "gate budget", "passed": True}]),
-        ("verdicts", None, []),
-        ("verdicts", None, [{"name": "base: finite", "passed": True}, {"name": "gate budget", "passed": False}]),
-        ("gpu", None, "h200"),
-        ("image", "content", "sha256:2"),
-        ("recipe", "sha256", "0"),
-        ("suite", "sha256", "0"),
-    ],
-)
+@pytest.mark.parametrize(("key", "inner", "value"), table_of("cells.only_a_record_of_the_same_is_kept"))
 def test_only_a_record_of_the_same_is_kept(
     tmp_path: Path, jobs: tuple[Job, ...], key: str, inner: str | None, value: object
 ) -> None:

@@ -15,6 +15,7 @@ from primus.gates.codeobjects import Code, code_in, library_of
 from primus.gates.examined import GateReport, LayerFacts
 from primus.gates.rules import coverage, pruning
 from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
+from tables import table_of
 
 SOURCE = Path(rules.__file__).parents[2]
 GFX942, GFX950 = 0x4C, 0x4F
@@ -64,21 +65,7 @@ def test_target_of_a_bundle_entry(entry: str, target: str | None) -> None:
     assert in_entry_id(entry) == target
 
 
-@pytest.mark.parametrize(
-    ("targets", "arch", "runs"),
-    [
-        (["gfx942"], "gfx942", True),
-        (["gfx942:sramecc+:xnack-"], "gfx942", True),
-        (["gfx942:xnack+"], "gfx942", False),
-        (["gfx942:sramecc-"], "gfx942", False),
-        (["gfx9-4-generic"], "gfx950", True),
-        (["gfx9-generic"], "gfx942", False),
-        (["gfx12-5-generic"], "gfx1250", True),
-        (["gfx950"], "gfx942", False),
-        (["amdgcnspirv"], "gfx950", True),
-        ([], "gfx942", False),
-    ],
-)
+@pytest.mark.parametrize(("targets", "arch", "runs"), table_of("gate_codeobjects.what_runs_where"))
 def test_what_runs_where(targets: list[str], arch: str, runs: bool) -> None:
     assert runs_on(targets, arch) is runs
 

@@ -12,6 +12,7 @@ from primus.gates.rules.coherence import Package, agree, check_pins, coherence, 
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve
 from primus.versions.lock import Lock, LockedFile, dumps
+from tables import table_of
 
 TRAIN = {
     "rocm": "10.1.0",
@@ -38,21 +39,7 @@ def messages(change: dict[str, str] | None = None, arch: str | None = "gfx942") 
     return [f"{f.path} {f.message}" for f in report.findings]
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "rocm"),
-    [
-        ("rocm", "10.1.0", "10.1.0"),
-        ("rocm-sdk-device-gfx950", "7.15.0a20260720", "7.15.0a20260720"),
-        ("torch", "2.14.0+rocm10.1", "10.1"),
-        ("triton", "3.8.0+git669b31ac.rocm10.1.0", "10.1.0"),
-        ("torch", "2.7.0+rocm7.0.2.lw.git698b58a9", "7.0.2"),
-        ("torch", "2.12.0+rocmsdk20260720", "20260720"),
-        ("rocm-bootstrap", "0.3.0", None),
-        ("rocm-bindings-core", "10.0.0.0.1.2", None),
-        ("torch", "2.13.0+cpu", None),
-        ("numpy", "2.4.6", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "version", "rocm"), table_of("gate_coherence.rocm_version_of_a_package"))
 def test_rocm_version_of_a_package(name: str, version: str, rocm: str | None) -> None:
     parsed = rocm_version(name, version)
     assert (str(parsed) if parsed else None) == rocm
@@ -92,18 +79,7 @@ def test_device_packages_of_another_gpu() -> None:
     assert any("the target names no GPU architecture" in m for m in messages(arch=None))
 
 
-@pytest.mark.parametrize(
-    ("version", "arch", "message"),
-    [
-        ("2.13.0+cpu", "gfx942", "torch 2.13.0+cpu is built for cpu, the target for gfx942"),
-        ("2.13.0+cu130", "gfx942", "torch 2.13.0+cu130 is built for cu130, the target for gfx942"),
-        ("2.13.0+rocm10.1", "sm_90", "torch 2.13.0+rocm10.1 is built for rocm, the target for sm_90"),
-        ("2.13.0+cu130", None, "torch 2.13.0+cu130 is built for cu130, the target for no GPU"),
-        ("2.13.0+cu130", "sm_90", None),
-        ("2.13.0+cpu", None, None),
-        ("2.13.0", "sm_90", None),
-    ],
-)
+@pytest.mark.parametrize(("version", "arch", "message"), table_of("gate_coherence.a_build_for_another_kind_of_gpu"))
 def test_a_build_for_another_kind_of_gpu(version: str, arch: str | None, message: str | None) -> None:
     report = coherence([Package(name="torch", version=version)], arch)
     assert [f.message for f in report.findings] == ([message] if message else [])

@@ -4,6 +4,7 @@ import pytest
 
 from primus.gates.contents import Stated, stated_in
 from primus.gates.rules.requirements import unmet
+from tables import table_of
 
 METADATA = """\
 Metadata-Version: 2.1
@@ -41,27 +42,7 @@ def test_requirements_come_from_the_metadata() -> None:
     assert not report.passed
 
 
-@pytest.mark.parametrize(
-    ("requirement", "met"),
-    [
-        ("torch", True),
-        ("torch==2.11.0", True),  # a local version, such as +rocm10.0.0, does not count
-        ("torch<2.11", False),
-        ("Typing_Extensions>=4", True),
-        ("triton>=3.7", True),  # a development version of 3.7.1
-        ("triton>=3.8", False),
-        ("pyyaml>=6", True),  # of Debian
-        ("pyyaml>=7", False),
-        ("odd>=3", True),  # no version that can be compared
-        ("tomli; python_version < '3.11'", True),
-        ("tomli; python_full_version >= '3.12.3'", False),
-        ("winpdb; sys_platform == 'win32'", True),
-        ("winpdb; platform_machine == 'x86_64'", False),
-        ("winpdb[all]; extra == 'gui'", True),
-        ("winpdb @ https://localhost/winpdb.whl", False),
-        ("not a requirement!", True),
-    ],
-)
+@pytest.mark.parametrize(("requirement", "met"), table_of("gate_requirements.what_counts_as_met"))
 def test_what_counts_as_met(requirement: str, met: bool) -> None:
     wheels = [
         wheel("torch", "2.11.0+rocm10.0.0"), wheel("triton", "3.7.1.dev3"), wheel("typing-extensions", "4.15.0"),

@@ -14,6 +14,7 @@ from primus.gpus import detect, table
 from primus.gpus.table import Arch, Generation, Peak, Statement, Table, Variable, plain_name
 from primus.schema import build
 from primus.yamlfile import parse
+from tables import table_of
 
 TEXT = table.TABLE_FILE.read_text(encoding="utf-8")
 
@@ -30,28 +31,7 @@ def test_gates_know_the_code_of_every_amd_architecture() -> None:
     assert not unknown, "add them to src/primus/gpucode/archs.yaml"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("compute_units: 132", "compute_unit: 132", "unknown key 'compute_unit'"),
-        ("    compute_units: 132\n", "", "'compute_units' is missing"),
-        ("  - name: mi325x\n", "  - name: mi300x\n", "generation 'mi300x' is a duplicate"),
-        ("  - name: mi325x\n", "  - name: MI325X\n", "name must be like mi300x"),
-        ('["0x74a5"', '["0x74a1"', "device id '0x74a1' is a duplicate"),
-        ('["0x74a5"', '["74a5"', "device_ids must be like 0x74a1"),
-        ("NVIDIA H200 SXM5, H200]", "NVIDIA H200 SXM5, mi300x]", "product name 'mi300x' is a duplicate"),
-        ("    arch: sm_90\n    names", "    arch: sm_91\n    names", "h200: there is no architecture 'sm_91'"),
-        ("    arch: sm_90\n    names", "    arch: gfx950\n    names", "h200 needs one peak for each of bf16, fp8, mx"),
-        ("fp8: e4m3fnuz", "fp8: e5m2fnuz", "fp8 must be one of e4m3fnuz, e4m3fn"),
-        ("    mx: []\n    mx_source: Prim", "    mx: [mxfp8]\n    mx_source: Prim", "mi300x needs one peak for each"),
-        ("    vendor: nvidia", "    vendor: amd", "sm_90 is not an architecture of amd"),
-        ("tflops: 1979", "tflops: about 2000", "tflops must be a number"),
-        ("dtype: fp8, tflops: 1979", "dtype: bf16, tflops: 1979", "h200 needs one peak for each of bf16, fp8, not"),
-        ("    for: [gfx942, mi350x", "    for: [gfx942, gfx950", "GPU_MAX_HW_QUEUES' is a duplicate"),
-        ("    for: [gfx942, mi350x", "    for: [gfx942, mi305x", "is for 'mi305x', which is neither"),
-        ("mi350x, mi350p]", "mi350p]", "mi350x has no entry for GPU_MAX_HW_QUEUES, wh"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("old", "new", "message"), table_of("gpus.a_slip_is_refused_with_its_place"))
 def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> None:
     assert TEXT.count(old) == 1
     with pytest.raises(InputError) as caught:

@@ -17,6 +17,7 @@ from primus.launch.plan import Plan
 from primus.recipes import load
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from tables import table_of
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[dev]' brings it")
 
@@ -146,17 +147,7 @@ def test_a_refused_job_leaves_no_service_behind(
     assert names_in(objects) == set()
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        ('The Job "x" is invalid: spec.x: Invalid value', 2),
-        ("Error from server (BadRequest): no", 2),
-        ('Error from server (NotFound): namespaces "a" not found', 2),
-        ("Error from server (Forbidden): no", 3),
-        ("error: You must be logged in to the server (Unauthorized)", 3),
-        ("The connection to the server h:1 was refused", 3),
-    ],
-)
+@pytest.mark.parametrize(("error", "code"), table_of("launch_kubernetes.an_error_of_kubectl_is_shown"))
 def test_an_error_of_kubectl_is_shown(
     error: str, code: int, objects: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,18 +296,7 @@ def test_a_recipe_of_the_image_given_by_path_is_named(monkeypatch: pytest.Monkey
     assert "exec primus train llama3.1-8b --backend" in pod["spec"]["containers"][0]["command"][2]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["assets.corpus=/workspace/runs/data/c.jsonl"], ""),
-        (["assets.corpus=/workspace/runs/c", "assets.tokenizer=/workspace/runs/t"], ""),
-        (["--backend=finetune", "finetune.weights=/workspace/runs/w"], ""),
-        (["assets.corpus=c.jsonl"], "assets.corpus: pods do not see"),
-        (["assets.corpus=gone.jsonl"], "is not a file or a folder"),
-        (["--backend=finetune", "finetune.weights=w"], "finetune.weights: pods do not see"),
-        (["--backend=finetune", "finetune.weights=gone"], "finetune.weights: there is no folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), table_of("launch_kubernetes.data_and_weights_are_those_of_the_pods"))
 def test_data_and_weights_are_those_of_the_pods(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

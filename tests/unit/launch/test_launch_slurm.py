@@ -12,6 +12,7 @@ from primus.launch import slurm
 from primus.launch.plan import Plan
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from tables import table_of
 
 SITE = slurm.Site(container="docker", image="rocm/primus:v26.11-mi300x", output=Path("/shared/my runs"))
 
@@ -182,25 +183,7 @@ def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:
     assert "the job was told to end; requeued" in said.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["--time", "12:00:00", "fsdp.training.checkpoint_interval=500"],
-            "due every 500 steps, and the job ends at step 50",
-        ),
-        (["--time", "12:00:00"], "50 steps take about 17.5m of the 12h: --train-for 12h uses them"),
-        (["--time", "0-1", "--steps", "500"], "500 steps take about 2.91h, and the limit is 60m: the job never ends"),
-        (
-            ["--time", "60", "--steps", "500", "fsdp.training.checkpoint_interval=50"],
-            "the job is cut off and continues from a checkpoint",
-        ),
-        (["--time", "2:30", "--steps", "7", "--rate", "10000"], ""),
-        (["--time", "12:00:00", "--train-for", "11h"], ""),
-        (["--train-for", "11h", "--steps", "5"], "--train-for and --steps both set the steps"),
-        (["--train-for", "11h", "--precision", "bf16", "--backend", "torchtitan"], "no rate is measured"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), table_of("launch_slurm.a_job_that_does_not_fit_its_time_is_told"))
 def test_a_job_that_does_not_fit_its_time_is_told(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from primus.recipes.setting import Choices
 from primus.recipes.tensors import header
 from primus.training import identity
 from primus.training.job import step_of, steps
+from tables import table_of
 
 CELLS = [
     ("llama3.1-8b", "torchtitan", "pretrain"), ("llama3.1-8b", "megatron", "pretrain"),
@@ -61,20 +62,7 @@ def test_the_same_run_goes_on_and_may_train_otherwise(tmp_path: Path, name: str,
         identity.check(folder, proxy("seed=7", backend=backend, mode=mode, name=name))
 
 
-@pytest.mark.parametrize(
-    ("words", "field", "told"),
-    [
-        (["model.layers=3"], "model.layers", "model.layers was 4, and is 3 now"),
-        (["model.rope_theta=10000.0"], "model.rope_theta", "model.rope_theta was"),
-        (["model.rope_scaling.factor=2.0"], "model.rope_scaling.factor", "is 2.0 now"),
-        (["assets.corpus={tmp}/corpus.jsonl"], "assets.corpus", "assets.corpus was sha256:"),
-        (["assets.tokenizer={tmp}/tokenizer"], "assets.tokenizer", "assets.tokenizer was sha256:"),
-        (["assets.corpus=mock"], "assets.corpus", 'is "mock" now'),
-        (["data.column=body"], "data.column", 'was "", and is "body" now'),
-        (["training.seq_len=64"], "seq_len", "seq_len was 128, and is 64 now"),
-        (["training.global_batch_size=32"], "global_batch", "global_batch was 16, and is 32 now"),
-    ],
-)
+@pytest.mark.parametrize(("words", "field", "told"), table_of("identity.a_difference_is_refused_unless_it_is_named"))
 def test_a_difference_is_refused_unless_it_is_named(tmp_path: Path, words: list[str], field: str, told: str) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"text": "another"}\n')
     shutil.copytree(recipes() / "assets/tokenizer", tmp_path / "tokenizer")

@@ -18,6 +18,7 @@ from primus.system.banner import lacking
 from primus.system.fabric import variables
 from primus.system.host import Host
 from primus.system.preflight import CHECKS, preflight
+from tables import table_of
 
 GIB = 2**30
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
@@ -276,20 +277,7 @@ def test_the_entry_says_that_there_is_no_device(tmp_path: Path) -> None:
     assert "--gpus all" in lacking({"target": "h200"}, host)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "change", "words", "said"),
-    [
-        (8, None, [], ""),
-        (8, None, ["--expect", "8", "--gpu", "mi300x", "--expect-nics", "2"], ""),
-        (8, "one lost", ["--expect", "8"], "7 of 8 can be used"),
-        (8, "no driver", ["--expect", "8"], "8 of 8 GPUs on the PCI bus have no driver"),
-        (8, None, ["--gpu", "mi325x"], "MI300X (gfx942), not mi325x"),
-        (8, None, ["--expect-nics", "3"], "2 of 3 devices have a driver: mlx5_0, mlx5_1"),
-        (0, None, [], "no GPU on this machine, or its driver does not run"),
-        (0, None, ["--expect", "8"], "0 of 8 can be used"),
-        (0, None, ["--expect", "0"], ""),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "change", "words", "said"), table_of("preflight_host.ready_needs_proof"))
 def test_ready_needs_proof(
     gpus: int, change: str | None, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

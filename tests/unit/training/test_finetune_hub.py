@@ -22,6 +22,7 @@ from primus.training import metrics, proof
 from primus.training.backend import backend_of
 from primus.training.finetune import backend
 from primus.training.flux.backend import check_weights
+from tables import table_of
 
 
 def published(name: str) -> dict[str, Any]:
@@ -99,19 +100,7 @@ def test_the_sizes_are_those_of_the_written(tmp_path: Path, change: dict[str, An
     assert attrgetter(key)(model(written(tmp_path / "w", {**LLAMA31, **change}))) == value
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling.rope_type: .*must be one of none"),
-        ({"max_position_embeddings": None}, "max_position_embeddings: model.max_seq_len must be a whole number"),
-        ({"num_attention_heads": "32"}, "num_attention_heads: model.heads must be a whole number, not '32'"),
-        ({"num_attention_heads": 0}, "num_attention_heads: model.heads must be at least 1"),
-        ({"attention_bias": True}, "attention_bias: model.qkv_bias: .*"),
-        ({"model_type": "qwen2"}, "model_type: the weights are of type qwen2, and the recipe's family is llama3"),
-        ({"model_type": "gpt2"}, "model_type: the weights are of type gpt2, and the recipe's family is llama3"),
-        ({"vocab_size": 100}, "vocab_size: model.vocab_size: 100 is less than the"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), table_of("finetune_hub.odd_settings_are_named_with_their_field"))
 def test_odd_settings_are_named_with_their_field(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     folder = written(tmp_path / "w", {**LLAMA31, **change})
     with pytest.raises(InputError) as refused:

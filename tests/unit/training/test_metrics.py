@@ -14,6 +14,7 @@ from primus.recipes.setting import Choices
 from primus.training import logs, machine, metrics
 from primus.training.logs import Series, Step
 from primus.training.metrics import of_recipe_unit, of_run
+from tables import table_of
 
 FACTS = {"device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
 
@@ -58,17 +59,7 @@ def test_warm_up_counts_for_no_aggregate_but_the_peak_of_memory() -> None:
     assert metrics.summarize(Series(), llama(2), FACTS).tokens_per_second is None
 
 
-@pytest.mark.parametrize(
-    ("change", "precision", "says"),
-    [
-        ({"device": "cpu", "gpu": None}, "bf16", "the run was on a CPU"),
-        ({"device": None, "gpu": None}, "bf16", "did not report its GPU"),
-        ({"gpu": "NVIDIA H200 NVL"}, "bf16", "the peak of 'NVIDIA H200 NVL' is unknown"),
-        ({}, "fp32", "no FP32 peak"),
-        ({"gpu_units": 66}, "bf16", "66 of the 132 compute units"),
-        ({"gpu_units": None}, "bf16", "None of the 132"),
-    ],
-)
+@pytest.mark.parametrize(("change", "precision", "says"), table_of("metrics.no_mfu_is_a_sentence_and_no_number"))
 def test_no_mfu_is_a_sentence_and_no_number(change: dict[str, Any], precision: str, says: str) -> None:
     summary = metrics.summarize(series(8642.0), llama(precision=precision, proxy=precision == "fp32"), FACTS | change)
     assert summary.mfu is None

@@ -12,6 +12,7 @@ import pytest
 from primus.errors import HostError, InputError
 from primus.versions.lock import LockedFile
 from primus.versions.registry import resolve_image
+from tables import table_of
 
 OCI = "application/vnd.oci.image.layer.v1.tar"
 IMAGE = "r.example/image@sha256:" + "0" * 64
@@ -90,20 +91,7 @@ def test_an_old_manifest_is_a_sentence(skopeo: Path) -> None:
         resolved(skopeo, layers=[], fsLayers=[])
 
 
-@pytest.mark.parametrize(
-    ("log", "reason", "hint"),
-    [
-        (
-            'level=fatal msg="reading manifest: \\"x\\": connection refused"',
-            'reading manifest: "x": connection refused',
-            "check the network",
-        ),
-        ('level=fatal msg="unauthorized: authentication required"', "unauthorized", "skopeo login r.example"),
-        ('level=debug msg="Too many requests: sleeping"', "its rate limit is reached", "skopeo login r.example"),
-        ('level=fatal msg="Manifest does not match provided manifest digest sha256:0"', "Manifest does not", "mirror"),
-        ("", "skopeo failed", "mirror"),
-    ],
-)
+@pytest.mark.parametrize(("log", "reason", "hint"), table_of("registry.a_failure_has_skopeos_own_words"))
 def test_a_failure_has_skopeos_own_words_and_a_next_step(skopeo: Path, log: str, reason: str, hint: str) -> None:
     (skopeo.parent / "log").write_text(log)
     skopeo.write_text(f"#!/bin/sh\ncat {skopeo.parent}/log >&2\nexit 1\n")

@@ -4,6 +4,7 @@ from primus.errors import InputError
 from primus.schema import build
 from primus.versions.components import Versions
 from primus.yamlfile import parse
+from tables import table_of
 
 HEAD = """\
 release: v26.11
@@ -80,35 +81,7 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
     assert words in error.message
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, git, deb, path"),
-        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, git, deb, path"),
-        ("wheel: a, channel: pypi", "a wheel pin needs `version`"),
-        ("wheel: a, version: 1.0, channel: local", "channel local is for path pins"),
-        ("path: src, channel: local", "a path pin needs `to`"),
-        ("path: src, to: /opt, version: 1.0, channel: local", "`version` goes with"),
-        ("path: src, to: opt, channel: local", "absolute path"),
-        ("path: src, to: //, channel: local", "not / itself"),
-        ("wheel: ../a, version: 1.0, channel: pypi", "wheel must be a package name, not '../a'"),
-        ("sdist: 'a[x]', version: 1.0, channel: pypi, build: {debs: [gcc]}", "sdist must be a package name"),
-        ("sdist: a, version: 1.0, channel: pypi", "a sdist pin needs `build`"),
-        ("wheel: a, version: 1.0, channel: pypi, build: {}", "`build` goes with `sdist` or `git` only"),
-        ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch>=2]}", "a package name, or NAME==VERSION"),
-        ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch==2.*]}", "a package name, or NAME==VERSION"),
-        ("sdist: a, version: 1.0, channel: pypi, build: {deps: [gcc]}", "did you mean 'debs'?"),
-        ("wheel: a, version: 1.0, channel: pypi, requires: [torch]", "`requires` goes with `sdist` or `git` only"),
-        ("deb: python3-a, version: 1.0, channel: pypi", "channel debian is for deb pins"),
-        ("wheel: a, version: 1.0, channel: debian", "channel debian is for deb pins"),
-        ("sdist: a, version: 1.0, channel: pypi, build: {debs: [gcc]}, pure: true", "`pure` goes with `wheel` only"),
-        ("path: src, to: '{here}/a', channel: local", "{site}/NAME"),
-        ("wheel: a, version: 1.0, channel: debain", "did you mean 'debian'?"),
-        ("wheel: a, verison: 1.0, channel: pypi", "did you mean 'version'?"),
-        ("wheel: a, version: 1.0", "'channel' is missing"),
-        ("wheel: a, version: 1.0, channel: pypi, line: 3", "unknown key 'line'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), table_of("versions.a_pin_says_one_thing"))
 def test_a_pin_says_one_thing(text: str, words: str) -> None:
     error = refused(pin(text))
     assert words in str(error)

@@ -115,11 +115,15 @@ def _releases(history: History) -> str:
         *section(
             "Components",
             escaped_rows([("tag", *columns)])[0],
-            escaped_rows((r.reference, *(r.components.get(name) or NONE for name in columns)) for r in every),
+            [[escaped_rows([[r.reference]])[0][0], *map(_version, map(r.components.get, columns))] for r in every],
             "Versions as published. Newer releases list more components; see `primus releases NAME`.",
         ),
     ]
     return "\n".join(lines)
+
+
+def _version(text: str | None) -> str:
+    return f"`{text}`" if text else NONE
 
 
 def _recipe_keys() -> str:

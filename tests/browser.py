@@ -47,9 +47,20 @@ class Browser:
         )  # fmt: skip
         if phone:
             self.ask("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=2)
+        self.open(page)
+
+    def open(self, page: Path) -> None:
+        """Load a page. The events of earlier ones remain."""
+        self.events = [event for event in self.events if event["method"] != "Page.loadEventFired"]
         self.ask("Page.navigate", url=page.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._read()
+
+    def show(self, width: int, media: str = "screen", scheme: str = "light", *, phone: bool = False) -> None:
+        """Set the width of the window in CSS pixels, what the page is shown on, and the colours."""
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
+        scheme = {"name": "prefers-color-scheme", "value": scheme}
+        self.ask("Emulation.setEmulatedMedia", media=media, features=[scheme])
 
     def __enter__(self) -> Browser:
         return self

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import noxfile
 import pytest
+import yaml
 from docs.site.__main__ import written
 from docs.site.models import INTRO
 from docs.site.reference import commands as reference
@@ -26,61 +27,8 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks/results/documented-commands.json"
 # Folders in the pages' commands. Here they are below a temporary one.
 FOLDERS = re.compile(r"(?<![\w$.}/])/(?=(?:data|models|shared|weights)\b)")
-# Pages and commands that other tests run as they are written, where a registry, signatures or PyTorch are.
-RUN_BY = {
-    "docs/release.md": "tests/integration/test_ship_release.py",
-    "docs/statements.md": "tests/integration/test_ship_release.py",
-    "docs/chats.md": "tests/integration/inside/tutorial.py",
-    "primus data": "tests/integration/inside/tutorial.py",
-    "primus export": "tests/integration/inside/tutorial.py",
-    "primus bump transformers": "tests/integration/test_lock_verb.py",
-    "primus load cpu": "tests/integration/test_sandbox_build.py",
-}
+RULES = yaml.safe_load((ROOT / "tests/fixtures/documented_commands.yaml").read_text(encoding="utf-8"))
 HERE = "tests/unit/test_docs_commands.py"
-# Verbs that start or send something. Each has --dry-run.
-DRY = {"train", "finetune", "launch", "compat", "tune", "validate", "triage", "run"}
-NOT_RUN = {
-    "primus load mi300x": "needs a Docker engine",
-    "primus tune gemm": "needs an AMD GPU",
-    "skopeo": "needs podman's storage",
-    "amd-ctk": "needs the toolkit of AMD's driver",
-    "nvidia-ctk": "needs the toolkit of NVIDIA's driver",
-}
-# A preflight of a machine without a GPU; an image that is not validated.
-FAILING = {"preflight": 1, "publish": 1}
-CONTAINER = {"run", "--rm", "-it", "-v", "-e", "--device", "--group-add", "--shm-size", "--network", "--gpus"}
-# Stands for every program: notes its words, and runs the command of a container.
-STAND_IN = f"""#!{sys.executable} -IS
-import json, os, sys
-words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-print(44) if words[0] == "stat" else print(json.dumps([*words, dict(os.environ)]), file=open(os.environ["CALLS"], "a"))
-image = next((n for n, word in enumerate(words) if "rocm/primus:" in word), 0) * (words[0] in ("docker", "srun"))
-os.environ.update(word.split("=", 1) for word in words[:image] if word[0].isupper())
-inside = [word for word in words[image + 1:] if image and not word.startswith("--container")]
-inside and os.execvp(inside[0], inside)
-"""
-PROGRAMS = (
-    "primus",
-    "docker",
-    "podman",
-    "srun",
-    "stat",
-    "skopeo",
-    "kubectl",
-    "nox",
-    "cosign",
-    "python3",
-    "amd-ctk",
-    "nvidia-ctk",
-)
-EXPERIMENT = """\
-modules:
-  pre_trainer: {framework: megatron, config: pre_trainer.yaml, model: llama3.1_8B.yaml, overrides: {mock_data: true}}
-"""
-LLAMA31 = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-}  # fmt: skip
 
 
 def documented() -> list[tuple[str, str]]:
@@ -98,14 +46,15 @@ def how(page: str, command: str) -> tuple[str, str]:
     """Whether CI runs a command, and the test that does, or the reason why not."""
     if page == "README.md" and command.endswith("nox -s tests"):
         return "run", ".ci/run"
-    pages = {text: name for name, text in COMMANDS if name in RUN_BY and not text.startswith("primus validate")}
-    for start in (*RUN_BY, *NOT_RUN):
-        if command.startswith(start):
-            return ("run", RUN_BY[start]) if start in RUN_BY else ("not run", NOT_RUN[start])
-    if command in pages:
-        return "run", RUN_BY[pages[command]]
+    for kind in ("run by", "not run"):
+        for start, why in RULES[kind].items():
+            if command.startswith(start):
+                return kind.removesuffix(" by"), why
+    pages = [name for name, text in COMMANDS if name in RULES["run by"] and text == command]
+    if pages and not command.startswith("primus validate"):
+        return "run", RULES["run by"][pages[0]]
     verb = re.search(r"(?<!/)\bprimus ([\w-]+)", command)
-    dry = "nox" in command or command.startswith(("docker", "srun", "podman")) or (verb and verb[1] in DRY)
+    dry = "nox" in command or command.startswith(("docker", "srun", "podman")) or (verb and verb[1] in RULES["dry run"])
     return "dry run" if dry and "--dry-run" not in command else "run", HERE
 
 
@@ -125,7 +74,7 @@ def test_the_record_counts_them(request: pytest.FixtureRequest) -> None:
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     assert json.loads(RECORD.read_text(encoding="utf-8")) == record
     assert kinds["not run"] <= 0.05 * len(ways)
-    for what, test in RUN_BY.items():
+    for what, test in RULES["run by"].items():
         words = what.rpartition("/")[2] if what.endswith(".md") else '", "'.join(what.split()[1:])
         assert words in (ROOT / test).read_text(), f"{test} does not run {what}"
 
@@ -148,24 +97,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kit.build("cpu", "mi300x")
     for folder in ("data/tokenizer", "models/llama-3.1-8b", "models/mine", "weights"):
         shutil.copytree(ROOT / "recipes/assets/tokenizer", root / folder)
-        kit.write(f"{folder}/config.json", json.dumps(LLAMA31))
+        shutil.copy(ROOT / "recipes/published/meta-llama--Llama-3.1-8B.json", root / folder / "config.json")
     (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.S)
     kit.write("my-model.yaml", recipe)
     for name in ("data/corpus.jsonl", "rows/rows.jsonl", "prose.txt", "chats.jsonl"):
         kit.write(name, '{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100)
     for name in ("before", "after", "mine"):
         finished_run(root / "runs" / name)
-    kit.write("runs/mine/checkpoint/step-10/.metadata", "")
     kit.write("shared/preflight/node-1.json", kit.primus("preflight", "--quick", "--expect", "0", "--json").out)
-    kit.write("my-experiment.yaml", EXPERIMENT)
     kit.write("images/locks/local/cpu.json", dumps(Lock(target="cpu", channel="local", pins={}, files=())))
-    kit.write("osv/none.json", "[]")
-    kit.write("accepted.yaml", "accepted: []\n")
-    for path in [*(root / "programs" / name for name in PROGRAMS), root / ".venv/bin/pip", root / ".venv/bin/nox"]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(STAND_IN)
-        path.chmod(0o755)
-    kit.write(".venv/bin/activate", "")
+    for name, text in RULES["files"].items():
+        kit.write(name, text)
+    stand_in = f"#!{sys.executable} -IS\n" + (ROOT / "tests/fixtures/stand_in").read_text(encoding="utf-8")
+    for name in [*(f"programs/{program}" for program in RULES["programs"]), ".venv/bin/pip", ".venv/bin/nox"]:
+        kit.write(name, stand_in).chmod(0o755)
     return root
 
 
@@ -185,7 +130,7 @@ def test_a_documented_command_runs(
     for program, *words, variables in map(json.loads, calls.read_text().splitlines() if calls.exists() else ()):
         if program == "docker":
             at = next(n for n, word in enumerate(words) if word.startswith("rocm/primus:"))
-            assert {word for word in words[1:at] if word.startswith("-")} <= CONTAINER
+            assert {word for word in words[1:at] if word.startswith("-")} <= {*RULES["docker run"]}
         session = noxfile.COMMANDS.get(words[1]) if program == "nox" else None
         verb, *options = [*session[0], *words[3:]] if session else words
         if program == "primus" or session:
@@ -195,7 +140,7 @@ def test_a_documented_command_runs(
                 monkeypatch.setenv(name, variables[name])
             inside = verb == "run"
             verb, *options = options[options.index("--") + 2 :] if inside else words
-            dry = ["--dry-run"] * (verb in DRY and "--dry-run" not in options)
+            dry = ["--dry-run"] * (verb in RULES["dry run"] and "--dry-run" not in options)
             at = options.index("--") if "--" in options else len(options)
             result = Kit(world).primus(verb, *options[:at], *dry, *options[at:])
-            assert result.code in (0, FAILING.get(verb, 0)), result.err
+            assert result.code in (0, RULES["exit code"].get(verb, 0)), result.err

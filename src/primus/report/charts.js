@@ -157,6 +157,17 @@
       chart.setScale(STEPS, state.range || whole);
       chart.over.addEventListener("dblclick", () => zoom(whole));
       touch(chart);
+      // A click on a name in the legend hides its line. Enter and the space bar do the same.
+      const names = () => figure.querySelectorAll(".u-series:not(:first-child) th");
+      names().forEach((name, place) => {
+        Object.assign(name, { tabIndex: 0, role: "button" });
+        name.addEventListener("keydown", (event) => {
+          if (event.key !== "Enter" && event.key !== " ") return;
+          event.preventDefault();
+          name.click();
+          names()[place].focus();
+        });
+      });
     });
   }
 

@@ -1,4 +1,4 @@
-"""Tables of ``fixtures/tables.yaml``: rows of tests that are data."""
+"""What tests read from ``fixtures``: rows that are data, of ``tables.yaml``, and texts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Any
 
 import yaml
 
-_TABLES: dict[str, list[Any]] = yaml.safe_load(
-    (Path(__file__).parent / "fixtures/tables.yaml").read_text(encoding="utf-8")
-)
+
+def text_of(name: str) -> str:
+    """Return the text of a file of ``fixtures``."""
+    return (Path(__file__).parent / "fixtures" / name).read_text(encoding="utf-8")
+
+
+_TABLES: dict[str, list[Any]] = yaml.safe_load(text_of("tables.yaml"))
 
 
 def table_of(name: str) -> list[Any]:

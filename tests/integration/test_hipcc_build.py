@@ -12,6 +12,7 @@ import gits
 import upstream
 from host_tools import needs
 from project_kit import Kit, lock
+from tables import text_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("git", "mmdebstrap")]
 
@@ -49,34 +50,7 @@ class Binary(Distribution):
 
 setup(name="turbo-norm", version="1.0", packages=["turbo_norm"], cmdclass={"build_py": Kernels}, distclass=Binary)
 """
-VERSIONS = """\
-release: v26.11
-created: 2026-11-20
-bases:
-  sid:
-    suite: sid
-    python: 3.14.10
-    packages: [libpython3-stdlib, python3-minimal]
-components:
-  turbo-norm:
-    name: Kernels of Primus Turbo
-    pins:
-      - git: file://REPOSITORY
-        commit: COMMIT
-        package: turbo-norm
-        version: "1.0"
-        channel: pypi
-        build:
-          debs:
-            - hipcc/experimental
-            - libamd-comgr-dev/experimental
-            - libamd-comgr3/experimental
-            - libamdhip64-dev/experimental
-            - libhsa-runtime-dev/experimental
-            - libhsa-runtime64-1/experimental
-          wheels: [pip==26.3, setuptools==81.0.0]
-          environment: {GPU_ARCHS: "{arch}"}
-"""
+VERSIONS = text_of("versions/hipcc.yaml")
 TARGET = """\
 description: Kernels built with hipcc
 base: sid

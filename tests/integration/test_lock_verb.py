@@ -13,27 +13,11 @@ from gits import git
 from loopback import Server, index_debs, make_deb, make_wheel, serve
 from primus.plan.project import Project
 from project_kit import Kit
+from tables import text_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")]
 
-VERSIONS = """\
-release: v26.11
-created: 2026-11-20
-bases:
-  bookworm:
-    suite: bookworm
-    python: 3.11.2
-    packages: [python3.11-minimal]
-components:
-  tool:
-    name: Tool
-    pins:
-      - {wheel: tool, version: 1.0, channel: pypi}
-  local:
-    name: Local
-    pins:
-      - {path: part, to: /opt/part, channel: local}
-"""
+VERSIONS = text_of("versions/lock.yaml")
 
 
 @pytest.fixture
@@ -169,16 +153,7 @@ def test_what_is_gone_is_locked_again_by_name(world: tuple[Kit, Server]) -> None
     assert versions == {"python3.11-minimal": "3.11.2-7", "tool": "1.0", "helper": "1.0"}
 
 
-NATIVE = """\
-  native:
-    name: Native
-    pins:
-      - sdist: native
-        version: 1.0
-        channel: pypi
-        build: {debs: [compiler], wheels: [tool, setup==1.0]}
-        requires: [runtime]
-"""
+NATIVE = text_of("versions/native.yaml")
 
 
 def test_a_build_has_packages_of_its_own_and_the_images_wheels(world: tuple[Kit, Server]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from primus.recipes.load import names
 from project_kit import make_project
+from tables import text_of
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("src", "images", "recipes", "docs", "versions.yaml", "README.md", "CHANGELOG.md", "benchmarks", "noxfile.py")
@@ -25,21 +26,7 @@ ARCH = """\
     mx_source: a page
     others: []
 """
-ROW = """\
-  - name: mi440x
-    title: AMD Instinct MI440X
-    arch: gfx1251
-    names: [AMD Instinct MI440X]
-    device_ids: ["0x75b0"]
-    compute_units: 256
-    memory: {gb: 432, gib: 431.9, tb_s: 19.6}
-    source: a page
-    peaks:
-      - {dtype: bf16, tflops: 5000, source: a page}
-      - {dtype: fp8, tflops: 10000, source: a page}
-      - {dtype: mxfp8, tflops: null, source: none was read}
-    notes: []
-"""
+ROW = text_of("gpu_row.yaml")
 
 Primus = Callable[..., subprocess.CompletedProcess[str]]
 

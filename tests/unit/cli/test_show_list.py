@@ -12,30 +12,11 @@ import pytest
 import primus
 from primus.cli.main import main
 from primus.gpus.table import load_table
+from tables import text_of
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden"
-TINY = """\
-name: tiny
-description: A model that nobody published
-supports:
-  torchtitan: {pretrain: [bf16, mxfp8]}
-  megatron: {pretrain: [bf16]}
-default: {backend: torchtitan, nodes: 2}
-model:
-  {family: llama2, layers: 2, hidden_size: 64, heads: 4, kv_heads: 2, ffn_size: 128, vocab_size: 1000}
-ranks: 8
-assets: {tokenizer: mock, corpus: mock}
-torchtitan.training: {steps: 7, seq_len: 512, local_batch_size: 2, global_batch_size: 32}
-cases:
-  - when: {gpu: [mi350x, mi355x], proxy: false}
-    because: >-
-      4: the page. 3: the file of the year before, which ran out of memory on one machine of the ten that were tried.
-      The page's is taken.
-    torchtitan.training: {local_batch_size: 4, global_batch_size: 64}
-  - when: {precision: mxfp8}
-    torchtitan.model.converters: [quantize.linear.mx]
-"""
+TINY = text_of("recipes/tiny.yaml")
 
 
 @pytest.fixture(autouse=True)

@@ -10,58 +10,10 @@ from primus.compat.translate import Option, options, translate
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from tables import text_of
 
-MEGATRON = """\
-work_group: ${PRIMUS_TEAM:amd}
-user_name: ${PRIMUS_USER:root}
-exp_name: ${MY_NAME:mine}
-workspace: ./output
-
-modules:
-  pre_trainer:
-    framework: megatron
-    config: pre_trainer.yaml
-    model: ${MY_MODEL:llama3.1_8B}.yaml
-    overrides:
-      stderr_sink_level: DEBUG
-      train_iters: 7
-      micro_batch_size: 2
-      global_batch_size: ${MY_BATCH:64}
-      seq_length: 4096
-      lr: 1.0e-5
-      lr_warmup_iters: 2
-      lr_decay_iters: null
-      lr_decay_style: cosine
-      init_method_std: 0.008
-      sequence_parallel: 0
-      mock_data: true
-      train_data_path: null
-      save: null
-      save_interval: 20000
-      profile: false
-      profile_step_end: 7
-      use_turbo_attention: true
-"""
-TITAN = """\
-work_group: amd
-modules:
-  pre_trainer:
-    framework: torchtitan
-    config: pre_trainer.yaml
-    model: llama3.1_8B-fp8.yaml
-    overrides:
-      metrics: {log_freq: 10}
-      lr_scheduler:
-        warmup_steps: 10
-      training:
-        batch_size: 4
-        steps: 50
-        mock_data: false
-      quantize: {linear: {float8: {filter_fqns: [output]}}}
-      primus_turbo:
-        enable_primus_turbo: true
-        enable_attention_float8: false
-"""
+MEGATRON = text_of("experiments/megatron.yaml")
+TITAN = text_of("experiments/torchtitan.yaml")
 
 
 @pytest.fixture

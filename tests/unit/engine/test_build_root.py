@@ -14,24 +14,9 @@ from primus.plan import layers as plan
 from primus.plan.action import Action
 from primus.versions.lock import Lock, LockedFile
 from project_kit import Kit, plan_over
+from tables import text_of
 
-VERSIONS = """\
-release: v26.11
-created: 2026-11-20
-bases:
-  bookworm: {suite: bookworm, python: 3.11.2, packages: [python3.11-minimal]}
-components:
-  torch:
-    name: PyTorch
-    pins: [{wheel: torch, version: 2.0, channel: pypi}]
-  native:
-    name: Native
-    pins:
-      - sdist: native
-        version: 1.0
-        channel: pypi
-        build: {debs: [gcc], wheels: [torch], environment: {FLAGS: fast}}
-"""
+VERSIONS = text_of("versions/build_root.yaml")
 TARGET = "description: d\nbase: bookworm\nchannels: [pypi]\ncomponents: [torch, native]\n"
 
 

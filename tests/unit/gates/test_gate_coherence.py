@@ -12,7 +12,7 @@ from primus.gates.rules.coherence import Package, agree, check_pins, coherence, 
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve
 from primus.versions.lock import Lock, LockedFile, dumps
-from tables import table_of
+from tables import table_of, text_of
 
 TRAIN = {
     "rocm": "10.1.0",
@@ -118,28 +118,7 @@ def test_debian_packages_are_of_the_train() -> None:
     assert only.severity == "error"
 
 
-VERSIONS = """\
-release: v26.11
-created: 2026-11-20
-bases:
-  trixie:
-    suite: trixie
-    python: 3.13.5
-    packages: [python3.13-minimal, librccl1]
-components:
-  pytorch:
-    name: PyTorch
-    pins:
-      - {wheel: torch, version: 2.14.0+rocm10.1.0, channel: amd}
-  rocm:
-    name: ROCm
-    pins:
-      - {wheel: rocm, version: 10.1.0, channel: amd}
-  triton:
-    name: Triton
-    pins:
-      - {wheel: triton, version: 3.8.0+rocm7.15.0, channel: amd}
-"""
+VERSIONS = text_of("versions/coherence.yaml")
 
 
 def locked(kind: str, name: str, version: str, base: str | None = None) -> LockedFile:

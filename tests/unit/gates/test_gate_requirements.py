@@ -4,20 +4,9 @@ import pytest
 
 from primus.gates.contents import Stated, stated_in
 from primus.gates.rules.requirements import unmet
-from tables import table_of
+from tables import table_of, text_of
 
-METADATA = """\
-Metadata-Version: 2.1
-Name: Amd-AITER
-Version: 0.1.14.post1
-Requires-Dist: flydsl==0.1.7
-Requires-Dist: einops
-Requires-Dist: pytest; extra == "test"
-Requires-Dist: psutil>=5; (sys_platform == "linux" or sys_platform == "darwin") and extra == 'test'
-Requires-Dist: extra-dists; python_version >= "3.8"
-
-Requires-Dist: what the description says
-"""
+METADATA = text_of("METADATA")
 
 
 def wheel(name: str, version: str, *requires: str) -> tuple[str, Stated]:

@@ -10,18 +10,9 @@ from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.versions.lock import Lock, LockedFile
 from project_kit import Kit, plan_over
+from tables import text_of
 
-VERSIONS = """\
-release: v26.11
-created: 2026-11-20
-bases:
-  small:
-    suite: bookworm
-    python: 3.11.2
-    packages: [python3.11-minimal]
-    extras: {rdma: [ibverbs-providers, libibverbs1]}
-components: {}
-"""
+VERSIONS = text_of("versions/layers.yaml")
 TARGET = """\
 description: A base with an extra
 channels: [pypi]

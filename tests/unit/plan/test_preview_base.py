@@ -23,6 +23,7 @@ from primus.plan.resolve import resolve, with_lock
 from primus.plan.skeleton import trim
 from primus.versions.lock import Lock, LockedFile
 from project_kit import plan_over
+from tables import text_of
 
 LIBRARY = "usr/lib/x86_64-linux-gnu/rocblas/5/library/"
 PATTERN = "/usr/lib/*/rocblas/*/library/*gfx*"
@@ -110,24 +111,7 @@ def test_kernel_files_of_a_package_that_is_not_named_are_not_lost() -> None:
     assert unlisted(entries, {"librocblas5": ("/x", library)}) == ["librocblas6"], "a library has no gfx in its name"
 
 
-VERSIONS = """\
-release: v26.11
-created: 2026-11-20
-bases:
-  debs:
-    suite: sid
-    python: 3.14.10
-    packages: [python3-torch]
-components:
-  pytorch:
-    name: PyTorch
-    pins:
-      - {deb: python3-torch, version: 2.14.1, channel: debian}
-  primus:
-    name: Primus
-    pins:
-      - {path: src, to: "{site}/primus", channel: local}
-"""
+VERSIONS = text_of("versions/preview_base.yaml")
 
 
 @pytest.fixture

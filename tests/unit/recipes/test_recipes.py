@@ -11,37 +11,10 @@ from primus.recipes import load, resolve, schema
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import backends
 from primus.recipes.setting import Choices, ends_of, outside
+from tables import text_of
 
 ROOT = Path(__file__).resolve().parents[3]
-PROXY = """\
-name: whole
-description: everything in one file
-supports: {torchtitan: {pretrain: [fp32, bf16]}}
-default:
-  proxy: true
-  precision: fp32
-model: {family: llama3, layers: 3, hidden_size: 96, heads: 4, kv_heads: 2, ffn_size: 256, vocab_size: 1024}
-ranks: 2
-assets:
-  tokenizer: assets/tokenizer
-  corpus: assets/corpus.jsonl
-torchtitan:
-  training:
-    seq_len: 128
-    local_batch_size: 4
-    global_batch_size: 8
-    steps: 20
-  parallelism:
-    data_parallel_shard_degree: -1
-  activation_checkpoint:
-    mode: none
-validation:
-  resume_at: 10
-  accumulation: 2
-cases:
-  - when: {precision: fp32}
-    torchtitan.training.mixed_precision_param: float32
-"""
+PROXY = text_of("recipes/whole.yaml")
 
 # The shape of torchtitan's own job_config.py, so that its keys are judged without torchtitan installed.
 JOB_CONFIG = """

@@ -22,6 +22,7 @@ from primus.release.documents import bill, cyclonedx, listing, purl, statement
 from primus.release.licences import Licences, licences
 from primus.release.registry import Document, artifact, listed, plain_http
 from primus.versions.lock import Lock, LockedFile, load
+from tables import text_of
 
 ROOT = Path(__file__).parents[3]
 LOCKS = sorted((ROOT / "images/locks").glob("*/*.json"))
@@ -47,23 +48,7 @@ def image(lock: Lock, **local: str) -> Any:
     return SimpleNamespace(plan=plan, digest=DIGEST)
 
 
-COPYRIGHT = """\
-Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
-
-Files: *
-License: GPL-2+ or Artistic, and Expat
-
-Files: debian/*
-License: LGPL-2.1+
- Text.
-
-Files: x
-License: mine
-
-License: mine
- Do what
- you like.
-"""
+COPYRIGHT = text_of("copyright")
 WHEELS: dict[str, tuple[list[tuple[str, str]], str]] = {
     "expression": ([("License-Expression", "MIT OR Apache-2.0"), ("License", "GPL")], "MIT OR Apache-2.0"),
     "field": ([("License", "Apache 2.0"), ("Classifier", "License :: OSI Approved :: BSD License")], "Apache-2.0"),

@@ -12,34 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import tables
 from primus.errors import InputError
 from primus.training import failure
 from primus.training.failure import _last_line, cause, share, text_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
-REPORT = """\
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-primus.training.fsdp.entry FAILED
-------------------------------------------------------------
-Failures:
-[1]:
-  time      : 2026-11-22_15:00:00
-  host      : node
-  rank      : 0 (local_rank: 0)
-  exitcode  : -15 (pid: 6)
-  traceback : Signal 15 (SIGTERM) received by PID 6
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-11-22_15:00:00
-  host      : node
-  rank      : {rank} (local_rank: {rank})
-  exitcode  : {code} (pid: 7)
-  error_file: <N/A>
-  traceback : {said}
-============================================================
-"""
+REPORT = tables.text_of("torchrun_report.txt")
 PLAIN = REPORT.format(rank=0, code=1, said="To enable traceback see: https://pytorch.org/docs/stable/elastic")
 KILLED = REPORT.format(rank=1, code=-9, said="Signal 9 (SIGKILL) received by PID 7")
 

@@ -237,7 +237,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(name="docs-site")
 def docs_site(session: nox.Session) -> None:
-    """Build the site in out/site/html; a warning or a broken link is an error (`-- FOLDER`: elsewhere)."""
+    """Build the site in out/site/html (`-- FOLDER`: elsewhere; `-- --links`: follow the links to other sites)."""
     python(session, "docs.site", *session.posargs)
 
 

@@ -1,7 +1,8 @@
-"""Build the site: ``python -m docs.site [FOLDER]`` writes its pages to FOLDER/source and FOLDER/html (out/site).
+"""Build the site: ``python -m docs.site [--links] [FOLDER]`` writes it to FOLDER/source and FOLDER/html (out/site).
 
 The pages are those of docs/ and of other folders, as they are, and pages made from the same functions as the commands.
-Every warning is an error, and so is a link to a page, a heading or a file that does not exist.
+Every warning is an error, and so is a link to a page, a heading or a file that does not exist. ``--links`` follows the
+links to other sites instead, and lists them with their status in FOLDER/links/output.txt. It needs a network.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ ELSEWHERE = {
 STANDS_FOR = {
     "README.md": "index.md",
     "README.md#targets": "reference/images.md",
+    "README.md#quickstart": "index.md#quickstart",
     "recipes": "models.md",
     "src/primus/gpus/generations.yaml": "gpus.md",
     "images": "reference/images.md",
@@ -113,13 +115,16 @@ def for_machines(source: Path, html: Path) -> None:
 
 def main(words: list[str]) -> int:
     """Build the site and return an exit code."""
-    out = Path(words[0]) if words else ROOT / "out/site"
+    folders = [word for word in words if word != "--links"]
+    out = Path(folders[0]) if folders else ROOT / "out/site"
     source, html = out / "source", out / "html"
     shutil.rmtree(out, ignore_errors=True)
     if broken := assemble(source):
         print("\n".join(f"leads nowhere: {link}" for link in broken), file=sys.stderr)
         return 1
     settings = ["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(out / "doctrees")]
+    if "--links" in words:
+        return build_main([*settings, "-b", "linkcheck", str(source), str(out / "links")])
     if code := build_main([*settings, str(source), str(html)]):
         return code
     for name, text in {**picker(ROOT), **rocm_data(ROOT)}.items():

@@ -1,4 +1,4 @@
-"""Pages of the reference, made from the parsers of the command line and from the schemas of the files."""
+"""Pages of the reference, made from the parsers of the command line, the schemas of the files and the pins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from primus.cli.main import GROUPS, VERBS, parser_of
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.plan.target import Target
-from primus.release.show import table
+from primus.release.diff import diff
+from primus.release.history import IMAGE, PINS, load_history, newest_first
+from primus.release.show import notes, table
+from primus.release.sides import side
+from primus.system.issues import issues
 from primus.versions.components import Pin, Versions
 
 
@@ -102,7 +106,7 @@ def _kind(value: dict[str, Any]) -> str:
 
 
 def images(root: Path) -> str:
-    """Return the page of images: README's table, and the version of every component in every target."""
+    """Return the page of the release: README's table, support, how to verify, components, and notes."""
     project = Project(root)
     targets = [resolve(project, name) for name in project.target_names()]
     components = dict.fromkeys(name for target in targets for name in (*target.pins, *target.inside))
@@ -111,18 +115,40 @@ def images(root: Path) -> str:
     ]
     head = ("component", *(f"`{target.ref}`" for target in targets))
     readme = (root / "README.md").read_text("utf-8").partition("<!-- targets -->\n")[2].partition("<!-- end -->")[0]
+    pins = side(PINS, project)
+    last = next(r for r in newest_first(load_history().releases) if r.reference.startswith(f"{IMAGE}:"))
+    changes = notes(diff(side(last.name, project), pins, issues(pins.release.components, pins.release.gpus)))
     return "\n".join(
         [
             f"# Images of {project.versions.release}",
             "",
-            "One row for each target and channel. `primus sbom TARGET` lists every file of an image, and "
-            "`primus verify TARGET` rebuilds it and compares the digests. "
-            "[Published releases](../releases.md) has the earlier ones.",
+            "One row for each target and channel. [Published releases](../releases.md) has the earlier ones.",
             "",
             readme,
+            "## Support",
+            "",
+            f"Until {pins.release.supported_until}, with the drivers {pins.release.drivers} "
+            "([policy](../release.md#support)). `primus releases "
+            f"{project.versions.release}` prints the same.",
+            "",
+            "## Verify",
+            "",
+            "| to | run |",
+            "|---|---|",
+            "| list every file of an image, with its licence | `primus sbom TARGET` |",
+            "| build an image again and compare the digests | `primus verify TARGET` |",
+            "| check a published image and its [statements](../statements.md) | "
+            "`primus verify --image IMAGE --key KEY` |",
+            "| see what makes an image large | `primus why-size TARGET` |",
+            "",
             "## Components",
             "",
             *table(head, rows),
+            "",
+            f"## Changes since {last.name}",
+            "",
+            f"As `primus diff {last.name} {PINS}` prints them.",
+            changes.partition("\n")[2].replace("\n## ", "\n### "),
             "",
         ]
     )

@@ -51,10 +51,11 @@ def how(page: str, command: str) -> tuple[str, str]:
             if command.startswith(start):
                 return kind.removesuffix(" by"), why
     pages = [name for name, text in COMMANDS if name in RULES["run by"] and text == command]
-    if pages and not command.startswith("primus validate"):
+    if pages and not command.startswith(("primus validate", "docker")):
         return "run", RULES["run by"][pages[0]]
     verb = re.search(r"(?<!/)\bprimus ([\w-]+)", command)
-    dry = "nox" in command or command.startswith(("docker", "srun", "podman")) or (verb and verb[1] in RULES["dry run"])
+    stood_in = ".venv" in command or command.startswith(("docker", "nox", "podman", "srun"))
+    dry = stood_in or (verb and verb[1] in RULES["dry run"])
     return "dry run" if dry and "--dry-run" not in command else "run", HERE
 
 

@@ -45,6 +45,8 @@ with TemporaryDirectory() as name:
     lines = re.findall(r"^primus (?:data|export) .+", (DOCS / "training.md").read_text(encoding="utf-8"), re.M)
     lines += [(parser_of(verb).epilog or "").removeprefix("example: ") for verb in ("data", "export")]
     for kind, block in blocks + [("sh", line) for line in lines]:
+        if block.startswith("docker "):  # opens the shell in which the others run
+            continue
         shutil.rmtree(here / "models/mine", ignore_errors=True)
         text = block.replace(MODELS, f"{here}/models/")
         words = ["-m", "primus.cli.main", *text.split()[1:]] if kind == "sh" else ["-c", text]

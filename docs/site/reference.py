@@ -117,7 +117,7 @@ def images(root: Path) -> str:
     readme = (root / "README.md").read_text("utf-8").partition("<!-- targets -->\n")[2].partition("<!-- end -->")[0]
     pins = side(PINS, project)
     last = next(r for r in newest_first(load_history().releases) if r.reference.startswith(f"{IMAGE}:"))
-    changes = notes(diff(side(last.name, project), pins, issues(pins.release.components, pins.release.gpus)))
+    changes = notes(diff(side(last.name, project), pins, issues(pins.release.components, pins.release.gpus or ())))
     return "\n".join(
         [
             f"# Images of {project.versions.release}",

@@ -55,8 +55,8 @@ KINDS: dict[str, Callable[[torch.Tensor], None]] = {"scaled": _scaled, "row": _r
 @dataclass(frozen=True)
 class Place:
     """A function that a kernel's result passes through. ``result`` is the index of the tensor to damage: of the
-    returned ones, or of the positional arguments if ``argument``. What is ``compiled`` on a GPU is only damaged on a
-    CPU.
+    returned ones, or of the positional arguments if ``argument``, or in ``row`` of the first of these. What is
+    ``compiled`` on a GPU is only damaged on a CPU.
     """
 
     optimization: str
@@ -64,6 +64,7 @@ class Place:
     function: str
     result: int = 0
     argument: bool = False
+    row: int | None = None
     compiled: bool = False
 
 
@@ -81,7 +82,9 @@ PLACES = (
     Place("reduce-scatter-copy-in", "primus.turbo.kernels", "copy_in", 1, argument=True),
     Place("peer-copies", "primus.turbo.sharded", "sum_of_ranks", 1, argument=True),
     Place("peer-copies", "primus.turbo.sharded", "reduce", 1, argument=True),
-    *(Place("fused-adamw", "primus.turbo.kernels", "adamw_", index, argument=True) for index in (0, 2, 3)),
+    *(Place("fused-adamw", "primus.turbo.kernels", "adamw_", index, argument=True, row=0) for index in (0, 2, 3)),
+    Place("fused-adamw", "primus.turbo.kernels", "adamw_", 0, argument=True, row=1),
+    Place("adapter-products", "primus.turbo.adapters", "add_low_rank"),
     Place("real-rope", "primus.turbo.attention", "rotate"),
     Place("expert-routing", "primus.turbo.experts", "_gathered"),
     Place("expert-routing", "primus.turbo.experts", "_summed"),
@@ -103,6 +106,7 @@ def planted(place: Place, damage: Callable[[torch.Tensor], None]) -> Iterator[No
     def faulty(*words: Any, **options: Any) -> Any:
         out = original(*words, **options)
         results = words if place.argument else out if isinstance(out, tuple) else (out,)
+        results = results if place.row is None else results[0][place.row]
         with torch.no_grad():
             damage(results[place.result])
         return out

@@ -161,7 +161,8 @@ class _Recorder:
         if (call := self._current) is None:
             return
         for name, tensor in tensors.items():
-            if isinstance(tensor, torch.Tensor):
+            # A head that computes the loss, too, returns one number, and no logits.
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
                 call.setdefault(name, whole_tensor(tensor))
                 if self._whole and tensor.requires_grad and torch.is_grad_enabled():
                     tensor.register_hook(partial(_keep, call, f"grad.{name}", tensor.shape))

@@ -215,15 +215,25 @@ class _Frozen(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, data: torch.Tensor, flipped: torch.Tensor, scale: torch.Tensor, config: Any
     ) -> torch.Tensor:
-        formats = _Formats(config)
-        ctx.save_for_backward(flipped, scale)
-        ctx.formats = formats
-        return _by_cast(x, formats.input, data, scale, formats.fast_output)
+        ctx.save_for_backward(data, flipped, scale)
+        ctx.config = config
+        return frozen_product(x, (data, flipped, scale), config)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        flipped, scale = ctx.saved_tensors
-        return _by_cast(grads[0], ctx.formats.grad, flipped, scale, ctx.formats.fast_input), None, None, None, None
+        return frozen_gradient(grads[0], ctx.saved_tensors, ctx.config), None, None, None, None
+
+
+def frozen_product(x: torch.Tensor, weight: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
+    """Return ``x @ weight.T`` in FP8, for a ``weight`` from :func:`frozen`, without a gradient."""
+    data, _, scale = weight
+    return _by_cast(x, _Formats(config).input, data, scale, _Formats(config).fast_output)
+
+
+def frozen_gradient(grad: torch.Tensor, weight: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
+    """Return the gradient ``grad @ weight`` of the input of :func:`frozen_product`."""
+    _, flipped, scale = weight
+    return _by_cast(grad, _Formats(config).grad, flipped, scale, _Formats(config).fast_input)
 
 
 def _by_cast(
@@ -261,6 +271,13 @@ def freeze(model: torch.nn.Module) -> None:
 _PARTS = ("eight", "eight_flipped", "eight_scale")
 
 
+def frozen_parts(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the weight of one of torchao's layers as :func:`frozen` does; :func:`freeze` has kept it."""
+    if not hasattr(layer, "eight"):
+        return frozen(layer.weight, layer.config)
+    return layer.eight, layer.eight_flipped, layer.eight_scale
+
+
 def _frozen_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    out = frozen_linear(x, (layer.eight, layer.eight_flipped, layer.eight_scale), layer.config)
+    out = frozen_linear(x, frozen_parts(layer), layer.config)
     return out if layer.bias is None else out + layer.bias.to(out.dtype)

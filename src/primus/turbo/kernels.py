@@ -173,54 +173,89 @@ def sum_of_ranks(shares: torch.Tensor, out: torch.Tensor) -> None:
         _sum_of_ranks[(triton.cdiv(count, block),)](shares, out, count, RANKS=ranks, BLOCK=block, num_warps=8)
 
 
+# Tensors whose pointers are not divisible by 16 bytes are read one number at a time.
+_VECTOR = 16
+# Programs per tensor: enough for all of a GPU's units, and few that find nothing to do.
+_PROGRAMS = 512
+
+
 @triton.jit
 def _adamw(
-    p, g, m, v, clip, amax, count, lr, decay, beta1, beta2, eps, step_size, root,
-    AMAX: tl.constexpr, BLOCK: tl.constexpr,
+    table, clip, lr, decay, beta1, beta2, eps, step_size, root,
+    ALIGNED: tl.constexpr, AMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < count
-    gradient = tl.load(g + offsets, mask=inside, other=0.0) * tl.load(clip)
-    weight = tl.load(p + offsets, mask=inside, other=0.0)
-    first = tl.load(m + offsets, mask=inside, other=0.0)
-    second = tl.load(v + offsets, mask=inside, other=0.0)
-    weight = weight * (1.0 - lr * decay)
-    first = first + (gradient - first) * (1.0 - beta1)
-    second = second * beta2 + gradient * gradient * (1.0 - beta2)
-    weight = weight - step_size * first / (tl.sqrt(second) / root + eps)
-    tl.store(p + offsets, weight, mask=inside)
-    tl.store(m + offsets, first, mask=inside)
-    tl.store(v + offsets, second, mask=inside)
-    if AMAX:
-        largest = tl.reduce(tl.where(inside, tl.abs(weight), 0.0), 0, _larger)
-        tl.atomic_max(amax, largest, sem="relaxed")
+    # One row per tensor: the addresses of weights, gradients, moments and largest value, and the number of weights.
+    table += tl.program_id(1) * 6
+    p = tl.load(table).to(tl.pointer_type(tl.float32))
+    g = tl.load(table + 1).to(tl.pointer_type(tl.float32))
+    m = tl.load(table + 2).to(tl.pointer_type(tl.float32))
+    v = tl.load(table + 3).to(tl.pointer_type(tl.float32))
+    amax = tl.load(table + 4)
+    count = tl.load(table + 5)
+    if ALIGNED:
+        p, g, m, v = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(m, 16), tl.multiple_of(v, 16)
+    scale = tl.load(clip)
+    top = tl.zeros([BLOCK], tl.float32)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, step):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < count
+        gradient = tl.load(g + offsets, mask=inside, other=0.0) * scale
+        weight = tl.load(p + offsets, mask=inside, other=0.0)
+        first = tl.load(m + offsets, mask=inside, other=0.0)
+        second = tl.load(v + offsets, mask=inside, other=0.0)
+        weight = weight * (1.0 - lr * decay)
+        first = first + (gradient - first) * (1.0 - beta1)
+        second = second * beta2 + gradient * gradient * (1.0 - beta2)
+        weight = weight - step_size * first / (tl.sqrt(second) / root + eps)
+        tl.store(p + offsets, weight, mask=inside)
+        tl.store(m + offsets, first, mask=inside)
+        tl.store(v + offsets, second, mask=inside)
+        if AMAX:
+            top = _larger(top, tl.where(inside, tl.abs(weight), 0.0))
+    if AMAX:  # noqa: SIM102 (the compiler knows this one)
+        if amax != 0:
+            tl.atomic_max(amax.to(tl.pointer_type(tl.float32)), tl.reduce(top, 0, _larger), sem="relaxed")
+
+
+Update = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""A tensor of weights, its gradient, its two moments, and its largest absolute weight or None."""
 
 
 def adamw_(
-    p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *, clip: torch.Tensor,
-    amax: torch.Tensor | None, lr: float, decay: float, betas: tuple[float, float], eps: float, step: int,
+    updates: Sequence[Update], *, clip: torch.Tensor, lr: float, decay: float, betas: tuple[float, float], eps: float,
+    step: int,
 ) -> None:  # fmt: skip
-    """Update ``p``, ``m`` and ``v`` in place by one AdamW step in float32, with the gradient ``g · clip``.
+    """Update weights and moments in place by one AdamW step in float32, with their gradients multiplied by ``clip``.
 
-    ``clip`` is one number; ``step`` starts at 1. ``amax`` is one float32, which is raised to the largest absolute
-    weight, so that the weights need not be read again before they are cast to FP8.
+    All tensors of ``updates`` are updated by one kernel, because starting one per tensor takes longer than computing
+    small ones. ``clip`` is one number; ``step`` starts at 1. A largest weight is one float32, which is raised to the
+    largest absolute weight, so that the weights need not be read again before they are cast to FP8.
     """
     CALLS["adamw_"] += 1
     beta1, beta2 = betas
     step_size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    if not p.is_cuda:
-        g = g * clip
-        p.mul_(1 - lr * decay)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        p.addcdiv_(m, (v.sqrt() / root).add_(eps), value=-step_size)
-        if amax is not None:
-            amax.copy_(torch.maximum(amax, p.abs().max()))
+    if not clip.is_cuda:
+        for p, g, m, v, amax in updates:
+            clipped = g * clip
+            p.mul_(1 - lr * decay)
+            m.lerp_(clipped, 1 - beta1)
+            v.mul_(beta2).addcmul_(clipped, clipped, value=1 - beta2)
+            p.addcdiv_(m, (v.sqrt() / root).add_(eps), value=-step_size)
+            if amax is not None:
+                amax.copy_(torch.maximum(amax, p.abs().max()))
         return
-    block = 2048
-    _adamw[(triton.cdiv(p.numel(), block),)](
-        p, g, m, v, clip, clip if amax is None else amax, p.numel(), lr, decay, beta1, beta2, eps, step_size, root,
-        AMAX=amax is not None, BLOCK=block, num_warps=8,
+    rows = [
+        [*(tensor.data_ptr() for tensor in tensors), 0 if amax is None else amax.data_ptr(), tensors[0].numel()]
+        for *tensors, amax in updates
+    ]
+    if not rows:
+        return
+    aligned = all(address % _VECTOR == 0 for row in rows for address in row[:4])
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(clip.device, non_blocking=True)
+    _adamw[(_PROGRAMS, len(rows))](
+        table, clip, lr, decay, beta1, beta2, eps, step_size, root,
+        ALIGNED=aligned, AMAX=any(row[4] for row in rows), BLOCK=2048, num_warps=8,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from primus.turbo import attention, experts, fp8, fp8_kernels, kernels, primus_turbo, sharded
+from primus.turbo import adapters, attention, experts, fp8, fp8_kernels, kernels, primus_turbo, sharded
 from primus.turbo.compared import SCALE_FP8, Compared, Maker, Rows, formats, leaves_of, plain_linear, three_ways
 from primus.turbo.optimizations import Shapes
 
@@ -110,6 +110,30 @@ def frozen_weights(shapes: Shapes, make: Maker) -> Rows:
         ("output", "gradient of the input"),
         lambda x: fp8.frozen_linear(x, eights, config), lambda x: plain_linear(x, weight, config),
         lambda x: x @ weight.to(x.dtype).t(), make.normal(shapes.tokens, shapes.hidden), make=make, factor=SCALE_FP8,
+    )  # fmt: skip
+
+
+def adapter_products(shapes: Shapes, make: Maker) -> Rows:
+    """Queries, keys and values with adapters of rank 16. In FP8, the frozen products are those of frozen-weights."""
+    rank, factor, inner = 16, 2.0, shapes.hidden**-0.5
+    outs = (shapes.heads * shapes.head_dim, *[shapes.kv_heads * shapes.head_dim] * 2)
+    weights = [make.normal(rows, shapes.hidden, scale=inner) for rows in outs]
+    firsts = [make.normal(rank, shapes.hidden, scale=inner) for _ in outs]
+    seconds = [make.normal(rows, rank, scale=rank**-0.5) for rows in outs]
+
+    def apart(x: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = zip(weights, matrices[:3], matrices[3:], strict=True)
+        return tuple(x @ w.to(x.dtype).t() + x @ a.t() @ b.t() * factor for w, a, b in pairs)
+
+    def together(x: torch.Tensor, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = list(zip(matrices[:3], matrices[3:], strict=True))
+        return adapters.adapted(x, pairs, [(weight,) for weight in weights], factor)
+
+    names = ("queries", "keys", "values")
+    labels = [f"gradient of the {which} matrix of {name}" for which in ("first", "second") for name in names]
+    yield from three_ways(
+        (*names, "gradient of the input", *labels), together, apart, apart,
+        make.normal(shapes.tokens, shapes.hidden), *firsts, *seconds, make=make,
     )  # fmt: skip
 
 
@@ -224,16 +248,23 @@ def peer_copies(shapes: Shapes, make: Maker) -> Rows:
 
 
 def fused_adamw(shapes: Shapes, make: Maker) -> Rows:
-    """The third step of a rank's share of the largest weight, with gradients scaled by 0.37."""
-    sizes, wide = (shapes.ffn // shapes.shards or 1, shapes.hidden), torch.float32
-    start, first, gradient = (make.normal(*sizes, scale=s, dtype=wide) for s in (0.02, 1e-3, 1e-3))
-    second, clip = make.normal(*sizes, scale=1e-3, dtype=wide).square(), torch.tensor(0.37, device=make.device)
+    """The third step of a rank's share of the largest weight and of a norm's, with gradients scaled by 0.37."""
+    wide, clip = torch.float32, torch.tensor(0.37, device=make.device)
     lr, decay, betas, eps, step = 3e-4, 0.1, (0.9, 0.95), 1e-8, 3
-    p, m, v = start.clone(), first.clone(), second.clone()
-    amax = torch.zeros((), device=make.device)
-    kernels.adamw_(p, gradient, m, v, clip=clip, amax=amax, lr=lr, decay=decay, betas=betas, eps=eps, step=step)
+    starts: list[tuple[torch.Tensor, ...]] = []
+    for sizes in ((shapes.ffn // shapes.shards or 1, shapes.hidden), (shapes.hidden // shapes.shards or 1,)):
+        weight, gradient, first, second = (make.normal(*sizes, scale=s, dtype=wide) for s in (0.02, 1e-3, 1e-3, 1e-3))
+        starts.append((weight, gradient, first, second.square()))
+    largest = torch.zeros(2, device=make.device)
+    updates: list[kernels.Update] = [
+        (weight.clone(), gradient, first.clone(), second.clone(), top)
+        for (weight, gradient, first, second), top in zip(starts, largest, strict=True)
+    ]
+    kernels.adamw_(updates, clip=clip, lr=lr, decay=decay, betas=betas, eps=eps, step=step)
 
-    def by_torch(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def by_torch(
+        dtype: torch.dtype, start: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         before = start.to(dtype)
         weight = torch.nn.Parameter(before.clone())
         optimizer = torch.optim.AdamW([weight], lr=lr, betas=betas, eps=eps, weight_decay=decay, foreach=False)
@@ -243,11 +274,15 @@ def fused_adamw(shapes: Shapes, make: Maker) -> Rows:
         optimizer.step()
         return weight.detach() - before, state["exp_avg"], state["exp_avg_sq"]
 
-    labels, ours = ("update", "first moment", "second moment"), (p - start, m, v)
-    for label, out, plain, exact in zip(labels, ours, by_torch(wide), by_torch(torch.float64), strict=True):
-        # A weight's last bit is a thousandth of its update.
-        yield Compared(label=label, out=out, plain=plain, exact=exact, floor=1e-3)
-    yield Compared(label="largest weight", out=amax.view(1), plain=p.abs().max().view(1))
+    labels = ("update", "first moment", "second moment")
+    for start, (p, _, m, v, top) in zip(starts, updates, strict=True):
+        ours = (p - start[0], m, v)
+        for label, out, plain, exact in zip(
+            labels, ours, by_torch(wide, *start), by_torch(torch.float64, *start), strict=True
+        ):
+            # A weight's last bit is a thousandth of its update.
+            yield Compared(label=label, out=out, plain=plain, exact=exact, floor=1e-3)
+        yield Compared(label="largest weight", out=top.view(1), plain=p.abs().max().view(1))
 
 
 def real_rope(shapes: Shapes, make: Maker) -> Rows:

@@ -87,18 +87,19 @@ class Step:
             if self._count < 0:
                 self._count = int(steps[0].item())
             torch._foreach_add_(steps, 1)
+            updates: list[Any] = []
             for index, tensors in enumerate(
                 zip(params, grads, first_moments, second_moments, strict=True), start=first
             ):
                 shards = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
                 eight = hasattr(shards[0], "_precomputed_scale")
-                p, g, m, v = (getattr(t, "_tensor", t) for t in shards)
                 if eight:
                     scaled.append((shards[0], index))
-                adamw_(
-                    p, g, m, v, clip=clip, amax=largest[index] if eight else None, lr=float(group["lr"]),
-                    decay=group["weight_decay"], betas=group["betas"], eps=group["eps"], step=self._count + 1,
-                )  # fmt: skip
+                updates.append((*(getattr(t, "_tensor", t) for t in shards), largest[index] if eight else None))
+            adamw_(
+                updates, clip=clip, lr=float(group["lr"]), decay=group["weight_decay"], betas=group["betas"],
+                eps=group["eps"], step=self._count + 1,
+            )  # fmt: skip
             first += len(params)
         self._count += 1
         self._optimizer._opt_called = True

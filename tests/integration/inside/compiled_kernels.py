@@ -8,11 +8,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from primus.turbo import experts, fp8_kernels, kernels
+from primus.turbo import adapters, experts, fp8_kernels, kernels
 
 KERNELS = {
     name: value
-    for module in (experts, fp8_kernels, kernels)
+    for module in (adapters, experts, fp8_kernels, kernels)
     for name, value in vars(module).items()
     if isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
 }
@@ -45,9 +45,13 @@ def calls(arch: str, inputs: int) -> dict[str, tuple[dict[str, str], dict[str, A
             {"shares": "*bf16", "out": "*fp32", "count": "i32"}, {"RANKS": 8, "BLOCK": 4096},
         ),
         "_adamw": (
-            {**dict.fromkeys(("p", "g", "m", "v", "clip", "amax"), "*fp32"), "count": "i32"}
-            | dict.fromkeys(numbers, "fp32"),
-            {"AMAX": True, "BLOCK": 2048},
+            {"table": "*i64", "clip": "*fp32", **dict.fromkeys(numbers, "fp32")},
+            {"ALIGNED": True, "AMAX": True, "BLOCK": 2048},
+        ),
+        "_add_low_rank": (
+            {**dict.fromkeys(("x", "y", "z", "rows", "columns", "out"), "*bf16"), "factor": "fp32",
+             **dict.fromkeys(("tokens", "width", "ranks", "rows_stride", "columns_stride", "columns_step"), "i32")},
+            {"INPUTS": 3, "RANKS": 16, "ROWS": 64, "COLUMNS": 256},
         ),
         "_cast_both": (
             {"x": "*bf16", "scale": "*fp32", "rows_out": f"*{gradient}", "columns_out": "*u8", **sizes,

@@ -14,6 +14,7 @@ from primus.turbo.optimizations import chosen, compatible, optimizations, reason
 
 ROOT = Path(__file__).parents[3]
 COUNTING = (
+    "turbo/adapters.py",
     "turbo/kernels.py",
     "turbo/sharded.py",
     "turbo/fp8_kernels.py",

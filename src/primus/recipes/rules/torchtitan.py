@@ -57,8 +57,9 @@ class Torchtitan(Rules):
             yield keys["replicas"], why, "replicas=1, or more ranks than replicas"
         if recipe.degree("pp") > 1 and family(recipe.architecture.family).backends["torchtitan"].model == "qwen3":
             yield keys["pp"], "torchtitan 0.2.2 cannot cut Qwen 3 into stages", "pp=1"
-        if recipe.degree("cp") > 1 and recipe.gpu == CPU:
-            yield keys["cp"], "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
+        if recipe.degree("cp") > 1 and (recipe.gpu == CPU or recipe.precision == "fp32"):
+            where = "on the CPU" if recipe.gpu == CPU else "in float32"
+            yield keys["cp"], f"PyTorch's attention {where} cannot split sequences over ranks", "cp=1"
         if recipe.unsharded and recipe.precision in ("fp8", "mxfp8") and recipe.find(_DTYPE, "float32") == "float32":
             why = "where ranks share layers and none shards them, all but the FP8 products would be in float32"
             yield "precision", why, "leave ranks to data or context parallelism"

@@ -35,6 +35,10 @@ def main(job: RankJob, here: Process) -> None:
         from primus.turbo import fp8
 
         fp8.freeze(model)
+    if "adapter-products" in job.turbo:
+        from primus.turbo import adapters
+
+        adapters.attach(model)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     seen = {"mode": job.mode, "trained_outside_adapters": sum(".lora_" not in name for name in trained)}
     sharded = Sharded(model, job, here, seen)

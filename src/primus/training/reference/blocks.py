@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class _MicroBatch:
             yield from self._of_block(name, states, returned, back, back_out, context)
             states = returned
         # A fused loss has no logits.
-        called = time is not None or any(self.calls.get("output", ()))
+        called = time is not None or any(chain.from_iterable(self.calls.get("output", ())))
         logits = self._needed("output", {"out.0": predicted}) if called else None
         back = self._read(names[-1], outside, "grad.")
         yield from self._of_output("logits" if time is None else "velocity", states, logits, back, context)

@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--suite", choices=LEVELS, default="quick", help="how much of the suite each cell runs")
+    parser.add_argument("--proxy", action="store_true", help="train the recipes' proxies, which the reference judges")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-gpu"))
     options = parser.parse_args()
     # A separate folder, because the machine may still contain runs of another call.
@@ -76,9 +77,9 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one cell. Returns its verdicts, figures and series."""
     words = cell.removeprefix("bare:").split(":")
     recipe, backend, mode, precision = words[:4]
-    choices = Choices(backend=backend, mode=mode, precision=precision)
+    choices = Choices(backend=backend, mode=mode, precision=precision, proxy=options.proxy or None)
     settings = [f"ranks={options.ranks}", *words[4:]]
-    if not any(word.startswith("training.steps=") for word in settings):
+    if not options.proxy and not any(word.startswith("training.steps=") for word in settings):
         settings.append(f"training.steps={options.steps}")
     jobs = suite.plan(recipe, root, settings, choices, level=options.suite)
     job = jobs[0]

@@ -19,7 +19,7 @@ from primus.turbo.optimizations import CALLS
 
 # The layers of a block that have the same input, in the order in which transformers calls them.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ROWS, _COLUMNS, _RANKS = 64, 256, 64
+_ROWS, _COLUMNS, _RANKS = 32, 128, 64
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def add_low_rank(
     _add_low_rank[(triton.cdiv(width, _COLUMNS), triton.cdiv(tokens, _ROWS))](
         x, y, z, rows, columns, out, factor, tokens, width, ranks, rows.stride(0), *columns.stride(),
         INPUTS=len(used), RANKS=min(_RANKS, max(16, triton.next_power_of_2(ranks))), ROWS=_ROWS, COLUMNS=_COLUMNS,
-        num_warps=8,
+        num_warps=4,
     )  # fmt: skip
     return out
 

@@ -35,7 +35,7 @@ HEALTHY = {
         ("healthy_fsdp", "fsdp", "--precision=bf16 training.recompute=full"),
         ("healthy_finetune", "finetune", "--mode=lora --precision=bf16 training.recompute=full"),
         ("healthy_flux", "flux", "--precision=bf16 training.recompute=full"),
-        ("healthy_fused_torchtitan", "torchtitan", "--precision=bf16 turbo=fused-adamw"),
+        ("healthy_fused_torchtitan", "torchtitan", "--precision=bf16 turbo=fused-adamw,linear-cross-entropy"),
         # Weights and gradients in bfloat16, and weight decay that is added to the gradients.
         ("healthy_narrow_torchtitan", "torchtitan", "--precision=bf16 training.dtype=bfloat16 optimizer.name=Adam"),
         # Ranks that share sequences: Megatron then weighs the balancing loss by the tokens of one of them.

@@ -20,7 +20,7 @@ from primus.recipes.family import OTHER, described, families_of, family, uncompu
 from primus.recipes.faults import Fault
 from primus.recipes.load import Entry, beside, entries
 from primus.recipes.recipe import Recipe
-from primus.recipes.schema import model_rules
+from primus.recipes.schema import backends, model_rules
 from primus.recipes.setting import Setting, Value
 from primus.recipes.tensors import header, tensor_files
 from primus.yamlfile import section, spell
@@ -117,7 +117,8 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
 
 def fitting_families(kind: str) -> list[str]:
     """Return the families with which weights of transformers' ``model_type`` are fine-tuned."""
-    return [name for name in families_of(kind) if "finetune" in family(name).backends] or [OTHER]
+    tuning = {name for name, backend in backends().items() if set(_MODES) <= set(backend.modes)}
+    return [name for name in families_of(kind) if tuning & set(family(name).backends)] or [OTHER]
 
 
 def nearest_recipe(folder: Path, mode: str | None = None) -> Entry:

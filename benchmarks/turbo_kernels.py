@@ -194,7 +194,7 @@ def optimizer() -> dict[str, Any]:
     double = torch.optim.AdamW([exact], foreach=False, weight_decay=0.1, **options)
     for step, g in enumerate(grads, start=1):
         amax.zero_()
-        kernels.adamw_(p, g, m, v, clip=clip, amax=amax, decay=0.1, step=step, **options)
+        kernels.adamw_([(p, g, m, v, amax)], clip=clip, decay=0.1, step=step, **options)
         fused.grad, exact.grad = g * clip, (g * clip).double()
         stock.step()
         double.step()
@@ -202,7 +202,8 @@ def optimizer() -> dict[str, Any]:
     off = _off(p.double() - start.double(), change)
     stock_off = _off(fused.detach().double() - start.double(), change)
     right = bool(amax == p.abs().max())
-    step_ms = _ms(lambda: kernels.adamw_(p, grads[0], m, v, clip=clip, amax=amax, decay=0.1, step=4, **options))
+    updates: list[kernels.Update] = [(p, grads[0], m, v, amax)]
+    step_ms = _ms(lambda: kernels.adamw_(updates, clip=clip, decay=0.1, step=4, **options))
     stock_ms = _ms(stock.step)
     return {"passed": off < max(2 * stock_off, 1e-4) and right, "off": off, "fused_adamw_off": stock_off,
             "largest_is_right": right, "ms": step_ms, "fused_adamw_ms": stock_ms,

@@ -275,7 +275,7 @@ def fused_adamw(shapes: Shapes, make: Maker) -> Rows:
         return weight.detach() - before, state["exp_avg"], state["exp_avg_sq"]
 
     labels = ("update", "first moment", "second moment")
-    for start, (p, _, m, v, top) in zip(starts, updates, strict=True):
+    for start, (p, _, m, v, _), top in zip(starts, updates, largest, strict=True):
         ours = (p - start[0], m, v)
         for label, out, plain, exact in zip(
             labels, ours, by_torch(wide, *start), by_torch(torch.float64, *start), strict=True

@@ -202,6 +202,15 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
+def filled(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Return the form ``tree`` with the value of each text ``$NAME``."""
+    if isinstance(tree, dict):
+        return {key: filled(below, values) for key, below in tree.items()}
+    if isinstance(tree, list):
+        return [filled(below, values) for below in tree]
+    return values[tree[1:]] if isinstance(tree, str) and tree.startswith("$") else tree
+
+
 def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the values of the dotted keys below ``name``, which the keys omit."""
     head = f"{name}."

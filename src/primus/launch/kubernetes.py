@@ -16,7 +16,7 @@ from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secr
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
 from primus.waits import answer_of
-from primus.yamlfile import read_values
+from primus.yamlfile import filled, read_values
 
 Manifest = dict[str, Any]
 ACTIONS = ("status", "logs", "delete", "nodes")
@@ -80,21 +80,13 @@ def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
         "failures": plan.nodes * cluster.restarts if cluster.claim else 0,
         "image": cluster.image, "script": _script(plan, cluster, name), "address": f"{name}-0.{name}",
     }  # fmt: skip
-    service, job = _filled(_COMMON["service"], values), _filled(_COMMON["job"], values)
+    service, job = filled(_COMMON["service"], values), filled(_COMMON["job"], values)
     if cluster.queue:
         # Kueue starts the job when its quota allows.
         job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
         job["spec"]["suspend"] = True
     _add_options(job["spec"]["template"]["spec"], plan, cluster)
     return [service, job]
-
-
-def _filled(tree: Any, values: Manifest) -> Any:
-    if isinstance(tree, dict):
-        return {key: _filled(below, values) for key, below in tree.items()}
-    if isinstance(tree, list):
-        return [_filled(below, values) for below in tree]
-    return values[tree[1:]] if isinstance(tree, str) and tree.startswith("$") else tree
 
 
 def _add_options(pod: Manifest, plan: Plan, cluster: Cluster) -> None:

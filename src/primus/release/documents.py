@@ -7,6 +7,7 @@ commit gives the same documents, byte for byte.
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,6 +22,7 @@ from primus.release.licences import Licences, licences
 from primus.release.registry import Document
 from primus.terminal import PLAIN
 from primus.versions.lock import LockedFile
+from primus.yamlfile import filled, read_values
 
 GATES = "application/vnd.primus.gates.v1+json"
 LOCK = "application/vnd.primus.lock.v1+json"
@@ -70,7 +72,6 @@ def statement(image: Composed, commit: str | None, others: Sequence[Document]) -
 
     ``commit`` is that of the repository, or None if unknown. ``others`` are the other documents about the image. The
     key of a layer's action is a hash of everything that can affect the layer's bytes.
-    See https://slsa.dev/spec/v1.0/provenance.
     """
     resolved = image.plan.resolved
     origin = {
@@ -84,26 +85,17 @@ def statement(image: Composed, commit: str | None, others: Sequence[Document]) -
     source = [{"name": "source", "digest": {"gitCommit": commit}}] if commit else []
     locked = resolved.lock.files if resolved.lock else ()
     files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in locked]
-    return {
-        "_type": "https://in-toto.io/Statement/v1",
-        "subject": [{"name": resolved.ref, "digest": {"sha256": image.digest.removeprefix("sha256:")}}],
-        "predicateType": "https://slsa.dev/provenance/v1",
-        "predicate": {
-            "buildDefinition": {
-                "buildType": "urn:primus-images:build:1",
-                "externalParameters": origin,
-                "internalParameters": {"layers": {action.name: action.key for action in image.plan.layers}},
-                "resolvedDependencies": [*source, *files],
-            },
-            "runDetails": {
-                "builder": {"id": "urn:primus-images:builder", "version": {"primus-images": __version__}},
-                "byproducts": [
-                    {"name": other.name, "digest": {"sha256": canonical.digest_of(other.data).removeprefix("sha256:")}}
-                    for other in others
-                ],
-            },
-        },
-    }
+    products = {other.name: canonical.digest_of(other.data).removeprefix("sha256:") for other in others}
+    return _filled(
+        "provenance",
+        ref=resolved.ref,
+        sha256=image.digest.removeprefix("sha256:"),
+        origin=origin,
+        layers={action.name: action.key for action in image.plan.layers},
+        dependencies=[*source, *files],
+        version=__version__,
+        byproducts=[{"name": name, "digest": {"sha256": sha256}} for name, sha256 in products.items()],
+    )
 
 
 def bill(image: Composed, commit: str | None, edited: Sequence[str], licensed: Licences) -> dict[str, Any]:
@@ -128,8 +120,7 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str], licensed: L
         source = licensed.sources.get(file.name) if kind == "deb" else None
         packages.append(
             {
-                **_package(name, file.name, file.version),
-                "licenseDeclared": licensed.declared.get(f"{kind} {file.name}", _UNKNOWN),
+                **_package(name, file.name, file.version, licensed.declared.get(f"{kind} {file.name}", _UNKNOWN)),
                 "packageFileName": file.file,
                 **({"sourceInfo": f"source package {source}"} if source else {}),
                 "checksums": [{"algorithm": "SHA256", "checksumValue": file.sha256}],
@@ -149,21 +140,19 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str], licensed: L
         name = _identifier(f"local-{component}")
         packages.append(_package(name, component, version))
         relations.append(_relation(_IMAGE, "CONTAINS", name))
-    return {
-        "spdxVersion": "SPDX-2.3",
-        "dataLicense": "CC0-1.0",
-        "SPDXID": "SPDXRef-DOCUMENT",
-        "name": resolved.ref,
-        "documentNamespace": f"https://spdx.org/spdxdocs/primus-{resolved.ref}-{checksum}",
-        "creationInfo": {"created": image.plan.config["created"], "creators": [f"Tool: primus-images-{__version__}"]},
-        "documentDescribes": [_IMAGE],
-        "packages": packages,
-        "hasExtractedLicensingInfos": [
+    return _filled(
+        "spdx",
+        ref=resolved.ref,
+        namespace=f"https://spdx.org/spdxdocs/primus-{resolved.ref}-{checksum}",
+        created=image.plan.config["created"],
+        creators=[f"Tool: primus-images-{__version__}"],
+        packages=packages,
+        licences=[
             {"licenseId": reference, "name": reference[11:-9], "extractedText": text}
             for reference, text in sorted(licensed.texts.items())
         ],
-        "relationships": relations,
-    }
+        relations=relations,
+    )
 
 
 def cyclonedx(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,13 +174,8 @@ def cyclonedx(document: Mapping[str, Any]) -> dict[str, Any]:
             **({"licenses": [{"expression": declared}]} if declared != _UNKNOWN else {}),
         }
 
-    return {
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "version": 1,
-        "metadata": {"timestamp": document["creationInfo"]["created"], "component": component(whole)},
-        "components": [component(package) for package in packages],
-    }
+    created = document["creationInfo"]["created"]
+    return _filled("cyclonedx", created=created, image=component(whole), components=[*map(component, packages)])
 
 
 def listing(document: Mapping[str, Any]) -> str:
@@ -222,17 +206,18 @@ def purl(file: LockedFile) -> str:
     return f"pkg:generic/{name}@{version}?checksum=sha256%3A{file.sha256}"
 
 
-def _package(identifier: str, name: str, version: str) -> dict[str, Any]:
-    return {
-        "SPDXID": identifier,
-        "name": name,
-        "versionInfo": version,
-        "filesAnalyzed": False,
-        "downloadLocation": _UNKNOWN,
-        "licenseConcluded": _UNKNOWN,
-        "licenseDeclared": _UNKNOWN,
-        "copyrightText": _UNKNOWN,
-    }
+def _package(identifier: str, name: str, version: str, licence: str = _UNKNOWN) -> dict[str, Any]:
+    return _filled("package", identifier=identifier, name=name, version=version, licence=licence)
+
+
+def _filled(form: str, /, **values: object) -> dict[str, Any]:
+    document: dict[str, Any] = filled(_forms()[form], values)
+    return document
+
+
+@cache
+def _forms() -> Any:
+    return read_values(Path(__file__).with_name("documents.yaml")).data
 
 
 def _relation(element: str, kind: str, related: str) -> dict[str, str]:

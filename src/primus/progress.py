@@ -7,18 +7,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
+from rich import progress as bars
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    Progress as Bars,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.text import Text
 
 
@@ -33,10 +24,10 @@ class Progress:
     def __init__(self, console: Console | None = None, *, heartbeat_s: float = 30.0) -> None:
         self._console = console or Console(quiet=True)
         self._live = self._console.is_terminal and not self._console.quiet
-        description = TextColumn("{task.description}", markup=False)
-        columns = (SpinnerColumn(), description, BarColumn(bar_width=24), TimeElapsedColumn(), _State())
-        self._bars = Bars(*columns, console=self._console, transient=True, disable=not self._live)
-        self._tasks: dict[str, TaskID] = {}
+        description = bars.TextColumn("{task.description}", markup=False)
+        columns = (bars.SpinnerColumn(), description, bars.BarColumn(bar_width=24), bars.TimeElapsedColumn(), _State())
+        self._bars = bars.Progress(*columns, console=self._console, transient=True, disable=not self._live)
+        self._tasks: dict[str, bars.TaskID] = {}
         self._guard = threading.Lock()
         self._heartbeat_s = heartbeat_s
         self._closed = threading.Event()
@@ -99,10 +90,10 @@ def choose_progress(json: bool = False) -> Progress:
     return Progress(None if json else Console(stderr=True))
 
 
-class _State(ProgressColumn):
+class _State(bars.ProgressColumn):
     """The amount, its speed, the remaining time, and the last line of the task's tool."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: bars.Task) -> Text:
         done, total = int(task.completed), task.total
         text = decimal if task.fields["unit"] == "bytes" else str
         words = [text(done) + (f"/{text(int(total))}" if total is not None else "")] if done or total else []

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -147,9 +149,9 @@ def test_a_disk_that_fills_inside_mmdebstrap_is_the_cause_told(size: str, tmp_pa
         kind="deb", name="large", version="1", file=deb.name, size=deb.stat().st_size, sha256="0" * 64, base="small"
     )
     with small_disk(tmp_path / "disk", size) as disk, pytest.raises(HostError) as caught:
-        root_entries(
-            [file], "bookworm", disk, find=lambda _: deb, mmdebstrap="mmdebstrap", log=tmp_path / "log",
-        )  # fmt: skip
+        action: Any = SimpleNamespace(files=(file,), spec={"suite": "bookworm"})
+        shop: Any = SimpleNamespace(file=lambda _: deb, log=lambda _: tmp_path / "log", progress=Progress())
+        root_entries(action, shop, disk)
     assert caught.value.message == f"the disk that holds {tmp_path / 'disk'} is full"
     assert "free s" in str(caught.value.hint)
 

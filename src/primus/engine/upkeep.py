@@ -5,7 +5,7 @@ A workspace contains no input, so removing a file by mistake costs time but neve
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ class Waste:
     size: int
 
 
-@dataclass
-class _Needed:
-    blobs: set[str] = field(default_factory=set)
-    actions: set[str] = field(default_factory=set)
-    targets: set[str] = field(default_factory=set)
-    wheels: set[str] = field(default_factory=set)
-
-
 def find_waste(
     workspace: Workspace, locked: Iterable[str], *, without: Collection[str] = (), caches: bool = False
 ) -> list[Waste]:
@@ -48,20 +40,20 @@ def find_waste(
     Raises HostError if the index, a manifest or a config is damaged, because the layers it needs are then unknown.
     """
     store = workspace.store
-    needed = _needed(store, without)
-    files = set() if caches else {*locked, *needed.wheels}
-    blobs = {digest.partition(":")[2] for digest in needed.blobs}
+    digests, targets, actions, wheels = _needed(store, without)
+    files = set() if caches else {*locked, *wheels}
+    blobs = {digest.partition(":")[2] for digest in digests}
     judged = set() if caches else blobs
-    logs = {key[:12] for key in needed.actions}
+    logs = {key[:12] for key in actions}
     folder, root = workspace.folder, store.root
-    layers = {layer_folder(digest) for digest in needed.blobs}
+    layers = {layer_folder(digest) for digest in digests}
     storages = _inside(workspace.unpacked)
     # After a power failure, the files of a container are still there.
     unpacked = [p for s in storages if not caches for name in ("layers", "containers") for p in _inside(s / name)]
     paths_of = {
         "records of builds": [
-            *(p for p in _inside(root / "targets") if p.stem not in needed.targets),
-            *(p for p in _inside(root / "actions") if p.stem not in needed.actions),
+            *(p for p in _inside(root / "targets") if p.stem not in targets),
+            *(p for p in _inside(root / "actions") if p.stem not in actions),
         ],
         "layers and manifests": [p for p in _inside(root / "blobs" / "sha256") if p.name not in blobs],
         "unpacked layers": [
@@ -101,27 +93,28 @@ def _remove_tree(path: Path) -> None:
         raise HostError(f"{path} cannot be removed", hint="run this as the user whose files it contains")
 
 
-def _needed(store: Store, without: Collection[str]) -> _Needed:
-    needed = _Needed()
+def _needed(store: Store, without: Collection[str]) -> tuple[set[str], set[str], set[str], set[str]]:
+    """Return the digests of blobs, the names of records of targets, the keys of actions, and the wheels' SHA-256."""
+    blobs, targets, actions, wheels = set[str](), set[str](), set[str](), set[str]()
     images = {str(entry["digest"]) for name, entry in store.images().items() if name not in without}
     for digest in images:
         manifest = json.loads(store.read(digest))
         config = str(manifest["config"]["digest"])
-        needed.blobs |= {digest, config, *(layer["digest"] for layer in manifest["layers"])}
+        blobs |= {digest, config, *(layer["digest"] for layer in manifest["layers"])}
     for name, record in _records(store, "targets"):
         if str(record.get("digest")) in images and (keys := _actions_of(record)) is not None:
-            needed.targets.add(name)
-            needed.actions |= keys
+            targets.add(name)
+            actions |= keys
     for key, _ in _records(store, "actions"):
         layer = store.layer(key)
-        if key not in needed.actions and not (layer and layer.blob.digest in needed.blobs):
+        if key not in actions and not (layer and layer.blob.digest in blobs):
             continue
-        needed.actions.add(key)
+        actions.add(key)
         if layer:
-            needed.blobs |= {layer.blob.digest, layer.paths}
+            blobs |= {layer.blob.digest, layer.paths}
         if wheel := wheel_of(store, key):
-            needed.wheels.add(wheel.sha256)
-    return needed
+            wheels.add(wheel.sha256)
+    return blobs, targets, actions, wheels
 
 
 def _records(store: Store, room: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -17,20 +17,9 @@ from typing import IO, Literal, NamedTuple
 
 from primus.errors import InputError
 from primus.files import read_sealed, write_sealed
+from primus.gates import contents
 from primus.gates.codeobjects import Code, Library, code_in, library_of
-from primus.gates.contents import (
-    COPYRIGHT,
-    ELF,
-    Stated,
-    Trace,
-    path_traces,
-    reads_text,
-    stated_in,
-    stated_in_library,
-    states_versions,
-    text_traces,
-    traces_in,
-)
+from primus.gates.contents import Stated, Trace
 from primus.gates.rules import rules_hash
 from primus.oci.contents import reference, walk
 from primus.oci.store import Layer
@@ -121,8 +110,8 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), scra
     stated, traces, unreadable, copyrights = list[Stated](), list[Trace](), dict[str, str](), dict[str, str]()
     for member in members:
         path, size = member.path, member.size
-        traces += path_traces(path, member.kind)
-        documented = COPYRIGHT.fullmatch(path)
+        traces += contents.path_traces(path, member.kind)
+        documented = contents.COPYRIGHT.fullmatch(path)
         if documented and member.kind == "symlink" and not documented[2]:
             copyrights[documented[1]] = member.link.rpartition("/")[2]
         if member.kind != "file":
@@ -130,20 +119,20 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), scra
         folder = path.rpartition("/")[0]
         folders[folder] = folders.get(folder, 0) + size
         with _contents(member, scratch) as (stream, data):
-            traces += traces_in(path, data, machine_paths)
-            is_elf = data[:4] == ELF
+            traces += contents.traces_in(path, data, machine_paths)
+            is_elf = data[:4] == contents.ELF
             try:
                 code += filter(None, [code_in(path, stream, size)])
                 if is_elf:
                     libraries += filter(None, [library_of(path, stream, size)])
-                    stated += stated_in_library(path, data)
+                    stated += contents.stated_in_library(path, data)
             except ValueError as error:
                 unreadable[path] = str(error)
-            is_text = size <= _TEXT_SIZE and (documented or states_versions(path) or reads_text(path))
+            is_text = size <= _TEXT_SIZE and (documented or contents.states_versions(path) or contents.reads_text(path))
             if is_text and not is_elf:
                 text = data[:].decode("utf-8", "replace")
-                stated += stated_in(path, text)
-                traces += text_traces(path, text)
+                stated += contents.stated_in(path, text)
+                traces += contents.text_traces(path, text)
                 if documented and documented[2]:
                     copyrights[documented[1]] = text
     return LayerFacts(

@@ -17,10 +17,9 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, cast
 
 from primus.engine.workshop import Workshop, disk_is_full, log_tail
@@ -50,48 +49,31 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
     """Install the packages with mmdebstrap, or unpack them if they go on top of an image."""
-    if "over" in action.spec:
-        return shop.write(action, _over_entries(action.files, scratch, find=shop.file))
-    entries = root_entries(
-        action.files,
-        str(action.spec["suite"]),
-        scratch,
-        find=shop.file,
-        mmdebstrap=str(need("mmdebstrap", "mmdebstrap", say=shop.progress.say)),
-        log=shop.log(action),
-        kernels=cast("Mapping[str, Sequence[str]]", action.spec.get("kernels", {})),
-    )
-    return shop.write(action, entries)
+    return shop.write(action, (_over_entries if "over" in action.spec else root_entries)(action, shop, scratch))
 
 
-def root_entries(
-    debs: Sequence[LockedFile],
-    suite: str,
-    scratch: Path,
-    *,
-    find: Callable[[LockedFile], Path],
-    mmdebstrap: str,
-    log: Path,
-    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> list[Entry]:
+def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
     """Build the root file system in ``scratch`` and return its entries, whose bytes are in a tar file there.
 
-    ``find`` gives a locked file's path on disk; ``kernels`` are package and patterns of files that stay packed. Raises
-    HostError if the disk is full, CheckFailed if a package cannot be installed or has kernel files that it should not.
+    Raises HostError if the disk is full, CheckFailed if a package cannot be installed or has kernel files that it
+    should not.
     """
+    kernels = cast("Mapping[str, Sequence[str]]", action.spec.get("kernels", {}))
+    debs, suite = sorted(action.files, key=lambda deb: deb.name), str(action.spec["suite"])
+    mmdebstrap, log = need("mmdebstrap", "mmdebstrap", say=shop.progress.say), shop.log(action)
     tar = scratch / "root.tar"
     mode = "root" if os.geteuid() == 0 else "unshare"
     with _workplace(scratch) as place, log.open("wb") as out:
         archive = place / "archive"
         archive.mkdir()
-        paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
+        paragraphs = [_publish(deb, shop.file(deb), archive) for deb in debs]
         (archive / "Packages").write_bytes(b"\n".join(paragraphs))
         # mmdebstrap finds the essential packages by this name.
         (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
         apart = _own_processes()
         command = [
             *apart,
-            mmdebstrap,
+            str(mmdebstrap),
             f"--mode={mode}",
             f"--variant={VARIANT}",
             "--format=tar",
@@ -99,7 +81,7 @@ def root_entries(
             *(f"--dpkgopt=path-exclude={path}" for path in trim()["not_unpacked"]),
             *(f"--dpkgopt=path-include={path}" for path in trim()["unpacked_still"]),
             *(f"--dpkgopt=path-exclude={path}" for patterns in kernels.values() for path in patterns),
-            "--include=" + ",".join(sorted(d.name for d in debs)),
+            "--include=" + ",".join(deb.name for deb in debs),
             suite,
             str(tar),
             f"deb [trusted=yes] copy:{archive} ./",
@@ -208,10 +190,10 @@ def _xattrs(member: tarfile.TarInfo) -> dict[str, bytes]:
     }
 
 
-def _over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[LockedFile], Path]) -> list[Entry]:
+def _over_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
     entries: dict[str, Entry] = {}
-    for deb in sorted(debs, key=lambda d: d.name):
-        for entry in _entries(deb, find(deb), scratch):
+    for deb in sorted(action.files, key=lambda deb: deb.name):
+        for entry in _entries(deb, shop.file(deb), scratch):
             # Packages share folders. dpkg refuses any other path that two packages contain.
             if entry.path in entries and entry.kind != "dir":
                 raise HostError(f"/{entry.path} is in two packages, one of which is {deb.name}", hint="leave one out")

@@ -4,8 +4,6 @@ For AMD GPUs, the kernel reports an architecture, which several products share, 
 the product. ``Found.generation`` is known only if the product is identified and no GPU is a partition.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections import Counter

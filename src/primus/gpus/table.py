@@ -1,7 +1,5 @@
 """The table of GPU generations: the format of ``generations.yaml``, and queries that never guess."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The sizes of a model, which each backend translates to its own arguments, and its number of parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass

@@ -3,8 +3,6 @@
 Unsupported combinations are errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain

@@ -3,8 +3,6 @@
 Fields of a model and its ``config.json`` are translated in both directions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 No field of a model is silently dropped. Fields without effect (``moe.top_k`` of a dense model) are refused as well.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import cast

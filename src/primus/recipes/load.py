@@ -1,7 +1,5 @@
 """Finding recipe files and reading each to a flat table of settings with their places; the entries of all recipes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A resolved recipe: one flat table of settings, each with its origin."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

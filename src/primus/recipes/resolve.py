@@ -1,7 +1,5 @@
 """Resolving a recipe from its name and the user's choices and overrides, with all checks."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ The keys of a backend are in ``keys/BACKEND.json``, which ``nox -s docs`` genera
 versions.yaml pins. Keys are therefore checked in the same way whether or not the backend is installed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

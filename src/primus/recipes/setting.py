@@ -5,8 +5,6 @@ Bounds are declared with a field as an interval: ``[1, inf)``, ``(0, 1]``, ``[0,
 one more value outside the interval.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 import re

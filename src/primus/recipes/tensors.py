@@ -1,7 +1,5 @@
 """The safetensors files of a folder of weights: which ones are loaded, and what their headers say."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

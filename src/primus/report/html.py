@@ -4,8 +4,6 @@ uPlot draws the charts and provides zoom, live values and a legend that hides li
 axis, touch, and marks for missing values.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

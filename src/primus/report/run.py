@@ -1,7 +1,5 @@
 """Reading a finished run from the folder of a job or from the record of a validation."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Two CSV formats of other tools: madengine's perf.csv, and that of ``pytorch_benchmark_report.sh``."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ An error in the greeting never keeps the command from running. The greeting is p
 error is a terminal; ``PRIMUS_NO_BANNER=1`` turns it off.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Network devices for several nodes: RDMA ports with their GID, and the interface that NCCL and gloo should use."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

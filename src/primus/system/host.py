@@ -1,7 +1,5 @@
 """The machine as its files describe it, and the result of one check of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

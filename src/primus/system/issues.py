@@ -1,7 +1,5 @@
 """Known issues of the versions in an image, from a table with their sources."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

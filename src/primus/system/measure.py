@@ -7,8 +7,6 @@ result, and counts the elements that differ from it.
 work at the same time, as in a training job. Without a GPU, it runs the same steps on a CPU with small sizes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Micro-benchmarks and burn-in of a machine's GPUs, its results as a JSON document, and the comparison of machines."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of a machine before a job. Each reads the kernel's files, and names the problem and its remedy."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

@@ -3,8 +3,6 @@
 What it computes from a recipe alone is in ``primus.recipes.rules``. Nothing here needs torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 

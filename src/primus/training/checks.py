@@ -3,8 +3,6 @@
 No check passes without evidence: a run without steps or facts fails all checks that need them.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ A corpus is a file, a folder of files of one form, or a data set on the hub:
 Text may be compressed by gzip, bzip2, xz or zstd. Nothing here needs a tokenizer: see :mod:`primus.training.tokens`.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

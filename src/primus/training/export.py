@@ -1,7 +1,5 @@
 """Exporting a checkpoint of any backend: to the files of a model that transformers loads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A configuration file only states what was requested. These facts come from the t
 if another precision was used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

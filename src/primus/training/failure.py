@@ -1,7 +1,5 @@
 """Why a job failed or hangs: the exception of the first rank that failed, or the rank that the others wait for."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -4,8 +4,6 @@ Some builds of gloo, such as Debian's, lack 16-bit floats. A tensor of such a dt
 all its values; a sum over ranks is rounded once, at the end. Send and receive do not depend on the dtype.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

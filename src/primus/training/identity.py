@@ -1,7 +1,5 @@
 """What weights and checkpoints are: fingerprints, and what a checkpoint was trained from."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """One run of a resolved recipe: what is requested."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from contextlib import suppress

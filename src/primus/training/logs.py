@@ -1,7 +1,5 @@
 """Reading a training log as a series of steps, and the time at which each arrives. Contradictions are problems."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """This machine: whether its GPUs and memory suffice for a job, and the energy that its GPUs use."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Mapping, Sequence

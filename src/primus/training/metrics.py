@@ -4,8 +4,6 @@ The span of attention is the sequence length in the non-causal convention (torch
 (Megatron-LM) the number of tokens that a token sees. Recomputation in the backward pass never counts.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

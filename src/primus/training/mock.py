@@ -1,7 +1,5 @@
 """Synthetic text from a seed, for measurements: no download, equal on every machine, and learnable."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

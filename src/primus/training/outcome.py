@@ -1,7 +1,5 @@
 """How a run ended: its result, which other programs read, and all that its folder shows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -3,8 +3,6 @@
 The limits come from the reference itself: how far the run's precision alone moves its results.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The input of a job's ranks (files, command line, environment), and the facts that they must report."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

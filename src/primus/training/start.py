@@ -1,7 +1,5 @@
 """Running one job on this machine: writing its files, launching its ranks, checking it, writing the result."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -4,8 +4,6 @@ There are three levels. ``quick`` runs the recipe once. ``standard`` repeats it,
 ``full`` adds another layout of the ranks and every other precision of the recipe.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

@@ -3,8 +3,6 @@
 The gradients are those of the rank itself. Once ranks have added theirs, a wrong one is on all of them.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence

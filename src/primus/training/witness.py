@@ -3,8 +3,6 @@
 README.md of the reference describes the files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ The tokens of an optimizer step never change: a candidate with a smaller micro b
 measured by a short training run in a process of its own, whose result is kept.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

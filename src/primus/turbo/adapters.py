@@ -5,8 +5,6 @@ the input is multiplied once by the first matrices of all their adapters, and so
 added to the frozen layer's while it is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention and rotary positions: Flash Attention 4 as PyTorch operators, so that a compiled model can call it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

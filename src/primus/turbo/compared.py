@@ -1,7 +1,5 @@
 """Comparing a kernel's results with float64, next to those of plain PyTorch in the same types."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

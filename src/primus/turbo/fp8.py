@@ -5,8 +5,6 @@ is therefore needed in two layouts: one for the next product, one for the weight
 torchao's tensorwise recipe, from the largest value of the tensor itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any

@@ -4,8 +4,6 @@ The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that v
 :data:`primus.turbo.optimizations.CALLS`, with which a run proves what it used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ name without a line is that of a kernel that ended the process. Memory is filled
 value that a kernel does not write is seen.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

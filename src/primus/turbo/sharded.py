@@ -7,8 +7,6 @@ rank adds its share in float32, in the order of ranks: half of the bytes, and at
 reduction. Weights that are kept until the backward pass are gathered in place.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Sequence

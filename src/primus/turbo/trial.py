@@ -5,8 +5,6 @@ or damage its GPU context. Passes are kept beside the compiled kernels, in a fol
 kernels and the GPU; the key of an entry adds the driver and the sizes of the run. Failures are tested again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

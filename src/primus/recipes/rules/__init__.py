@@ -5,8 +5,6 @@ It also predicts whether a recipe fits the memory of its GPU, from the recipe al
 Rules need no torch. What starts a run of a backend is in ``primus.training``, which imports this; never the reverse.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Tensors that a layer keeps for its backward pass are counted one by one, as in a
 counted were fitted to runs on H200s (benchmarks/reports/h200-memory.md). An *element* is one value per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rules of Megatron (megatron-core 0.16.1), and its memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

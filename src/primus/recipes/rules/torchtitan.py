@@ -1,7 +1,5 @@
 """The rules of torchtitan 0.2.2, and its memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

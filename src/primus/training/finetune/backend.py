@@ -1,7 +1,5 @@
 """The keys and checks of fine-tuning. Initial weights of Hugging Face must be those of the recipe's model."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One rank of a fine-tuning job: ``python -m primus.training.finetune.entry OUTPUT_FOLDER``."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Each safetensors file of a cache of latents contains, for any number of images, 
 width] as scaled by the VAE, ``text`` [images, tokens, width] and ``pooled`` [images, width].
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """One rank of a FLUX job: ``python -m primus.training.flux.entry OUTPUT_FOLDER``."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Image data: samples of latents, text embeddings and noise, accessed by number, from a cache or synthetic."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rank of an FSDP benchmark: ``python -m primus.training.fsdp.entry OUTPUT_FOLDER``."""
 
-from __future__ import annotations
-
 import sys
 
 from primus.training.fsdp.llama import FsdpConfig, Llama

@@ -1,7 +1,5 @@
 """Llama and its relatives in plain PyTorch: rotary positions, grouped queries, SwiGLU and ``nn.Linear`` layers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

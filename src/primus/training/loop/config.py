@@ -1,7 +1,5 @@
 """What ranks with our own loop are told: a recipe's sections ``training`` and ``sharding``, and ``job.json``."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The process of one rank: device, group, threads, seeds, memory, compiled graphs and exit."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable

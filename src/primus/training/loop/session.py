@@ -1,7 +1,5 @@
 """The interface between the loop and a backend: a trainable model (:class:`Session`) and its data (:class:`Data`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The training loop, from the first step to the last, for any model: the report of each step, and evaluations."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """The weights of a sharded model, drawn from the seed or read from files by each rank, for any number of ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Building Megatron's model from a recipe's sizes, with torch's attention, in its distributed wrapper."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Rendering a recipe as arguments of megatron-core 0.16.1's configuration classes. Does not need torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A :class:`primus.training.loop.session.Session` that trains with Megatron."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

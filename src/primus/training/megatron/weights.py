@@ -3,8 +3,6 @@
 Initial weights depend only on the seed and the model, not on how ranks share the model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Each token is compared on its own, forward and backward; each block gets the run's gradient of what it returned.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

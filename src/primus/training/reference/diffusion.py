@@ -3,8 +3,6 @@
 Blocks have two streams (MM-DiT, arXiv:2403.03206) and then one, all modulated by the time (DiT, arXiv:2212.09748).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 A model is a function of its weights, by Hugging Face's names, and computes in their precision.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

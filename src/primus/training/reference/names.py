@@ -1,7 +1,5 @@
 """Each backend's names and layouts of weights → Hugging Face's, by slicing and permuting only, as gradients need it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which weights a model has and how they begin, which of them a run trains, and which of them moved."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -1,7 +1,5 @@
 """Repeating a run step by step, each from the run's own weights, so that rounding does not accumulate."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Rounding as kernels do it: to the numbers of a narrow type, inside of attention, and in FP8 products."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The random states of a run's checkpoint, and its exported weights, which transformers loads as a user would."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Clipping, learning rates and AdamW, from their definitions, and relative errors of gradients and updates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

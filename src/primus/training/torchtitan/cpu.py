@@ -3,8 +3,6 @@
 Each patch states what fails without it. None is applied on a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable

@@ -4,8 +4,6 @@ torchtitan's own trainer trains. This module registers the model dimensions and 
 beside the config file) with it, and records what ran.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

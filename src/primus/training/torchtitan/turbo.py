@@ -3,8 +3,6 @@
 Nothing here is imported unless a job requests an optimization.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence

@@ -17,9 +17,11 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary positions beyond ``original_max_position`` tokens; kind "none": no scaling."""
+    """Scaling of rotary positions beyond ``original_max_position`` tokens; kind "none": no scaling. "linear" scales all
+    positions alike.
+    """
 
-    kind: Literal["none", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
     factor: float = bounded(1.0, "[1, inf)")
     original_max_position: int = bounded(0, "[0, inf)")
     low_freq_factor: float = bounded(1.0, "(0, inf)")
@@ -88,9 +90,12 @@ class Architecture:
 
     ``parameters`` is the number of a model of the family "other", which has no formula.
     ``qkv_bias``: the projections to queries, keys and values have biases. ``qk_norm``: each head of queries and of keys
-    is normalized before it is rotated. ``head_dim`` 0 means hidden_size ÷ heads; ``window`` 0 means full causal
-    attention; ``vocab_size`` is the number of rows of the embedding. Sizes count elements; ``max_seq_len`` and
-    ``window`` count tokens.
+    is normalized before it is rotated. ``head_dim`` 0 means hidden_size ÷ heads; ``query_scalar`` 0: attention divides
+    by the root of a head's size. ``window`` 0 means full causal attention, which every ``window_pattern``-th layer has
+    in any case. If ``local_rope_theta`` is not 0, layers with a window rotate by it, without scaling.
+    ``sandwich_norms``: what attention and feed-forward return is normalized as well. ``norm_offset``: norms multiply by
+    1 + weight. ``scaled_embedding``: embeddings are multiplied by the root of their size. ``vocab_size`` is the number
+    of rows of the embedding. Sizes count elements; ``max_seq_len`` and ``window`` count tokens.
     """
 
     family: str = field(metadata={"choices": families()})
@@ -109,7 +114,14 @@ class Architecture:
     parameters: int = bounded(0, "[0, inf)")
     qkv_bias: bool = False
     qk_norm: bool = False
+    sandwich_norms: bool = False
+    norm_offset: bool = False
+    scaled_embedding: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    query_scalar: int = bounded(0, "[0, inf)")
     window: int = bounded(0, "[0, inf)")
+    window_pattern: int = bounded(0, "[0, inf)")
+    local_rope_theta: float = bounded(0.0, "[0, inf)")
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     moe: MixtureOfExperts = field(default_factory=MixtureOfExperts)
     mla: LatentAttention = field(default_factory=LatentAttention)
@@ -154,7 +166,7 @@ class Architecture:
         if rank := self.mla.kv_lora_rank:
             for size in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
                 yield f"mla.{size}", f"model.mla.kv_lora_rank is {rank}"
-        if (kind := self.rope_scaling.kind) != "none":
+        if (kind := self.rope_scaling.kind) not in ("none", "linear"):
             yield "rope_scaling.original_max_position", f"model.rope_scaling.kind is {kind}"
 
     @property
@@ -181,6 +193,10 @@ class Architecture:
     def value_size(self) -> int:
         """Elements of one head of values."""
         return self.mla.v_head_dim if self.mla.kv_lora_rank else self.head_size
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the tokens of the layer, counted from 0, attend to the last ``window`` ones only."""
+        return self.window > 0 and not (self.window_pattern and (layer + 1) % self.window_pattern == 0)
 
     @property
     def sparse_layers(self) -> int:

@@ -17,10 +17,12 @@ from primus.yamlfile import Scalar, read_values, spell
 
 _FOLDER = Path(__file__).with_name("families")
 _DECODER = "decoder"
+FULL = "full_attention"
 # The family of the models that no other one computes, which transformers alone defines.
 OTHER = "other"
 # Keys of rope scaling in config.json, with transformers' values where one is omitted, by its kind.
 STRETCH: Mapping[str, Mapping[str, float]] = {
+    "linear": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
 }
@@ -172,6 +174,8 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
     rope = {} if config.get(part) is None else config[part]
     if not isinstance(rope, dict):
         raise InputError(f"{part} is not a mapping", where=f"{file}: {part}")
+    # Where layers with a window rotate in another way, each kind of layer has its own mapping.
+    local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention", rope)
     for key, name in known.config.items():
         # A field that the family lacks is of interest if the file sets it.
         if name is None or not (config.get(name) if not known.has(key) or key in known.values else name in whole):
@@ -186,6 +190,14 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
             value = 0  # transformers gives the window to the layers from max_window_layers on
         elif key == "rope_theta":
             value = rope.get("rope_theta", value)
+        elif key == "local_rope_theta":
+            value = local.get("rope_theta", value)
+        elif key == "query_scalar" and value == whole["head_dim"]:
+            value = 0
+        elif key == "window_pattern" and isinstance(layers := whole.get("layer_types"), list):
+            value = layers.index(FULL) + 1 if FULL in layers else 0
+            if layers != [FULL if value and (n + 1) % value == 0 else "sliding_attention" for n in range(len(layers))]:
+                value = spell(layers)
         elif value is None and key.startswith("mla."):
             value = 0
         yield key, name, value
@@ -194,8 +206,9 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
         return
     yield "rope_scaling.kind", f"{part}.rope_type", "none" if kind == "default" else kind
     if isinstance(kind, str) and kind in STRETCH:
-        original = rope.get("original_max_position_embeddings", whole["max_position_embeddings"])
-        yield "rope_scaling.original_max_position", f"{part}.original_max_position_embeddings", original
+        if kind != "linear":
+            original = rope.get("original_max_position_embeddings", whole["max_position_embeddings"])
+            yield "rope_scaling.original_max_position", f"{part}.original_max_position_embeddings", original
         for name, usual in {"factor": 1.0, **STRETCH[kind]}.items():
             yield f"rope_scaling.{name}", f"{part}.{name}", rope.get(name, usual)
 
@@ -228,10 +241,19 @@ def config_of(model: Any) -> dict[str, Any]:
             config |= {"use_sliding_window": model.window > 0, "max_window_layers": 0 if model.window else model.layers}
     if "topk_method" in known.defaults:
         config["topk_method"] = "group_limited_greedy" if model.moe.groups > 1 else "greedy"
-    rope = {"rope_type": "default", "rope_theta": float(config.pop("rope_theta"))}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.pop("rope_theta"))}
     if scaling.kind != "none":
-        rope |= {"rope_type": scaling.kind, "original_max_position_embeddings": scaling.original_max_position}
+        original = {"original_max_position_embeddings": scaling.original_max_position}
+        rope |= {"rope_type": scaling.kind} | (original if scaling.original_max_position else {})
         stretch = {key: float(getattr(scaling, key)) for key in ("factor", *STRETCH[scaling.kind])}
         # DeepSeek's models alone have both mscale.
         rope |= {k: v for k, v in stretch.items() if model.mla.kv_lora_rank or not k.startswith("mscale")}
+    if known.has("window_pattern"):
+        del config["sliding_window_pattern"]
+        config["layer_types"] = ["sliding_attention" if model.has_window(n) else FULL for n in range(model.layers)]
+    if known.has("query_scalar"):
+        config["query_pre_attn_scalar"] = model.query_scalar or model.head_size
+    if known.has("local_rope_theta"):
+        theta = config.pop("rope_local_base_freq")
+        rope = {FULL: rope, "sliding_attention": {"rope_type": "default", "rope_theta": float(theta)}}
     return config | {"rope_parameters": rope}

@@ -162,7 +162,8 @@ def _foreign(known: Family, values: Mapping[str, Value]) -> Iterator[Fault]:
 def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> Iterator[Fault]:
     """Yield fields of a part that is disabled. A file may set them if it disables the part explicitly."""
     kind = str(values["rope_scaling.kind"])
-    read = ("kind", "factor", "original_max_position", *STRETCH.get(kind, ()))
+    read = {"kind", "factor", "original_max_position", *STRETCH.get(kind, ())}
+    read -= {"original_max_position"} if kind == "linear" else set()
     for key in changed:
         part, _, name = key.partition(".")
         if part == "rope_scaling" and kind in STRETCH and name not in read:

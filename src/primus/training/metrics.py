@@ -37,10 +37,10 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
     count = size(model)
     products = count.active - count.embedding
     linear = 6 * products if adapters is None else 4 * products + 6 * adapters
-    window = min(model.window or seq_len, seq_len)
-    seen = window - window**2 / (2 * seq_len)
     width = 6 * model.heads * (model.query_size + model.value_size)
-    return Flops(causal=linear + model.layers * width * seen, non_causal=linear + model.layers * width * window)
+    windows = [min(model.window, seq_len) if model.has_window(layer) else seq_len for layer in range(model.layers)]
+    seen = sum(window - window**2 / (2 * seq_len) for window in windows)
+    return Flops(causal=linear + width * seen, non_causal=linear + width * sum(windows))
 
 
 @dataclass(frozen=True, kw_only=True)

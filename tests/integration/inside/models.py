@@ -129,8 +129,7 @@ def check_published_models() -> None:
         model = architecture({"family": known.name, **fixed, **told})
         with torch.device("meta"):
             made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts))
-        tensors = (*made.named_parameters(), *made.named_buffers())
-        kept = {f"model.{name}": value for name, value in tensors if "inv_freq" not in name}
+        kept = {f"model.{name}": value for name, value in made.state_dict().items()}
         canonical = to_canonical("finetune", model, kept)
         assert {name: tuple(value.shape) for name, value in without_bias(canonical).items()} == shapes(model), file.stem
         assert sum(value.numel() for value in canonical.values()) == size(model).total == parameters, file.stem

@@ -59,7 +59,8 @@ Change = Callable[[Tensors], object]
 @cache
 def plain(kind: str) -> Path:
     torch.manual_seed(1)
-    more = {"sliding_window": 16} if kind == "mistral" else FOREIGN.get(kind, {})
+    more = {"sliding_window": 16} if kind in ("mistral", "gemma3_text") else FOREIGN.get(kind, {})
+    more = more | {"head_dim": 16} if kind == "gemma3_text" else more
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | {"pad_token_id": 0} | more))
     for name in dict(model.named_buffers()).keys() & model.state_dict().keys():
         model.get_buffer(name).uniform_(-0.1, 0.1)
@@ -174,6 +175,10 @@ SAME: dict[str, tuple[str, Change | None, dict[str, Any]]] = {
     "float16, a config of float32": ("llama", cast(torch.float16), {"dtype": "float32"}),
     "swish": ("llama", None, {"hidden_act": "swish"}),
     "no scaling, old keys": ("llama", None, rope()),
+    "linear rope": ("llama", None, rope(rope_type="linear", factor=2.0)),
+    "gemma": ("gemma3_text", without("lm_head"), {}),
+    "gemma, old keys": ("gemma3_text", without("lm_head"), {**rope(rope_type="linear", factor=8.0),
+                        "rope_local_base_freq": 5000.0, "layer_types": None, "sliding_window_pattern": 2}),
     "no size of heads": ("llama", None, {"head_dim": None}),
     "layer types": ("qwen2", None, {"layer_types": ["full_attention"] * 2}),
     "no quantization": ("llama", None, {"quantization_config": None}),
@@ -227,7 +232,11 @@ REFUSED: dict[str, tuple[str, Change | None, dict[str, Any], str]] = {
     "layer types of fewer layers": ("qwen2", None, {"layer_types": ["full_attention"]}, "validate_layer_type"),
     "half of the positions": ("llama", None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "dynamic rope": ("llama", None, rope(rope_type="dynamic", factor=2.0), "dynamic"),
-    "linear rope": ("llama", None, rope(rope_type="linear", factor=2.0), "linear"),
+    "layers with windows in another order": ("gemma3_text", without("lm_head"), {
+        "layer_types": ["full_attention", "sliding_attention"]}, "window_pattern"),
+    "another activation of gemma": ("gemma3_text", without("lm_head"), {"hidden_activation": "silu"}, "activation"),
+    "capped logits": ("gemma3_text", without("lm_head"), {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "attention to both sides": ("gemma3_text", without("lm_head"), {"use_bidirectional_attention": True}, "bidirect"),
     "longrope": ("llama", None, rope(rope_type="longrope", factor=2.0, short_factor=[1.0] * 8, long_factor=[1.0] * 8),
                  "longrope"),
     "unknown rope": ("llama", None, rope(rope_type="su"), "su"),
@@ -242,7 +251,8 @@ REFUSED: dict[str, tuple[str, Change | None, dict[str, Any], str]] = {
 # These transformers loads, and primus does not train.
 STRICTER = {
     "int8", "FP8 of the other kind", "half of the positions", "an untied head", "mlp bias", "dropout", "dynamic rope",
-    "linear rope", "longrope", "yarn with its own factor of attention", "a window of some layers",
+    "longrope", "yarn with its own factor of attention", "a window of some layers",
+    "layers with windows in another order", "another activation of gemma", "capped logits", "attention to both sides",
 }  # fmt: skip
 
 

@@ -26,7 +26,16 @@ from primus.training.witness import Blocks
 
 def main() -> None:
     torch.manual_seed(0)
-    names = ["llama2-7b", "llama3.1-8b", "mistral-7b", "qwen2.5-7b", "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3"]
+    names = [
+        "llama2-7b",
+        "llama3.1-8b",
+        "mistral-7b",
+        "qwen2.5-7b",
+        "mixtral-8x7b",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+        "gemma3-4b",
+    ]
     proxies = [resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture for name in names]
     normed = replace(proxies[3], family="qwen3", qkv_bias=False, qk_norm=True, head_dim=32)
     moe = replace(proxies[4].moe, ffn_size=48, normalize_top_k=False)
@@ -37,9 +46,8 @@ def main() -> None:
         sizes = replace(proxy, window=7) if name == "mistral" else proxy
         model = AutoModelForCausalLM.from_config(config_of(sizes, "eager"))
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
-        mine = {f"model.{name}": value for name, value in (*model.named_parameters(), *model.named_buffers())
-                if not name.endswith("inv_freq")}  # fmt: skip
+            torch.nn.init.normal_(parameter, 1.0 - sizes.norm_offset if parameter.ndim == 1 else 0.0, 0.1)
+        mine = {f"model.{name}": value for name, value in model.state_dict().items()}
         weights = to_canonical("finetune", sizes, mine)
         assert {key: tuple(value.shape) for key, value in without_bias(weights).items()} == shapes(sizes), name
         tokens = torch.randint(0, sizes.vocab_size, (2, 33))
@@ -231,6 +239,13 @@ def _wrong(sizes: object) -> Iterator[object]:
     yield replace(sizes, rope_theta=sizes.rope_theta * 0.9)  # type: ignore[type-var, attr-defined]
     yield replace(sizes, norm_eps=1e-2)  # type: ignore[type-var]
     yield replace(sizes, window=5)  # type: ignore[type-var]
+    if sizes.family == "gemma3":  # type: ignore[attr-defined]
+        stretched = replace(sizes.rope_scaling, factor=4.0)  # type: ignore[attr-defined]
+        for field, value in {
+            "window_pattern": 3, "local_rope_theta": 9000.0, "query_scalar": 30, "activation": "silu",
+            "norm_offset": False, "scaled_embedding": False, "sandwich_norms": False, "rope_scaling": stretched,
+        }.items():  # fmt: skip
+            yield replace(sizes, **{field: value})  # type: ignore[type-var]
 
 
 main()

@@ -28,7 +28,7 @@ def main(job: RankJob, here: Process) -> None:
     model.choose_loss(job)
     # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
     shard(model, list(model.causal.model.layers), job, here, wide=lambda name: "lm_head" in name or "lora_" in name)
-    models.init(model, job.training.seed, weights.Files(source) if source else None)
+    models.init(model, job.training.seed, weights.Files(source) if source else None, 1.0 - job.model.norm_offset)
     if "frozen-weights" in job.turbo and job.training.fp8 == "tensorwise":
         from primus.turbo import fp8
 

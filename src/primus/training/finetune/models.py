@@ -196,8 +196,8 @@ def _before_labels(labels: torch.Tensor, positions: torch.Tensor | None) -> torc
     return places <= lasts.gather(-1, documents)
 
 
-def init(model: nn.Module, seed: int, files: weights.Files | None) -> None:
-    """Set every weight of the sharded ``model`` from the files or, without files, from the seed.
+def init(model: nn.Module, seed: int, files: weights.Files | None, norm: float = 1.0) -> None:
+    """Set every weight of the sharded ``model`` from the files or, without files, from the seed (norms to ``norm``).
 
     Adapters start without effect. Raises SystemExit if the files lack a weight.
     """
@@ -211,7 +211,7 @@ def init(model: nn.Module, seed: int, files: weights.Files | None) -> None:
         elif files is not None:
             weights.fill(parameter, stored(files, plain))
         else:
-            weights.draw_one(plain, parameter, seed, outer=plain in OUTER)
+            weights.draw_one(plain, parameter, seed, outer=plain in OUTER, norm=norm)
     if files is not None:
         buffers = dict(model.named_buffers())
         for name in buffers.keys() & model.state_dict().keys():

@@ -69,13 +69,13 @@ def draw_all(model: nn.Module, seed: int, outer: tuple[str, ...] = ()) -> None:
         draw_one(name, parameter, seed, outer=name in outer)
 
 
-def draw_one(name: str, parameter: Tensor, seed: int, *, outer: bool = False) -> None:
-    """Initialize a weight: matrices from N(0, 0.02²), factors of norms with 1, biases with 0.
+def draw_one(name: str, parameter: Tensor, seed: int, *, outer: bool = False, norm: float = 1.0) -> None:
+    """Initialize a weight: matrices from N(0, 0.02²), factors of norms with ``norm``, biases with 0.
 
     With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h: the first loss is ln(vocabulary).
     """
     if parameter.ndim == 1:
-        fill(parameter, constant(parameter, 0.0 if name.endswith("bias") else 1.0))
+        fill(parameter, constant(parameter, 0.0 if name.endswith("bias") else norm))
     else:
         fill(parameter, normal(name, parameter, seed, 0.5 / math.sqrt(parameter.shape[-1]) if outer else _STD))
 

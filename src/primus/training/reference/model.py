@@ -1,4 +1,4 @@
-"""Decoder-only language models from their definitions: Llama, Mistral, Qwen, Mixtral and DeepSeek.
+"""Decoder-only language models from their definitions: Llama, Mistral, Qwen, Mixtral, DeepSeek and Gemma.
 
 A model is a function of its weights, by Hugging Face's names, and computes in their precision.
 """
@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from primus.recipes.architecture import Architecture, RopeScaling
@@ -26,7 +27,7 @@ class Dialect:
     rotation. ``balance``: the loss that balances experts, by "sequence" (DeepSeek-V2, arXiv:2405.04434, eq. 18-21), by
     "batch" (Switch Transformer, arXiv:2101.03961, eq. 4), or "none". ``group_best``: how many of a group's best experts
     represent it. ``bias_rate``: how far a step moves an expert's bias towards the mean number of tokens
-    (arXiv:2408.15664); ``centered``: less the mean of all these moves.
+    (arXiv:2408.15664); ``centered``: less the mean of all these moves. ``scale`` rounds the factor of the embedding.
     """
 
     softmax_mscale: bool = False
@@ -34,6 +35,7 @@ class Dialect:
     group_best: int = 2
     bias_rate: float = 0.0
     centered: bool = False
+    scale: Rounding = exact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,21 +145,29 @@ class Model(Transformer):
 
     @override
     def entered(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor | None]:
-        return self.between(weights["model.embed_tokens.weight"][batch["inputs"]]), batch.get("positions")
+        states = self.between(weights["model.embed_tokens.weight"][batch["inputs"]])
+        if self.sizes.scaled_embedding:
+            states = self.between(states * self.dialect.scale(torch.tensor(self.sizes.hidden_size**0.5)))
+        return states, batch.get("positions")
 
     @override
     def block(self, weights: Weights, name: str, states: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        sizes, layer = self.sizes, f"model.{name}."
+        sizes, layer, number = self.sizes, f"model.{name}.", int(name.removeprefix("layers."))
         normed = self._norm(weights[layer + "input_layernorm.weight"], states)
         attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
         parts = [normed] if context is None else _documents(normed, context)
         attended = torch.cat([attend(weights, layer + "self_attn.", part) for part in parts], 1)
-        states = self.between(states + attended.view_as(states))
-        normed = self._norm(weights[layer + "post_attention_layernorm.weight"], states)
-        if sizes.moe.experts and int(name.removeprefix("layers.")) >= sizes.moe.dense_layers:
+        attended, before = attended.view_as(states), "post_attention_layernorm.weight"
+        if sizes.sandwich_norms:
+            attended, before = self._norm(weights[layer + before], attended), "pre_feedforward_layernorm.weight"
+        states = self.between(states + attended)
+        normed = self._norm(weights[layer + before], states)
+        if sizes.moe.experts and number >= sizes.moe.dense_layers:
             fed, extra = self._experts(weights, layer + "mlp.", normed)
         else:
             fed, extra = self._swiglu(weights, layer + "mlp.", normed), states.new_zeros(())
+        if sizes.sandwich_norms:
+            fed = self._norm(weights[layer + "post_feedforward_layernorm.weight"], fed)
         return self.between(states + fed), extra
 
     @override
@@ -202,12 +212,15 @@ class Model(Transformer):
         mean = states.square().mean(-1, keepdim=True)
         eps = (self.sizes.norm_eps if eps is None else eps) + self.constants.norm_eps
         even = states * (mean + eps).rsqrt()
+        weight = 1 + weight if self.sizes.norm_offset else weight
         return self.between((self.between(even) if "norms" in self.inner else even) * weight)
 
     def _swiglu(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
-        return self._linear(weights, name + "down_proj", self.between(self.between(gate * gate.sigmoid()) * up))
+        gelu = self.sizes.activation == "gelu_tanh"
+        gate = functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
+        return self._linear(weights, name + "down_proj", self.between(self.between(gate) * up))
 
     def _attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         sizes = self.sizes
@@ -218,9 +231,11 @@ class Model(Transformer):
         if sizes.qk_norm:
             query = self._norm(weights[name + "q_norm.weight"], query)
             key = self._norm(weights[name + "k_norm.weight"], key)
-        cosine, sine = map(self.constants.angles, self._angles(sizes.head_size, states))
+        windowed = sizes.has_window(int(name.split(".")[2]))
+        cosine, sine = map(self.constants.angles, self._angles(sizes.head_size, states, local=windowed))
         query, key = (self._turned(part, cosine, sine) for part in (query, key))
-        mixed = self._mixed(query, key, value, sizes.head_size**-0.5)
+        scale = (sizes.query_scalar or sizes.head_size) ** -0.5
+        mixed = self._mixed(query, key, value, scale, sizes.window if windowed else 0)
         return self._linear(weights, name + "o_proj", mixed)
 
     def _latent_attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
@@ -245,7 +260,8 @@ class Model(Transformer):
         query = torch.cat((plain, self._turned(_paired(turned), cosine, sine)), -1)
         shared = self._turned(_paired(shared.unsqueeze(1)), cosine, sine).expand(-1, sizes.heads, -1, -1)
         key = torch.cat((key, shared), -1)
-        mixed = self._mixed(query, key, value, scale * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5)
+        scale *= (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
+        mixed = self._mixed(query, key, value, scale, sizes.window)
         return self._linear(weights, name + "o_proj", mixed)
 
     def _yarn_magnitudes(self) -> tuple[float, float]:
@@ -261,18 +277,20 @@ class Model(Transformer):
             return 1.0, magnitude(scaling.mscale) ** 2
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim), magnitude(scaling.mscale_all_dim) ** 2
 
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
         length = query.shape[-2]
         place = torch.arange(length, device=query.device)
         hidden = place[None, :] > place[:, None]
-        if 0 < self.sizes.window < length:
-            hidden |= place[None, :] <= place[:, None] - self.sizes.window
+        if 0 < window < length:
+            hidden |= place[None, :] <= place[:, None] - window
         return self.attended(query, key, value, hidden, scale)
 
-    def _angles(self, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        theta = float(self.sizes.rope_theta)
+    def _angles(self, size: int, like: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
+        theta, scaling = float(self.sizes.rope_theta), self.sizes.rope_scaling
+        if local and self.sizes.local_rope_theta:
+            theta, scaling = float(self.sizes.local_rope_theta), RopeScaling()
         place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
-        frequencies = _stretched(theta ** (-place / size), size, theta, self.sizes.rope_scaling)
+        frequencies = _stretched(theta ** (-place / size), size, theta, scaling)
         positions = torch.arange(like.shape[-2], dtype=torch.float64, device=like.device)
         phases = self.constants.phases(positions[:, None] * frequencies[None, :])
         return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
@@ -395,6 +413,6 @@ def _stretched(frequencies: Tensor, size: int, theta: float, scaling: RopeScalin
         place = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
         share = 1 - (place - low) / max(high - low, 0.001)
     else:
-        return frequencies
+        return frequencies / scaling.factor
     share = share.clamp(0, 1)
     return share * frequencies + (1 - share) * frequencies / scaling.factor

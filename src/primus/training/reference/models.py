@@ -49,7 +49,8 @@ class Models:
             model.between = lambda tensor: bfloat(tensor * grid) / grid
             on_cpu = self._job["gpu"] == CPU
             if isinstance(model, Model):
-                model.inner = LIMITS["inner"][self._job["backend"]]
+                inner = LIMITS["inner"]
+                model.inner = inner.get(self.sizes.family, inner[self._job["backend"]])
                 # No fused kernel supports values of another size than keys.
                 model.adding = on_cpu and not self.sizes.mla.kv_lora_rank
             elif isinstance(model, Diffusion) and on_cpu:
@@ -96,7 +97,8 @@ def _dialect(job: Mapping[str, Any]) -> Dialect:
             if moe["score"] == "sigmoid"
             else 0.0,
         )
-    return Dialect()
+    # transformers rounds the factor of Gemma's embedding as it rounds the embedding.
+    return Dialect(scale=exact if job["precision"] == "fp32" else bfloat)
 
 
 def as_trained(sizes: Architecture, backend: str, length: int) -> Architecture:

@@ -30,9 +30,12 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
         share = model.moe.top_k / model.moe.experts if ".experts." in name else 1.0
         count += 0.0 if name == "model.embed_tokens.weight" and not model.tied_embeddings else share * math.prod(shape)
     weights = 6 * count if adapters is None else 4 * count + 6 * adapters
-    # Queries with keys, and the shares with values.
-    sizes, seen = model.query_size + model.value_size, min(model.window or length, length)
-    return weights + 6 * model.layers * model.heads * sizes * seen
+    # Queries with keys, and the shares with values, in layers with and without a window.
+    sizes, full = model.query_size + model.value_size, model.layers
+    if model.window:
+        full = model.layers // model.window_pattern if model.window_pattern else 0
+    seen = full * length + (model.layers - full) * min(model.window, length)
+    return weights + 6 * model.heads * sizes * seen
 
 
 def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -153,7 +156,7 @@ def constant(job: Job, name: str, tensor: Tensor) -> float | None:
         return 0.0
     if job["backend"] == "flux" and name.startswith("proj_out."):
         return 0.0
-    return 1.0 if tensor.ndim == 1 else None
+    return 1.0 - job["model"]["norm_offset"] if tensor.ndim == 1 else None
 
 
 def _deviation(job: Job, sizes: Architecture, name: str, tensor: Tensor) -> float:

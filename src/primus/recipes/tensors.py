@@ -14,6 +14,8 @@ _LONGEST = 100 << 20
 OTHER_MODEL = "config.json describes another model than the tensors: take both from the same source"
 # The dtypes of plain weights, and their sizes.
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# A weight in MXFP4 is two tensors of bytes: pairs of values, and a scale of every 32 values.
+MXFP4 = ("_blocks", "_scales")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +89,16 @@ def header(file: Path) -> Header:
     if size < end:
         raise InputError(f"the file is truncated: {size:,} of {end:,} bytes", where=str(file), hint="fetch it again")
     return Header(shapes=shapes, dtypes=dtypes, text=text)
+
+
+def plain_shapes(head: Header) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of a file once those in MXFP4 are dequantized, which transposes them."""
+    shapes = {}
+    for name, shape in head.shapes.items():
+        if head.dtypes[name] == "U8" and name.endswith(MXFP4) and len(shape) > 2:
+            if name.endswith(MXFP4[0]):
+                experts, rows, groups, pairs = shape
+                shapes[name.removesuffix(MXFP4[0])] = (experts, groups * pairs * 2, rows)
+        else:
+            shapes[name] = shape
+    return shapes

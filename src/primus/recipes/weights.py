@@ -20,7 +20,7 @@ from primus.recipes.load import Entry, beside, entries
 from primus.recipes.recipe import Recipe
 from primus.recipes.schema import backends, model_rules
 from primus.recipes.setting import Setting, Value
-from primus.recipes.tensors import header, tensor_files
+from primus.recipes.tensors import header, plain_shapes, tensor_files
 from primus.yamlfile import section, spell
 
 HUB = "hf:"
@@ -51,7 +51,7 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
 def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the file ``config.json`` of a folder of weights, and its contents.
 
-    Raises InputError if there is none, or if it is not that of a whole, unquantized model of a family.
+    Raises InputError if there is none, or if it is not that of a whole, unquantized model. MXFP4 counts as unquantized.
     """
     if not folder.is_dir():
         hint = "name a folder of safetensors files with their config.json, or hf:OWNER/NAME"
@@ -76,6 +76,8 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else config[key]
+            if method == "mxfp4":
+                continue  # its weights are dequantized as they are read
             why = f"the weights are quantized ({method or key}), and only plain weights are trained"
             hint = "name the weights that they were made from, or dequantize them"
             raise InputError(why, where=f"{file}: {key}", hint=hint)
@@ -108,7 +110,7 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
             raise InputError(f"model.{key} {objection}", where=f"{file}: {field}")
         settings[f"model.{key}"] = Setting(value=value, origin=f"{file}: {field}")
     if name == OTHER:
-        shapes = chain.from_iterable(header(part).shapes.values() for part in tensor_files(folder))
+        shapes = chain.from_iterable(plain_shapes(header(part)).values() for part in tensor_files(folder))
         settings["model.parameters"] = Setting(value=sum(map(math.prod, shapes)), origin=f"{folder}: the tensors")
     return settings
 

@@ -16,7 +16,7 @@ from cases import here, try_all
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from primus.errors import InputError
 from primus.recipes.family import OTHER
@@ -38,6 +38,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16
 FOREIGN: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 8.0}, "olmo2": {}, "phi3": {}, "gemma2": {"head_dim": 16},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "gpt_oss": {"num_experts_per_tok": 2, "num_local_experts": 4, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "head_dim": 16},
     "deepseek_v3": {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 32,
                     "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
@@ -288,6 +289,25 @@ def check_foreign(case: str, where: Path) -> None:
     assert float((lora.model(tokens).logits - logits).abs().max()) > 1e-3
 
 
+def check_packed(_case: str, where: Path) -> None:
+    """gpt-oss as published: the experts are in MXFP4, and are dequantized as transformers does it."""
+
+    def pack(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("experts.gate_up_proj") or name.endswith("down_proj")]:
+            experts, columns, rows = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 122, (experts, rows, columns // 32), dtype=torch.uint8)
+
+    folder = written(where, "gpt_oss", pack, {"quantization_config": {"quant_method": "mxfp4"}})
+    dequantized = Mxfp4Config(dequantize=True)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dequantized).float()
+    model = ours(folder)
+    state = model.state_dict()
+    assert all(torch.equal(state[key], tensor) for key, tensor in wanted.state_dict().items())
+    models.write(models.WholeLogits(model, 64), where / "out", state, None)
+    assert torch.equal(theirs(where / "out")(torch.arange(48)[None]).logits, model(torch.arange(48)[None]).logits)
+
+
 def refused(folder: Path, words: str) -> None:
     try:
         ours(folder)
@@ -390,6 +410,6 @@ def check_a_process_of_its_own(_case: str, where: Path) -> None:
 run = backend.subprocess
 backend.subprocess = SimpleNamespace(run=here)
 try_all((
-    (check_foreign, FOREIGN), (check_same, SAME), (check_refused, REFUSED), (check_files, FILES),
-    (check_damaged, DAMAGED), (check_a_process_of_its_own, ["a bias"]),
+    (check_foreign, FOREIGN), (check_packed, ["gpt_oss"]), (check_same, SAME), (check_refused, REFUSED),
+    (check_files, FILES), (check_damaged, DAMAGED), (check_a_process_of_its_own, ["a bias"]),
 ))  # fmt: skip

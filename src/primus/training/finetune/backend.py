@@ -93,7 +93,7 @@ def _check_headers(folder: Path, model: Architecture) -> None:
     for part in tensors.tensor_files(folder):
         head = tensors.header(part)
         for name, dtype in head.dtypes.items():
-            if dtype not in tensors.PLAIN:
+            if dtype not in tensors.PLAIN and not (dtype == "U8" and name.endswith(tensors.MXFP4)):
                 raise InputError(
                     f"{name} is {dtype}, and only plain weights ({', '.join(tensors.PLAIN)}) are trained",
                     where=str(part), hint="name the weights that these were quantized from, or dequantize them",

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from primus.recipes import family
 from primus.recipes.architecture import Architecture, architecture
-from primus.recipes.tensors import OTHER_MODEL, tensor_files
+from primus.recipes.tensors import MXFP4, OTHER_MODEL, header, plain_shapes, tensor_files
 from primus.training.corpus import TOKENIZER_FILES
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
@@ -58,19 +58,30 @@ def config_of(model: Architecture, attention: str) -> Any:
 
 def causal_model(model: Architecture, attention: str, source: Path | None = None) -> Any:
     """Return the model, with parameters without memory. If there is ``source``, its config.json describes the model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if source is None:
         configuration = config_of(model, attention)
     else:
         # Settings that a recipe cannot express keep the values of the weights' config.json.
-        configuration = AutoConfig.from_pretrained(source, trust_remote_code=False, use_cache=False)
+        configuration = _config_of_weights(source)
+        configuration.use_cache = False
         kind = AutoModelForCausalLM._model_mapping[type(configuration)]
         configuration._attn_implementation = attention if attention != "sdpa" or kind._supports_sdpa else "eager"
         if model.moe.experts:
             configuration.router_aux_loss_coef = model.moe.auxiliary_loss
     with weights.empty():
         return AutoModelForCausalLM.from_config(configuration, dtype=torch.float32)
+
+
+def _config_of_weights(source: Path) -> Any:
+    """Return transformers' configuration of the plain model of the weights, although they may be in MXFP4."""
+    from transformers import AutoConfig
+
+    configuration = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if hasattr(configuration, "quantization_config"):
+        del configuration.quantization_config
+    return configuration
 
 
 def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
@@ -223,7 +234,11 @@ def stored(files: weights.Files, name: str) -> weights.Rows:
     for written in (name, name.removeprefix("model.")):
         if written in files:
             return files.rows_of(written)
-    experts = _EXPERTS.match(name)
+    experts, packed = _EXPERTS.match(name), [f"{name}{part}" for part in MXFP4]
+    if packed[0] in files:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        return lambda first, last: convert_moe_packed_tensors(*(files.rows_of(part)(first, last) for part in packed))
     if not experts:
         return files.rows_of(name.replace(".mlp.gate.", ".block_sparse_moe.gate."))
     # Files have three matrices per expert, Mixtral's under other names. transformers stacks those of all experts.
@@ -254,9 +269,9 @@ Objection = dict[str, str]
 def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
     """Yield what prevents a strict load of ``folder`` as ``model``: ``why``, and maybe ``where`` and ``hint``."""
     from safetensors import SafetensorError, safe_open
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = _config_of_weights(folder)
     if model.has_formula:
         yield from _other_settings(folder / "config.json", config_of(model, "sdpa").to_dict(), config)
     places: dict[str, Path] = {}
@@ -266,10 +281,10 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                     places[name] = file
-                    shapes[name] = torch.empty(tensors.get_slice(name).get_shape(), device="meta")
         except SafetensorError as error:
             yield {"why": f"the file is damaged: {error}", "where": str(file), "hint": "fetch it again"}
             return
+        shapes |= {name: torch.empty(size, device="meta") for name, size in plain_shapes(header(file)).items()}
     model_of_config, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
         None, config=config, state_dict=shapes, device_map={"": "meta"}, dtype=torch.float32,
         ignore_mismatched_sizes=True, output_loading_info=True,

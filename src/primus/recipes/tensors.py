@@ -93,7 +93,7 @@ def header(file: Path) -> Header:
 
 def plain_shapes(head: Header) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights of a file once those in MXFP4 are dequantized, which transposes them."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in head.shapes.items():
         if head.dtypes[name] == "U8" and name.endswith(MXFP4) and len(shape) > 2:
             if name.endswith(MXFP4[0]):

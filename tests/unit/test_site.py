@@ -125,7 +125,7 @@ def test_a_page_is_readable_on_every_screen_on_paper_and_by_keyboard(
     assert main(["report", *runs, "--out", str(tmp_path)]) == 0
     browser.open((tmp_path if page == "report.html" else site) / page)
     browser.js(SCRIPT)
-    shown = ((1280, "screen", "light"), (1280, "screen", "dark"), (390, "screen", "dark"), (718, "print", "light"))
+    shown = ((1280, "screen", "light"), (1280, "screen", "dark"), (390, "screen", "dark"), (718, "print", "dark"))
     for width, media, scheme in shown:
         browser.show(width, media, scheme, phone=width == 390)
         assert browser.js("unreadable()") == [], (width, media, scheme)

@@ -115,14 +115,14 @@ def _releases(history: History) -> str:
         *section(
             "Components",
             escaped_rows([("tag", *columns)])[0],
-            [[escaped_rows([[r.reference]])[0][0], *map(_version, map(r.components.get, columns))] for r in every],
+            [map(_literal, (r.reference, *map(r.components.get, columns))) for r in every],
             "Versions as published. Newer releases list more components; see `primus releases NAME`.",
         ),
     ]
     return "\n".join(lines)
 
 
-def _version(text: str | None) -> str:
+def _literal(text: str | None) -> str:
     return f"`{text}`" if text else NONE
 
 

@@ -114,7 +114,7 @@ def _releases(history: History) -> str:
         "",
         *section(
             "Components",
-            escaped_rows([("tag", *columns)])[0],
+            ("tag", *map(_literal, columns)),
             [map(_literal, (r.reference, *map(r.components.get, columns))) for r in every],
             "Versions as published. Newer releases list more components; see `primus releases NAME`.",
         ),

@@ -2,6 +2,9 @@
 repeats the text of a page for each choice, where the picker reads thousands of them from one JSON document.
 """
 
+from docutils import nodes
+from sphinx.application import Sphinx
+
 from primus import __version__
 
 project = "primus-images"
@@ -20,3 +23,17 @@ html_show_copyright = html_show_sphinx = html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 highlight_language = "text"
 copybutton_prompt_text = "$ "
+
+_LONG = 12
+
+
+def setup(app: Sphinx) -> None:
+    """Mark long names in tables with the class ``long``: site.css breaks these."""
+
+    def mark(_app: Sphinx, document: nodes.document, _page: str) -> None:
+        for cell in document.findall(nodes.entry):
+            for name in cell.findall(nodes.literal):
+                if len(name.astext()) > _LONG:
+                    name["classes"].append("long")
+
+    app.connect("doctree-resolved", mark)

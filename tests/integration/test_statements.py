@@ -30,8 +30,8 @@ from primus.release.documents import VALIDATION, documents
 from primus.release.policy import Policy
 from primus.release.publish import Ready, publish
 from primus.release.registry import Document, Repository, digest_tag
-from primus.release.statement import BUNDLE, PROVENANCE, SIGNATURE, TEST_RESULT, Signer, statements
-from primus.release.verification import Trust, Verified, verify_image
+from primus.release.statement import BUNDLE, PROVENANCE, SIGNATURE, TEST_RESULT, Signer, Trust, statements
+from primus.release.verification import Verified, verify_image
 from primus.training import suite
 from primus.training.checks import Verdict
 from primus.versions.lock import Lock, LockedFile, dumps

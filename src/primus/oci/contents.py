@@ -27,6 +27,7 @@ KINDS: Mapping[bytes, Kind] = {
     tarfile.SYMTYPE: "symlink",
     tarfile.DIRTYPE: "dir",
 }
+_UNREADABLE = (zlib.error, gzip.BadGzipFile, EOFError, zstandard.ZstdError)
 _MOST_BYTES = 1 << 40
 _CHUNK = 1 << 18
 _FREE = 100 << 20
@@ -97,18 +98,12 @@ class _BlobReader:
     def __init__(self, layer: LayerRef, path: Path, file: IO[bytes]) -> None:
         self._layer, self._path = layer, path
         self._packed = _Tee(file)
-        packed = cast("Any", self._packed)
-        stream: Any = packed
-        if layer.media_type.endswith("gzip"):
-            stream = gzip.GzipFile(fileobj=packed)
-        elif not layer.media_type.endswith("tar"):
-            stream = zstandard.ZstdDecompressor().stream_reader(packed, read_size=_CHUNK, read_across_frames=True)
-        self._plain = _Tee(stream)
+        self._plain = _Tee(_decompressed(self._packed, layer.media_type))
 
     def read(self, size: int) -> bytes:
         try:
             return self._plain.read(size)
-        except (zlib.error, gzip.BadGzipFile, EOFError, zstandard.ZstdError) as error:
+        except _UNREADABLE as error:
             raise self.damaged(f"it does not decompress ({error})") from None
 
     def finish(self) -> None:
@@ -125,6 +120,15 @@ class _BlobReader:
             f"blob {self._layer.digest} is damaged: {reason} ({self._path})",
             hint="delete that file and build the image again; nothing of it was kept",
         )
+
+
+def _decompressed(packed: _Tee, media_type: str) -> IO[bytes]:
+    stream = cast("Any", packed)
+    if media_type.endswith("gzip"):
+        stream = gzip.GzipFile(fileobj=stream)
+    elif not media_type.endswith("tar"):
+        stream = zstandard.ZstdDecompressor().stream_reader(stream, read_size=_CHUNK, read_across_frames=True)
+    return cast("IO[bytes]", stream)
 
 
 def require_sane(unpacked: int, packed: int) -> None:
@@ -152,8 +156,8 @@ class _Tee:
         return f"sha256:{self._hash.hexdigest()}"
 
 
-def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
-    """Add the gzip layer at ``path``, whose bytes must match ``sha256``, to the store, unchanged.
+def adopt_layer(store: Store, path: Path, sha256: str, media_type: str = LAYER_TYPES["gzip"]) -> Layer:
+    """Add the layer at ``path``, whose bytes must match ``sha256``, to the store, unchanged.
 
     Raises InputError if it is not a layer or has an entry that an image may not contain, CheckFailed if its bytes
     change while they are read, HostError if the disk is full.
@@ -161,19 +165,18 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
     try:
         with open_regular(path) as file, store.temporary() as out:
             packed = _Tee(file, out.write)
-            unpacking = cast("IO[bytes]", gzip.GzipFile(fileobj=cast("Any", packed)))
             # A few bytes can unpack to gigabytes of zeros.
-            plain = _Tee(unpacking, lambda _: require_sane(plain.size, packed.size))
+            plain = _Tee(_decompressed(packed, media_type), lambda _: require_sane(plain.size, packed.size))
             lines = list(_lines(plain))
             while plain.read(_CHUNK):
                 pass
             out.flush()
             if packed.digest != f"sha256:{sha256}":
                 raise CheckFailed(f"{path} changed while the build read it", hint="build again")
-            blob = Blob(digest=packed.digest, media_type=LAYER_TYPES["gzip"], size=packed.size)
+            blob = Blob(digest=packed.digest, media_type=media_type, size=packed.size)
             store.adopt(Path(out.name), blob)
     # UnicodeError is a ValueError, and BadGzipFile an OSError.
-    except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, RecursionError, InputError) as error:
+    except (tarfile.TarError, *_UNREADABLE, ValueError, RecursionError, InputError) as error:
         raise InputError(f"layer sha256:{sha256} cannot be used: {error}", hint="choose another image") from None
     except OSError as error:
         raise storage_error(error, path) from None

@@ -1,13 +1,14 @@
-"""What a build would do, and why: the layers to build and to reuse, and the inputs that changed since the last build,
-old → new, with their lines.
+"""What a build would do, and why: the layers to build, download and reuse, and the inputs that changed since the last
+build, old → new, with their lines.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from primus.oci.store import Store
+from primus.oci.store import Blob, Store
 from primus.plan.action import Action, ImagePlan, tree_record
 from primus.terminal import PLAIN, Screen, Styled, bytes_text
 
@@ -106,22 +107,24 @@ def explain_text(plan: ImagePlan, changed: Sequence[Change], store: Store, scree
     return "\n".join([*lines, *screen.wrap(f"to build: {what}", "  ", "      ")])
 
 
-def outline(store: Store, plan: ImagePlan) -> list[dict[str, Any]]:
-    """Return one row per layer: name, kind, key, ``build`` or ``reuse``, and the known bytes.
+def outline(store: Store, plan: ImagePlan, cached: Mapping[str, Blob] = MappingProxyType({})) -> list[dict[str, Any]]:
+    """Return one row per layer: name, kind, key, ``build``, ``download`` or ``reuse``, and the known bytes.
 
-    ``bytes`` is the compressed size of a layer in the store, else the size of the files it is made from.
+    ``bytes`` is the compressed size of a layer in the store or of its blob in ``cached`` (by the action's key), else
+    the size of the files it is made from.
     """
     rows = []
     for action in plan.layers:
         layer = store.layer(action.key)
+        blob = layer.blob if layer else cached.get(action.key)
         rows.append(
             {
                 "name": action.name,
                 "kind": action.kind,
                 "key": action.key,
-                "do": "reuse" if layer else "build",
-                "bytes": layer.blob.size if layer else _source_bytes(action),
-                "digest": layer.blob.digest if layer else None,
+                "do": "reuse" if layer else "download" if blob else "build",
+                "bytes": blob.size if blob else _source_bytes(action),
+                "digest": blob.digest if blob else None,
                 "inputs": len(action.files) or len(action.tree),
             }
         )
@@ -141,14 +144,14 @@ def outline_text(
     *,
     full: bool = True,
 ) -> str:
-    """Return the layers as text: ``+`` to build, with the reason, ``=`` to reuse; then their number and bytes.
+    """Return the layers as text: ``+`` to build, with the reason, ``<`` to download from the cache, ``=`` to reuse;
+    then their number and bytes.
 
     ``changed`` are the changes since the last build, None if there was none. Without ``full``, layers to reuse are
     only counted, and so are all layers of an image that was never built.
     """
-    build = [row for row in rows if row["do"] == "build"]
-    reuse = [row for row in rows if row["do"] == "reuse"]
-    signs = {"build": Styled("+", "green"), "reuse": Styled("=", "dim")}
+    build, download, reuse = ([row for row in rows if row["do"] == do] for do in ("build", "download", "reuse"))
+    signs = {"build": Styled("+", "green"), "download": Styled("<", "cyan"), "reuse": Styled("=", "dim")}
     shown = rows if full else build if changed is not None else []
     table = []
     for row in shown:
@@ -159,6 +162,7 @@ def outline_text(
         if change.action == "image":
             lines += screen.wrap(change.text(), f"  {screen.paint('~', 'yellow')} ", "    ")
     what = f"{len(build)} to build from {bytes_text(sum(r['bytes'] for r in build))}" if build else "nothing to build"
+    what += f", {len(download)} to download ({bytes_text(sum(r['bytes'] for r in download))})" if download else ""
     count = f"{what}, {len(reuse)} to reuse ({bytes_text(sum(r['bytes'] for r in reuse))})"
     if changed is None:
         count = f"not built yet: {count}"

@@ -6,6 +6,7 @@ https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-
 referrers API (distribution 2), the list is an index under the tag ``sha256-<digest>``, as the specification requires.
 """
 
+import io
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from threading import Thread
-from typing import Any, Self
+from typing import IO, Any, Self
 from urllib.parse import urljoin
 
 import requests
@@ -35,8 +36,10 @@ from primus.schema import read_json
 from primus.versions.traffic import bare_url
 from primus.waits import answer_of
 
-_EMPTY = b"{}"
+EMPTY = b"{}"
 _ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_NAME = re.compile(rf"(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+")
 # Seconds to connect, seconds of silence, and seconds of a whole answer besides the time that its bytes may take.
 _TIMEOUT = (5.0, 60.0)
 _PATIENCE = 120.0
@@ -65,16 +68,16 @@ class Document:
 def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
     """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's descriptor."""
     layer = Blob.of(document.data, document.media_type).descriptor
-    return canonical.dumps(
-        {
-            "schemaVersion": 2,
-            "mediaType": MANIFEST_TYPE,
-            "artifactType": document.media_type,
-            "config": Blob.of(_EMPTY, "application/vnd.oci.empty.v1+json").descriptor,
-            "layers": [{**layer, "annotations": {"org.opencontainers.image.title": document.name}}],
-            "subject": {key: subject[key] for key in ("mediaType", "digest", "size")},
-        }
-    )
+    layer["annotations"] = {"org.opencontainers.image.title": document.name}
+    subject = {key: subject[key] for key in ("mediaType", "digest", "size")}
+    return artifact_of(document.media_type, layer, subject=subject)
+
+
+def artifact_of(kind: str, layer: Mapping[str, object], **more: object) -> bytes:
+    """Return the manifest of an artifact with one layer, which a descriptor names. Its config is :data:`EMPTY`."""
+    config = Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor
+    content = {"schemaVersion": 2, "mediaType": MANIFEST_TYPE, "artifactType": kind, "config": config}
+    return canonical.dumps({**content, "layers": [layer], **more})
 
 
 def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
@@ -87,6 +90,13 @@ def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
 def digest_tag(digest: str) -> str:
     """Return the tag for the referrers of the image ``digest`` in a registry without the referrers API."""
     return digest.replace(":", "-")
+
+
+def require_repository(name: str, option: str) -> None:
+    """Raise InputError if the value of an option does not name a repository."""
+    if not _NAME.fullmatch(name):
+        hint = "HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
+        raise InputError(f"{option} {name!r} is not a repository of a registry", hint=hint)
 
 
 def plain_http(repository: str) -> bool:
@@ -248,8 +258,8 @@ class Repository:
     def _add(self, absent: Sequence[tuple[Document, bytes]], about: str) -> None:
         unlisted = []
         for document, manifest in absent:
-            self._blob(_EMPTY)
-            self._blob(document.data)
+            for data in (EMPTY, document.data):
+                self.upload(canonical.digest_of(data), io.BytesIO(data))
             if "OCI-Subject" not in self._put(canonical.digest_of(manifest), manifest, MANIFEST_TYPE).headers:
                 unlisted.append(manifest)
         if unlisted:
@@ -282,12 +292,11 @@ class Repository:
                 raise self._odd(f"{path} goes on at {_host_of(url)}")
         raise self._odd(f"{path} has no end")
 
-    def _blob(self, data: bytes) -> None:
-        digest = canonical.digest_of(data)
-        if self.has_blob(digest):
-            return
-        headers = {"Content-Type": "application/octet-stream"}
-        self.request("PUT", self._upload(), params={"digest": digest}, data=data, headers=headers)
+    def upload(self, digest: str, data: IO[bytes]) -> None:
+        """Send a blob unless the repository has it. The registry compares its bytes with the digest."""
+        if not self.has_blob(digest):
+            size, headers = data.seek(0, os.SEEK_END), {"Content-Type": "application/octet-stream"}
+            self.request("PUT", self._upload(), size, params={"digest": digest}, data=data, headers=headers)
 
     def _upload(self) -> str:
         """Begin an upload, and return its URL."""
@@ -318,6 +327,8 @@ class Repository:
 
         def send() -> Response:
             def exchange() -> Response:
+                if isinstance(body := options.get("data"), io.IOBase):
+                    body.seek(0)
                 return self._session.request(method, url, timeout=_TIMEOUT, auth=self._signed, **options)
 
             with answer_of(bare_url(url)):
@@ -342,7 +353,7 @@ class Repository:
         if answer.status_code >= 400:
             reason = "; ".join(filter(None, (f"status {answer.status_code}", " ".join(answer.text.split())[:200])))
             later = "run the command again later; what was sent is kept"
-            hint = later if answer.status_code in _PASSING else "check --to, and that the registry accepts OCI images"
+            hint = later if answer.status_code in _PASSING else "check its name, and that it accepts OCI images"
             raise HostError(f"the registry of {self.name} refuses {bare_url(path)}: {reason}", hint=hint)
         return answer
 
@@ -395,7 +406,7 @@ class Repository:
     def _odd(self, what: str) -> HostError:
         return HostError(
             f"{self.name} does not answer like a registry: {what}",
-            hint="check --to; a login page or a proxy may answer instead of the registry",
+            hint="check its name; a login page or a proxy may answer instead of the registry",
         )
 
 

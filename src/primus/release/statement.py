@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,11 +48,15 @@ def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dic
             about.append((PROVENANCE, content["predicate"]))
         elif document.media_type == VALIDATION:
             about.append((TEST_RESULT, test_result(content, document.data)))
-    subject = [{"name": tag, "digest": {"sha256": digest.removeprefix("sha256:")}}]
-    return [
-        {"_type": "https://in-toto.io/Statement/v1", "subject": subject, "predicateType": kind, "predicate": predicate}
-        for kind, predicate in about
-    ]
+    return [statement_about(tag, digest, kind, predicate) for kind, predicate in about]
+
+
+def statement_about(name: str, digest: str, kind: str, predicate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the in-toto statement of the type ``kind`` about the artifact ``digest``."""
+    subject = [{"name": name, "digest": {"sha256": digest.removeprefix("sha256:")}}]
+    return {
+        "_type": "https://in-toto.io/Statement/v1", "subject": subject, "predicateType": kind, "predicate": predicate
+    }  # fmt: skip
 
 
 def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
@@ -107,6 +112,32 @@ class Signer(NamedTuple):
             return bundle.read_bytes()
 
 
+class Trust(NamedTuple):
+    """Whose signatures count: the owner of ``key``'s, or an ``identity``'s that ``issuer`` vouches for."""
+
+    key: str | None = None
+    identity: str | None = None
+    issuer: str | None = None
+
+    def check(self, option: str) -> None:
+        """Raise InputError if the key is a file that does not exist, HostError if cosign is missing."""
+        need_cosign()
+        if self.key and "://" not in self.key and not Path(self.key).is_file():
+            raise InputError(f"{option}: there is no file {self.key}", hint="name the public key, such as cosign.pub")
+
+    def rejects(self, bundle: bytes, kind: str) -> str:
+        """Return why cosign rejects the signature; empty if it accepts it. Raises HostError if cosign is missing."""
+        with tempfile.NamedTemporaryFile(prefix="primus-bundle-") as file:
+            file.write(bundle)
+            file.flush()
+            by = ["--key", self.key, "--insecure-ignore-tlog"] if self.key else []
+            by += ["--certificate-identity", self.identity] if self.identity else []
+            by += ["--certificate-oidc-issuer", self.issuer] if self.issuer else []
+            words = ("verify-blob-attestation", "--bundle", file.name, "--check-claims=false", "--type", kind, *by)
+            problem = cosign(*words)
+            return f"its signature is not by {self.key or self.identity} (cosign: {problem})" if problem else ""
+
+
 def need_cosign() -> None:
     """Raise HostError if cosign is missing."""
     if shutil.which("cosign") is None:
@@ -134,6 +165,13 @@ def attach_signed(there: Repository, subject: Mapping[str, Any], about: Sequence
     new = [Document(media_type=BUNDLE, name="", data=data) for data in signed if _signed_by(data) not in before]
     there.attach(new, dict(subject))
     return len(signed)
+
+
+def payload(bundle: bytes) -> dict[str, Any]:
+    """Return the statement in a bundle, whose signature is not verified. Raises what damaged JSON raises."""
+    # cosign also accepts the other alphabet of base64, whose characters b64decode would skip.
+    statement: dict[str, Any] = json.loads(b64decode(json.loads(bundle)["dsseEnvelope"]["payload"], validate=True))
+    return statement
 
 
 def _signed_by(bundle: bytes) -> tuple[str, str]:

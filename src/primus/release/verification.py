@@ -7,7 +7,6 @@ config and layers. Nothing of a checkout or a store is used.
 import json
 import re
 import tempfile
-from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +26,7 @@ from primus.release.audit import forbidden_in
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.policy import Policy, evidence_in, objections
 from primus.release.registry import Document, Repository
-from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, cosign, need_cosign, statements
+from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, Trust, payload, statements
 from primus.sandbox.container import LayerRef
 from primus.terminal import counted
 from primus.training.suite import FORMAT, digest_of_suite
@@ -37,26 +36,6 @@ _REFERENCE = re.compile(
 )
 # What is in a damaged document can be anything.
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-
-
-class Trust(NamedTuple):
-    """Whose signatures count: the owner of ``key``'s, or an ``identity``'s that ``issuer`` vouches for."""
-
-    key: str | None = None
-    identity: str | None = None
-    issuer: str | None = None
-
-    def rejects(self, bundle: bytes, kind: str) -> str:
-        """Return why cosign rejects the signature; empty if it accepts it. Raises HostError if cosign is missing."""
-        with tempfile.NamedTemporaryFile(prefix="primus-bundle-") as file:
-            file.write(bundle)
-            file.flush()
-            by = ["--key", self.key, "--insecure-ignore-tlog"] if self.key else []
-            by += ["--certificate-identity", self.identity] if self.identity else []
-            by += ["--certificate-oidc-issuer", self.issuer] if self.issuer else []
-            words = ("verify-blob-attestation", "--bundle", file.name, "--check-claims=false", "--type", kind, *by)
-            problem = cosign(*words)
-            return f"its signature is not by {self.key or self.identity} (cosign: {problem})" if problem else ""
 
 
 @dataclass(kw_only=True)
@@ -93,7 +72,6 @@ def verify_image(
     match = _REFERENCE.fullmatch(reference)
     if match is None or "/" not in reference or not (match["tag"] or match["digest"]):
         raise InputError(f"{reference!r} names no image", hint="HOST[:PORT]/PATH:TAG or HOST[:PORT]/PATH@sha256:…")
-    need_cosign()
     there, result = Repository(match["name"]), Verified()
     manifest = there.manifest(match["digest"] or match["tag"])
     if manifest is None:
@@ -185,7 +163,7 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
 
     def accepted(bundle: Document) -> dict[str, Any] | None:
         try:
-            statement: dict[str, Any] = json.loads(b64decode(json.loads(bundle.data)["dsseEnvelope"]["payload"]))
+            statement = payload(bundle.data)
             kind, about = statement["predicateType"], [subject["digest"]["sha256"] for subject in statement["subject"]]
         except _DAMAGED:
             rejected[""] = "an envelope has no in-toto statement in it"

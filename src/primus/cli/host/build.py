@@ -4,9 +4,10 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
-from primus.cli.host.common import ENGINE, OFFLINE, SEVERAL, resolved_targets
+from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SEVERAL, resolved_targets
 from primus.cli.verb import answer, flag, verb
 from primus.gates.rules import rules_hash
 from primus.oci.store import Store
@@ -17,6 +18,9 @@ from primus.plan.layers import plan_images
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
 
+if TYPE_CHECKING:
+    from primus.release.cache import Cache
+
 
 def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
     targets, workspace = resolved_targets(args)
@@ -25,9 +29,9 @@ def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
     return plans, workspace
 
 
-@verb(*SEVERAL, flag("--full", "list every layer, also for several targets"), example="primus plan cpu")
+@verb(*SEVERAL, flag("--full", "list every layer, also for several targets"), CACHE, example="primus plan cpu")
 def plan(args: argparse.Namespace) -> int:
-    """Show what a build would do, layer by layer: + build, = reuse.
+    """Show what a build would do, layer by layer: + build, < download from the cache, = reuse.
 
     For each layer to build, the plan gives the reason: what changed since the last build. For several targets, it only
     counts the layers to reuse. --full lists every layer.
@@ -56,15 +60,17 @@ def explain(args: argparse.Namespace) -> int:
     flag("--dry-run", "print the plan and stop, like `primus plan`"),
     flag("--rehash", "verify every blob first and rebuild damaged ones"),
     ENGINE,
+    CACHE,
     example="primus build cpu",
 )
 def build(args: argparse.Namespace) -> int:
     """Build images. Rebuilds only what changed; the last line is the manifest digest.
 
     Each image must pass the gates of `primus check` before it is named. An image of a preview channel may fail a gate;
-    the summary names the gates that failed.
+    the summary names the gates that failed. With --cache, results of other builds that --cache-key signed are used.
     """
     begin = time.monotonic()
+    cache = _cache(args)
     targets, workspace = resolved_targets(args)
     workspace.stats.trusted = not args.rehash
     for target in targets:
@@ -83,18 +89,33 @@ def build(args: argparse.Namespace) -> int:
         from primus.engine.pipeline import Options, build as build_images
 
         options = Options(offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json, spent=spent)
+        options = replace(options, pull=cache.pull) if cache else options
         images = build_images(plans, workspace, options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
     if not args.json:
         print(_summary(images, seconds, spent), file=sys.stderr, flush=True)
+    if cache:
+        cache.push(plans, workspace)
     document = {"images": [built.as_json() for built in images], "seconds": round(seconds, 3)}
     answer(args, document, [built.image.digest for built in images])
     return 0
 
 
+def _cache(args: argparse.Namespace) -> "Cache | None":
+    if not (args.cache or args.cache_key or args.cache_sign):
+        return None
+    # Seam "registry": most builds use no cache, and need none of the network libraries.
+    from primus.release.cache import Cache
+
+    return Cache.of_options(args)
+
+
 def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False) -> None:
-    outlines = [(plan, outline(store, plan)) for plan in plans]
+    cache = _cache(args)
+    missing = {a.key: a for plan in plans for a in plan.layers if store.layer(a.key) is None}.values()
+    cached = cache.look_up(missing) if cache else {}
+    outlines = [(plan, outline(store, plan, cached)) for plan in plans]
     document = [
         {"target": p.resolved.name, "ref": p.ref, "key": p.key, "layers": rows}
         | {"known_issues": [asdict(issue) for issue in p.resolved.known_issues]}

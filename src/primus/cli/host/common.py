@@ -4,7 +4,7 @@ import argparse
 import contextlib
 from collections.abc import Sequence
 
-from primus.cli.verb import JSON, flag, folder, matching, option, path
+from primus.cli.verb import JSON, flag, folder, group, matching, option, path
 from primus.errors import InputError
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve
@@ -29,6 +29,12 @@ SOURCE = (
 )
 OFFLINE = flag("--offline", "use only downloaded files; contact no source")
 ENGINE = option("--engine", choices=("auto", "podman", "docker"), default="auto", help="container engine")
+CACHE = group(
+    "a registry as cache; needs cosign",
+    option("--cache", metavar="REPOSITORY", help="use results of other builds, also with --offline"),
+    option("--cache-key", metavar="KEY", help="public key of those whose results count: file or key service"),
+    option("--cache-sign", metavar="KEY", help="sign and send the results that it lacks; password in COSIGN_PASSWORD"),
+)
 SEVERAL = (*TARGETS, *SOURCE, JSON)
 SINGLE = (TARGET, *SOURCE, JSON)
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,14 +21,11 @@ from primus.release.audit import audit as look_up, load_accepted, openvex
 from primus.release.documents import bill, checkout
 from primus.release.licences import licences
 from primus.release.publish import Ready, finish, move_tag, prepare, publish as upload
-from primus.release.registry import Repository
-from primus.release.statement import Signer, requests
-from primus.release.verification import Trust, verified_text, verify_image
+from primus.release.registry import Repository, require_repository
+from primus.release.statement import Signer, Trust, requests
+from primus.release.verification import verified_text, verify_image
 from primus.schema import read_json
 from primus.terminal import counted
-
-_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
-_NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
 
 _POLICY = "policy.yaml"
 _TO = option("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)")
@@ -126,10 +122,7 @@ def tag(args: argparse.Namespace) -> int:
 def _check_repository(name: str, example: str) -> None:
     if not name:
         raise InputError("--to is missing: it names the repository to publish to", hint=example)
-    if not _NAME.match(name):
-        raise InputError(
-            f"--to {name!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
-        )
+    require_repository(name, "--to")
 
 
 @verb(
@@ -161,9 +154,8 @@ def verify_published(args: argparse.Namespace) -> int:
         raise InputError("--image names a published image; a target is built from this project", hint="name one")
     if bool(args.key) == bool(args.identity and args.issuer):
         raise InputError("who must have signed it? Name --key, or --identity and --issuer", hint="--key cosign.pub")
-    if args.key and "://" not in args.key and not Path(args.key).is_file():
-        raise InputError(f"--key: there is no file {args.key}", hint="name the public key, such as cosign.pub")
     trust = Trust(key=args.key, identity=args.identity, issuer=args.issuer)
+    trust.check("--key")
     rules = policy.load(args.policy) if args.policy else None
     with choose_progress(args.json) as progress:
         result = verify_image(args.image, trust, policy=rules, say=progress.say)

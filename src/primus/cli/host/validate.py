@@ -5,10 +5,11 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from primus.cli.host.common import ENGINE, OFFLINE, SINGLE, resolved_target
+from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SINGLE, resolved_target
 from primus.cli.verb import WRAP, answer, flag, folder, option, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
@@ -16,6 +17,7 @@ from primus.plan.layers import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import golden
+from primus.release.cache import Cache
 from primus.release.cells import NO_GPU, Cell, cells_of, choose, cpu_model
 from primus.release.validation import outcome_text, table, validate as run_suites
 from primus.terminal import Screen, counted
@@ -40,6 +42,7 @@ from primus.training.suite import LEVELS
     WRAP,
     option("--gpus", metavar="all|N|none", help="GPUs to use (default: all if the target is for them)"),
     flag("--dry-run", "print the jobs; build and train nothing"),
+    CACHE,
     example="primus validate cpu --suite quick",
 )
 def validate(args: argparse.Namespace) -> int:
@@ -59,8 +62,12 @@ def validate(args: argparse.Namespace) -> int:
         _show(cells, resolved, args)
         return 0
     options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
+    cache = Cache.of_options(args)
+    options = replace(options, pull=cache.pull) if cache else options
     (built,) = build(plan_images([resolved], workspace.stats), workspace, options)
     workspace.stats.save()
+    if cache:
+        cache.push([built.image.plan], workspace)
     validated = run_suites(
         built.image.plan,
         workspace,

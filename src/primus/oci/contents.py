@@ -122,15 +122,6 @@ class _BlobReader:
         )
 
 
-def _decompressed(packed: _Tee, media_type: str) -> IO[bytes]:
-    stream = cast("Any", packed)
-    if media_type.endswith("gzip"):
-        stream = gzip.GzipFile(fileobj=stream)
-    elif not media_type.endswith("tar"):
-        stream = zstandard.ZstdDecompressor().stream_reader(stream, read_size=_CHUNK, read_across_frames=True)
-    return cast("IO[bytes]", stream)
-
-
 def require_sane(unpacked: int, packed: int) -> None:
     """Raise ValueError if the compression ratio is implausible: a few kilobytes can unpack to more than a disk
     holds. ``unpacked`` is the size so far or the total.
@@ -154,6 +145,15 @@ class _Tee:
     @property
     def digest(self) -> str:
         return f"sha256:{self._hash.hexdigest()}"
+
+
+def _decompressed(packed: _Tee, media_type: str) -> IO[bytes]:
+    stream = cast("Any", packed)
+    if media_type.endswith("gzip"):
+        stream = gzip.GzipFile(fileobj=stream)
+    elif not media_type.endswith("tar"):
+        stream = zstandard.ZstdDecompressor().stream_reader(stream, read_size=_CHUNK, read_across_frames=True)
+    return cast("IO[bytes]", stream)
 
 
 def adopt_layer(store: Store, path: Path, sha256: str, media_type: str = LAYER_TYPES["gzip"]) -> Layer:

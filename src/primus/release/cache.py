@@ -57,10 +57,7 @@ class Cache:
 
     @classmethod
     def of_options(cls, args: Namespace) -> Self | None:
-        """Return the cache that the options ``--cache…`` name, if any.
-
-        Raises InputError if they do not fit together, HostError without cosign.
-        """
+        """Return the cache of the options ``--cache…``, if any. Raises InputError, and HostError without cosign."""
         if not (args.cache or args.cache_key or args.cache_sign):
             return None
         if not (args.cache and args.cache_key):
@@ -91,9 +88,7 @@ class Cache:
             print(f"{counted(len(sent), 'result')} sent to {self.there.name}", file=sys.stderr)
 
     def _excused(self, action: Action, call: Callable[[Action], Layer | Wheel | None]) -> Layer | Wheel | None:
-        """Return ``call(action)``; None, with a sentence, if it fails. After a registry that does not answer, the
-        cache is empty.
-        """
+        """Return ``call(action)``; None and a sentence if it fails. A registry that does not answer is asked no more."""
         for tries in range(1, _TRIES + 1):
             try:
                 return call(action)

@@ -88,7 +88,7 @@ class Cache:
             print(f"{counted(len(sent), 'result')} sent to {self.there.name}", file=sys.stderr)
 
     def _excused(self, action: Action, call: Callable[[Action], Layer | Wheel | None]) -> Layer | Wheel | None:
-        """Return ``call(action)``; None and a sentence if it fails. A registry that does not answer is asked no more."""
+        """Return ``call(action)``; None and a sentence if it fails. A registry that does not answer is left alone."""
         for tries in range(1, _TRIES + 1):
             try:
                 return call(action)

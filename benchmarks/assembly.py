@@ -5,8 +5,6 @@ wheels, compile their bytecode (ours without the libraries' tests) and end with 
 bench-assembly``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

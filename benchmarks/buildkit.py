@@ -1,7 +1,5 @@
 """BuildKit as packaged by Debian: a private docker.io daemon that runs only during the benchmark."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -7,8 +7,6 @@ and in FP8, and Flash Attention 4 forward and backward, each alone and on random
 ``tokens_per_second``. A run's tokens/s/GPU divided by it is the fraction of the ceiling.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -6,8 +6,6 @@ before and after. Meanwhile other processes look for the newest complete checkpo
 the processors busy. A job is lost if its process ends with an error, or if its last checkpoint cannot be resumed from.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

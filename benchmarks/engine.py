@@ -4,8 +4,6 @@ Both build from the same input folder. In each row the two sides alternate, and 
 that other load on the machine affects both. Files written by a run are synced to disk before the next one starts.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -4,8 +4,6 @@ Works offline, on a copy of the repository's inputs with an empty store. The fil
 by a build of all four targets. All figures are those of preview images built from the committed locks.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

@@ -6,8 +6,6 @@ A CELL is RECIPE:BACKEND:MODE:PRECISION, then any key=value arguments after furt
 torchtitan cell runs torchtitan's own trainer with the same settings, without this project's code, for comparison.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

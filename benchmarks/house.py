@@ -6,8 +6,6 @@ documentation that people write.
 `tests/unit/test_house.py` enforces the limits.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """A real image, with its inputs fetched and its base built: our layers from wheels, compared with `pip install`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

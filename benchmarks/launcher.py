@@ -3,8 +3,6 @@
 Builds the cpu image and measures both inside it in turns; see ``benchmarks.starts``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ meaningful. Run it with a Python that has the `tokenizers` package:
     python benchmarks/make_tokenizer.py recipes/assets
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Measure the time and memory of a command, and describe the machine."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

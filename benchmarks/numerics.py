@@ -7,8 +7,6 @@ that shares no code with the backend, in FP32 on the same weights and tokens. A 
 one runs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

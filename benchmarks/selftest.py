@@ -5,8 +5,6 @@
 Run it on a machine with the GPU. `tests/unit/turbo/test_selftest.py` plants the same faults on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

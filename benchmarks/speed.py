@@ -9,8 +9,6 @@ process of its own, from the command to the result. The file is written after ev
 others, and the ratios are of the medians over the runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

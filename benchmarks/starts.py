@@ -5,8 +5,6 @@ the time in torchtitan's own log line. The commands are then ended. Prints one J
 runs this in the sandbox.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -4,8 +4,6 @@ The same folder is a Docker build context and a project of ours, so both builder
 cache.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

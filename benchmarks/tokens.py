@@ -5,8 +5,6 @@ a process of its own on two processors; its time is that of everything after the
 resident size. Where others use the processors, too, compare ``cpu_seconds``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -13,8 +13,6 @@ Ranks are forked from a process that has already imported the libraries, and sha
 time is spent on training.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -6,8 +6,6 @@ Each kernel is compared with FP64 (or with the exact bits that it must give), ca
 deterministic, and timed against what it replaces. A failed case is recorded, and the next one runs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

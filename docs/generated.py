@@ -3,8 +3,6 @@
 One function makes them, so that --check and writing cannot disagree.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """What tests read from ``fixtures``: rows that are data, of ``tables.yaml``, and texts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

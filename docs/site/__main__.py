@@ -5,8 +5,6 @@ Every warning is an error, and so is a link to a page, a heading or a file that 
 links to other sites instead, and lists them with their status in FOLDER/links/output.txt. It needs a network.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The page of silent faults: each fault that was injected into a run, and the checks that named it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Throughput that somebody measured: AMD's in its documents, and ours in benchmarks/results."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

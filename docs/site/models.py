@@ -1,7 +1,5 @@
 """The pages of models and GPUs: what the recipes resolve to on each GPU, and the table of generations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -155,7 +153,7 @@ def gpu_page(content: Table) -> str:
             [
                 (f"`{v.name}`", "unset" if v.value is None else f"`{v.value}`", ", ".join(v.for_), v.why,
                  "; ".join(s.by for s in v.stated if s.value == v.value) or _NONE,
-                 "; ".join(f"`{s.value}`: {s.by}" for s in v.disagreeing) or _NONE, v.choice or _NONE)
+                 "; ".join(f"`{s.value}`: {s.by}" for s in v.stated if s.value != v.value) or _NONE, v.choice or _NONE)
                 for v in variables
             ],
             "The image of a target file with `gpu: mi355x` sets the variables for that GPU. The target's own "

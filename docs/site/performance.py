@@ -1,7 +1,5 @@
 """The page of measured throughput: each figure of AMD's v25.2 document beside what is measured here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from docs.site.measured import Rate, rates

@@ -1,7 +1,5 @@
 """The picker's data: what every way to train takes on every GPU, from the functions of primus show, fit and launch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

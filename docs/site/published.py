@@ -1,7 +1,5 @@
 """What AMD's documents publish, and what the recipes resolve to for the same choices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Pages of the reference, made from the parsers of the command line, the schemas of the files and the pins."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

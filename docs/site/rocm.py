@@ -1,7 +1,5 @@
 """What pages of ROCm's documentation take from a file of data: the image, its components, and the models by group."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -153,7 +153,12 @@ def _main(args: list[str]) -> int:
         )
     if verb not in installed:
         raise InputError(f"no verb {verb!r}{nearest(verb, installed)}", hint="primus --help lists the verbs")
-    _utf8_only(words)
+    for number, word in enumerate(words, 1):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            message = f"argument {number} is not UTF-8 text: {word[:80]!a}"
+            raise InputError(message, hint="write it in UTF-8, or rename the file") from None
     return _verb(verb)(parser_of(verb).parse_args(words))
 
 
@@ -179,15 +184,6 @@ def _verb(name: str) -> Verb:
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Return the parser of a verb's options."""
     return _verb(verb).parser(verb)
-
-
-def _utf8_only(words: Sequence[str]) -> None:
-    for number, word in enumerate(words, 1):
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            message = f"argument {number} is not UTF-8 text: {word[:80]!a}"
-            raise InputError(message, hint="write it in UTF-8, or rename the file") from None
 
 
 if __name__ == "__main__":

@@ -101,11 +101,6 @@ class Variable:
     stated: tuple[Statement, ...] = described("The value in each source.")
     choice: str | None = described("The reason for this value, if a source has another.", default=None)
 
-    @property
-    def disagreeing(self) -> tuple[Statement, ...]:
-        """The sources with a value other than the chosen one."""
-        return tuple(s for s in self.stated if s.value != self.value)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Table:

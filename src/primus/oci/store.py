@@ -185,8 +185,6 @@ class Store:
         finally:
             os.close(handle)
 
-    # Records
-
     def layer(self, key: str) -> Layer | None:
         """Return the layer that an action created. None if it did not run, its blob is missing or truncated, or
         its list of paths is missing.
@@ -209,8 +207,6 @@ class Store:
 
     def _record(self, room: str, name: str) -> Path:
         return self.root / room / f"{name}.json"
-
-    # Index
 
     def images(self) -> dict[str, dict[str, Any]]:
         """Return name → manifest descriptor, as in index.json. Raises HostError if it is damaged."""

@@ -107,8 +107,6 @@ class _Planner:
         content = Input(name="content", value=key_of(entries))
         return Action(name=name, kind="files", inputs=(self.tool, content), spec={"inline": entries})
 
-    # The root file system
-
     def root_called(self, root: str) -> tuple[Action, ...]:
         """Return the layers of the base, or of the ``root`` of a build, which is the base with more packages."""
         where = self.resolved.base_place(self.base_name)
@@ -190,8 +188,6 @@ class _Planner:
             spec={"arch": resolved.arch, "kernels": _patterns(self.base)},
             files=debs,
         )
-
-    # Components
 
     def components(self) -> list[Action]:
         resolved, pins = self.resolved, self.resolved.pins

@@ -129,9 +129,6 @@ def _escaped(text: str) -> str:
     return text.replace("*", "\\*").replace("_", "\\_").replace("<", "&lt;")
 
 
-# Markdown, which all generated pages share
-
-
 def table(head: Sequence[str], body: Iterable[Iterable[object]]) -> list[str]:
     """Return the lines of a table. Pipes in cells are escaped."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

@@ -36,10 +36,6 @@ class Hypothesis(NamedTuple):
     changes: tuple[int, ...]
     together: bool = False
 
-    def calls_bad(self, point: Point) -> bool:
-        """Whether it predicts that the point is bad."""
-        return point.issuperset(self.changes) if self.together else not point.isdisjoint(self.changes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:

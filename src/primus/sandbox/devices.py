@@ -12,7 +12,7 @@ from typing import Any
 from primus import yamlfile
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
-from primus.gpus.detect import detect
+from primus.gpus.detect import detect, properties
 from primus.sandbox.container import Devices
 
 CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
@@ -96,11 +96,9 @@ def _check_count(count: int | None, available: int) -> None:
 def _amd(root: Path, count: int | None) -> Devices:
     cards = []
     for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6)):
-        properties = dict(
-            line.split(maxsplit=1) for line in text_if_readable(node / "properties").splitlines() if " " in line
-        )
-        if int(properties.get("simd_count", "0")) > 0:
-            render = f"renderD{properties.get('drm_render_minor', '')}"
+        facts = properties(node / "properties")
+        if int(facts.get("simd_count", "0")) > 0:
+            render = f"renderD{facts.get('drm_render_minor', '')}"
             beside = (root / "sys/class/drm" / render / "device/drm").glob("card*")
             cards.append([render, *sorted(path.name for path in beside)])
     nodes = [root / "dev/kfd", *(root / "dev/dri" / name for names in cards[:count] for name in names)]

@@ -231,7 +231,8 @@ def download_debs(files: Sequence[LockedFile], suites: tuple[str, ...], folder: 
         words = [
             f"{f.name}={f.version}" if (f.name, f.version) in present else f.name for f in files if f.name in names
         ]
-        uris = parse_uris(apt("apt-get", "download", "--print-uris", *words).stdout) if words else {}
+        text = apt("apt-get", "download", "--print-uris", *words).stdout if words else ""
+        uris = {(name, unquote(version)): uri for uri, name, version, _, _ in _URI.findall(text)}
         nearby = {name: uri.rpartition("/")[0] for (name, _), uri in uris.items()}
         # A pool keeps files for a while after the index drops them, next to their successors.
         triples = [
@@ -276,11 +277,6 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
             f"base {base_name} states Python {base.python}, but {_titled(base.suite)} has {' and '.join(provided)}",
             hint=f"write python: {provided[0]} in versions.yaml",
         )
-
-
-def parse_uris(text: str) -> dict[tuple[str, str], str]:
-    """Return ``(package, version)`` → URI from what apt-get prints with ``--print-uris``."""
-    return {(name, unquote(version)): uri for uri, name, version, _, _ in _URI.findall(text)}
 
 
 def _closure(apt: Apt, base: BaseRequest, packages: Sequence[str]) -> str:

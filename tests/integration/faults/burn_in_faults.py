@@ -1,7 +1,5 @@
 """Wrong GPUs for ``primus preflight --burn-in``: what PyTorch computes, keeps or sends on one rank is changed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

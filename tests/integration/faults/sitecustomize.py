@@ -4,8 +4,6 @@
 they have loaded; the code under test is the shipped code, unchanged and unaware.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

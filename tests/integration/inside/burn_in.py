@@ -5,8 +5,6 @@
 uses the machine's GPUs instead, three at least, and plants the wrong ones there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

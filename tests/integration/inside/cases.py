@@ -1,7 +1,5 @@
 """Try cases one after another, so that a failed one does not hide the others."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

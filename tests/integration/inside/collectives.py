@@ -1,7 +1,5 @@
 """Ranks over gloo: collectives of 16-bit floats, gathered tensors, and a store that finds its own port."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile

@@ -1,7 +1,5 @@
 """Our own Triton kernels compile for the GPUs that images are made for. Triton's compiler needs no GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """Run by Python with torch. Samples are found by number, whole, in another order on each pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -4,8 +4,6 @@ The reference agrees with transformers' models. Judged runs of Megatron agree wi
 DeepSeek at lengths at which YaRN changes nothing.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

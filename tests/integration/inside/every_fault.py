@@ -6,8 +6,6 @@ OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipp
 fault that replaces a name that its module does not have.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

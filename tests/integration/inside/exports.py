@@ -1,7 +1,5 @@
 """Checkpoints of every family and backend: exported, they give the backend's logits in transformers; and back again."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Processes forked from one that has imported torch, which takes seconds."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

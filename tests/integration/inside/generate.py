@@ -1,7 +1,5 @@
 """Run by Python with transformers and PEFT, and without this project: exported weights load and write text."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -8,8 +8,6 @@ OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipp
 a line as well. When the time is over, the runs in progress are ended and not written.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

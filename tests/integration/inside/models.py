@@ -1,7 +1,5 @@
 """Run by Python with torch. Our Llama computes what Hugging Face's does; every recipe's model has its sizes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Odd weights and configs: trained as transformers loads them, with the same logits, or refused with the place."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ tokenizers or datasets themselves: the same tokens and the same mask, or an Inpu
 
 # ruff: noqa: E501, templates are long lines
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

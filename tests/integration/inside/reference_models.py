@@ -1,7 +1,5 @@
 """The reference's models against transformers and diffusers: the same weights give the same output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 The reference runs in a process that never saw the fault. Each run is recorded as one JSON line when it ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Run by Python with torch. Commands of the tutorial, and of data and export, as they are written, on a tiny model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Planted wrong kernels, and healthy ones, for ``primus.training.verify``. Prints what was named and what was not."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Each line of standard input is a command, ``{"words": [...], "variables": {...}}
 output, ``{"code": …, "out": …, "err": …}``. Python that a command starts, such as torchrun, is forked, too.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A target with a GPU carries that generation's environment, and its own goes over it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A setting that a recipe gives as a list becomes the first entry that fits the GPU."""
 
-from __future__ import annotations
-
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import USABLE, gpu_bytes, predict

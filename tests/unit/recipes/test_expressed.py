@@ -1,7 +1,5 @@
 """No field of a model's description is dropped in silence: each one changes what a backend is told, or is refused."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

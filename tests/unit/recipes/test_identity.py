@@ -1,7 +1,5 @@
 """A checkpoint is taken up by the run it belongs to, and by no other unless that is asked for."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

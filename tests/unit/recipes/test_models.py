@@ -1,7 +1,5 @@
 """The recipes of all models: what the documents publish, every GPU, proxies, sizes, and that none repeats another."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A recipe whose model is not the one that its publisher describes is refused, with the field, before a run."""
 
-from __future__ import annotations
-
 import json
 import re
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """A backend is a row of backends.yaml, its rules and a folder: no other module of the two rooms asks for its name."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

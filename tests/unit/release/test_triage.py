@@ -19,7 +19,8 @@ def search(truth: Hypothesis, changes: int, wrong: float, seed: int, conflicts: 
     state = Search(changes, wrong=wrong, seed=seed)
     while (point := state.next()) is not None:
         unbuildable = any(new in point and old not in point for new, old in pairs)
-        state.tell(point, None if unbuildable else truth.calls_bad(point) != (random.random() < wrong))
+        bad = point.issuperset(truth.changes) if truth.together else not point.isdisjoint(truth.changes)
+        state.tell(point, None if unbuildable else bad != (random.random() < wrong))
         assert len(state.answers) < 400
     skipped = sum(bad is None for _, bad in state.answers)
     return state.verdict(), len(state.answers) - skipped, skipped

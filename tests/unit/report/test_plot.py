@@ -1,7 +1,5 @@
 """Charts: their data in the page, and the page in a real browser, where one is installed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Known issues: which versions have them, and where they are shown or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Simulated machines: each fault is named, with its remedy, and a sound machine has none."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Micro-benchmarks judged, and what preflight found on several nodes as one verdict. No figure here is measured."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

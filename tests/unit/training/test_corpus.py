@@ -3,8 +3,6 @@
 What can be read is compared with datasets and transformers in ``integration/inside/own_text.py``.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The first cause of a failed job, from what its ranks noted and what its log says."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

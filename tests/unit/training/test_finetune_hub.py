@@ -1,7 +1,5 @@
 """Weights are trained as the model they are of; a recipe of another one is refused key by key."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What our own loop computes without torch: rates, the job as its ranks read it, the recipes that use it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A job that cannot run on this machine is refused before anything starts, and what can is not."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verdicts from what the reference found: each fault in the evidence fails its own check."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tuning GEMMs with PyTorch's TunableOp. A stand-in writes the results here; on GPUs PyTorch does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

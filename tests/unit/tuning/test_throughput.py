@@ -1,7 +1,5 @@
 """`primus tune throughput`: the candidates, the order of the search, the recipe file, and runs that go wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

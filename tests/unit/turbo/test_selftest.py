@@ -1,7 +1,5 @@
 """The self-test of optimizations: planted faults are named, and healthy kernels pass with any random numbers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

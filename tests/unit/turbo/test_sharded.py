@@ -1,7 +1,5 @@
 """FSDP2's protocol of gathers and reductions by copies, with ranks that take turns in one process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

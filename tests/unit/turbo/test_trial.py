@@ -1,7 +1,5 @@
 """Which optimizations a run uses: what is missing or fails its self-test is off, named, and an error if required."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Attention that leaves out what lies outside of a sliding window: against a mask of all pairs in 64 bits."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

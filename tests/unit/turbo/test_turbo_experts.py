@@ -1,7 +1,5 @@
 """Routing of tokens to experts, forward and backward, compared with a loop over tokens in 64 bits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the self-test does not call: logits without labels, frozen layers, NaN, what is left to PyTorch, compilation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The catalogue of optimizations: what a recipe may ask for, what it is refused, and that each entry is real."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -5,7 +5,7 @@ import pytest
 
 from primus.errors import InputError, LacksPackages
 from primus.versions import debs
-from primus.versions.debs import _default_mirror, check_python, parse_sources, parse_uris, preferences
+from primus.versions.debs import _default_mirror, check_python, parse_sources, preferences
 from primus.versions.lock import BaseRequest, suites_of, upstream
 
 HOST = """\
@@ -135,15 +135,6 @@ def test_the_mirror_variable_wins_and_knows_security() -> None:
         ("http://x/debian", "trixie", "/k.gpg"),
         ("http://x/debian-security", "trixie-security", "/k.gpg"),
     ]
-
-
-def test_print_uris_gives_names_and_versions_with_epochs() -> None:
-    text = (
-        "Reading package lists...\nThe following NEW packages will be installed:\n  libcap2\n"
-        "'http://h/pool/libcap2_2.66-4%2bdeb12u3_amd64.deb' libcap2_1%3a2.66-4+deb12u3_amd64.deb 28000 MD5Sum:00\n"
-        "'http://h/pool/media_10_all.deb' media-types_10.0.0_all.deb 26204 SHA256:00\n"
-    )
-    assert list(parse_uris(text)) == [("libcap2", "1:2.66-4+deb12u3"), ("media-types", "10.0.0")]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Attention, its masks and rotary positions, forward and backward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

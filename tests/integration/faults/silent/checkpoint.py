@@ -1,7 +1,5 @@
 """What is saved, loaded and exported."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

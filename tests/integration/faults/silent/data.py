@@ -1,7 +1,5 @@
 """Samples, tokens and their order: what the ranks train on is not what the recipe says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FLUX: blocks, times, noise and conditions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Routers and experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from silent.registry import silent, wrap

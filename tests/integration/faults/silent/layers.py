@@ -1,7 +1,5 @@
 """Norms, feed-forward layers, embeddings and heads, forward and backward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

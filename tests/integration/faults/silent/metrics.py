@@ -1,7 +1,5 @@
 """What is reported: figures, the clock, and ranks that keep the others waiting."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Updates, their state, schedules and the accumulation of micro-batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

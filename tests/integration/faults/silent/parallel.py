@@ -1,7 +1,5 @@
 """Collectives, shards and groups of ranks."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

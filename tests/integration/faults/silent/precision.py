@@ -1,7 +1,5 @@
 """Narrow formats: wrong casts, scales and sums."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

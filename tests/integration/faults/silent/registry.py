@@ -1,7 +1,5 @@
 """The faults by name. A fault changes a module after it was loaded; training goes on, and nothing is printed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

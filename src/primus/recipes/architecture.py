@@ -18,7 +18,7 @@ Kind = TypeVar("Kind")
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Scaling of rotary positions beyond ``original_max_position`` tokens; kind "none": no scaling. "linear" scales all
-    positions alike.
+    positions alike. ``truncate``: YaRN's ramp begins and ends at whole dimensions.
     """
 
     kind: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -30,6 +30,7 @@ class RopeScaling:
     beta_slow: float = bounded(1.0, "(0, inf)")
     mscale: float = bounded(1.0, "(0, inf)")
     mscale_all_dim: float = bounded(0.0, "[0, inf)")
+    truncate: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class MixtureOfExperts:
 
     ``ffn_size`` is the width of one expert. ``shared_experts`` is the number of experts that process every token.
     ``groups`` and ``top_groups`` limit the experts that a token can be routed to. ``auxiliary_loss`` is the coefficient
-    of the balancing loss; 0: no such loss.
+    of the balancing loss; 0: no such loss. ``bias``: router and experts have biases.
     """
 
     experts: int = bounded(0, "[0, 65536]")
@@ -52,6 +53,7 @@ class MixtureOfExperts:
     groups: int = bounded(1, "[1, inf)")
     top_groups: int = bounded(1, "[1, moe.groups]")
     auxiliary_loss: float = bounded(0.0, "[0, inf)")
+    bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +96,9 @@ class Architecture:
     by the root of a head's size. ``window`` 0 means full causal attention, which every ``window_pattern``-th layer has
     in any case. If ``local_rope_theta`` is not 0, layers with a window rotate by it, without scaling.
     ``sandwich_norms``: what attention and feed-forward return is normalized as well. ``norm_offset``: norms multiply by
-    1 + weight. ``scaled_embedding``: embeddings are multiplied by the root of their size. ``vocab_size`` is the number
-    of rows of the embedding. Sizes count elements; ``max_seq_len`` and ``window`` count tokens.
+    1 + weight. ``out_bias``: attention's output has a bias. ``sinks``: a logit of each head gets a share of attention
+    and has no value. ``scaled_embedding``: embeddings are multiplied by the root of their size. ``vocab_size`` is the
+    number of rows of the embedding. Sizes count elements; ``max_seq_len`` and ``window`` count tokens.
     """
 
     family: str = field(metadata={"choices": families()})
@@ -117,7 +120,9 @@ class Architecture:
     sandwich_norms: bool = False
     norm_offset: bool = False
     scaled_embedding: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    out_bias: bool = False
+    sinks: bool = False
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     query_scalar: int = bounded(0, "[0, inf)")
     window: int = bounded(0, "[0, inf)")
     window_pattern: int = bounded(0, "[0, inf)")

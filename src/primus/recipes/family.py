@@ -24,7 +24,7 @@ OTHER = "other"
 STRETCH: Mapping[str, Mapping[str, float]] = {
     "linear": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0},
+    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "truncate": True},
 }
 
 
@@ -245,11 +245,12 @@ def config_of(model: Any) -> dict[str, Any]:
     if scaling.kind != "none":
         original = {"original_max_position_embeddings": scaling.original_max_position}
         rope |= {"rope_type": scaling.kind} | (original if scaling.original_max_position else {})
-        stretch = {key: float(getattr(scaling, key)) for key in ("factor", *STRETCH[scaling.kind])}
+        stretch = {key: getattr(scaling, key) for key in ("factor", *STRETCH[scaling.kind])}
+        stretch = {key: value if isinstance(value, bool) else float(value) for key, value in stretch.items()}
         # DeepSeek's models alone have both mscale.
         rope |= {k: v for k, v in stretch.items() if model.mla.kv_lora_rank or not k.startswith("mscale")}
     if known.has("window_pattern"):
-        del config["sliding_window_pattern"]
+        config.pop("sliding_window_pattern", None)
         config["layer_types"] = ["sliding_attention" if model.has_window(n) else FULL for n in range(model.layers)]
     if known.has("query_scalar"):
         config["query_pre_attn_scalar"] = model.query_scalar or model.head_size

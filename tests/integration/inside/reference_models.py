@@ -33,6 +33,7 @@ def main() -> None:
         "deepseek-v2-lite",
         "deepseek-v3",
         "gemma3-4b",
+        "gpt-oss-20b",
     ]
     proxies = [resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture for name in names]
     normed = replace(proxies[3], family="qwen3", qkv_bias=False, qk_norm=True, head_dim=32)
@@ -242,6 +243,11 @@ def _wrong(sizes: object) -> Iterator[object]:
         for field, value in {
             "window_pattern": 3, "local_rope_theta": 9000.0, "query_scalar": 30, "activation": "silu",
             "norm_offset": False, "scaled_embedding": False, "sandwich_norms": False, "rope_scaling": stretched,
+        }.items():  # fmt: skip
+            yield replace(sizes, **{field: value})  # type: ignore[type-var]
+    if sizes.family == "gpt_oss":  # type: ignore[attr-defined]
+        for field, value in {
+            "window_pattern": 3, "activation": "silu", "rope_scaling": replace(sizes.rope_scaling, truncate=True),
         }.items():  # fmt: skip
             yield replace(sizes, **{field: value})  # type: ignore[type-var]
 

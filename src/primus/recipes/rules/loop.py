@@ -162,6 +162,8 @@ class Rules:
 
     def unjudged(self, recipe: Recipe) -> str | None:
         """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""
+        if recipe.architecture.sinks and recipe.precision != "fp32":
+            return "the reference does not round attention with sinks; --precision fp32 is judged"
         balanced = recipe.architecture.moe.auxiliary_loss > 0
         return "the reference does not balance experts as transformers does" if balanced else None
 

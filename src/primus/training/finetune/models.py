@@ -66,10 +66,10 @@ def causal_model(model: Architecture, attention: str, source: Path | None = None
         # Settings that a recipe cannot express keep the values of the weights' config.json.
         configuration = _config_of_weights(source)
         configuration.use_cache = False
-        kind = AutoModelForCausalLM._model_mapping[type(configuration)]
-        configuration._attn_implementation = attention if attention != "sdpa" or kind._supports_sdpa else "eager"
         if model.moe.experts:
             configuration.router_aux_loss_coef = model.moe.auxiliary_loss
+    kind = AutoModelForCausalLM._model_mapping[type(configuration)]
+    configuration._attn_implementation = attention if attention != "sdpa" or kind._supports_sdpa else "eager"
     with weights.empty():
         return AutoModelForCausalLM.from_config(configuration, dtype=torch.float32)
 
@@ -261,7 +261,7 @@ _FREE = {
     "hidden_act",  # transformers honours it in training, the reference does not: such a run is not judged
 }  # fmt: skip
 # What transformers takes for YaRN if a config does not say it.
-_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 Objection = dict[str, str]
 

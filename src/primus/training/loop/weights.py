@@ -70,12 +70,14 @@ def draw_all(model: nn.Module, seed: int, outer: tuple[str, ...] = ()) -> None:
 
 
 def draw_one(name: str, parameter: Tensor, seed: int, *, outer: bool = False, norm: float = 1.0) -> None:
-    """Initialize a weight: matrices from N(0, 0.02²), factors of norms with ``norm``, biases with 0.
+    """Initialize a weight: matrices from N(0, 0.02²), factors of norms with ``norm``, others with 0.
 
     With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h: the first loss is ln(vocabulary).
     """
-    if parameter.ndim == 1:
-        fill(parameter, constant(parameter, 0.0 if name.endswith("bias") else norm))
+    if name.endswith(("bias", ".sinks")):
+        fill(parameter, constant(parameter, 0.0))
+    elif parameter.ndim == 1:
+        fill(parameter, constant(parameter, norm))
     else:
         fill(parameter, normal(name, parameter, seed, 0.5 / math.sqrt(parameter.shape[-1]) if outer else _STD))
 

@@ -1,4 +1,4 @@
-"""Decoder-only language models from their definitions: Llama, Mistral, Qwen, Mixtral, DeepSeek and Gemma.
+"""Decoder-only language models from their definitions: Llama, Mistral, Qwen, Mixtral, DeepSeek, Gemma and gpt-oss.
 
 A model is a function of its weights, by Hugging Face's names, and computes in their precision.
 """
@@ -109,13 +109,20 @@ class Transformer:
             balance = balance + extra
         return self.head(weights, states, context), balance
 
-    def attended(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        """Return attention's output [samples, length, heads · size]. Pairs that are ``hidden`` do not attend."""
+    def attended(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Return attention's output [samples, length, heads · size]. Pairs that are ``hidden`` do not attend. ``sinks``
+        [heads] are logits of nothing, which are not rounded.
+        """
         if self.between is not exact:
             return attended(query, key, value, hidden, scale=scale, between=self.between, adding=self.adding)
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
         scores = (query * (scale * self.constants.attention)) @ key.transpose(-1, -2)
-        shares = self.constants.shares(scores.masked_fill(hidden, -torch.inf).softmax(-1))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+        shares = self.constants.shares(scores.softmax(-1)[..., : key.shape[-2]])
         return (shares @ value).transpose(1, 2).flatten(-2)
 
     def losses(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor]:
@@ -218,8 +225,12 @@ class Model(Transformer):
     def _swiglu(self, weights: Weights, name: str, states: Tensor) -> Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
-        gelu = self.sizes.activation == "gelu_tanh"
-        gate = functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
+        if self.sizes.activation == "clamped_swiglu":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+            gate = gate * (1.702 * gate).sigmoid()
+        else:
+            gelu = self.sizes.activation == "gelu_tanh"
+            gate = functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
         return self._linear(weights, name + "down_proj", self.between(self.between(gate) * up))
 
     def _attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
@@ -232,10 +243,13 @@ class Model(Transformer):
             query = self._norm(weights[name + "q_norm.weight"], query)
             key = self._norm(weights[name + "k_norm.weight"], key)
         windowed = sizes.has_window(int(name.split(".")[2]))
-        cosine, sine = map(self.constants.angles, self._angles(sizes.head_size, states, local=windowed))
+        magnitude, _ = self._yarn_magnitudes()
+        angles = self._angles(sizes.head_size, states, local=windowed)
+        cosine, sine = (magnitude * self.constants.angles(part) for part in angles)
         query, key = (self._turned(part, cosine, sine) for part in (query, key))
         scale = (sizes.query_scalar or sizes.head_size) ** -0.5
-        mixed = self._mixed(query, key, value, scale, sizes.window if windowed else 0)
+        sinks = weights.get(name + "sinks")
+        mixed = self._mixed(query, key, value, scale, sizes.window if windowed else 0, sinks)
         return self._linear(weights, name + "o_proj", mixed)
 
     def _latent_attention(self, weights: Weights, name: str, states: Tensor) -> Tensor:
@@ -277,13 +291,15 @@ class Model(Transformer):
             return 1.0, magnitude(scaling.mscale) ** 2
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim), magnitude(scaling.mscale_all_dim) ** 2
 
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    def _mixed(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, sinks: Tensor | None = None
+    ) -> Tensor:
         length = query.shape[-2]
         place = torch.arange(length, device=query.device)
         hidden = place[None, :] > place[:, None]
         if 0 < window < length:
             hidden |= place[None, :] <= place[:, None] - window
-        return self.attended(query, key, value, hidden, scale)
+        return self.attended(query, key, value, hidden, scale, sinks)
 
     def _angles(self, size: int, like: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
         theta, scaling = float(self.sizes.rope_theta), self.sizes.rope_scaling
@@ -308,7 +324,7 @@ class Model(Transformer):
         samples, length, _ = states.shape
         flat = states.flatten(0, 1)
         # Routers compute in full precision in every backend.
-        raw = flat @ weights[name + "gate.weight"].T
+        raw = flat @ weights[name + "gate.weight"].T + weights.get(name + "gate.bias", 0.0)
         scores = raw.softmax(-1) if moe.score == "softmax" else raw.sigmoid()
         bias = weights.get(name + "gate.e_score_correction_bias")
         choice = scores.detach() if bias is None else scores.detach() + bias
@@ -408,8 +424,9 @@ def _stretched(frequencies: Tensor, size: int, theta: float, scaling: RopeScalin
         def dimension(turns: float) -> float:
             return size * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low = max(math.floor(dimension(scaling.beta_fast)), 0)
-        high = min(math.ceil(dimension(scaling.beta_slow)), size - 1)
+        first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+        low = max(math.floor(first) if scaling.truncate else first, 0)
+        high = min(math.ceil(last) if scaling.truncate else last, size - 1)
         place = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
         share = 1 - (place - low) / max(high - low, 0.001)
     else:

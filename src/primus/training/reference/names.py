@@ -46,9 +46,11 @@ def from_canonical(
     This is the inverse of :func:`to_canonical`. Rows that Hugging Face's tensors lack, such as those that pad a
     vocabulary, are 0. Raises UnknownWeight, or what ``look_up`` raises.
     """
+    # Backends move whole rows, but transformers transposes gpt-oss's experts. Where each goes is seen from its number.
     outer = shape[:-1] or shape
-    # Backends move whole rows. Where each row goes is seen from their numbers.
     numbers = torch.arange(math.prod(outer)).view(*outer, 1)
+    if model.moe.bias and ".experts." in name:
+        numbers = torch.arange(math.prod(shape)).view(*shape)
     tensor: Tensor | None = None
     for part, rows in to_canonical(backend, model, {name: numbers}).items():
         values = look_up(part)
@@ -82,16 +84,23 @@ def _placed(name: str, layers: str) -> tuple[str, str]:
     return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
 
 
-def _finetune(_model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+def _finetune(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     name = name.removeprefix("model.").removeprefix("base_model.model.")
     name = re.sub(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)", "", name)
-    if match := re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)", name):
-        if match[2] == "down_proj":
-            return [(f"{match[1]}.{number}.down_proj.weight", each) for number, each in enumerate(tensor)]
+    name = name.replace(".mlp.router.", ".mlp.gate.")
+    if match := re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?", name):
+        parts, kind = {"down_proj": tensor}, "bias" if match[3] else "weight"
+        if model.moe.bias and kind == "weight":
+            parts = {"down_proj": tensor.transpose(1, 2)}
+        if match[2] == "gate_up_proj":
+            whole = parts["down_proj"]
+            # gpt-oss alternates the rows of both parts of SwiGLU.
+            halves = (whole[:, ::2], whole[:, 1::2]) if model.moe.bias else whole.chunk(2, 1)
+            parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
         return [
-            (f"{match[1]}.{number}.{part}.weight", half)
-            for number, each in enumerate(tensor)
-            for part, half in zip(("gate_proj", "up_proj"), each.chunk(2), strict=True)
+            (f"{match[1]}.{number}.{part}.{kind}", each)
+            for part, stacked in parts.items()
+            for number, each in enumerate(stacked)
         ]
     return [(name, tensor)]
 

@@ -152,7 +152,7 @@ def _of_torchtitan(job: Job, sizes: Architecture, stored: Tensors, seed: int) ->
 
 def constant(job: Job, name: str, tensor: Tensor) -> float | None:
     """Return the initial value of each element of a weight; None if they are random."""
-    if ".lora_B." in name or name.endswith(("bias", BIAS)):
+    if ".lora_B." in name or name.endswith(("bias", ".sinks", BIAS)):
         return 0.0
     if job["backend"] == "flux" and name.startswith("proj_out."):
         return 0.0

@@ -16,7 +16,7 @@ from primus.training.flux.backend import config_of as flux_config_of
 from primus.training.flux.entry import rotary_axes
 from primus.training.reference import blocks, diffusion, models
 from primus.training.reference.model import Model
-from primus.training.reference.names import to_canonical
+from primus.training.reference.names import from_canonical, to_canonical
 from primus.training.reference.parameters import without_bias
 from primus.training.reference.rounding import Rounding, attended, bfloat, exact
 from primus.training.witness import Blocks
@@ -49,6 +49,10 @@ def main() -> None:
         mine = {f"model.{name}": value for name, value in model.state_dict().items()}
         weights = to_canonical("finetune", sizes, mine)
         assert {key: tuple(value.shape) for key, value in without_bias(weights).items()} == shapes(sizes), name
+        for key, tensor in mine.items():
+            if not (sizes.tied_embeddings and "lm_head" in key):
+                again = from_canonical("finetune", sizes, key, tensor.shape, weights.__getitem__)
+                assert torch.equal(again, tensor), (name, key)
         tokens = torch.randint(0, sizes.vocab_size, (2, 33))
         wide, batch = {key: value.double() for key, value in weights.items()}, {"inputs": tokens}
         with torch.no_grad():

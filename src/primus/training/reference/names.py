@@ -56,7 +56,7 @@ def from_canonical(
         values = look_up(part)
         if tensor is None:
             tensor = torch.zeros(tuple(shape), dtype=values.dtype)
-        tensor.view(numbers.numel(), -1)[rows.flatten()] = values.view(rows.numel(), -1)
+        tensor.view(numbers.numel(), -1)[rows.flatten()] = values.reshape(rows.numel(), -1)
     if tensor is None:
         raise UnknownWeight(name)
     return tensor

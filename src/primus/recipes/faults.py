@@ -109,7 +109,7 @@ def batch_faults(recipe: Recipe) -> Iterator[Fault]:
     knows, together = recipe.knows, recipe.local_batch * recipe.data_parallel
     batch, parts = recipe.find(knows.key("global_batch"), -1), recipe.find("validation.accumulation", 1)
     if batch > 0 and batch % together:
-        why = f"{batch} is not a multiple of local batch × data parallel size = {together}"
+        why = f"a global batch of {batch} is not a multiple of local batch × data parallel size = {together}"
         near = f"global_batch={math.ceil(batch / together) * together}"
         wrong = _asked(recipe, knows.key("global_batch"), knows.key("local_batch"), "ranks", "nodes")
         yield wrong, why, f"{near}, or another local_batch"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from browser import CHROMIUM
 from primus import programs
 from primus.errors import HostError
 
@@ -29,16 +30,17 @@ PACKAGES = {
     "busybox": "busybox-static",
     "git": "git",
     "docker-buildx": "docker-buildx",
+    "chromium": "chromium",
 }
 # The same, from Debian's unstable suite: stable's does not have the bundles that registries list. It needs libc only.
 UNSTABLE = {"cosign": "cosign"}
 PLUGINS = [Path(f"/usr/{lib}/docker/cli-plugins/docker-buildx") for lib in ("libexec", "lib", "local/lib")]
 
 
-def _codename() -> str:
-    """The release of Debian or Ubuntu; empty elsewhere."""
+def _system(key: str) -> str:
+    """ID (debian, ubuntu) or VERSION_CODENAME of the system; empty if it has none."""
     try:
-        return platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+        return platform.freedesktop_os_release().get(key, "")
     except OSError:
         return ""
 
@@ -47,7 +49,9 @@ def there(program: str) -> bool:
     """Whether the program can be used here."""
     if program == "docker-buildx":
         # bookworm's docker client builds with BuildKit by itself; that of later releases needs this plugin.
-        return any(path.exists() for path in PLUGINS) or _codename() == "bookworm"
+        return any(path.exists() for path in PLUGINS) or _system("VERSION_CODENAME") == "bookworm"
+    if program == "chromium":  # Ubuntu's package is a snap, which a container cannot install.
+        return CHROMIUM is not None or _system("ID") == "ubuntu"
     found = programs.find(program)
     # Debian's package busybox is linked to libc, which the tests' tiny images do not hold.
     return found is not None and (program != "busybox" or b"/ld-linux" not in found.read_bytes())

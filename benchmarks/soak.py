@@ -1,0 +1,341 @@
+"""Jobs that are disturbed at random and resumed: ``python -m benchmarks.soak ROWS --python PYTHON BACKEND…``.
+
+Each job trains the proxy of a backend on two ranks, with a checkpoint every 5 steps, on a small disk of its own. It is
+disturbed and resumed until it reaches its last step, then the next one starts, until ``--seconds`` are over. ROWS gets
+one JSON line per fault; all its lines are counted in ``results/soak.json``. It needs root, for the disk and its mounts.
+
+A fault is lost if a step of the job has another loss than in the undisturbed run, if the command ends in anything but a
+sentence, if it fails without a fault, or if it does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+from primus.training import identity, launch, outcome
+from primus.training.job import Job, steps
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks/results/soak.json"
+WARM = ROOT / "tests/integration/inside/warm.py"
+STEPS, EVERY, DISK_MIB, LIMIT_S = 40, 5, 600, 240
+MODES = {"finetune": "full"}
+# libfaketime also lets time stand still for what waits (Debian 12), so only the clock of the day is changed.
+_CLOCK = """
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static volatile int64_t *offset;
+__attribute__((constructor)) static void start(void) {
+    int file = open(getenv("CLOCK_FILE") ? getenv("CLOCK_FILE") : "", O_RDONLY);
+    void *place = file < 0 ? MAP_FAILED : mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+    if (place != MAP_FAILED) offset = place;
+    if (file >= 0) close(file);
+}
+int clock_gettime(clockid_t id, struct timespec *now) {
+    int error = syscall(SYS_clock_gettime, id, now);
+    if (!error && offset && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) now->tv_sec += *offset;
+    return error;
+}
+time_t time(time_t *copy) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (copy) *copy = now.tv_sec;
+    return now.tv_sec;
+}
+int gettimeofday(struct timeval *copy, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    copy->tv_sec = now.tv_sec, copy->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+"""
+
+
+class Command:
+    """``primus train`` in a fork of a process that has imported PyTorch, one at a time."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self._clock = folder / "clock"
+        self.jump(0)
+        (folder / "clock.c").write_text(_CLOCK, encoding="utf-8")
+        library = folder / "clock.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, folder / "clock.c"], check=True)
+        fake = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(self._clock)}
+        variables = {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(
+            [python, "-W", "ignore", str(WARM)], env=os.environ | variables | fake, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def jump(self, days: float) -> None:
+        """Set the clock of all its processes to ``days`` after now."""
+        with self._clock.open("r+b" if self._clock.exists() else "wb") as file:
+            file.write(int(days * 86400).to_bytes(8, "little", signed=True))
+
+    def start(self, job: Job) -> None:
+        """Start ``job``."""
+        words = ["-m", "primus.cli.main", *job.arguments(), "--json", "--no-preflight"]
+        assert self._server.stdin
+        self._server.stdin.write(json.dumps({"words": words, "variables": {"HF_HUB_OFFLINE": "1"}}) + "\n")
+        self._server.stdin.flush()
+
+    def ended(self, seconds: float) -> dict[str, Any] | None:
+        """Return its exit code and what it printed, or None if it has not ended within ``seconds``."""
+        assert self._server.stdout
+        if not select.select([self._server.stdout], [], [], seconds)[0]:
+            return None
+        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
+        return answer
+
+    def ranks(self) -> list[int]:
+        """Return the processes of the ranks: this server's great-grandchildren."""
+        family = {self._server.pid}
+        for _ in range(3):
+            family = {pid for pid, (parent, _) in launch.processes().items() if parent in family}
+        return sorted(family)
+
+    def close(self) -> None:
+        """End it."""
+        os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+
+
+class Attempt:
+    """A job that runs, with what the faults need; ``undo`` puts its machine in order after it has ended."""
+
+    def __init__(self, command: Command, job: Job, chance: random.Random) -> None:
+        self.command, self.job, self.chance = command, job, chance
+        self.undo: list[Callable[[], object]] = []
+
+    def newest(self) -> Path | None:
+        """Return its newest whole checkpoint."""
+        saved = steps(self.job.output / "checkpoint")
+        return next((step for step in reversed(saved) if identity.complete(step)), None)
+
+
+def kill(attempt: Attempt) -> bool:
+    """Kill one rank at random."""
+    if ranks := attempt.command.ranks():
+        os.kill(attempt.chance.choice(ranks), signal.SIGKILL)
+    return bool(ranks)
+
+
+def full_disk(attempt: Attempt) -> bool:
+    """Fill the disk to the last byte."""
+    disk = attempt.job.output.parent
+    filler = disk / "filler"
+    attempt.undo.append(filler.unlink)
+    with filler.open("wb") as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+            file.flush()
+    return True
+
+
+def read_only(attempt: Attempt) -> bool:
+    """Make the folder of the run read-only."""
+    folder = str(attempt.job.output)
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    attempt.undo.append(lambda: subprocess.run(["umount", "-l", folder], check=True))
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+    return True
+
+
+def purge(attempt: Attempt) -> bool:
+    """Delete the newest checkpoint, as another program may."""
+    if newest := attempt.newest():
+        shutil.rmtree(newest, ignore_errors=True)
+    return newest is not None
+
+
+def damage(attempt: Attempt) -> bool:
+    """Cut a file of the newest checkpoint in half."""
+    if newest := attempt.newest():
+        file = attempt.chance.choice(sorted(newest.iterdir()))
+        os.truncate(file, file.stat().st_size // 2)
+    return newest is not None
+
+
+def clock_jump(attempt: Attempt) -> bool:
+    """Let the clock jump by up to three years."""
+    attempt.command.jump(attempt.chance.choice((-1, 1)) * attempt.chance.choice((1, 40, 1000)))
+    return True
+
+
+# The job goes on after the first ones, and ends by the last ones.
+SURVIVED, ENDING = (purge, damage, clock_jump), (kill, kill, full_disk, read_only)
+
+
+def job_of(backend: str, output: Path, resume_from: Path | None = None) -> Job:
+    """Return the job of ``backend``; ``resume_from`` is the folder of a run."""
+    name = "flux.1-dev" if backend == "flux" else "llama3.1-8b"
+    words = [f"steps={STEPS}", f"checkpoint={EVERY}", *(["model.layers=2", "seq_len=64"] if backend != "flux" else [])]
+    words += ["checkpoint.keep_latest_k=2"] if backend == "torchtitan" else []
+    choices = Choices(backend=backend, mode=MODES.get(backend, "pretrain"), gpu="cpu", proxy=True)
+    recipe = resolve(name, words, choices)
+    newest = resume_from and next(s for s in reversed(steps(resume_from / "checkpoint")) if identity.complete(s))
+    return Job(name="soak", recipe=recipe, output=output, resume_from=newest)
+
+
+def losses(job: Job, code: int) -> dict[int, float]:
+    """Return step → loss of what ``job`` logged."""
+    return {step.step: step.loss for step in outcome.read(job, code).series.steps}
+
+
+def disturb(attempt: Attempt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run it with faults at random steps. Returns these, and how the command ended."""
+    chance, rows = attempt.chance, list[dict[str, Any]]()
+    faults: list[Callable[[Attempt], bool]] = [chance.choice(SURVIVED) for _ in range(chance.randint(2, 6))]
+    faults += [chance.choice(ENDING)] if chance.random() < 0.85 else []
+    first = attempt.job.first_step
+    places = sorted(chance.randint(first, min(STEPS, first + 3 * EVERY)) for _ in faults)
+    attempt.command.start(attempt.job)
+    began = time.monotonic()
+    while (end := attempt.command.ended(0.05)) is None:
+        with suppress(OSError):
+            done = (attempt.job.output / "log.txt").read_text(errors="replace").count("step:")
+            if faults and done and first + done - 1 >= places[0]:
+                time.sleep(chance.random() * 0.3)
+                fault, place = faults.pop(0), places.pop(0)
+                if fault(attempt):
+                    rows.append({"backend": attempt.job.recipe.backend, "fault": fault.__name__, "step": place})
+        if time.monotonic() - began > LIMIT_S:
+            return rows, {"code": None, "err": f"it did not end within {LIMIT_S} s"}
+    for undo in reversed(attempt.undo):
+        undo()
+    return rows, end
+
+
+def soak(command: Command, backend: str, disk: Path, seed: int, until: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield the faults of one attempt after the other, each with the reason if it is lost."""
+    chance = random.Random(seed)
+    whole = job_of(backend, disk / "whole")
+    command.start(whole)
+    end = command.ended(LIMIT_S)
+    assert end and end["code"] == 0, end
+    expected = losses(whole, 0)
+    assert sorted(expected) == [*range(1, STEPS + 1)]
+    shutil.rmtree(whole.output)
+    number, resume_from = 0, None
+    while time.monotonic() < until:
+        number += 1
+        attempt = Attempt(command, job_of(backend, disk / f"attempt-{number}", resume_from), chance)
+        rows, end = disturb(attempt)
+        reason = judged(attempt.job, end, expected, [row["fault"] for row in rows])
+        for row in rows:
+            row |= {"seed": seed, "attempt": number, "from": attempt.job.first_step, "lost": reason}
+        yield rows or ([{"backend": backend, "fault": "none", "lost": reason}] if reason else [])
+        if reason and end["code"] is None:
+            return
+        done = end["code"] == 0
+        saved = attempt.newest() is not None
+        for old in disk.glob("attempt-*"):
+            if done or (saved and old != attempt.job.output):
+                shutil.rmtree(old, ignore_errors=True)
+        resume_from = None if done else attempt.job.output if saved else _whole(resume_from)
+
+
+def _whole(run: Path | None) -> Path | None:
+    return run if run and any(identity.complete(step) for step in steps(run / "checkpoint")) else None
+
+
+def judged(job: Job, end: dict[str, Any], expected: dict[int, float], faults: list[str]) -> str:
+    """Return why the attempt is lost; empty if it is not."""
+    text = end["err"]
+    if end["code"] not in (0, 1, 3):
+        return f"exit code {end['code']}: {text[-600:]}"
+    if "Traceback" in text:
+        return f"a traceback: {text[-1500:]}"
+    if end["code"] and not {"kill", "full_disk", "read_only"} & {*faults}:
+        return f"it failed without a reason: {text[-300:]} {(end.get('out') or '')[-600:]}"
+    logged = losses(job, end["code"])
+    # A step that was not written exactly, as on a full disk, is in the log with 5 decimals.
+    wrong = [step for step, loss in logged.items() if loss not in (expected[step], float(f"{expected[step]:.5f}"))]
+    if wrong:
+        return f"step {wrong[0]} has loss {logged[wrong[0]]!r}, and {expected[wrong[0]]!r} without faults"
+    if end["code"] == 0 and max(logged, default=0) != STEPS:
+        return f"it ended well after step {max(logged, default=0)}"
+    return ""
+
+
+@contextmanager
+def small_disk() -> Iterator[Path]:
+    """Mount an empty disk of ``DISK_MIB``."""
+    with TemporaryDirectory(prefix="soak-") as name:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", name], check=True)
+        try:
+            yield Path(name)
+        finally:
+            subprocess.run(["umount", "-l", name], check=True)
+
+
+def record(rows: list[dict[str, Any]]) -> None:
+    """Count ``rows`` in the result."""
+    backends = sorted({row["backend"] for row in rows})
+    counts = {name: Counter(row["fault"] for row in rows if row["backend"] == name) for name in backends}
+    lost = [row for row in rows if row["lost"]]
+    document = {
+        "generated": "by `python -m benchmarks.soak`; do not edit",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "processors": os.cpu_count(),
+        "steps": STEPS, "checkpoint_every": EVERY, "faults": len(rows), "lost": len(lost),
+        "attempts": len({(row["backend"], row.get("seed"), row.get("attempt")) for row in rows}),
+        "by_backend": counts, "lost_because": [f"{row['backend']}, {row['fault']}: {row['lost']}" for row in lost],
+    }  # fmt: skip
+    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document, indent=1))
+
+
+def main() -> int:
+    """Disturb jobs until the time is over, and write the result. Returns 1 if a fault is lost."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("backends", nargs="+")
+    parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch and the backends")
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    # The disk is unmounted at the end in any case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number, backend in enumerate(options.backends):
+        with small_disk() as disk, TemporaryDirectory() as folder:
+            command = Command(options.python, Path(folder))
+            try:
+                until = time.monotonic() + options.seconds
+                for faults in soak(command, backend, disk, options.seed + number, until):
+                    with options.rows.open("a", encoding="utf-8") as file:
+                        file.writelines(json.dumps(row) + "\n" for row in faults)
+                    print(*faults, sep="\n", flush=True)
+            finally:
+                command.close()
+    rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
+    record(rows)
+    return 1 if any(row["lost"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

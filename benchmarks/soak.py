@@ -162,8 +162,9 @@ def read_only(attempt: Attempt) -> bool:
     folder = str(attempt.job.output)
     subprocess.run(["mount", "--bind", folder, folder], check=True)
     attempt.undo.append(lambda: subprocess.run(["umount", "-l", folder], check=True))
-    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
-    return True
+    # It is refused while a rank has opened a file there for writing since the first mount.
+    remount = ["mount", "-o", "remount,bind,ro", folder]
+    return any(subprocess.run(remount, check=False, stderr=subprocess.DEVNULL).returncode == 0 for _ in range(50))
 
 
 def purge(attempt: Attempt) -> bool:

@@ -97,14 +97,22 @@ def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
 
 
 def write_file(path: Path, data: str | bytes) -> None:
-    """Write ``data`` to ``path`` atomically, and create its folder. Raises OSError as any write."""
+    """Write ``data`` to ``path`` atomically, and create its folder. Raises OSError as any write, which names ``path``.
+
+    InputError for a pipe, a device and all else in ``/dev``, which a file would replace.
+    """
+    refuse_special(path, str(path))
+    if path.parent == Path("/dev"):
+        raise InputError("this is not a regular file", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not the process id, because containers on several nodes that share the folder may have the same one.
     waiting = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
         waiting.write_bytes(data.encode() if isinstance(data, str) else data)
         waiting.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = str(path)
         waiting.unlink(missing_ok=True)
         raise
 

@@ -63,6 +63,11 @@ class Site:
         # Pyxis and apptainer also accept image files.
         if self.container in ("docker", "podman"):
             refuse_unfit("image", self.image, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
+        if self.container != "none" and (odd := [path for path in self.mounts if {*":,"} & {*str(path)}]):
+            hint = "containers separate paths by : and , so mount a folder above it, or a link to it"
+            raise InputError(f"--mount: {odd[0]} contains : or ,", hint=hint)
+        if (limit := limit_of(self.time)) and self.grace >= limit:
+            raise InputError(f"--grace {self.grace}: the job would be told to end at its start: --time is {self.time}")
         if self.port > 65535:
             raise InputError(f"--port: {self.port} is not a port", hint="at most 65535")
 

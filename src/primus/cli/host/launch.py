@@ -126,7 +126,9 @@ def _plan(args: argparse.Namespace) -> Plan:
         if planned.step_seconds is None:
             hint = f"--rate N; primus train {planned.recipe.name} --steps 20 prints it on a node"
             raise InputError(f"--train-for: no rate is measured for {planned.recipe.name} there", hint=hint)
-        args.steps = max(1, int(args.train_for / planned.step_seconds))
+        args.steps = int(args.train_for / planned.step_seconds)
+        if not args.steps:
+            raise InputError(f"--train-for: one step takes {planned.step_seconds:,.0f} s at this rate")
         planned = plan()
     for sentence in planned.warnings(limit):
         print(f"primus launch: {sentence}", file=sys.stderr)

@@ -65,10 +65,10 @@ def preflight(options: argparse.Namespace) -> int:
         name=name_here(), gpus=host.gpus.names, driver=host.gpus.driver, findings=tuple(findings),
         measurements=tuple(measurements),
     )  # fmt: skip
-    if options.html:
-        write_file(options.html, nodes.page([node], []))
     verdict = f"{node.name}: " + (counted(len(node.problems), "problem") if node.problems else "ready")
     answer(options, node.document(), [*_lines(findings), verdict])
+    if options.html:
+        write_file(options.html, nodes.page([node], []))
     return 1 if node.problems else 0
 
 

@@ -11,27 +11,15 @@ from typing import Literal, NamedTuple
 from packaging.version import Version
 
 from primus.errors import CheckFailed
+from primus.gates.contents import patterns
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.plan.resolve import ResolvedTarget
 from primus.terminal import some
 from primus.versions.lock import name_of, normalised, upstream
 
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
-# Packages with ROCm's own version numbers. rocm-bootstrap and the bindings have their own numbers.
-_ROCM_ITSELF = re.compile(r"rocm|rocm-sdk(?:-core|-devel|-libraries|-device-gfx[0-9a-z]+)?")
-# Debian gives its ROCm packages ROCm's version numbers.
-_DEBS = re.compile(
-    r"rocminfo|rocm-.+|(?:lib)?(?:roc(?:m|blas|sparse|solver|fft|rand|alution|tx|thrust|prim)|rccl|miopen|amdhip64|"
-    r"hsa-runtime|hsakmt|amd-comgr|amd-smi|hip(?:cc|blas|blaslt|sparse|sparselt|solver|fft|rand|rtc|tensor|cub))"
-    r"(?:-builtins|-smi)?[0-9]*(?:-[0-9.]+)?(?:-dev|-data|-headers)?"
-)
-_LOCAL = re.compile(r"(?:^|[._-])rocm(?:sdk)?([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
-_OWN = re.compile(r"([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
-# The name of a library package ends with the number of its soname: librocblas5, libamdhip64-7.
-_SONAME = re.compile(r"(?<=[a-z])[0-9.]+$|-[0-9.]+$")
-_DEVICE = re.compile(r"(?:^|-)device-(gfx[0-9a-z]+)$")
-_MAJOR = re.compile(r"-rocm([0-9]+)(?:-|$)")
-_FLAVOUR = re.compile(r"^(cpu|cu[0-9]+|rocm)")
+# Names and versions of packages of the ROCm train.
+_TRAIN = {name: re.compile(pattern) for name, pattern in patterns()["train"].items()}
 
 
 class Package(NamedTuple):
@@ -47,13 +35,13 @@ class Package(NamedTuple):
         """The ROCm version in the package's version; None if there is none."""
         if self.kind == "wheel":
             return rocm_version(self.name, self.version)
-        return _parsed(_DEBS.fullmatch(self.name) and _OWN.match(upstream(self.version)))
+        return _parsed(_TRAIN["debs"].fullmatch(self.name) and _TRAIN["own"].match(upstream(self.version)))
 
 
 def rocm_version(name: str, version: str) -> Version | None:
     """Return the ROCm version in a package's own number or in its local segment; None if there is none."""
     public, _, local = version.partition("+")
-    return _parsed(_OWN.match(public) if _ROCM_ITSELF.fullmatch(name) else _LOCAL.search(local))
+    return _parsed(_TRAIN["own"].match(public) if _TRAIN["itself"].fullmatch(name) else _TRAIN["local"].search(local))
 
 
 def _parsed(match: re.Match[str] | None) -> Version | None:
@@ -128,7 +116,7 @@ def _versions(train: list[tuple[Package, Version]]) -> list[Finding]:
     if not train:
         return []
     # The version of the majority is expected or, without a majority, that of ROCm itself.
-    itself = {v for p, v in train if _ROCM_ITSELF.fullmatch(p.name)}
+    itself = {v for p, v in train if _TRAIN["itself"].fullmatch(p.name)}
     meant = max(
         (v for _, v in train),
         key=lambda v: (sum(agree(v, other) for _, other in train), v in itself, len(v.release), str(v)),
@@ -146,7 +134,7 @@ def _versions(train: list[tuple[Package, Version]]) -> list[Finding]:
     return findings + [
         Finding(severity="error", path=p.where, message=f"{p.name} is made for ROCm {major[1]}, the image has {meant}")
         for p, v in train
-        if (major := _MAJOR.search(p.name)) and int(major[1]) != meant.major and agree(v, meant)
+        if (major := _TRAIN["major"].search(p.name)) and int(major[1]) != meant.major and agree(v, meant)
     ]
 
 
@@ -154,18 +142,18 @@ def _beside(package: Package, version: Version, meant: Version, train: list[tupl
     """Whether the release's own version of this Debian library is present, too. The older one, with another soname,
     is then only used by what Debian linked against it.
     """
-    stem = _SONAME.sub("", package.name)
+    stem = _TRAIN["soname"].sub("", package.name)
     others = (p for p, v in train if p.kind == "deb" and agree(v, meant))
     is_older = package.kind == "deb" and version < meant and stem != package.name
-    return is_older and any(_SONAME.sub("", other.name) == stem for other in others)
+    return is_older and any(_TRAIN["soname"].sub("", other.name) == stem for other in others)
 
 
 def _other_device(package: Package, arch: str | None) -> str:
-    if device := _DEVICE.search(package.name):
+    if device := _TRAIN["device"].search(package.name):
         if arch is None:
             return f"is for {device[1]}, the target names no GPU architecture"
         return f"is for {device[1]}, the target for {arch}" if device[1] != arch else ""
-    if (flavour := _FLAVOUR.match(package.version.partition("+")[2])) is None:
+    if (flavour := _TRAIN["flavour"].match(package.version.partition("+")[2])) is None:
         return ""
     prefix = {"cpu": "", "cu": "sm_", "rocm": "gfx"}[flavour[1].rstrip("0123456789")]
     fits = arch is None if not prefix else arch is not None and arch.startswith(prefix)

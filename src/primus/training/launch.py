@@ -1,7 +1,5 @@
 """Starting a job's processes, writing their log, and ending them."""
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import errno
@@ -149,7 +147,7 @@ class _Log:
         # Whether a line found no space, or the disk had none left at the end.
         self.full = False
 
-    def __enter__(self) -> _Log:
+    def __enter__(self) -> "_Log":
         with self._reserve.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)

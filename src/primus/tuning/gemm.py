@@ -5,8 +5,6 @@ later runs. A result begins with lines that name the versions it is valid for; P
 ROCm it tries rocBLAS and hipBLASLt. On CUDA it knows only cuBLAS, so nothing gets faster there.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -45,7 +43,7 @@ class Key:
     recipe: str
 
     @staticmethod
-    def of(recipe: Recipe, pytorch: str, arch: str) -> Key:
+    def of(recipe: Recipe, pytorch: str, arch: str) -> "Key":
         """Return the key of ``recipe``, without the settings that change no matrix product."""
         neutral = {recipe.knows.key(name) for name in _NEUTRAL}
         values = {

@@ -1,7 +1,5 @@
 """Language-model data: samples of tokens, accessed by number, from a tokenized corpus or synthetic."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,7 +20,7 @@ _MOCK_STEPS = (1, 3, 7, 19)
 _IGNORED = -100
 
 
-def held_out(job: RankJob, *, packing: bool = False) -> Documents:
+def held_out(job: RankJob, *, packing: bool = False) -> "Documents":
     """Return the documents that the job evaluates on."""
     return Documents(stored(job.output / "cache", "eval"), job.training.seq_len, job.training.seed, packing=packing)
 

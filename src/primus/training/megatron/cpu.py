@@ -4,8 +4,6 @@ Each patch states what fails without it. Those for a CPU are applied before Mega
 GPU.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import nullcontext
@@ -48,7 +46,7 @@ class _Stream:
 
     def synchronize(self) -> None: ...
 
-    def record_event(self) -> _Stream:
+    def record_event(self) -> "_Stream":
         return self
 
 

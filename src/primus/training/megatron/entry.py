@@ -1,7 +1,5 @@
 """One rank of a Megatron job: ``python -m primus.training.megatron.entry OUTPUT_FOLDER``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -31,7 +29,7 @@ def main(folder: str) -> None:
         cpu.apply()
     from primus.training.loop import data, process, train
 
-    def run(job: RankJob, here: process.Process) -> None:
+    def run(job: "RankJob", here: process.Process) -> None:
         from primus.training.megatron.session import MegatronSession
 
         train.run(job, here, MegatronSession(job, here), data.text(job))

@@ -1,7 +1,5 @@
 """The data that a run must train on, read from the recipe's own files."""
 
-from __future__ import annotations
-
 import bz2
 import glob
 import gzip
@@ -114,7 +112,7 @@ class _Text(_Ordered):
             stream = torch.tensor([token for tokens, _ in pieces for token in tokens])
             self._stored = [_shifted(cut) for cut in stream.unfold(0, self._length + 1, self._length)]
 
-    def _joined(self, documents: list[_Labelled], packing: bool) -> Batch:
+    def _joined(self, documents: "list[_Labelled]", packing: bool) -> Batch:
         padding = self._length - sum(len(tokens) - 1 for tokens, _ in documents)
         rows = {
             "inputs": [token for tokens, _ in documents for token in tokens[:-1]] + [0] * padding,
@@ -269,7 +267,7 @@ _ALPACA = (
 )
 
 
-def _pieces(row: dict[str, Any], column: str, words: _Words, answers: bool) -> list[_Piece]:
+def _pieces(row: dict[str, Any], column: str, words: "_Words", answers: bool) -> list[_Piece]:
     if column == "instruction":
         parts = [row["instruction"], *([row["input"]] if row.get("input") else [])]
         if words.template:

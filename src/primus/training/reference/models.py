@@ -4,8 +4,6 @@ A wrong constant moves what a block computes in a direction that the reference k
 shows how far the constant is changed: 0 is not at all, 1 as far as in the trial. All constants are fitted together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -195,7 +193,7 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
 Part = tuple[Tensor, Tensor, Tensor]
 
 
-def products_of_blocks(names: Sequence[str], results: Iterable[Result]) -> list[Part]:
+def products_of_blocks(names: Sequence[str], results: "Iterable[Result]") -> list[Part]:
     """Multiply the results of one step's blocks. A part of the evidence is one sample in one result."""
     parts: list[Part] = []
     for result in results:

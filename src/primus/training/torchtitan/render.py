@@ -1,7 +1,5 @@
 """Rendering a job for torchtitan 0.2.2: its TOML file, and its model's arguments from the recipe's sizes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +66,7 @@ def _experts(model: Architecture, precision: str) -> dict[str, Any]:
     }
 
 
-def toml(job: Job) -> str:
+def toml(job: "Job") -> str:
     """Return the text of ``torchtitan.toml``."""
     settings: dict[str, Value] = {**job.recipe.section("torchtitan"), **_owned(job)}
     # JSON's lists, text, numbers and booleans are valid TOML.
@@ -76,7 +74,7 @@ def toml(job: Job) -> str:
     return "".join(f"{key} = {text}\n" for key, text in texts.items())
 
 
-def _owned(job: Job) -> dict[str, Value]:
+def _owned(job: "Job") -> dict[str, Value]:
     recipe = job.recipe
     owned: dict[str, Value] = {
         "job.dump_folder": str(job.output),

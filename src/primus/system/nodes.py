@@ -61,29 +61,28 @@ def expected() -> Mapping[tuple[str, str], Mapping[str, Any]]:
     return {(row["gpu"], row["what"]): row for row in rows}
 
 
-def _usable(host: Host) -> tuple[tuple[str, ...], str]:
-    """Return the visible GPUs of ``host`` and their FP8 format. Raises HostError if PyTorch cannot use any."""
+def _usable(host: Host) -> tuple[tuple[str, ...], str, str]:
+    """Return the visible GPUs of ``host``, their FP8 format, and the reason if PyTorch cannot use any."""
+    gpus, name = visible(len(host.gpus.names), host.environment), host.gpus.generation
+    reason = ""
     if not host.gpus.names:
-        raise HostError("no GPU on this machine")
-    if not (gpus := visible(len(host.gpus.names), host.environment)):
-        raise HostError("the environment hides all GPUs: unset HIP_VISIBLE_DEVICES")
-    if importlib.util.find_spec("torch") is None:
-        raise HostError("PyTorch is not installed here; run it in the image")
-    name = host.gpus.generation
-    return gpus, arch_of(generation(name)).fp8 if name else ""
+        reason = "no GPU on this machine"
+    elif not gpus:
+        reason = "the environment hides all GPUs: unset HIP_VISIBLE_DEVICES"
+    elif importlib.util.find_spec("torch") is None:
+        reason = "PyTorch is not installed here; run it in the image"
+    return gpus, arch_of(generation(name)).fp8 if name else "", reason
 
 
 def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
     """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing can be measured."""
-    try:
-        gpus, fp8 = _usable(host)
-    except HostError as error:
-        return [skipped("benchmark", error.message)], []
-    name = host.gpus.generation
+    gpus, fp8, reason = _usable(host)
+    if reason:
+        return [skipped("benchmark", reason)], []
     ranks = measure(len(gpus), fp8)
     if isinstance(ranks, str):
         return [failed("benchmark", ranks, "run it again when no job runs; --quick leaves it out")], []
-    figures = measurements(name, ranks)
+    figures = measurements(host.gpus.generation, ranks)
     return [finding for measurement in figures for finding in judge(measurement)], figures
 
 
@@ -125,10 +124,9 @@ def burn_in(host: Host, seconds: float, say: Callable[[str], None], patience: fl
     ``say`` prints progress. A GPU that does not finish a part of it within ``patience`` seconds hangs. Raises HostError
     if PyTorch cannot use any GPU.
     """
-    try:
-        gpus, fp8 = _usable(host)
-    except HostError as error:
-        raise HostError(f"--burn-in: {error.message}", hint="run it in the image, on a machine with GPUs") from None
+    gpus, fp8, reason = _usable(host)
+    if reason:
+        raise HostError(f"--burn-in: {reason}", hint="run it in the image, on a machine with GPUs")
     began = changed = reported = time.monotonic()
     states: list[dict[str, Any]] = []
     hangs = False

@@ -62,9 +62,9 @@ def _gpu(project: Project, name: str) -> dict[str, Any]:
     preview = target.choice.preview
     return {
         "title": gpu.title, "vendor": vendor(name), "gib": round((gpu_bytes(name) or 0) / _GIB),
-        "image": f"rocm/primus:{project.versions.release}-{name}",
+        "image": f"rocm/primus:{target.ref}",
         "issues": [str(issue) for issue in target.known_issues],
-        "status": f"Today's build is a preview, {target.ref}: {preview}." if preview else "",
+        "status": f"It is a preview: {preview}." if preview else "",
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,24 @@ def tensor_files(folder: Path) -> list[Path]:
 _MIXTRALS = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
 
+# The parts of a model that are not for text, and the names of the one that is.
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_|multi_modal_|audio_|embed_vision|embed_audio)")
+_TEXT_PART = re.compile(r"^(model\.language_model\.|language_model\.(?=model\.|lm_head))")
+
+
+def is_for_text(name: str) -> bool:
+    """Whether a tensor is of the language model, in a file that may have parts for images or sound."""
+    return not _OTHER_PARTS.match(name)
+
+
+def text_name(name: str) -> str:
+    """Return the name of a tensor in the language model, of which the file may name it as a part."""
+    return _TEXT_PART.sub(lambda match: "model." if match[1].startswith("model.") else "", name)
+
+
 def canonical_name(name: str) -> str:
     """Return the name in transformers' model of a tensor in a file, which may lack the head, or be Mixtral's."""
+    name = text_name(name)
     name = name if name.startswith(("lm_head.weight", "model.")) else f"model.{name}"
     for old, new in _MIXTRALS.items():
         name = name.replace(old, new)
@@ -92,13 +109,13 @@ def header(file: Path) -> Header:
 
 
 def plain_shapes(head: Header) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of a file once those in MXFP4 are dequantized, which transposes them."""
+    """Return the shapes of the weights for text once those in MXFP4 are dequantized, which transposes them."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in head.shapes.items():
+    for name, shape in ((name, shape) for name, shape in head.shapes.items() if is_for_text(name)):
         if head.dtypes[name] == "U8" and name.endswith(MXFP4) and len(shape) > 2:
             if name.endswith(MXFP4[0]):
                 experts, rows, groups, pairs = shape
-                shapes[name.removesuffix(MXFP4[0])] = (experts, groups * pairs * 2, rows)
+                shapes[text_name(name).removesuffix(MXFP4[0])] = (experts, groups * pairs * 2, rows)
         else:
-            shapes[name] = shape
+            shapes[text_name(name)] = shape
     return shapes

@@ -73,6 +73,8 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise InputError("config.json is not a mapping", where=str(file))
     if not isinstance(config.get("model_type"), str):
         raise InputError("config.json names no type of model", where=f"{file}: model_type", hint=source)
+    # Of a model of several parts, the language model is trained.
+    config = config | text if isinstance(text := config.get("text_config"), dict) and "model_type" in text else config
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else config[key]
@@ -96,11 +98,8 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
         hint = "`primus finetune WEIGHTS DATA` picks a recipe for the weights"
         raise InputError(why, where=f"{file}: model_type", hint=hint)
     for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
-        if field not in config:
-            hint = "copy it from the weights' source"
-            if "text_config" in config:
-                hint = "this model has several parts: load its language model with transformers, and save_pretrained"
-            raise InputError(f"config.json has no {field}", where=str(file), hint=hint)
+        if field not in {**known.defaults, **config}:
+            raise InputError(f"config.json has no {field}", where=str(file), hint="copy it from the weights' source")
     settings = {"model.family": Setting(value=name, origin=f"{file}: model_type")}
     fixed = [
         (key, "model_type", only[0]) for key, only in known.values.items() if only[0] != model_rules()[key].default

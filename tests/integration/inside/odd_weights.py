@@ -14,7 +14,13 @@ from cases import here, try_all
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mxfp4Config,
+)
 
 from primus.errors import InputError
 from primus.recipes.family import OTHER
@@ -35,6 +41,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16
 # Types of models that no family has: scaled logits, buffers of routers, other norms, recurrent layers, capped logits.
 FOREIGN: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 8.0}, "olmo2": {}, "phi3": {}, "gemma2": {"head_dim": 16},
+    "llama4_text": {"num_local_experts": 4, "head_dim": 16, "intermediate_size_mlp": 96, "attention_chunk_size": 16},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "gpt_oss": {"num_experts_per_tok": 2, "num_local_experts": 4, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "head_dim": 16},
@@ -224,7 +231,6 @@ REFUSED: dict[str, tuple[str, Change | None, dict[str, Any], str]] = {
     "dropout": ("llama", None, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     "no act": ("llama", None, {"hidden_act": "mish2"}, "mish2"),
     "names of torch.compile": ("llama", renamed("model.", "_orig_mod.model."), {}, "_orig_mod.model"),
-    "names of a model of images": ("llama", renamed("model.", "language_model.model."), {}, "language_model.model"),
     "a head for several tokens": ("llama", add("mtp.layers.0.weight", 4), {}, "mtp.layers.0.weight"),
     "a mask among the weights": ("llama", add(f"{LAYER}.bias", 1, 1, 8, 8), {}, f"{LAYER}.bias"),
     "FP8 of the other kind": ("llama", cast(torch.float8_e5m2, Q), {}, "F8_E5M2"),
@@ -288,6 +294,29 @@ def check_foreign(case: str, where: Path) -> None:
     again = PeftModel.from_pretrained(wanted, where / "adapters")
     torch.testing.assert_close(again(tokens).logits, lora.model(tokens).logits, rtol=0, atol=1e-5)
     assert float((lora.model(tokens).logits - logits).abs().max()) > 1e-3
+
+
+def check_part(case: str, where: Path) -> None:
+    """The language model of a model of several parts is trained, and exported alone."""
+    text = SIZES | {"head_dim": 16, "sliding_window": 16, "pad_token_id": 0}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    torch.manual_seed(1)
+    config = Gemma3Config(text_config=text, vision_config=vision, image_token_index=7)
+    wanted = Gemma3ForConditionalGeneration(config).eval()
+    wanted.save_pretrained(where / "w")
+    if case == "names as published":
+        file = where / "w/model.safetensors"
+        names = {f"model.{part}": part for part in ("vision_tower", "multi_modal_projector")}
+        names["model.language_model."] = "language_model.model."
+        tensors = load_file(file)
+        for old, new in names.items():
+            renamed(old, new)(tensors)
+        save_file(tensors, file, {"format": "pt"})
+    model, tokens = ours(where / "w"), torch.arange(8, 48)[None]
+    assert torch.equal(model(tokens).logits, wanted(tokens).logits)
+    models.write(models.FineTuned(model, 64), where / "out", model.state_dict(), None)
+    assert torch.equal(theirs(where / "out")(tokens).logits, model(tokens).logits)
 
 
 def check_packed(_case: str, where: Path) -> None:
@@ -411,6 +440,7 @@ def check_a_process_of_its_own(_case: str, where: Path) -> None:
 run = backend.subprocess
 backend.subprocess = SimpleNamespace(run=here)
 try_all((
-    (check_foreign, FOREIGN), (check_packed, ["gpt_oss"]), (check_same, SAME), (check_refused, REFUSED),
+    (check_foreign, FOREIGN), (check_packed, ["gpt_oss"]), (check_part, ["", "names as published"]),
+    (check_same, SAME), (check_refused, REFUSED),
     (check_files, FILES), (check_damaged, DAMAGED), (check_a_process_of_its_own, ["a bias"]),
 ))  # fmt: skip

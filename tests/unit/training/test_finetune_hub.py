@@ -143,7 +143,7 @@ def test_the_nearest_recipe_is_of_the_same_family_and_size(tmp_path: Path) -> No
         weights.nearest_recipe(tmp_path / "0", "pretrain")
 
 
-def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path) -> None:
     config = {**LLAMA31, "model_type": "granite", "rope_scaling": {"rope_type": "dynamic"}, "logits_scaling": 8.0}
     folder = written(tmp_path / "w", config)
     name, words = weights.nearest_recipe(folder).recipe, [f"weights={folder}", "model.family=other"]
@@ -162,9 +162,11 @@ def test_a_model_of_no_family_is_trained_and_not_judged(tmp_path: Path, capsys: 
         resolve(name, ["model.family=other"], Choices(gpu="mi300x", backend="finetune", mode="full"))
     with pytest.raises(InputError, match="weights are of type llama, and the recipe's family is other"):
         resolve(name, [f"weights={written(tmp_path / 'llama', LLAMA31)}", "model.family=other"], choices)
-    parts = written(tmp_path / "parts", {"model_type": "gemma3n", "text_config": LLAMA31})
-    assert main(["finetune", str(parts), "x.jsonl", "tokenizer=mock"]) == 2
-    assert "no num_hidden_layers\n  → this model has several parts" in capsys.readouterr().err
+    parts = written(tmp_path / "parts", {"model_type": "llava", "text_config": LLAMA31})
+    assert weights.config_of(parts)[1]["model_type"] == "llama"
+    lora = resolve("llama3.1-8b", [f"weights={parts}"], Choices(gpu="mi300x", backend="finetune", mode="lora"))
+    with pytest.raises(InputError, match="adapters of the language model alone fit no such model"):
+        backend.check_weights(lora)
 
 
 def pipe(path: Path) -> None:

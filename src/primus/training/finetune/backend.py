@@ -15,7 +15,7 @@ from primus.recipes import tensors
 from primus.recipes.architecture import Architecture, architecture, shapes
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import bounded
-from primus.recipes.weights import FILES, HUB, downloaded, model_of
+from primus.recipes.weights import FILES, HUB, config_of, downloaded, model_of
 from primus.training.launch import clean
 from primus.turbo.optimizations import importable
 
@@ -98,6 +98,8 @@ def _check_headers(folder: Path, model: Architecture) -> None:
                     f"{name} is {dtype}, and only plain weights ({', '.join(tensors.PLAIN)}) are trained",
                     where=str(part), hint="name the weights that these were quantized from, or dequantize them",
                 )  # fmt: skip
+            if not tensors.is_for_text(name):
+                continue
             plain = tensors.canonical_name(name)
             if plain not in expected:
                 strange |= {} if plain == _HEAD or plain.endswith(_BUFFERS) else {name: part}
@@ -127,4 +129,8 @@ def source_of(name: str, *, offline: bool) -> Path | None:
 def check_weights(recipe: Recipe) -> None:
     """Raise InputError if the recipe's initial weights are missing, damaged or of another model."""
     if source := source_of(recipe.find(f"{recipe.backend}.weights", "random"), offline=False):
+        part = "text_config" in config_of(source)[1]
+        if part and recipe.mode == "lora" and recipe.find(f"{recipe.backend}.export", "trained") != "merged":
+            why = "these weights have several parts, and adapters of the language model alone fit no such model"
+            raise InputError(why, where=str(source), hint="export=merged")
         check(source, recipe.architecture)

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from primus.recipes import family
 from primus.recipes.architecture import Architecture, architecture
-from primus.recipes.tensors import MXFP4, OTHER_MODEL, header, plain_shapes, tensor_files
+from primus.recipes.tensors import MXFP4, OTHER_MODEL, header, plain_shapes, tensor_files, text_name
 from primus.training.corpus import TOKENIZER_FILES
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
@@ -78,7 +78,7 @@ def _config_of_weights(source: Path) -> Any:
     """Return transformers' configuration of the plain model of the weights, although they may be in MXFP4."""
     from transformers import AutoConfig
 
-    configuration = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    configuration = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
     if hasattr(configuration, "quantization_config"):
         del configuration.quantization_config
     return configuration
@@ -118,7 +118,8 @@ def adapted(model: Any, lora: LoraConfig) -> Any:
     """Freeze ``model`` and add adapters. Raises SystemExit if a target names no layer, or one that PEFT refuses."""
     from peft import LoraConfig as PeftConfig, get_peft_model
 
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # Some routers are linear layers that return more than a product.
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is nn.Linear}
     names.discard("lm_head")
     if unknown := sorted(set(lora.targets) - names):
         raise SystemExit(f"lora.targets: no linear layer is named {', '.join(unknown)}; there are {sorted(names)}")
@@ -280,7 +281,7 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    places[name] = file
+                    places[text_name(name)] = file
         except SafetensorError as error:
             yield {"why": f"the file is damaged: {error}", "where": str(file), "hint": "fetch it again"}
             return
@@ -293,17 +294,15 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         if names := sorted(report[kind], key=str):
             where = str(places.get(names[0], folder))
             yield {"why": f"transformers reports {kind}: {names[0]}", "where": where, "hint": OTHER_MODEL}
-    output, embedding = OUTER
-    if config.tie_word_embeddings and output in places and embedding in places:
-        with safe_open(places[embedding], "pt") as first, safe_open(places[output], "pt") as second:
-            if not torch.equal(first.get_tensor(embedding), second.get_tensor(output)):
-                yield {
-                    "why": f"config.json ties the output layer to the embedding, but {output} differs from {embedding}",
-                    "where": str(places[output]), "hint": "set tie_word_embeddings to false in config.json",
-                }  # fmt: skip
+    (output, embedding), files = OUTER, weights.Files(folder)
+    tied = config.tie_word_embeddings and output in files and embedding in files
+    if tied and not torch.equal(files.whole(embedding), files.whole(output)):
+        yield {
+            "why": f"config.json ties the output layer to the embedding, but {output} differs from {embedding}",
+            "where": str(places[output]), "hint": "set tie_word_embeddings to false in config.json",
+        }  # fmt: skip
     if not hasattr(getattr(model_of_config, "model", None), "layers"):
         yield {"why": f"primus shards layers, which models of type {config.model_type} do not have in model.layers"}
-    files = weights.Files(folder)
     for name, _ in causal_model(model, "sdpa", folder).named_parameters():
         try:
             stored(files, name)

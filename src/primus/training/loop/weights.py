@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from primus.patch import replace
-from primus.recipes.tensors import canonical_name, tensor_files
+from primus.recipes.tensors import canonical_name, tensor_files, text_name
 
 _STD = 0.02
 _ALL = 2**62
@@ -100,7 +100,7 @@ def normal(name: str, parameter: Tensor, seed: int, std: float) -> Rows:
 
 
 class Files:
-    """The safetensors files of a folder, read by name and rows. Raises InputError if there are none."""
+    """The safetensors files of a folder, read by rows and by name in the language model. InputError without files."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -108,7 +108,7 @@ class Files:
         self._open = {}
         for file in tensor_files(folder):
             handle = safe_open(file, framework="pt")
-            self._open.update(dict.fromkeys(handle.keys(), handle))
+            self._open.update({text_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118, no mapping
 
         self._canonical = {canonical_name(name): name for name in self._open}
 
@@ -123,7 +123,8 @@ class Files:
         """Return the rows of one weight. Raises SystemExit if the files do not contain it."""
         if name not in self:
             raise SystemExit(f"the weights lack {name}")
-        part = self._open[name].get_slice(name)
+        handle, written = self._open[name]
+        part = handle.get_slice(written)
         return lambda first, last: part[first:last]
 
     def whole(self, name: str) -> Tensor:

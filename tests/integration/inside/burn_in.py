@@ -1,6 +1,6 @@
 """``primus preflight --burn-in`` on ranks of this machine's CPU: every wrong GPU is named, and no healthy one.
 
-    python burn_in.py --gpus --seconds 20
+    python burn_in.py --gpus --seconds 10 --patience 60
 
 uses the machine's GPUs instead, three at least, and plants the wrong ones there.
 """

@@ -150,7 +150,7 @@ def burn_in(host: Host, seconds: float, say: Callable[[str], None], patience: fl
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as name:
         folder = Path(name)
         code, states = _run(folder, len(gpus), fp8, seconds, hopeless), _states(folder, len(gpus))
-        failure = "" if not code else "hangs" if hangs else _failure(folder)
+        failure = "" if not code and all(states) else "hangs" if hangs else _failure(folder)
     findings = [failed("burn-in", text, _REMEDIES["burn-in"]) for text in _wrong(states, gpus, failure)]
     rounds = counted(states[0].get("round", 0), "round")
     exact = f"{counted(len(gpus), 'GPU')}, {rounds}: all products, repeats, memory and messages are exact"

@@ -14,12 +14,11 @@ from primus.plan.project import Choice, Project, choose
 from primus.plan.target import Target, extra_root, extras_of, inside_of, pins_of, request_of
 from primus.system.issues import Issue, issues
 from primus.versions.components import Pin, Versions
-from primus.versions.lock import Drift, Lock, LockedFile, Request, drift, dumps, name_of, normalised
+from primus.versions.lock import Drift, Lock, LockedFile, Request, Shared, drift, dumps, name_of, normalised
 from primus.yamlfile import Document
 
 if TYPE_CHECKING:
     from primus.progress import Progress
-    from primus.versions.relock import Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +200,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
 def lock_target(
     resolved: ResolvedTarget,
     progress: "Progress",
-    shared: "Shared",
+    shared: Shared,
     *,
     refresh: bool = False,
     gone: Sequence[LockedFile] = (),

@@ -70,6 +70,10 @@ class Commit(NamedTuple):
     version: str
 
 
+# Files of bases and commits, so that targets that are locked together resolve each of them once.
+Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The input of a lock: what one target needs from the sources. ``python`` is the minor version of its base.

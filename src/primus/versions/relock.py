@@ -11,13 +11,10 @@ from primus.errors import InputError
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.debs import resolve_debs
-from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
+from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, Shared, drift
 from primus.versions.registry import resolve_image
 from primus.versions.repository import resolve_commit
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
-
-# Files of bases and commits, so that targets that are locked together resolve each of them once.
-Shared = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
 
 # Only maintainer scripts call these, and those of an extra do not run, so apt is told that they are installed.
 # Otherwise, `passwd` would be installed with them, and contains programs that run as root.

@@ -185,12 +185,12 @@ def test_bytecode_is_that_of_the_interpreter_and_tests_have_none(tmp_path: Path)
     entries = [Entry(path=f"site/{p}", size=len(s), source=s.encode()) for p, s in sources.items()]
     entries.append(Entry(path="bin/other.py", size=1, source=b"\n"))
 
-    def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
-        script = SCRIPT.read_text().replace('"/in/', f'"{inputs["/in"]}/').replace('"/out/', f'"{out}/')
-        (tmp_path / "compile.py").write_text(script)
-        subprocess.run([sys.executable, "-I", str(tmp_path / "compile.py"), place], check=True)
+    def run(inputs: Mapping[str, Path], outputs: Path) -> None:
+        script = inputs["/compile.py"].read_text().replace('"/in/', f'"{inputs["/in"]}/')
+        (tmp_path / "compile.py").write_text(script.replace('"/out/', f'"{outputs}/'))
+        subprocess.run([sys.executable, "-I", str(tmp_path / "compile.py"), "/site"], check=True)
 
-    made = list(bytecode_entries(entries, "site", tmp_path, run))
+    made = list(bytecode_entries(entries, "site", tmp_path, SCRIPT, run))
     lay_out(entries + made, tmp_path / "root")
     compiled = {f"site/{p}" for p in sources} - {"site/pkg/bad.py", "site/pkg/tests/test_a.py"}
     assert {e.path for e in made} == {cache_from_source(p) for p in compiled}
@@ -204,9 +204,9 @@ def test_bytecode_is_that_of_the_interpreter_and_tests_have_none(tmp_path: Path)
 
 
 def test_bytecode_that_was_cut_short_is_no_bytecode(tmp_path: Path) -> None:
-    def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
-        (out / "0").write_bytes(b"1234")
-        (out / "index.json").write_text('[["m.pyc", 0, 0, 5]]')
+    def run(inputs: Mapping[str, Path], outputs: Path) -> None:
+        (outputs / "0").write_bytes(b"1234")
+        (outputs / "index.json").write_text('[["m.pyc", 0, 0, 5]]')
 
     with pytest.raises(CheckFailed, match=r"bytecode of m.pyc was cut short"):
-        list(bytecode_entries([Entry(path="site/m.py", size=1, source=b"\n")], "site", tmp_path, run))
+        list(bytecode_entries([Entry(path="site/m.py", size=1, source=b"\n")], "site", tmp_path, SCRIPT, run))

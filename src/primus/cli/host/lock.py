@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from primus import __version__
 from primus.cli.host.common import SEVERAL, SOURCE, open_project, targets_of
@@ -26,12 +26,8 @@ from primus.release.bump import Outlook, Outlooks, Place, edit, trial
 from primus.release.documents import checkout
 from primus.terminal import PLAIN, Screen, counted
 from primus.versions.components import Component
-from primus.versions.lock import Drift, Lock, dumps
+from primus.versions.lock import Drift, Lock, Shared, dumps
 from primus.versions.traffic import LOG
-
-if TYPE_CHECKING:
-    from primus.versions.relock import Shared
-
 
 # Six months; whoever begins a release may write another date.
 _SUPPORTED = timedelta(days=182)
@@ -232,12 +228,10 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
 
 def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:
     """Return the files that differ between two locks, sorted by kind, base and name."""
-
-    def named(lock: Lock | None) -> Mapping[tuple[str, str, str], tuple[str, str]]:
-        files = lock.files if lock else ()
-        return {(f.kind, f.base or "", f.name): (f.version, f.sha256) for f in files}
-
-    before, after = named(old), named(new)
+    before, after = (
+        {(f.kind, f.base or "", f.name): (f.version, f.sha256) for f in lock.files} if lock else {}
+        for lock in (old, new)
+    )
     absent = (None, "")
     return tuple(
         Change(kind=key[0], name=key[2], old=before.get(key, absent)[0], new=after.get(key, absent)[0])

@@ -63,27 +63,19 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
     entries: list[Entry] = []
     for wheel in shop.read_by(action):
         entries += wheel_entries(shop.file(wheel), wheel.file, prefix, without)
+    words = [f"/usr/bin/python{python}", "-I", "/compile.py", f"/{prefix.site}"]
+    run = functools.partial(shop.run_isolated, action, words, what=f"compiling bytecode of {action.name}")
     script = own_code(action, "bytecode", BYTECODE, scratch)
-
-    def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
-        shop.run_isolated(
-            action,
-            [f"/usr/bin/python{python}", "-I", "/compile.py", place],
-            inputs={**inputs, "/compile.py": script},
-            outputs=out,
-            what=f"compiling bytecode of {action.name}",
-        )
-
-    return shop.write(action, [*entries, *bytecode_entries(entries, prefix.site, scratch, run)])
+    return shop.write(action, [*entries, *bytecode_entries(entries, prefix.site, scratch, script, run)])
 
 
 def bytecode_entries(
-    entries: Sequence[Entry], site: str, scratch: Path, run: Callable[[dict[str, Path], Path, str], None]
+    entries: Sequence[Entry], site: str, scratch: Path, script: Path, run: Callable[..., None]
 ) -> Iterator[Entry]:
     """Compile the modules among ``entries`` that lie below ``site``, and yield the bytecode files as entries.
 
-    ``run`` runs :data:`primus.plan.skeleton.BYTECODE` in the sandbox; its arguments are the mounts, the folder for
-    /out and the script's argument. Raises CheckFailed if what the script wrote was cut short.
+    ``script`` is a copy of :data:`primus.plan.skeleton.BYTECODE`, and ``run`` runs it in the sandbox with the mounts
+    ``inputs`` and the folder ``outputs`` as /out. Raises CheckFailed if what the script wrote was cut short.
     """
     modules = [e for e in entries if e.path.startswith(site + "/") and is_compiled(e.path)]
     if not modules:
@@ -96,7 +88,7 @@ def bytecode_entries(
             stream.writelines(entry.chunks())
     index = [(entry.path.removeprefix(site + "/"), entry.size) for entry in modules]
     (source / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    run({"/in": source}, out, f"/{site}")
+    run(inputs={"/in": source, "/compile.py": script}, outputs=out)
     rows: Any = read_json(out / "index.json").data
     (source / "modules").unlink()
     sizes = {pack: (out / str(pack)).stat().st_size for pack in {int(row[1]) for row in rows}}

@@ -15,6 +15,7 @@ from primus.errors import InputError, nearest
 from primus.files import open_regular, read_bytes, write_file
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
+from primus.recipes.schema import model_rules
 from primus.recipes.tensors import header, tensor_files
 from primus.training.job import step_of, steps
 from primus.yamlfile import flat
@@ -134,7 +135,9 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
             f"the folder is named {folder.name}, but the checkpoint is of step {step}", where=str(folder),
             hint=f"rename the folder to step-{step}",
         )  # fmt: skip
-    saved: dict[str, Any] = content["identity"]
+    # A field of a model that an older version did not have had its default.
+    defaults = {f"model.{key}": rule.default for key, rule in model_rules().items()}
+    saved: dict[str, Any] = {key: value for key, value in defaults.items() if key in current} | content["identity"]
     wrong = [field for field in current | saved if saved.get(field) != current.get(field)]
     refused = [field for field in wrong if _fixed(field) or not any(_covers(name, field) for name in accepted)]
     if refused:

@@ -60,6 +60,17 @@ def test_the_same_run_goes_on_and_may_train_otherwise(tmp_path: Path, name: str,
         identity.check(folder, proxy("seed=7", backend=backend, mode=mode, name=name))
 
 
+def test_a_checkpoint_from_before_a_field_of_models_resumes(tmp_path: Path) -> None:
+    folder, fields = kept(tmp_path / "step-5", proxy()), identity.of(proxy())
+    for field, works in {"model.sinks": True, "model.layers": False}.items():
+        rewrite(folder, identity={key: value for key, value in fields.items() if key != field})
+        if works:
+            identity.check(folder, proxy())
+        else:
+            with pytest.raises(InputError, match=f"{field} was 0, and is 3 now"):
+                identity.check(folder, proxy())
+
+
 @pytest.mark.parametrize(("words", "field", "told"), table_of("identity.a_difference_is_refused_unless_it_is_named"))
 def test_a_difference_is_refused_unless_it_is_named(tmp_path: Path, words: list[str], field: str, told: str) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"text": "another"}\n')

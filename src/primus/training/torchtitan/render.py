@@ -68,15 +68,12 @@ def _experts(model: Architecture, precision: str) -> dict[str, Any]:
 
 def toml(job: "Job") -> str:
     """Return the text of ``torchtitan.toml``."""
-    settings: dict[str, Value] = {**job.recipe.section("torchtitan"), **_owned(job)}
-    # JSON's lists, text, numbers and booleans are valid TOML.
-    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in settings.items() if value is not None}
-    return "".join(f"{key} = {text}\n" for key, text in texts.items())
-
-
-def _owned(job: "Job") -> dict[str, Value]:
     recipe = job.recipe
-    owned: dict[str, Value] = {
+    enabled = recipe.find("torchtitan.checkpoint.interval", 0) > 0
+    settings: dict[str, Value] = {
+        # By default, torchtitan 0.2.2 saves only weights after the last step, and no run can resume from those.
+        "checkpoint.last_save_model_only": False,
+        **recipe.section("torchtitan"),
         "job.dump_folder": str(job.output),
         "job.description": recipe.name,
         "model.name": model_name(recipe.architecture),
@@ -86,18 +83,17 @@ def _owned(job: "Job") -> dict[str, Value]:
         "training.dataset_path": str(recipe.asset("corpus") or recipe.get("assets.corpus", str)),
         "metrics.log_freq": 1,
         "metrics.disable_color_printing": True,
-        "checkpoint.enable": recipe.find("torchtitan.checkpoint.interval", 0) > 0,
+        "checkpoint.enable": enabled,
     }
-    if "torchtitan.checkpoint.last_save_model_only" not in recipe.settings:
-        # By default, torchtitan 0.2.2 saves only weights after the last step, and no run can resume from those.
-        owned["checkpoint.last_save_model_only"] = False
     if job.resume_from is not None or recipe.find(INITIAL, False):
         # Otherwise, torchtitan trains random weights without a word if no checkpoint is saved.
-        owned |= {"checkpoint.load_only": not owned["checkpoint.enable"], "checkpoint.enable": True}
+        settings |= {"checkpoint.load_only": not enabled, "checkpoint.enable": True}
     if job.resume_from is not None:
-        owned |= {
+        settings |= {
             "checkpoint.initial_load_in_hf": False,
             "checkpoint.initial_load_path": str(job.resume_from),
             "checkpoint.initial_load_model_only": False,
         }
-    return owned
+    # JSON's lists, text, numbers and booleans are valid TOML.
+    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in settings.items() if value is not None}
+    return "".join(f"{key} = {text}\n" for key, text in texts.items())

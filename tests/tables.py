@@ -11,9 +11,9 @@ def text_of(name: str) -> str:
     return (Path(__file__).parent / "fixtures" / name).read_text(encoding="utf-8")
 
 
-_TABLES: dict[str, list[Any]] = yaml.safe_load(text_of("tables.yaml"))
+_TABLES: dict[str, Any] = yaml.safe_load(text_of("tables.yaml"))
 
 
-def table_of(name: str) -> list[Any]:
-    """Return the rows of the test ``name``, for ``parametrize``."""
+def table_of(name: str) -> Any:
+    """Return the table ``name``: the rows of a test, for ``parametrize``, or a mapping."""
     return _TABLES[name]

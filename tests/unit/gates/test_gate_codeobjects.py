@@ -34,21 +34,9 @@ def need(path: str, data: bytes) -> Code:
 # Names
 
 
-@pytest.mark.parametrize(
-    ("path", "names"),
-    [
-        ("TensileLibrary_Type_HH_gfx942.co", ("gfx942",)),
-        ("hsa/gfx950/fmha_v3_bwd/x.co", ("gfx950",)),
-        ("miopen/db/gfx942130.HIP.fdb.txt", ("gfx942",)),
-        ("miopen/db/gfx90a6e.kdb", ("gfx90a",)),
-        ("miopen/db/gfx103036.db", ("gfx1030",)),
-        (".kpack/blas_lib_gfx94X.kpack", ("gfx942",)),
-        ("lib/gfx12-generic/x.co", ("gfx12-generic",)),
-        ("lib/librocblas.so", ()),
-    ],
-)
-def test_architectures_in_a_path(path: str, names: tuple[str, ...]) -> None:
-    assert in_path(path) == names
+@pytest.mark.parametrize(("path", "names"), table_of("gate_codeobjects.architectures_in_a_path"))
+def test_architectures_in_a_path(path: str, names: list[str]) -> None:
+    assert in_path(path) == tuple(names)
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,7 @@ from primus.plan.resolve import ResolvedTarget, resolve
 from primus.versions.lock import Lock, LockedFile, dumps
 from tables import table_of, text_of
 
-TRAIN = {
-    "rocm": "10.1.0",
-    "rocm-sdk-core": "10.1.0",
-    "rocm-sdk-libraries": "10.1.0",
-    "rocm-sdk-device-gfx942": "10.1.0",
-    "rocm-bootstrap": "0.3.0",
-    "rocm-bindings-hip": "10.0.0.0.1.2",
-    "torch": "2.14.0+rocm10.1.0",
-    "amd-torch-device-gfx942": "2.14.0+rocm10.1.0",
-    "triton": "3.8.0+git669b31ac.rocm10.1.0",
-    "transformer-engine-rocm10": "2.17.0+rocm10.1.0",
-    "numpy": "2.4.6",
-}
+TRAIN = table_of("gate_coherence.wheels")
 
 
 def messages(change: dict[str, str] | None = None, arch: str | None = "gfx942") -> list[str]:
@@ -85,18 +73,7 @@ def test_a_build_for_another_kind_of_gpu(version: str, arch: str | None, message
     assert [f.message for f in report.findings] == ([message] if message else [])
 
 
-DEBS = {
-    "libamdhip64-7": "7.2.4-1~exp2",
-    "libamd-comgr3": "7.2.4+dfsg-1~exp1",
-    "libhiprtc-builtins7": "7.2.4-1~exp2",
-    "libhsa-runtime64-1": "7.2.4+dfsg-1~exp1",
-    "librocblas5": "7.2.4-1~exp1",
-    "librocm-smi64-7": "7.2.4-1~exp1",
-    "libroctx64-4": "7.2.4-1~exp1",
-    "librocsolver0": "7.2.4-1~exp1+b1",
-    "rocm-device-libs-22": "7.2.4+dfsg-1~exp1",
-    "rocminfo": "7.2.4-1",
-}
+DEBS = table_of("gate_coherence.debs")
 
 
 def test_debian_packages_are_of_the_train() -> None:

@@ -7,6 +7,7 @@ from gpu_files import elf, image_with
 from primus.gates.codeobjects import Library, library_of
 from primus.gates.examined import Finding, LayerFacts
 from primus.gates.rules.loadable import judge, toolkit_of
+from tables import table_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 CUDA13 = (f"{SITE}/nvidia/cu13/lib/libcudart.so.13", elf(soname="libcudart.so.13"))
@@ -22,23 +23,9 @@ def findings(*files: tuple[str, bytes]) -> Sequence[Finding]:
     return judge(image_with({"one": LayerFacts(libraries=tuple(libraries))})).findings
 
 
-@pytest.mark.parametrize(
-    ("path", "toolkits"),
-    [
-        ("a/nvidia_cutlass_dsl/cu12/lib/libx.so", {"CUDA": {12}}),
-        ("a/_cutlass_ir.cu13.cpython-311-x86_64-linux-gnu.so", {"CUDA": {13}}),
-        ("a/libbitsandbytes_cuda118.so", {"CUDA": {11}}),
-        ("usr/local/cuda-12.4/lib/libx.so", {"CUDA": {12}}),
-        ("a/libbitsandbytes_rocm72.so", {"ROCm": {7}}),
-        ("a/rocm10/libx.so", {"ROCm": {10}}),
-        ("a/libcudart.so.13", {}),
-        ("a/libcusparse.so.12", {}),
-        ("a/_C_cutlass_90a.abi3.so", {}),
-        ("a/libacu12.so", {}),
-    ],
-)
-def test_a_path_names_its_toolkit(path: str, toolkits: dict[str, set[int]]) -> None:
-    assert toolkit_of(path) == toolkits
+@pytest.mark.parametrize(("path", "toolkits"), table_of("gate_loadable.a_path_names_its_toolkit"))
+def test_a_path_names_its_toolkit(path: str, toolkits: dict[str, list[int]]) -> None:
+    assert toolkit_of(path) == {name: {*versions} for name, versions in toolkits.items()}
 
 
 @pytest.mark.parametrize("form", ["dsl/{}/lib/libruntime.so", "dsl/_ir.{}.cpython-311.so", "bits/libbits_{}.so"])

@@ -15,6 +15,7 @@ from primus.release.history import History, load_history, select
 from primus.schema import build
 from primus.yamlfile import parse
 from project_kit import make_project
+from tables import table_of
 
 HISTORY = load_history()
 
@@ -65,21 +66,9 @@ def test_a_wrong_history_is_refused(old: str, new: str, message: str) -> None:
     assert message in broken(SMALL.replace(old, new)).message
 
 
-@pytest.mark.parametrize(
-    ("word", "found"),
-    [
-        ("v26.8", {"rocm/primus:v26.8"}),
-        ("v24.12", {"rocm/megatron-lm:v24.12-dev"}),
-        ("v25.10", {"rocm/primus:v25.10", "rocm/pytorch-training:v25.10"}),
-        ("v25.8", {"rocm/pytorch-training:v25.8", "rocm/megatron-lm:v25.8_py310"}),
-        ("v25.9_gfx942", {"rocm/primus:v25.9_gfx942", "rocm/megatron-lm:v25.9_gfx942"}),
-        ("primus:v25.9_gfx942", {"rocm/primus:v25.9_gfx942"}),
-        ("rocm/pytorch-training:v25.10", {"rocm/pytorch-training:v25.10"}),
-        ("maxtext-v26.5", {"rocm/jax-training:maxtext-v26.5"}),
-    ],
-)
-def test_select(word: str, found: set[str]) -> None:
-    assert references(word) == found
+@pytest.mark.parametrize(("word", "found"), table_of("release_history.select"))
+def test_select(word: str, found: list[str]) -> None:
+    assert references(word) == {*found}
 
 
 @pytest.fixture

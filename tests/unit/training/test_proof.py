@@ -17,6 +17,7 @@ from primus.training import proof
 from primus.training.logs import Series, Step
 from primus.yamlfile import spell
 from proof_kit import FLOPS, evidence
+from tables import table_of
 
 STEPS = 6
 SEEN = {step: (7.0 - step, 1.0) for step in range(1, STEPS + 1)}
@@ -265,22 +266,7 @@ def test_a_short_run_is_too_short_to_time() -> None:
 FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10, "device": "cpu"}
 
 
-@pytest.mark.parametrize(
-    ("change", "memory", "peak", "told"),
-    [
-        ({}, 1.0, 1.0, ""),
-        ({}, 1.0, None, ""),
-        ({"parameters": 8}, 1.0, 1.0, "parameters: 8, not 10"),
-        ({"trainable_parameters": None}, 1.0, 1.0, "trainable_parameters: None, not 10"),
-        ({"flops_per_unit": 5.63e12}, 1.0, 1.0, "FLOPs of a token or image: 5.63e+12, not 3e+06"),
-        ({"flops_per_unit": None}, 1.0, 1.0, "FLOPs of a token or image: nan, not"),
-        ({}, 0.0, None, "step 1: 0 GiB of memory"),
-        ({}, 1.0, 2.0, "1 GiB of memory, and the largest rank had 2"),
-        ({}, 1.0, 0.5, "1 GiB of memory, and the largest rank had 0.5"),
-        # The system does not count a GPU's memory.
-        ({"device": "cuda"}, 1.0, 0.5, ""),
-    ],
-)
+@pytest.mark.parametrize(("change", "memory", "peak", "told"), table_of("proof.reported_figures"))
 def test_reported_figures_are_those_of_the_recipe(
     change: dict[str, Any], memory: float, peak: float | None, told: str
 ) -> None:

@@ -22,6 +22,7 @@ from burn_in_faults import GPUS
 
 from primus.system import measure, nodes
 from primus.system.host import Host
+from primus.training import gloo
 
 
 def named(name: str, host: Host, seconds: float, patience: float) -> bool:
@@ -48,7 +49,7 @@ def healthy(folder: Path, tries: int, number: int) -> None:
         dist.barrier()
         dist.destroy_process_group()
     print(tries)
-    measure.gloo.leave()
+    gloo.leave()
 
 
 def main() -> None:

@@ -4,8 +4,9 @@ An entry is an OCI artifact that contains a layer or a wheel. Its tag is the kin
 signs a statement about it, which holds the record of the action; stock cosign verifies it as it does that of an image.
 
 An entry counts only if the user's key signed it for this very action. Its bytes are compared with the signed digest
-before anything reads them, and what the store records of a layer is computed from these bytes. An entry that fails is
-named, and the action runs here: what a build makes never depends on the cache.
+before anything reads them, and what the store records of a layer is computed from these bytes. What the gates see in it
+is in the statement, too, and counts for the same rules. An entry that fails is named, and the action runs here: what a
+build makes never depends on the cache.
 """
 
 import contextlib
@@ -19,11 +20,12 @@ from functools import partial
 from io import BytesIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from primus.engine.workshop import Wheel, Workshop, wheel_of
 from primus.errors import CheckFailed, HostError, InputError
-from primus.gates.examined import examine_layer
+from primus.gates.examined import LayerFacts, examine_layer, save
+from primus.gates.rules import rules_hash
 from primus.oci import canonical
 from primus.oci.contents import adopt_layer
 from primus.oci.store import MANIFEST_TYPE, Blob, Layer
@@ -44,6 +46,11 @@ _PLATFORM = f"linux/{ARCHITECTURE}"
 _WORKERS = 8
 # How often an entry that does not arrive is requested, and the seconds between.
 _TRIES, _PAUSE_S = 3, 1.0
+
+
+class _Entry(NamedTuple):
+    value: Layer | Wheel
+    facts: LayerFacts | None
 
 
 @dataclass
@@ -70,8 +77,8 @@ class Cache:
 
     def look_up(self, actions: Iterable[Action]) -> dict[str, Blob]:
         """Return action key → blob of the entries that count. What does not count is named on standard error."""
-        values: dict[str, Layer | Wheel] = _each(actions, partial(self._excused, call=self._find))
-        return {key: _blob(value) for key, value in values.items()}
+        entries: dict[str, _Entry] = _each(actions, partial(self._excused, call=self._find))
+        return {key: _blob(entry.value) for key, entry in entries.items()}
 
     def pull(self, actions: Iterable[Action], shop: Workshop) -> None:
         """Get the results of ``actions`` that the cache has into the store. What does not count is named."""
@@ -87,7 +94,7 @@ class Cache:
             sent = _each(actions, partial(self._upload, workspace=workspace, signer=self.signer))
             print(f"{counted(len(sent), 'result')} sent to {self.there.name}", file=sys.stderr)
 
-    def _excused(self, action: Action, call: Callable[[Action], Layer | Wheel | None]) -> Layer | Wheel | None:
+    def _excused(self, action: Action, call: Callable[[Action], _Entry | None]) -> _Entry | None:
         """Return ``call(action)``; None and a sentence if it fails. A registry that does not answer is left alone."""
         for tries in range(1, _TRIES + 1):
             try:
@@ -102,8 +109,8 @@ class Cache:
                 time.sleep(_PAUSE_S)
         return None
 
-    def _find(self, action: Action) -> Layer | Wheel | None:
-        """Return the action's result as its entry states it. Raises CheckFailed if the entry does not count."""
+    def _find(self, action: Action) -> _Entry | None:
+        """Return the action's entry. Raises CheckFailed if the entry does not count."""
         manifest = self.there.manifest(f"{action.kind}-{action.key}") if self.answers else None
         if manifest is None:
             return None
@@ -116,7 +123,7 @@ class Cache:
                     reasons.append(error.message)
         raise CheckFailed("; ".join(dict.fromkeys(reasons)) or "it is not signed")
 
-    def _signed(self, action: Action, digest: str, bundle: bytes) -> Layer | Wheel:
+    def _signed(self, action: Action, digest: str, bundle: bytes) -> _Entry:
         if problem := self.trust.rejects(bundle, RESULT):
             raise CheckFailed(problem)
         shape: type[Layer | Wheel] = Wheel if action.kind == "build" else Layer
@@ -124,20 +131,20 @@ class Cache:
             statement = payload(bundle)
             about, predicate = f"sha256:{statement['subject'][0]['digest']['sha256']}", statement["predicate"]
             key, platform = predicate["key"], predicate["platform"]
-            fields = predicate["record"][shape.__name__.lower()]
-            value = build(shape, Document(name="", data=fields, places={}, typed=True))
+            value = build(shape, _document(predicate["record"][shape.__name__.lower()]))
+            facts = build(LayerFacts, _document(predicate["facts"])) if predicate["rules"] == rules_hash() else None
         except (ValueError, KeyError, TypeError, IndexError, InputError) as error:
             raise CheckFailed(f"its statement is damaged ({type(error).__name__}: {error})") from None
         if (about, key, platform) != (digest, action.key, _PLATFORM):
             raise CheckFailed(f"its statement is about {key} for {platform} in {about}, not about this entry")
-        return value
+        return _Entry(value, facts)
 
-    def _download(self, action: Action, shop: Workshop) -> Layer | Wheel | None:
+    def _download(self, action: Action, shop: Workshop) -> _Entry | None:
         store = shop.workspace.store
         with store.lock(action.key, f"another build of {action.name}"), store.folder("cache") as folder:
-            if (value := None if shop.done(action) else self._find(action)) is None:
+            if (entry := None if shop.done(action) else self._find(action)) is None:
                 return None
-            blob, path = _blob(value), folder / "blob"
+            value, blob, path = entry.value, _blob(entry.value), folder / "blob"
             shop.progress.start(action.key, f"{action.name} from the cache")
             if not self.there.blob(blob.digest, path, blob.size):
                 raise CheckFailed("its contents are missing")
@@ -146,15 +153,13 @@ class Cache:
                 raise CheckFailed(f"{size:,} of {blob.size:,} bytes were sent, which hash to {digest}")
             if isinstance(value, Wheel):
                 shop.workspace.files.put(path, value.sha256)
-            else:
-                layer = adopt_layer(store, path, blob.digest.removeprefix("sha256:"), blob.media_type)
-                if layer != value:
-                    raise CheckFailed("its statement describes another layer than its bytes are")
-                # The gates would do it later, one layer after the other.
-                examine_layer(shop.workspace, action.name, layer, Progress())
+            elif adopt_layer(store, path, blob.digest.removeprefix("sha256:"), blob.media_type) != value:
+                raise CheckFailed("its statement describes another layer than its bytes are")
+            elif entry.facts:
+                save(shop.workspace, value, entry.facts)
             store.save("actions", action.key, _record(action, value))
         shop.progress.finish(action.key, bytes_text(blob.size))
-        return value
+        return entry
 
     def _upload(self, action: Action, workspace: Workspace, signer: Signer) -> bool:
         store = workspace.store
@@ -162,7 +167,7 @@ class Cache:
         if value is None:
             return False
         with contextlib.suppress(CheckFailed):  # what does not count is replaced
-            if self._find(action) == value:
+            if (entry := self._find(action)) and entry.value == value:
                 return False
         blob = _blob(value)
         path = workspace.files.path(value.sha256) if isinstance(value, Wheel) else store.blob_path(blob.digest)
@@ -173,7 +178,9 @@ class Cache:
         self.there.upload(canonical.digest_of(EMPTY), BytesIO(EMPTY))
         manifest = artifact_of(RESULT, blob.descriptor)
         subject = Blob.of(manifest, MANIFEST_TYPE)
+        facts = examine_layer(workspace, action.name, value, Progress()) if isinstance(value, Layer) else LayerFacts()
         predicate = {"key": action.key, "platform": _PLATFORM, "record": _record(action, value)}
+        predicate |= {"rules": rules_hash(), "facts": asdict(facts)}
         statement = statement_about(action.name, subject.digest, RESULT, predicate)
         self.there.tag(subject.digest, manifest)
         bundle = Attached(media_type=BUNDLE, name="", data=signer.bundle(statement))
@@ -191,6 +198,10 @@ def _each(actions: Iterable[Action], call: Callable[[Action], T | None]) -> dict
 
 def _record(action: Action, value: Layer | Wheel) -> dict[str, Any]:
     return {"name": action.name, "kind": action.kind, type(value).__name__.lower(): asdict(value)}
+
+
+def _document(data: Any) -> Document:
+    return Document(name="statement", data=data, places={}, typed=True)
 
 
 def _blob(value: Layer | Wheel) -> Blob:

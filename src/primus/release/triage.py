@@ -102,7 +102,9 @@ class Search:
         for change in point:
             (self._suspects if bad is None else self._fits)[change].update(absent)
         if bad is None:
-            return
+            if point and absent:
+                return
+            bad = bool(point)  # GOOD and BAD are what the question says, as long as nothing contradicts it
         order = [*point, *absent]
         contradicting = self._calling_bad(order)[len(point)]
         if bad:

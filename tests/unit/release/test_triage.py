@@ -122,7 +122,9 @@ BOTH = ("HEAD~1", "HEAD", "--wrong", "0")
     (["v26.11", "v26.12"], 2, "the oracle is missing"), (["v26.10", "v26.12", "--", "true"], 2, "called 'v26.10'"),
     (["HEAD", "HEAD", "--", "true"], 2, "do not differ in a pin"), ([*BOTH, "--", "/no/such"], 2, "/no/such"),
     ([*BOTH, "--locks", "--", "true"], 2, "needs the same pins"),
-    ([*BOTH, "--wrong", "0.5", "--", "true"], 2, "below 0.4"), ([*BOTH, "--", "sh", "-c", "exit 125"], 1, ""),
+    (["HEAD", "HEAD", "--locks", "--", "true"], 2, "do not differ in a package of the locks"),
+    ([*BOTH, "--wrong", "0.5", "--", "true"], 2, "below 0.4"),
+    ([*BOTH, "--", "sh", "-c", "exit 125"], 1, "no point can be judged"),
 ])  # fmt: skip
 def test_bad_questions_and_no_culprit(words: list[str], code: int, message: str, kit: Kit) -> None:
     result = kit.primus("triage", *words)

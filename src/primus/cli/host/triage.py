@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 from primus.cli.host.common import PROJECT
 from primus.cli.verb import JSON, answer, flag, option, rest, several, verb
-from primus.errors import HostError, InputError
+from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gates.rules.coherence import rocm_version
 from primus.plan.project import Project
@@ -59,12 +60,17 @@ class _Trial:
             files = [f for f in bad.files if f.name not in undone] + [f for f in good.files if f.name in undone]
             write_file(self.folder / name, dumps(replace(bad, files=tuple(files))))
 
+    def run(self, name: str) -> int:
+        """Run a verb for the targets, by the code of the checkout if it has its own. Returns the exit code."""
+        words = [sys.executable, "-m", "primus.cli.main", name, *self.targets]
+        env = {**os.environ, "PYTHONPATH": f"{self.folder / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        return subprocess.run(words, cwd=self.folder, env=env, stdout=sys.stderr, check=False).returncode
+
     def judge(self, point: Point, oracle: Sequence[str]) -> bool | None:
         """Resolve and build a point, and ask the oracle whether it is bad. None: it cannot be judged."""
         self.write(point)
         for name in ("build",) if self.locks else ("lock", "build"):
-            words = [sys.executable, "-m", "primus.cli.main", name, *self.targets]
-            code = subprocess.run(words, cwd=self.folder, stdout=sys.stderr, check=False).returncode
+            code = self.run(name)
             if code in (1, InputError.exit_code):
                 return None
             if code:
@@ -118,8 +124,8 @@ def triage(args: argparse.Namespace) -> int:
     world = _trial(project.root, folder / "tree", good, tuple(targets), locks=args.locks)
     names = [" + ".join(names) for names in world.changes]
     if not names:
-        other = "" if args.locks else "; --locks compares the packages of the locks"
-        raise InputError(f"{args.good} and {args.bad} do not differ in a pin{other}")
+        what = "package of the locks" if args.locks else "pin; --locks compares the packages of the locks"
+        raise InputError(f"{args.good} and {args.bad} do not differ in a {what}")
     search = Search(len(names), wrong=args.wrong)
     state = folder / "answers.json"
     answers: list[dict[str, Any]] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else []
@@ -130,6 +136,8 @@ def triage(args: argparse.Namespace) -> int:
         lines = [*(f"  {name}" for name in names), f"{counted(len(names), 'change')}; at least {least:.0f} answers"]
         answer(args, {"changes": names, "bound": least, "answers": answers}, lines)
         return 0
+    if args.locks and world.run("plan"):
+        raise CheckFailed(f"{args.bad} itself cannot be planned", hint="the reason is above")
     while (point := search.next()) is not None:
         verdict = world.judge(point, args.oracle)
         search.tell(point, verdict)
@@ -137,6 +145,10 @@ def triage(args: argparse.Namespace) -> int:
         write_file(state, json.dumps(answers, indent=1))
         word = {None: "cannot be judged", True: "bad", False: "good"}[verdict]
         print(f"answer {len(answers)} (bound {least:.0f}): {len(point)} of {len(names)} moved: {word}", file=sys.stderr)
+    if all(row["bad"] is None for row in answers):
+        raise CheckFailed(
+            "no point can be judged: none can be locked and built, or ORACLE judges none", hint="the reasons are above"
+        )
     return _report(args, search, names, answers, least)
 
 

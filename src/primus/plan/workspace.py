@@ -123,7 +123,8 @@ class Workspace:
         self.store = store
         self.folder = folder
         self.files = FileCache(folder / "files")
-        self.unpacked = folder / "unpacked"
+        # runc takes no root below a symbolic link, as `primus triage` makes one.
+        self.unpacked = (folder.parent / folder.readlink() if folder.is_symlink() else folder) / "unpacked"
         self.facts = folder / "cache" / "gates"
         self.logs = folder / "logs"
         # Commands with different stores share the folder, so it has a lock of its own.

@@ -8,6 +8,8 @@ from random import Random
 import pytest
 
 import gits
+from primus.oci.store import Store
+from primus.plan.workspace import Workspace
 from primus.release.triage import Hypothesis, Search, Verdict, bound, hypotheses
 from project_kit import Kit, make_project
 
@@ -129,3 +131,8 @@ BOTH = ("HEAD~1", "HEAD", "--wrong", "0")
 def test_bad_questions_and_no_culprit(words: list[str], code: int, message: str, kit: Kit) -> None:
     result = kit.primus("triage", *words)
     assert result.code == code and message in result.err, result.err
+
+
+def test_a_checkout_unpacks_where_its_project_does(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert Workspace(Store(tmp_path), tmp_path / "link").unpacked == tmp_path / "real/unpacked"

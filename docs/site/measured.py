@@ -70,6 +70,8 @@ def _published() -> Iterator[Rate]:
 def _ours(root: Path) -> Iterator[Rate]:
     for path in sorted((root / "benchmarks/results").glob("*[24]xh200*.json")):
         document = json.loads(path.read_text("utf-8"))
+        if "--proxy" in document.get("command", ""):
+            continue
         for row in document.get("results", ()):
             cell = " ".join(str(row.get(key, "")) for key in ("cell", "variant", "name", "command"))
             figure = _figure(row)

@@ -72,8 +72,9 @@ def _beside(one: Rate, ours: list[Rate]) -> tuple[str, ...]:
 
 
 def _size(one: Rate) -> str:
-    batch = f"{one.batch} × " if one.batch else ""
-    return f"{batch}{one.seq_len}" if one.seq_len else f"{one.batch} images"
+    # Some results do not say the batch.
+    batch = str(one.batch or "?")
+    return f"{batch} × {one.seq_len}" if one.seq_len else f"{batch} images"
 
 
 def _rate(one: Rate) -> str:

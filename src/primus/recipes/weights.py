@@ -42,6 +42,9 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
             name.removeprefix(HUB), allow_patterns=list(patterns), local_files_only=offline,
             ignore_patterns=["consolidated*", "original/*"],  # copies of the same weights in the vendor's own format
         )  # fmt: skip
+    except ImportError:
+        hint = "run this inside a primus image, or name a folder"
+        raise HostError(f"{name}: huggingface_hub is not installed", hint=hint) from None
     except Exception as error:
         why = str(error).strip().partition("\n")[0][:300]
         raise HostError(f"{name} cannot be downloaded: {type(error).__name__}: {why}") from error

@@ -38,6 +38,10 @@ _BATCH = 1 << 20
 _EVERY = 1_000_000
 
 
+def _not_installed() -> HostError:
+    return HostError("transformers is not installed", hint="run this inside a primus image")
+
+
 def without_torch() -> None:
     """Let transformers load tokenizers without torch, whose import takes seconds, in this process.
 
@@ -46,8 +50,10 @@ def without_torch() -> None:
     here, own = Path.cwd(), Path(primus.__file__).parents[1]
     sys.path[:] = [place for place in sys.path if Path(place).resolve() != here or Path(place) == own]
     if "torch" not in sys.modules:
-        import transformers.utils
-
+        try:
+            import transformers.utils
+        except ImportError:
+            raise _not_installed() from None
         for module in (transformers.utils, transformers.utils.import_utils):
             module.is_torch_available = lambda: False
 
@@ -61,7 +67,7 @@ class Encoder:
             from transformers import AutoTokenizer
             from transformers.utils import logging
         except ImportError:
-            raise HostError("transformers is not installed", hint="run this inside a primus image") from None
+            raise _not_installed() from None
         logging.set_verbosity_error()
         self.name = name
         folder = corpora.tokenizer_folder(name)

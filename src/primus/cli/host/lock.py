@@ -1,6 +1,7 @@
 """Verbs about pins: lock them, list those that have newer versions, and move them."""
 
 import argparse
+import calendar
 import difflib
 import importlib.metadata
 import logging
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +29,6 @@ from primus.terminal import PLAIN, Screen, counted
 from primus.versions.components import Component
 from primus.versions.lock import Drift, Lock, Shared, dumps
 from primus.versions.traffic import LOG
-
-# Six months; whoever begins a release may write another date.
-_SUPPORTED = timedelta(days=182)
 
 
 class Change(NamedTuple):
@@ -112,7 +110,7 @@ def bump(args: argparse.Namespace) -> int:
     new = edit(old, project.versions_document, project.versions.components, moves)
     if args.release:
         today = datetime.now(tz=UTC).date()
-        values = {"release": args.release, "created": today, "supported_until": today + _SUPPORTED}
+        values = {"release": args.release, "created": today, "supported_until": _six_months_after(today)}
         for key, entry in values.items():
             new = re.sub(rf"(?m)^{key}: .*$", f"{key}: {entry}", new, count=1)
     locks: list[tuple[str, Lock, Lock]] = []
@@ -132,6 +130,11 @@ def bump(args: argparse.Namespace) -> int:
         texts = {"versions.yaml": new, **{name: dumps(lock) for name, _, lock in locks}}
         _save(project.root, texts, args.commit and message)
     return 0
+
+
+def _six_months_after(day: date) -> date:
+    year, month = day.year + (day.month > 6), (day.month + 5) % 12 + 1
+    return day.replace(year=year, month=month, day=min(day.day, calendar.monthrange(year, month)[1]))
 
 
 def _wanted(args: argparse.Namespace) -> list[Outlook]:

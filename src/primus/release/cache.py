@@ -63,10 +63,8 @@ class Cache:
     answers: bool = True
 
     @classmethod
-    def of_options(cls, args: Namespace) -> Self | None:
-        """Return the cache of the options ``--cache…``, if any. Raises InputError, and HostError without cosign."""
-        if not (args.cache or args.cache_key or args.cache_sign):
-            return None
+    def of_options(cls, args: Namespace) -> Self:
+        """Return the cache of the options ``--cache…``. Raises InputError, and HostError without cosign."""
         if not (args.cache and args.cache_key):
             why = "--cache and --cache-key belong together: where results are, and who must have signed them"
             raise InputError(why, hint="--cache HOST/PATH --cache-key cosign.pub")

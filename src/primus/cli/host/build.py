@@ -5,9 +5,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
-from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SEVERAL, resolved_targets
+from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SEVERAL, cache_of, resolved_targets
 from primus.cli.verb import answer, flag, verb
 from primus.gates.rules import rules_hash
 from primus.oci.store import Store
@@ -17,9 +16,6 @@ from primus.plan.image import Built, finished
 from primus.plan.layers import plan_images
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
-
-if TYPE_CHECKING:
-    from primus.release.cache import Cache
 
 
 def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
@@ -70,7 +66,7 @@ def build(args: argparse.Namespace) -> int:
     the summary names the gates that failed. With --cache, results of other builds that --cache-key signed are used.
     """
     begin = time.monotonic()
-    cache = _cache(args)
+    cache = cache_of(args)
     targets, workspace = resolved_targets(args)
     workspace.stats.trusted = not args.rehash
     for target in targets:
@@ -102,17 +98,8 @@ def build(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cache(args: argparse.Namespace) -> "Cache | None":
-    if not (args.cache or args.cache_key or args.cache_sign):
-        return None
-    # Seam "registry": most builds use no cache, and need none of the network libraries.
-    from primus.release.cache import Cache
-
-    return Cache.of_options(args)
-
-
 def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False) -> None:
-    cache = _cache(args)
+    cache = cache_of(args)
     missing = {a.key: a for plan in plans for a in plan.layers if store.layer(a.key) is None}.values()
     cached = cache.look_up(missing) if cache else {}
     outlines = [(plan, outline(store, plan, cached)) for plan in plans]

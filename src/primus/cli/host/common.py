@@ -3,12 +3,16 @@
 import argparse
 import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from primus.cli.verb import JSON, flag, folder, group, matching, option, path
 from primus.errors import InputError
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve
 from primus.plan.workspace import Workspace
+
+if TYPE_CHECKING:
+    from primus.release.cache import Cache
 
 
 def _target_names() -> Sequence[str]:
@@ -67,3 +71,13 @@ def resolved_targets(args: argparse.Namespace) -> tuple[list[ResolvedTarget], Wo
     """Like :func:`resolved_target`, for verbs that take several targets."""
     project = open_project(args)
     return [resolve(project, name) for name in targets_of(project, args)], project.workspace
+
+
+def cache_of(args: argparse.Namespace) -> "Cache | None":
+    """Return the cache that the options :data:`CACHE` name, if any. Raises InputError, and HostError without cosign."""
+    if not (args.cache or args.cache_key or args.cache_sign):
+        return None
+    # Seam "registry": most builds use no cache, and need none of the network libraries.
+    from primus.release.cache import Cache
+
+    return Cache.of_options(args)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SINGLE, resolved_target
+from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SINGLE, cache_of, resolved_target
 from primus.cli.verb import WRAP, answer, flag, folder, option, verb
 from primus.engine.pipeline import Options, build
 from primus.errors import InputError
@@ -17,7 +17,6 @@ from primus.plan.layers import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import golden
-from primus.release.cache import Cache
 from primus.release.cells import NO_GPU, Cell, cells_of, choose, cpu_model
 from primus.release.validation import outcome_text, table, validate as run_suites
 from primus.terminal import Screen, counted
@@ -62,7 +61,7 @@ def validate(args: argparse.Namespace) -> int:
         _show(cells, resolved, args)
         return 0
     options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
-    cache = Cache.of_options(args)
+    cache = cache_of(args)
     options = replace(options, pull=cache.pull) if cache else options
     (built,) = build(plan_images([resolved], workspace.stats), workspace, options)
     workspace.stats.save()

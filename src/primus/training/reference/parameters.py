@@ -31,9 +31,7 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
         count += 0.0 if name == "model.embed_tokens.weight" and not model.tied_embeddings else share * math.prod(shape)
     weights = 6 * count if adapters is None else 4 * count + 6 * adapters
     # Queries with keys, and the shares with values, in layers with and without a window.
-    sizes, full = model.query_size + model.value_size, model.layers
-    if model.window:
-        full = model.layers // model.window_pattern if model.window_pattern else 0
+    sizes, full = model.query_size + model.value_size, sum(not model.has_window(n) for n in range(model.layers))
     seen = full * length + (model.layers - full) * min(model.window, length)
     return weights + 6 * model.heads * sizes * seen
 

@@ -1,8 +1,12 @@
 """Jobs that are disturbed at random and resumed: ``python -m benchmarks.soak ROWS --python PYTHON BACKEND…``.
 
 Each job trains the proxy of a backend on two ranks, with a checkpoint every 5 steps, on a small disk of its own. It is
-disturbed and resumed until it reaches its last step, then the next one starts, until ``--seconds`` are over. ROWS gets
-one JSON line per fault; all its lines are counted in ``results/soak.json``. It needs root, for the disk and its mounts.
+disturbed and resumed until it reaches its last step, then the next one starts, until ``--seconds`` are over.
+``--parallel`` jobs run at once, each on processors of its own. ROWS gets one JSON line per fault; all its lines are
+counted in ``results/soak.json``. With ``--merge`` they are added to it: without a backend, those of another machine.
+
+A full disk and a folder that becomes read-only need root and mounts, a jump of the clock a C compiler. Without them,
+these faults are left out, and a line says so. So is a backend whose packages are missing.
 
 A fault is lost if a step of the job has another loss than in the undisturbed run, if the command ends in anything but a
 sentence, if it fails without a fault, or if it does not end.
@@ -23,7 +27,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
+from itertools import cycle, islice
+from multiprocessing import Process
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -84,8 +90,11 @@ class Command:
         self.jump(0)
         (folder / "clock.c").write_text(_CLOCK, encoding="utf-8")
         library = folder / "clock.so"
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, folder / "clock.c"], check=True)
-        fake = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(self._clock)}
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler:
+            subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, folder / "clock.c"], check=True)
+        fake = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(self._clock)} if compiler else {}
+        self.impossible = set() if compiler else {"clock_jump"}
         variables = {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(
             [python, "-W", "ignore", str(WARM)], env=os.environ | variables | fake, stdin=subprocess.PIPE,
@@ -129,7 +138,7 @@ class Attempt:
     """A job that runs, with what the faults need; ``undo`` puts its machine in order after it has ended."""
 
     def __init__(self, command: Command, job: Job, chance: random.Random) -> None:
-        self.command, self.job, self.chance = command, job, chance
+        self.command, self.job, self.chance, self.limit_s = command, job, chance, float(LIMIT_S)
         self.undo: list[Callable[[], object]] = []
 
     def newest(self) -> Path | None:
@@ -211,8 +220,11 @@ def losses(job: Job, code: int) -> dict[int, float]:
 def disturb(attempt: Attempt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run it with faults at random steps. Returns these, and how the command ended."""
     chance, rows = attempt.chance, list[dict[str, Any]]()
-    faults: list[Callable[[Attempt], bool]] = [chance.choice(SURVIVED) for _ in range(chance.randint(2, 6))]
-    faults += [chance.choice(ENDING)] if chance.random() < 0.85 else []
+    survived, ending = (
+        [f for f in kinds if f.__name__ not in attempt.command.impossible] for kinds in (SURVIVED, ENDING)
+    )
+    faults: list[Callable[[Attempt], bool]] = [chance.choice(survived) for _ in range(chance.randint(2, 6))]
+    faults += [chance.choice(ending)] if chance.random() < 0.85 else []
     first = attempt.job.first_step
     places = sorted(chance.randint(first, min(STEPS, first + 3 * EVERY)) for _ in faults)
     attempt.command.start(attempt.job)
@@ -225,8 +237,8 @@ def disturb(attempt: Attempt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                 fault, place = faults.pop(0), places.pop(0)
                 if fault(attempt):
                     rows.append({"backend": attempt.job.recipe.backend, "fault": fault.__name__, "step": place})
-        if time.monotonic() - began > LIMIT_S:
-            return rows, {"code": None, "err": f"it did not end within {LIMIT_S} s"}
+        if time.monotonic() - began > attempt.limit_s:
+            return rows, {"code": None, "err": f"it did not end within {attempt.limit_s:.0f} s"}
     for undo in reversed(attempt.undo):
         undo()
     return rows, end
@@ -236,16 +248,24 @@ def soak(command: Command, backend: str, disk: Path, seed: int, until: float) ->
     """Yield the faults of one attempt after the other, each with the reason if it is lost."""
     chance = random.Random(seed)
     whole = job_of(backend, disk / "whole")
+    began = time.monotonic()
     command.start(whole)
-    end = command.ended(LIMIT_S)
-    assert end and end["code"] == 0, end
-    expected = losses(whole, 0)
-    assert sorted(expected) == [*range(1, STEPS + 1)]
+    end = command.ended(LIMIT_S) or {"code": None, "err": f"it did not end within {LIMIT_S} s"}
+    if end["code"] == 3:
+        yield [{"left_out": f"{backend}: {end['err'].strip()[-300:]}"}]
+        return
+    expected = losses(whole, end["code"]) if end["code"] == 0 else {}
+    if sorted(expected) != [*range(1, STEPS + 1)]:
+        yield [{"backend": backend, "fault": "none", "lost": f"without faults: {end['code']}: {end['err'][-600:]}"}]
+        return
+    limit_s = 60 + 3 * (time.monotonic() - began)
+    yield [{"left_out": name} for name in sorted(command.impossible)]
     shutil.rmtree(whole.output)
     number, resume_from = 0, None
     while time.monotonic() < until:
         number += 1
         attempt = Attempt(command, job_of(backend, disk / f"attempt-{number}", resume_from), chance)
+        attempt.limit_s = limit_s
         rows, end = disturb(attempt)
         reason = judged(attempt.job, end, expected, [row["fault"] for row in rows])
         for row in rows:
@@ -284,58 +304,88 @@ def judged(job: Job, end: dict[str, Any], expected: dict[int, float], faults: li
     return ""
 
 
-@contextmanager
-def small_disk() -> Iterator[Path]:
-    """Mount an empty disk of ``DISK_MIB``."""
-    with TemporaryDirectory(prefix="soak-") as name:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", name], check=True)
-        try:
-            yield Path(name)
-        finally:
-            subprocess.run(["umount", "-l", name], check=True)
+def small_disk(folder: Path, stack: ExitStack) -> set[str]:
+    """Mount an empty disk of ``DISK_MIB`` on ``folder``. Returns the faults that are impossible without it."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
+        return {"full_disk", "read_only"}
+    stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
+    return set()
 
 
-def record(rows: list[dict[str, Any]]) -> None:
-    """Count ``rows`` in the result."""
-    backends = sorted({row["backend"] for row in rows})
-    counts = {name: Counter(row["fault"] for row in rows if row["backend"] == name) for name in backends}
-    lost = [row for row in rows if row["lost"]]
+def work(options: argparse.Namespace, backend: str, seed: int, processors: set[int], until: float) -> None:
+    """Disturb jobs of ``backend`` on ``processors``, and append the faults to ROWS."""
+    os.sched_setaffinity(0, processors)
+    with ExitStack() as stack:
+        folder, disk = (Path(stack.enter_context(TemporaryDirectory(prefix="soak-"))) for _ in range(2))
+        impossible = small_disk(disk, stack)
+        command = Command(options.python, folder)
+        stack.callback(command.close)
+        command.impossible |= impossible
+        for rows in soak(command, backend, disk, seed, until):
+            text = "".join(json.dumps(row | {"processors": os.cpu_count()}) + "\n" for row in rows)
+            with options.rows.open("a", encoding="utf-8") as file:
+                file.write(text)
+            print(text, end="", flush=True)
+
+
+def record(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> None:
+    """Count ``rows`` in the result, beside what ``earlier`` counted."""
+    faults = [row for row in rows if "fault" in row]
+    counts = {name: Counter(numbers) for name, numbers in earlier.get("by_backend", {}).items()}
+    for row in faults:
+        counts.setdefault(row["backend"], Counter())[row["fault"]] += 1
+    lost = [f"{row['backend']}, {row['fault']}: {row['lost']}" for row in faults if row["lost"]]
+    lost = earlier.get("lost_because", []) + lost
+    attempts = len({(row["backend"], row.get("seed"), row.get("attempt")) for row in faults})
     document = {
         "generated": "by `python -m benchmarks.soak`; do not edit",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "processors": os.cpu_count(),
-        "steps": STEPS, "checkpoint_every": EVERY, "faults": len(rows), "lost": len(lost),
-        "attempts": len({(row["backend"], row.get("seed"), row.get("attempt")) for row in rows}),
-        "by_backend": counts, "lost_because": [f"{row['backend']}, {row['fault']}: {row['lost']}" for row in lost],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "processors": sorted({*earlier.get("processors", []), *(row["processors"] for row in rows)}),
+        "steps": STEPS, "checkpoint_every": EVERY, "faults": earlier.get("faults", 0) + len(faults),
+        "lost": len(lost), "attempts": earlier.get("attempts", 0) + attempts,
+        "by_backend": dict(sorted(counts.items())), "lost_because": lost,
     }  # fmt: skip
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document, indent=1))
+    print(
+        json.dumps(document, indent=1),
+        *sorted({f"left out: {row['left_out']}" for row in rows if "left_out" in row}),
+        sep="\n",
+    )
 
 
 def main() -> int:
     """Disturb jobs until the time is over, and write the result. Returns 1 if a fault is lost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path)
-    parser.add_argument("backends", nargs="+")
+    parser.add_argument("backends", nargs="*")
     parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch and the backends")
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parallel", type=int, default=1, help="jobs at once; backends take turns")
+    parser.add_argument("--merge", action="store_true", help="add to the result what it has not counted yet")
     options = parser.parse_args()
     # The disk is unmounted at the end in any case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    for number, backend in enumerate(options.backends):
-        with small_disk() as disk, TemporaryDirectory() as folder:
-            command = Command(options.python, Path(folder))
-            try:
-                until = time.monotonic() + options.seconds
-                for faults in soak(command, backend, disk, options.seed + number, until):
-                    with options.rows.open("a", encoding="utf-8") as file:
-                        file.writelines(json.dumps(row) + "\n" for row in faults)
-                    print(*faults, sep="\n", flush=True)
-            finally:
-                command.close()
+    jobs = [*enumerate(islice(cycle(options.backends), max(options.parallel, len(options.backends))), options.seed)]
+    processors = sorted(os.sched_getaffinity(0))
+    shares = [{*processors[place :: options.parallel]} or {*processors} for place in range(options.parallel)]
+    for first in range(0, len(jobs), options.parallel):
+        until = time.monotonic() + options.seconds
+        workers = [
+            Process(target=work, args=(options, backend, seed, share, until))
+            for (seed, backend), share in zip(jobs[first:], shares, strict=False)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            print("a worker failed", file=sys.stderr)
+            return 1
     rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
-    record(rows)
-    return 1 if any(row["lost"] for row in rows) else 0
+    record(rows, json.loads(RESULT.read_text(encoding="utf-8")) if options.merge else {})
+    return 1 if any(row.get("lost") for row in rows) else 0
 
 
 if __name__ == "__main__":

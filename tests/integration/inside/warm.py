@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ execute: Any = subprocess._fork_exec  # type: ignore[attr-defined]
 def warm() -> None:
     """From now on, Python that this process starts is a fork of it."""
     for name in MODULES:
-        importlib.import_module(name)
+        with suppress(ImportError):
+            importlib.import_module(name)
     os.environ["PYTHONPATH"] = ":".join(dict.fromkeys((FAULTS, *given[1:])))
     subprocess._fork_exec = start  # type: ignore[attr-defined]
 

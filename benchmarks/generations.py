@@ -26,12 +26,11 @@ from typing import Any
 import zstandard
 
 from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
-from primus.engine.kinds.kernels import kernel_files
+from primus.engine.kinds.debs import kernel_files
 from primus.engine.kinds.wheels import wheel_entries
 from primus.errors import CheckFailed, PrimusError
 from primus.gpucode.elf import AMDGPU, read_elf
-from primus.oci.contents import reference, walk
-from primus.oci.layer import write_layer
+from primus.oci.layer import reference, walk, write_layer
 from primus.oci.store import Layer, Store
 from primus.oci.tar import Entry
 from primus.plan.action import ImagePlan

@@ -22,9 +22,8 @@ from primus.plan.resolve import resolve
 from primus.plan.target import Target
 from primus.recipes import schema
 from primus.recipes.setting import WORDS
-from primus.release.diff import ROWS
+from primus.release.diff import HEAD, NONE, ROWS, escaped_rows, legend, row, section, table
 from primus.release.history import History, load_history, newest_first
-from primus.release.show import HEAD, NONE, escaped_rows, legend, row, section, table
 from primus.schema import build
 from primus.turbo.optimizations import optimizations
 from primus.versions.components import Versions

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from primus.release.show import table
+from primus.release.diff import table
 
 
 def faults(root: Path) -> str:

@@ -11,7 +11,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import holds
 from primus.recipes.setting import Choices
-from primus.release.show import section, table
+from primus.release.diff import section, table
 
 _NONE = "–"
 INTRO = """\

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from docs.site.measured import Rate, rates
 from primus.gpus.table import generation
-from primus.release.show import table
+from primus.release.diff import table
 
 
 def performance(root: Path) -> str:

@@ -10,9 +10,8 @@ from primus.cli.main import GROUPS, VERBS, parser_of
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.plan.target import Target
-from primus.release.diff import diff
+from primus.release.diff import diff, notes, table
 from primus.release.history import IMAGE, PINS, load_history, newest_first
-from primus.release.show import notes, table
 from primus.release.sides import side
 from primus.system.issues import issues
 from primus.versions.components import Pin, Versions

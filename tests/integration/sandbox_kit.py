@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from host_tools import needs
-from primus.oci.contents import unpacked
+from primus.oci.layer import unpacked
 from primus.oci.store import Blob, manifest_of
 from primus.sandbox.container import LayerRef, RootFs
 

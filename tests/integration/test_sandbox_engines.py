@@ -17,8 +17,7 @@ from docker_engine import private_dockerd
 from sandbox_kit import Entry, directory, image, needs_busybox
 
 from primus.errors import HostError, InputError
-from primus.sandbox.container import Command, Devices, Mount, RootFs
-from primus.sandbox.devices import listed
+from primus.sandbox.container import Command, Devices, Mount, RootFs, listed
 from primus.sandbox.engines import Engine, choose
 from project_kit import until
 

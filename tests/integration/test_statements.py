@@ -21,7 +21,7 @@ from primus.gates.check import judge
 from primus.gates.examined import examine_image
 from primus.oci import canonical
 from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE
-from primus.plan.image import compose
+from primus.plan.action import compose
 from primus.plan.layers import plan_images
 from primus.plan.project import Project
 from primus.plan.resolve import resolve

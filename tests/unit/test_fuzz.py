@@ -20,13 +20,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from requests.adapters import BaseAdapter
 
 from primus import files
-from primus.compat.experiment import read_experiment
+from primus.compat.translate import read_experiment
 from primus.engine.kinds.wheels import wheel_entries
 from primus.errors import PrimusError
 from primus.gpucode.bundles import bundles_in
 from primus.gpucode.elf import read_elf
-from primus.oci.contents import walk
-from primus.oci.layer import write_layer
+from primus.oci.layer import walk, write_layer
 from primus.oci.store import MANIFEST_TYPE, Blob, Store
 from primus.oci.tar import Entry
 from primus.plan.skeleton import Prefix

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from primus.compat.experiment import is_experiment, read_experiment
-from primus.compat.translate import options, recipe_of, table, translate
+from primus.compat.translate import is_experiment, options, read_experiment, recipe_of, table, translate
 from primus.errors import HostError, InputError, nearest
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
-from primus.engine.kinds import debs, files, kernels, wheels
+from primus.engine.kinds import debs, files, wheels
 from primus.engine.upkeep import remove_damage
 from primus.engine.workshop import Kind, Workshop, require_space_for
 from primus.errors import CheckFailed
@@ -19,8 +19,7 @@ from primus.gates.rules import rules_hash
 from primus.gates.rules.coherence import check_pins
 from primus.oci.layer import check_overlap, read_paths
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Store
-from primus.plan.action import Action, ImagePlan, tree_record
-from primus.plan.image import Built, compose, finished, judged_by
+from primus.plan.action import Action, Built, ImagePlan, compose, finished, judged_by, tree_record
 from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
 from primus.recipes.load import check
@@ -29,7 +28,7 @@ from primus.sandbox.processes import stop_all
 KINDS: Mapping[str, Kind] = {
     "image": Kind(files.adopt),
     "debs": Kind(debs.make, debs.prepare),
-    "kernels": Kind(kernels.make, kernels.prepare),
+    "kernels": Kind(debs.make_kernels, debs.prepare_kernels),
     "wheels": Kind(wheels.make, wheels.prepare),
     "files": Kind(files.make),
     "build": Kind(wheels.build, wheels.prepare),

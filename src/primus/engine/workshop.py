@@ -15,8 +15,7 @@ from types import MappingProxyType
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
 from primus.oci import canonical
-from primus.oci.contents import unpacked
-from primus.oci.layer import write_layer
+from primus.oci.layer import unpacked, write_layer
 from primus.oci.store import Layer, Store, manifest_of
 from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action

@@ -21,11 +21,10 @@ from primus.gates import contents
 from primus.gates.codeobjects import Code, Library, code_in, library_of
 from primus.gates.contents import Stated, Trace
 from primus.gates.rules import rules_hash
-from primus.oci.contents import reference, walk
+from primus.oci.layer import reference, walk
 from primus.oci.store import Layer
 from primus.oci.tar import Member
-from primus.plan.action import ImagePlan
-from primus.plan.image import Composed, stored
+from primus.plan.action import Composed, ImagePlan, stored
 from primus.plan.workspace import Workspace
 from primus.progress import Progress
 from primus.schema import build

@@ -1,22 +1,42 @@
-"""Entries → one compressed layer blob, in one pass: tar, SHA-256 of the tar, compression, SHA-256 of the blob."""
+"""Layers: written in one pass (tar, SHA-256 of the tar, compression, SHA-256 of the blob), read as a stream, from which
+nothing is unpacked, or adopted from an image of a registry, with unchanged bytes.
+"""
 
+import contextlib
+import gzip
 import hashlib
 import io
 import os
+import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import zstandard
 
-from primus.errors import CheckFailed, HostError
+from primus.errors import CheckFailed, HostError, InputError
+from primus.files import open_regular
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
-from primus.oci.tar import Entry, Member, in_order, write_tar
+from primus.oci.tar import Entry, Kind, Member, chunks_of, in_order, write_tar
+from primus.sandbox.container import LayerRef
 
 # Part of every key. Increase it whenever the same entries would give other bytes.
 _FORMAT = 1
 _ZSTD_LEVEL = 3
-_LARGE = 1 << 18
+_CHUNK = 1 << 18
+KINDS: Mapping[bytes, Kind] = {
+    tarfile.REGTYPE: "file",
+    tarfile.AREGTYPE: "file",
+    tarfile.LNKTYPE: "hardlink",
+    tarfile.SYMTYPE: "symlink",
+    tarfile.DIRTYPE: "dir",
+}
+_UNREADABLE = (zlib.error, gzip.BadGzipFile, EOFError, zstandard.ZstdError)
+_MOST_BYTES = 1 << 40
+_FREE = 100 << 20
+# Real archives reach about 20, such as licence texts and GPU libraries padded with zeros.
+_MOST_RATIO = 100
 
 
 def assembler() -> str:
@@ -71,7 +91,7 @@ def write_layer(
         with store.temporary() as out:
             packer = _Packer(out, advance)
             # Headers have 512 bytes: hash and compressor get few large pieces.
-            pipe = io.BufferedWriter(packer, _LARGE)
+            pipe = io.BufferedWriter(packer, _CHUNK)
             look(write_tar(ordered, pipe.write))
             pipe.flush()
             packer.finish()
@@ -148,3 +168,182 @@ def _link_at(folder: str, links: set[str]) -> str:
     while folder and folder not in links:
         folder = folder.rpartition("/")[0]
     return folder
+
+
+def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the archive's members in order. tarfile itself would keep every member, and a layer may have a million.
+
+    Raises tarfile.ReadError for a member of an impossible size.
+    """
+    while (member := archive.next()) is not None:
+        # tarfile would look for the next member for years.
+        if archive.offset - member.offset > _MOST_BYTES:
+            raise tarfile.ReadError(f"{member.name!r} is larger than {_MOST_BYTES >> 40} TiB")
+        yield member
+        archive.members.clear()  # type: ignore[attr-defined]
+
+
+def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
+    """Yield every member of the layer, in its order, in bounded memory.
+
+    Raises HostError if the blob cannot be read, is not a tar file or, after its end was read, does not match its
+    digest.
+    """
+    with _reader(layer, blob) as reader:
+        try:
+            # Use small buffers: the stream reader copies the rest of a buffer at every header.
+            with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
+                for info in members(archive):
+                    yield Member(
+                        path=info.name.removeprefix("./").strip("/"),
+                        kind=KINDS.get(info.type, "other"),
+                        size=info.size if info.isreg() else 0,
+                        link=info.linkname,
+                        chunks=chunks_of(cast("IO[bytes]", archive.extractfile(info))) if info.isreg() else (),
+                    )
+        # ValueError is for the numbers of a sparse file, RecursionError for thousands of extended headers in a row.
+        except (tarfile.TarError, ValueError, RecursionError) as error:
+            raise reader.damaged(f"no tar is in it ({error})") from None
+        reader.finish()
+
+
+def unpacked(layer: LayerRef, blob: Path) -> Iterator[bytes]:
+    """Yield the bytes of the layer's tar.
+
+    Raises HostError if the blob cannot be read or, after its end was read, does not match its digest.
+    """
+    with _reader(layer, blob) as reader:
+        while data := reader.read(_CHUNK):
+            yield data
+        reader.finish()
+
+
+@contextlib.contextmanager
+def _reader(layer: LayerRef, blob: Path) -> Iterator["_BlobReader"]:
+    try:
+        file = blob.open("rb", buffering=0)
+    except OSError as error:
+        sentence = f"blob {layer.digest} of the image cannot be read: {error.strerror} ({blob})"
+        raise HostError(sentence, hint="build the image again") from None
+    with file:
+        yield _BlobReader(layer, blob, file)
+
+
+class _BlobReader:
+    def __init__(self, layer: LayerRef, path: Path, file: IO[bytes]) -> None:
+        self._layer, self._path = layer, path
+        self._packed = _Tee(file)
+        self._plain = _Tee(_decompressed(self._packed, layer.media_type))
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._plain.read(size)
+        except _UNREADABLE as error:
+            raise self.damaged(f"it does not decompress ({error})") from None
+
+    def finish(self) -> None:
+        while self.read(_CHUNK) or self._packed.read(_CHUNK):
+            pass
+        digest, diff_id = self._packed.digest, self._plain.digest
+        if digest != self._layer.digest:
+            raise self.damaged(f"its bytes hash to {digest}")
+        if diff_id != self._layer.diff_id:
+            raise self.damaged(f"its content hashes to {diff_id}, the config says {self._layer.diff_id}")
+
+    def damaged(self, reason: str) -> HostError:
+        return HostError(
+            f"blob {self._layer.digest} is damaged: {reason} ({self._path})",
+            hint="delete that file and build the image again; nothing of it was kept",
+        )
+
+
+def require_sane(unpacked: int, packed: int) -> None:
+    """Raise ValueError if the compression ratio is implausible: a few kilobytes can unpack to more than a disk
+    holds. ``unpacked`` is the size so far or the total.
+    """
+    if unpacked > _FREE + _MOST_RATIO * packed:
+        raise ValueError(f"it is a decompression bomb: {packed:,} bytes unpack to {unpacked:,} or more")
+
+
+class _Tee:
+    def __init__(self, stream: IO[bytes], passed_on: Callable[[bytes], object] = lambda _: None) -> None:
+        self._stream, self._passed_on = stream, passed_on
+        self._hash, self.size = hashlib.sha256(), 0
+
+    def read(self, amount: int = -1) -> bytes:
+        data = self._stream.read(amount)
+        self._hash.update(data)
+        self.size += len(data)
+        self._passed_on(data)
+        return data
+
+    @property
+    def digest(self) -> str:
+        return f"sha256:{self._hash.hexdigest()}"
+
+
+def _decompressed(packed: _Tee, media_type: str) -> IO[bytes]:
+    stream = cast("Any", packed)
+    if media_type.endswith("gzip"):
+        stream = gzip.GzipFile(fileobj=stream)
+    elif not media_type.endswith("tar"):
+        stream = zstandard.ZstdDecompressor().stream_reader(stream, read_size=_CHUNK, read_across_frames=True)
+    return cast("IO[bytes]", stream)
+
+
+def adopt_layer(store: Store, path: Path, sha256: str, media_type: str = LAYER_TYPES["gzip"]) -> Layer:
+    """Add the layer at ``path``, whose bytes must match ``sha256``, to the store, unchanged.
+
+    Raises InputError if it is not a layer or has an entry that an image may not contain, CheckFailed if its bytes
+    change while they are read, HostError if the disk is full.
+    """
+    try:
+        with open_regular(path) as file, store.temporary() as out:
+            packed = _Tee(file, out.write)
+            # A few bytes can unpack to gigabytes of zeros.
+            plain = _Tee(_decompressed(packed, media_type), lambda _: require_sane(plain.size, packed.size))
+            lines = list(_lines(plain))
+            while plain.read(_CHUNK):
+                pass
+            out.flush()
+            if packed.digest != f"sha256:{sha256}":
+                raise CheckFailed(f"{path} changed while the build read it", hint="build again")
+            blob = Blob(digest=packed.digest, media_type=media_type, size=packed.size)
+            store.adopt(Path(out.name), blob)
+    # UnicodeError is a ValueError, and BadGzipFile an OSError.
+    except (tarfile.TarError, *_UNREADABLE, ValueError, RecursionError, InputError) as error:
+        raise InputError(f"layer sha256:{sha256} cannot be used: {error}", hint="choose another image") from None
+    except OSError as error:
+        raise storage_error(error, path) from None
+    return Layer(blob=blob, diff_id=plain.digest, unpacked=plain.size, paths=save_paths(store, lines))
+
+
+def _lines(plain: _Tee) -> Iterator[str]:
+    seen: set[str] = set()
+    with tarfile.open(fileobj=cast("Any", plain), mode="r|", bufsize=1 << 16) as archive:
+        for member in members(archive):
+            path = member.name.removeprefix("./").strip("/")
+            if path and path != ".":
+                entry = _entry(member, path)
+                # A folder may appear twice, but of two files with one path, it is unclear which one counts.
+                if path in seen and entry.kind != "dir":
+                    raise InputError(f"it contains /{path} twice")
+                if entry.kind == "hardlink" and entry.link not in seen:
+                    raise InputError(f"/{path} is a link to /{entry.link}, which this layer does not contain")
+                seen.add(path)
+                yield f"{entry.kind} {member.mode:o} {member.uid}:{member.gid} {path}"
+
+
+def _entry(member: tarfile.TarInfo, path: str) -> Entry:
+    kind = KINDS.get(member.type)
+    # A sparse file can claim more bytes than the layer has.
+    if kind is None or member.issparse():
+        raise InputError(f"/{path} is not a plain file, folder or link")
+    link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
+    return Entry(path=path, kind=kind, link=link)
+
+
+def reference(layer: Layer) -> LayerRef:
+    """Return the layer as the gates refer to it."""
+    blob = layer.blob
+    return LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)

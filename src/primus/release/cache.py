@@ -27,7 +27,7 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, examine_layer, save
 from primus.gates.rules import rules_hash
 from primus.oci import canonical
-from primus.oci.contents import adopt_layer
+from primus.oci.layer import adopt_layer
 from primus.oci.store import MANIFEST_TYPE, Blob, Layer
 from primus.plan.action import Action, ImagePlan
 from primus.plan.workspace import Workspace

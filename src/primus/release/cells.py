@@ -11,8 +11,7 @@ from primus.gpus.table import Generation, by_product_name
 from primus.recipes import load
 from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
 from primus.recipes.setting import Choices
-from primus.sandbox.container import Devices
-from primus.sandbox.devices import gpus
+from primus.sandbox.container import Devices, gpus
 from primus.training.checks import Verdict
 from primus.training.outcome import Outcome
 

@@ -13,17 +13,15 @@ from primus.gates.check import judge
 from primus.gates.examined import examine
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
-from primus.plan.action import ImagePlan
-from primus.plan.image import Composed
+from primus.plan.action import Composed, ImagePlan
 from primus.plan.workspace import Workspace
 from primus.progress import Progress
-from primus.release.audit import forbidden_in
 from primus.release.documents import VALIDATION, checkout, documents
-from primus.release.policy import Policy, evidence_in, objections
+from primus.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus.release.registry import Document, Repository, plain_http
 from primus.release.statement import RELEASE_TAG, Signer, attach_signed, statements, write_request
 from primus.schema import read_json
-from primus.versions.registry import skopeo
+from primus.versions.remotes import skopeo
 
 # What follows a tag in the tag by which a publisher announces that it will set it, and the seconds that others wait.
 _ANNOUNCED = ".by-"

@@ -13,7 +13,7 @@ from typing import Any
 
 from primus.engine.workshop import root_of_image
 from primus.errors import InputError, PrimusError, did_you_mean
-from primus.oci.contents import walk
+from primus.oci.layer import walk
 from primus.oci.store import Store
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
@@ -25,7 +25,7 @@ from primus.sandbox.container import LayerRef
 from primus.system.issues import STATUS, debs
 from primus.terminal import bytes_text
 from primus.versions.lock import Lock, LockedFile, loads, normalised
-from primus.versions.registry import skopeo
+from primus.versions.remotes import skopeo
 from primus.yamlfile import flat, parse, read
 
 Part = Mapping[str, str]

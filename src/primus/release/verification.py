@@ -20,11 +20,10 @@ from primus.gates.contents import Stated, stated_in, states_versions
 from primus.gates.rules.versions import versions_inside
 from primus.gpus.detect import detect
 from primus.oci import canonical
-from primus.oci.contents import walk
+from primus.oci.layer import walk
 from primus.recipes.recipe import digest_of_recipe
-from primus.release.audit import forbidden_in
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
-from primus.release.policy import Policy, evidence_in, objections
+from primus.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus.release.registry import Document, Repository
 from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, Trust, payload, statements
 from primus.sandbox.container import LayerRef

@@ -1,20 +1,31 @@
-"""The input of a container, as plain data: root file system, devices, limits and command."""
+"""The input of a container, as plain data: root file system, limits, command and devices.
+
+Devices are GPUs by number, CDI devices by name, and nodes by path.
+
+GPUs come from a Container Device Interface (CDI) specification if the machine has one, AMD's otherwise from device
+nodes. AMD's and NVIDIA's container toolkits write the specifications, and podman and Docker apply them.
+"""
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from primus.errors import InputError
+from primus import yamlfile
+from primus.errors import HostError, InputError
+from primus.files import text_if_readable
+from primus.gpus.detect import detect, properties
 
 GIB = 1 << 30
 
 # Standard input, output or error of a run: a file object with a descriptor, or None to inherit.
 Stream = IO[Any] | None
+CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
+_KINDS = {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +159,100 @@ def check_mounts(command: Command) -> None:
         if not mount.source.exists():
             message = f"{mount.source} does not exist, so it cannot be mounted at {mount.target}"
             raise InputError(message, hint="create it first")
+
+
+def gpus(number: str, *, root: Path = Path("/"), folders: Sequence[Path] = CDI_FOLDERS) -> Devices:
+    """Return the devices for the requested GPUs: ``none``, ``all``, or a number for the first ones.
+
+    Raises InputError for another word or an unreadable CDI specification, HostError if the machine has fewer GPUs.
+    """
+    if number == "none":
+        return Devices()
+    if number != "all" and not (number.isascii() and number.isdigit() and int(number) > 0):
+        raise InputError(f"--gpus {number!r} is not a number of GPUs", hint="--gpus all, --gpus none or --gpus 2")
+    count = None if number == "all" else int(number)
+    machine = detect(root)
+    kinds = [kind for vendor, kind in _KINDS.items() if machine.vendor in (vendor, "")]
+    if names := [name for kind in kinds for name in cdi_names(folders) if name.startswith(f"{kind}=")]:
+        first = [name for name in names if name.partition("=")[0] == names[0].partition("=")[0]]
+        nodes = [root / "dev/kfd", *(root / "dev/dri").glob("renderD*")] if first[0].startswith("amd") else []
+        return Devices(names=tuple(_first(first, count)), groups=_groups(filter(_is_device, nodes)))
+    if not machine.vendor:
+        sources = "no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0"
+        hint = "load the GPU's driver, or leave --gpus out"
+        raise HostError(f"no GPU was found on this machine: {sources}", hint=hint)
+    if machine.vendor == "nvidia":
+        hint = "as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+        raise HostError("no CDI specification describes the GPUs of this machine", hint=hint)
+    _check_count(count, len(machine.names))
+    return _amd(root, count)
+
+
+def listed(items: Iterable[str]) -> Devices:
+    """Return the devices of ``--device``: CDI names, device nodes, folders of nodes such as /dev/dri.
+
+    Raises InputError for anything else. The engine refuses a device that does not exist.
+    """
+    devices = Devices()
+    for item in items:
+        if not re.fullmatch(r"/dev/.+|[^/=]+/[^/=]+=[^/]+", item) or ".." in Path(item).parts:
+            hint = "--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it"
+            raise InputError(f"--device {item!r} is neither a path below /dev nor a CDI device", hint=hint)
+        nodes = filter(_is_device, [Path(item), *Path(item).glob("*")] if item.startswith("/dev/") else [])
+        devices += Devices(names=(item,), groups=_groups(nodes))
+    return devices
+
+
+def cdi_names(folders: Sequence[Path] = CDI_FOLDERS) -> list[str]:
+    """Return the names of all CDI devices of this machine, such as ``amd.com/gpu=0``.
+
+    Raises InputError, with the place, for a file that is not a specification.
+    """
+    names = []
+    for path in sorted(path for folder in folders for path in folder.glob("*") if path.suffix in (".json", ".yaml")):
+        # JSON is YAML except for tabs, which a JSON string cannot contain.
+        text = text_if_readable(path)
+        data: Any = yamlfile.parse(text.replace("\t", " ") if path.suffix == ".json" else text, str(path)).data
+        try:
+            names += [f"{data['kind']}={device['name']}" for device in data["devices"]]
+        except (KeyError, TypeError):
+            raise InputError("a CDI specification needs a kind and devices with names", where=str(path)) from None
+    return sorted(set(names))
+
+
+def _first(names: Sequence[str], count: int | None) -> Sequence[str]:
+    kind = names[0].partition("=")[0]
+    if count is None and f"{kind}=all" in names:
+        return [f"{kind}=all"]
+    numbers = sorted(int(number) for name in names if (number := name.partition("=")[2]).isdigit())
+    _check_count(count, len(numbers))
+    return [f"{kind}={number}" for number in numbers[:count]] or names
+
+
+def _check_count(count: int | None, available: int) -> None:
+    if count is not None and count > available:
+        raise HostError(f"--gpus {count}: this machine has {available} GPU{'s' if available != 1 else ''}")
+
+
+def _amd(root: Path, count: int | None) -> Devices:
+    cards = []
+    for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6)):
+        facts = properties(node / "properties")
+        if int(facts.get("simd_count", "0")) > 0:
+            render = f"renderD{facts.get('drm_render_minor', '')}"
+            beside = (root / "sys/class/drm" / render / "device/drm").glob("card*")
+            cards.append([render, *sorted(path.name for path in beside)])
+    nodes = [root / "dev/kfd", *(root / "dev/dri" / name for names in cards[:count] for name in names)]
+    present = [node for node in nodes if _is_device(node)]
+    if not present:
+        hint = "in a container: start it with the GPU's devices; else: amd-ctk cdi generate"
+        raise HostError(f"the driver shows GPUs, but {nodes[0]} is missing", hint=hint)
+    return Devices(names=tuple(f"/{node.relative_to(root)}" for node in present), groups=_groups(present))
+
+
+def _groups(nodes: Iterable[Path]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(gid for node in nodes if (gid := node.stat().st_gid)))
+
+
+def _is_device(path: Path) -> bool:
+    return path.is_char_device() or path.is_block_device()

@@ -27,8 +27,7 @@ from primus.versions.debs import download_debs
 from primus.versions.filecache import FileCache
 from primus.versions.indexes import LOGIN_HINT, Indexes, Offer
 from primus.versions.lock import LockedFile, Request, suites_of
-from primus.versions.registry import copy_image
-from primus.versions.repository import archive_commit
+from primus.versions.remotes import archive_commit, copy_image
 from primus.versions.traffic import bare_url, cause
 from primus.waits import answer_of
 

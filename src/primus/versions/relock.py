@@ -12,8 +12,7 @@ from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.debs import resolve_debs
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, Shared, drift
-from primus.versions.registry import resolve_image
-from primus.versions.repository import resolve_commit
+from primus.versions.remotes import resolve_commit, resolve_image
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
 # Only maintainer scripts call these, and those of an extra do not run, so apt is told that they are installed.

@@ -14,7 +14,7 @@ from primus.errors import HostError
 from primus.files import seal, write_sealed
 from primus.gates.rules import rules_hash
 from primus.oci.store import Store
-from primus.plan.image import finished, stored
+from primus.plan.action import finished, stored
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve

@@ -16,8 +16,7 @@ from primus.gates.contents import Stated, Trace, stated_in, stated_in_library
 from primus.gates.examined import GateReport, LayerFacts, examine_layer, observe
 from primus.gates.rules import litter, overlap
 from primus.gates.rules.versions import versions_inside
-from primus.oci.contents import walk
-from primus.oci.layer import write_layer
+from primus.oci.layer import walk, write_layer
 from primus.oci.store import Layer, Store
 from primus.oci.tar import Entry
 from primus.plan.workspace import Workspace

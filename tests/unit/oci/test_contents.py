@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from primus.errors import HostError
-from primus.oci.contents import walk
+from primus.oci.layer import walk
 from primus.sandbox.container import LayerRef
 
 
@@ -121,7 +121,7 @@ def test_a_missing_blob(tmp_path):
 def test_memory_stays_small(tmp_path, kind):
     code = (
         "import resource, sys; from pathlib import Path; from primus.sandbox.container import LayerRef; "
-        "from primus.oci.contents import walk; "
+        "from primus.oci.layer import walk; "
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "ref = LayerRef(digest=sys.argv[1], diff_id=sys.argv[2], size=1, media_type=sys.argv[4]); "
         "[None for _ in walk(ref, Path(sys.argv[3]))]; "

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.oci.contents import adopt_layer
-from primus.oci.layer import read_paths
+from primus.oci.layer import adopt_layer, read_paths
 from primus.oci.store import Store
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpu_files import bundle, compressed, elf, pages
-from primus.engine.kinds.debs import unlisted
-from primus.engine.kinds.kernels import kernel_files
+from primus.engine.kinds.debs import kernel_files, unlisted
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.codeobjects import code_in
 from primus.gpucode import FORMAT

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from primus.release.audit import audit
+from primus.release.policy import audit
 from project_kit import Kit
 
 

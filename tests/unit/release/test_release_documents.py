@@ -18,8 +18,7 @@ from primus.gates.contents import Kind, Stated
 from primus.gates.examined import LayerFacts
 from primus.oci.canonical import digest_of
 from primus.release import publish
-from primus.release.documents import bill, cyclonedx, listing, purl, statement
-from primus.release.licences import Licences, licences
+from primus.release.documents import Licences, bill, cyclonedx, licences, listing, purl, statement
 from primus.release.registry import Document, artifact, listed, plain_http
 from primus.versions.lock import Lock, LockedFile, load
 from tables import text_of

@@ -10,7 +10,7 @@ from docs import generated
 from primus.cli.main import main
 from primus.errors import InputError
 from primus.gpus.table import generation
-from primus.release import show
+from primus.release import diff as differences
 from primus.release.history import History, load_history, select
 from primus.schema import build
 from primus.yamlfile import parse
@@ -48,7 +48,7 @@ def test_the_data_is_consistent() -> None:
 
 
 def test_no_package_host_is_named() -> None:
-    text = (Path(show.__file__).parent / "history.yaml").read_text(encoding="utf-8")
+    text = (Path(differences.__file__).parent / "history.yaml").read_text(encoding="utf-8")
     assert set(re.findall(r"https?://([^/\s'\"]+)", text)) <= {"github.com"}
 
 

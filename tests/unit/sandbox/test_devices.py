@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from primus.errors import HostError, InputError
-from primus.sandbox import devices
+from primus.sandbox import container as devices
 
 NVIDIA = """
 cdiVersion: "0.5.0"

@@ -11,7 +11,7 @@ import pytest
 
 from primus.errors import HostError, InputError
 from primus.versions.lock import LockedFile
-from primus.versions.registry import resolve_image
+from primus.versions.remotes import resolve_image
 from tables import table_of
 
 OCI = "application/vnd.oci.image.layer.v1.tar"

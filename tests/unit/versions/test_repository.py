@@ -8,9 +8,9 @@ import pytest
 
 from gits import commit, git
 from primus.errors import HostError, InputError
-from primus.versions import repository
+from primus.versions import remotes as repository
 from primus.versions.lock import Commit
-from primus.versions.repository import archive_commit, resolve_commit
+from primus.versions.remotes import archive_commit, resolve_commit
 
 MODULES = '[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../part\n'
 

@@ -10,9 +10,8 @@ from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SEVERAL, cache_of, re
 from primus.cli.verb import answer, flag, verb
 from primus.gates.rules import rules_hash
 from primus.oci.store import Store
-from primus.plan.action import ImagePlan
+from primus.plan.action import Built, ImagePlan, finished
 from primus.plan.explain import changes, explain_text, outline, outline_text
-from primus.plan.image import Built, finished
 from primus.plan.layers import plan_images
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted

@@ -23,12 +23,11 @@ from primus.errors import InputError, did_you_mean
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import examine
 from primus.oci.store import Store
-from primus.plan.image import Composed
+from primus.plan.action import Composed
 from primus.plan.layers import plan_image, plan_images
 from primus.plan.workspace import Workspace
 from primus.progress import choose_progress
-from primus.release.documents import bill, checkout, cyclonedx, listing
-from primus.release.licences import licences
+from primus.release.documents import bill, checkout, cyclonedx, licences, listing
 from primus.terminal import Screen, Styled, bytes_text
 
 # Folders below this fraction of the image are left out.

@@ -17,9 +17,8 @@ from primus.plan.layers import plan_image
 from primus.plan.resolve import ResolvedTarget
 from primus.progress import choose_progress
 from primus.release import policy
-from primus.release.audit import audit as look_up, load_accepted, openvex
-from primus.release.documents import bill, checkout
-from primus.release.licences import licences
+from primus.release.documents import bill, checkout, licences
+from primus.release.policy import audit as look_up, load_accepted, openvex
 from primus.release.publish import Ready, finish, move_tag, prepare, publish as upload
 from primus.release.registry import Repository, require_repository
 from primus.release.statement import Signer, Trust, requests

@@ -9,8 +9,7 @@ from primus.errors import InputError
 from primus.files import write_file
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
-from primus.release import show
-from primus.release.diff import diff as compare
+from primus.release.diff import diff as compare, diff_page, notes, release_list, release_page
 from primus.release.history import IMAGE, PINS, Release, load_history, pin_names, pins, select
 from primus.release.mad import mad_files
 from primus.release.sides import files, side, target_of
@@ -38,10 +37,10 @@ def releases(args: argparse.Namespace) -> int:
     history, project = load_history(), _project(args)
     if args.name is not None:
         shown = _choices(args.name, project)
-        text = "\n\n".join(show.release_page(release, Screen.of()) for release in shown)
+        text = "\n\n".join(release_page(release, Screen.of()) for release in shown)
     else:
         shown = (*([_pinned(project, project.versions.release)] if project else []), *history.releases)
-        text = show.release_list(shown, Screen.of())
+        text = release_list(shown, Screen.of())
     answer(args, {"releases": [asdict(release) for release in shown]}, [text])
     return 0
 
@@ -76,7 +75,7 @@ def diff(args: argparse.Namespace) -> int:
     gpus = new.release.gpus or (target_of(args.new),)
     known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
     difference = compare(old, new, known_issues)
-    text = show.notes(difference) if args.markdown else show.diff_page(difference, Screen.of())
+    text = notes(difference) if args.markdown else diff_page(difference, Screen.of())
     answer(args, asdict(difference), [text])
     return 0
 

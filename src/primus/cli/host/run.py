@@ -12,8 +12,7 @@ from primus.engine.workshop import root_of_image
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
 from primus.sandbox import images
-from primus.sandbox.container import GIB, Command, Mount, RootFs
-from primus.sandbox.devices import gpus, listed
+from primus.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
 from primus.sandbox.engines import choose
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)

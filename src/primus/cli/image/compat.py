@@ -12,8 +12,7 @@ from primus.cli.image.train import train
 from primus.cli.image.tune import tune
 from primus.cli.verb import JSON, answer, count, flag, new_file, option, path, verb
 from primus.compat.commands import Request, requested
-from primus.compat.experiment import read_experiment, recipe_text
-from primus.compat.translate import table
+from primus.compat.translate import read_experiment, recipe_text, table
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.resolve import resolve

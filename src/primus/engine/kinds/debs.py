@@ -1,4 +1,5 @@
-"""``debs``: locked Debian packages as the base of an image, or over an image that a registry gave.
+"""``debs`` and ``kernels``: locked Debian packages as the base of an image, or over an image that a registry gave; and
+their GPU code for one architecture, from packages that contain code for many.
 
 A base is installed by mmdebstrap, without any network. It sees one repository: a folder with exactly the locked
 packages. What depends on the moment or the machine is left out of the layer.
@@ -6,6 +7,9 @@ packages. What depends on the moment or the machine is left out of the layer.
 Over an image, packages are laid straight from their archives, and no maintainer script runs. dpkg's own database
 belongs to the image below and stays as it is; each package leaves its record in ``var/lib/dpkg/status.d``, where
 scanners look for packages of images that have no dpkg.
+
+A base is the same for every GPU. What its packages have for one architecture goes into a layer of its own, so images
+for two GPUs share every byte that is not specific to one of them.
 """
 
 import contextlib
@@ -24,7 +28,8 @@ from typing import IO, cast
 
 from primus.engine.workshop import Workshop, disk_is_full, log_tail
 from primus.errors import CheckFailed, HostError
-from primus.oci.contents import KINDS, members
+from primus.gpucode.bundles import keep_only
+from primus.oci.layer import KINDS, members
 from primus.oci.store import Layer, storage_error
 from primus.oci.tar import MTIME, Entry, part
 from primus.plan.action import Action
@@ -35,6 +40,7 @@ from primus.versions.lock import LockedFile
 
 # On a merged /usr these are links; nothing may be unpacked below them.
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_NARROW = "narrow the base's pattern under `kernels`"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 
 
@@ -235,3 +241,57 @@ def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> 
             if any(patterns.match(line) for line in text.splitlines()):
                 packages.append(name[1])
     return sorted(packages)
+
+
+def prepare_kernels(actions: Sequence[Action], shop: Workshop) -> None:
+    """Raise HostError if dpkg-deb, which unpacks the packages, is missing and cannot be installed."""
+    need("dpkg-deb", "dpkg", say=shop.progress.say)
+
+
+def make_kernels(action: Action, shop: Workshop, scratch: Path) -> Layer:
+    """Write the files of the action's packages that are for its architecture."""
+    arch, patterns = str(action.spec["arch"]), cast("Mapping[str, Sequence[str]]", action.spec["kernels"])
+    entries: list[Entry] = []
+    for deb in action.files:
+        entries += kernel_files(arch, shop.file(deb), patterns[deb.name], scratch / deb.name)
+    return shop.write(action, entries)
+
+
+def kernel_files(arch: str | None, deb: Path, patterns: Sequence[str], folder: Path) -> list[Entry]:
+    """Return the package's files and symbolic links whose absolute path matches one of ``patterns``; ``folder`` keeps
+    their bytes.
+
+    A path that contains names of architectures shows which GPUs the file is for. From any other file, code for
+    architectures other than ``arch`` is removed; with None, nothing is. Raises HostError if ``deb`` is not a package,
+    CheckFailed for a path that is neither a file nor a symbolic link, and for a file without readable GPU code.
+    """
+    folder.mkdir(parents=True)
+    tar, entries = folder / "files.tar", list[Entry]()
+    with tar.open("wb") as out:
+        dpkg_deb("--fsys-tarfile", deb, deb.name, out)
+    for entry in tar_entries(tar):
+        path = entry.path
+        if entry.kind == "dir" or not any(fnmatch.fnmatchcase("/" + path, pattern) for pattern in patterns):
+            continue
+        if arch and "gfx" in path and not re.search(rf"{arch}(?![0-9a-f])", path):
+            continue
+        if entry.kind == "hardlink":
+            raise CheckFailed(f"/{path} is neither a file nor a symbolic link", hint=_NARROW)
+        pruned = arch and "gfx" not in path and entry.kind == "file"
+        entries.append(_pruned(arch, entry, folder / str(len(entries))) if arch and pruned else entry)
+    return entries
+
+
+def _pruned(arch: str, entry: Entry, whole: Path) -> Entry:
+    copy = whole.with_suffix(".pruned")
+    with whole.open("wb") as out:
+        out.writelines(entry.chunks())
+    try:
+        with whole.open("rb") as source, copy.open("wb") as out:
+            has_code = keep_only(arch, source, entry.size, out)
+    except ValueError as error:
+        raise CheckFailed(f"/{entry.path}: {error}", hint=f"{_NARROW}, so that it stays whole in the base") from None
+    if not has_code:
+        raise CheckFailed(f"/{entry.path} holds no GPU code and names no architecture", hint=_NARROW)
+    whole.unlink()
+    return replace(entry, source=copy)

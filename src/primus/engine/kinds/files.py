@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from primus.engine.workshop import Workshop
-from primus.oci.contents import adopt_layer
+from primus.oci.layer import adopt_layer
 from primus.oci.store import Layer
 from primus.oci.tar import Entry
 from primus.plan.action import Action

@@ -26,7 +26,7 @@ from typing import Any, cast
 from primus.engine.workshop import Wheel, Workshop, own_code
 from primus.errors import CheckFailed, InputError
 from primus.files import path_fault
-from primus.oci.contents import require_sane
+from primus.oci.layer import require_sane
 from primus.oci.store import Layer
 from primus.oci.tar import Entry, chunks_of, part
 from primus.plan.action import Action

@@ -223,17 +223,21 @@ def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> l
     What only a build needed is left out. Raises InputError if the data cannot be read.
     """
     packages: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    release = ""
     for name, ecosystem, version, package, purl in _packages(bill):
         packages.setdefault((ecosystem, name), []).append((version, package, purl))
+        if package == "base-files":
+            release = f"Debian:{version.partition('.')[0]}"
     findings = []
     for entry in _entries(osv):
-        for affected in entry.get("affected", ()) if "withdrawn" not in entry else ():
+        for affected in _rows(entry, release) if "withdrawn" not in entry else ():
             about = affected.get("package", {})
             ecosystem = str(about.get("ecosystem", "")).partition(":")[0]
             for version, package, purl in packages.get((ecosystem, str(about.get("name", "")).lower()), ()):
                 if (fixed := _affects(affected, ecosystem, version)) is None:
                     continue
-                aliases = (*entry.get("aliases", ()), *entry.get("upstream", ()))
+                # Debian's entries name a CVE as alias and as upstream.
+                aliases = tuple(dict.fromkeys((*entry.get("aliases", ()), *entry.get("upstream", ()))))
                 names = {entry["id"], *aliases}
                 matching = (rule for rule in accepted if rule.id in names and rule.package in ("", package))
                 findings.append(
@@ -280,6 +284,14 @@ def _entries(osv: Path) -> Iterator[dict[str, Any]]:
                 yield entry
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError("not an OSV entry", where=name) from None
+
+
+def _rows(entry: Mapping[str, Any], release: str) -> list[Mapping[str, Any]]:
+    """Return what an entry says of packages: of Debian's releases, only of ``release`` if it names that."""
+    rows = entry.get("affected", ())
+    named = {str(row.get("package", {}).get("ecosystem", "")) for row in rows}
+    others = {name for name in named if name.startswith("Debian:") and name != release} if release in named else set()
+    return [row for row in rows if row.get("package", {}).get("ecosystem") not in others]
 
 
 def _affects(affected: Mapping[str, Any], ecosystem: str, version: str) -> str | None:

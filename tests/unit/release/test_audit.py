@@ -5,10 +5,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from primus.release.policy import audit
 from project_kit import Kit
+
+OPENVEX = Path(__file__).parents[2] / "fixtures/openvex.yaml"
 
 
 def package(name: str, version: str, purl: str, **more: str) -> dict[str, Any]:
@@ -22,15 +26,24 @@ def bill(version: str, deb: str = "1.0-1") -> dict[str, Any]:
     library = package("libdemo1", "9", "pkg:deb/debian/libdemo1@9", sourceInfo=f"source package demo {deb}")
     return {
         "name": "v26.11-cpu",
-        "packages": [package("small", version, f"pkg:pypi/small@{version}"), library, tool],
+        "packages": [
+            package("small", version, f"pkg:pypi/small@{version}"), library, tool,
+            package("base-files", "12.4+deb12u15", "pkg:deb/debian/base-files@12.4%2Bdeb12u15?arch=amd64"),
+        ],
         "relationships": [relation],
-    }
+    }  # fmt: skip
 
 
 def entry(name: str, ecosystem: str = "PyPI", *, versions: tuple[str, ...] = (), **events: str) -> dict[str, Any]:
     ranges = [{"type": "ECOSYSTEM", "events": [{kind: at} if at else {} for kind, at in events.items()]}]
     affected = {"package": {"name": name, "ecosystem": ecosystem}, "ranges": ranges, "versions": list(versions)}
-    return {"id": "GHSA-1", "aliases": ["CVE-2026-1"], "summary": "It breaks", "affected": [affected]}
+    names = {"id": "GHSA-1", "aliases": ["CVE-2026-1"], "upstream": ["CVE-2026-1"]}
+    return {**names, "summary": "It breaks", "affected": [affected]}
+
+
+def releases(*entries: dict[str, Any]) -> dict[str, Any]:
+    """One entry that says what several say."""
+    return {**entries[0], "affected": [row for entry in entries for row in entry["affected"]]}
 
 
 CASES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
@@ -56,11 +69,24 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
     "mended deb": (entry("demo", "Debian:12", introduced="0", fixed="1.0-1+deb12u1"), "1", "1.0-1+deb12u2", None),
     "deb with a tilde": (entry("demo", "Debian", introduced="0", fixed="1.0-1"), "1", "1.0-1~bpo12+1", "1.0-1"),
     "deb with an epoch": (entry("demo", "Debian", introduced="0", fixed="2:0.1-1"), "1", "1.0-1", "2:0.1-1"),
+    "unfixed in another Debian": (
+        releases(
+            entry("demo", "Debian:11", introduced="0"),
+            entry("demo", "Debian:12", introduced="0", fixed="1.0-1+deb12u1"),
+            entry("demo", "Debian:13", introduced="0", fixed="1.2-1"),
+        ),
+        "1", "1.0-1+deb12u1", None,
+    ),
+    "fixed in another Debian only": (
+        releases(entry("demo", "Debian:11", introduced="0", fixed="1.0-1"), entry("demo", "Debian:12", introduced="0")),
+        "1", "1.0-2", "",
+    ),
+    "another Debian alone": (entry("demo", "Debian:11", introduced="0"), "1", "1.0-1", ""),
     "withdrawn": ({**entry("small", introduced="0"), "withdrawn": "2026-01-01"}, "1.0", "1.0-1", None),
     "odd version": (entry("small", introduced="0"), "not a version", "1.0-1", None),
     "odd fix": (entry("small", versions=("1.0",), introduced="0", fixed="not a version"), "1.0", "1.0-1", ""),
     "empty event": (entry("small", introduced=""), "1.0", "1.0-1", None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,11 +104,24 @@ def test_a_finding_fails_until_it_is_accepted_and_again_when_its_review_is_late(
     words = ("audit", "bill.json", "--osv", "all.zip")
     bad = kit.primus(*words, "--vex", "bad.json")
     assert (bad.code, "small 1.0: GHSA-1, CVE-2026-1: It breaks (2.0 mends it)" in bad.out) == (1, True)
-    (said,) = json.loads((tmp_path / "bad.json").read_text())["statements"]
+    said = statement(tmp_path / "bad.json")
     assert (said["status"], said["action_statement"]) == ("affected", "update to 2.0")
+    assert said["vulnerability"]["aliases"] == ["CVE-2026-1"]
     for day, code in (("2999-01-01", 0), ("2020-01-01", 1)):
         kit.write("accepted.yaml", f"accepted:\n  - {{id: CVE-2026-1, reason: it is never called, review: {day}}}\n")
         vex = f"vex-{code}.json"
         assert kit.primus(*words, "--accepted", "accepted.yaml", "--vex", vex).code == code
-        (said,) = json.loads((tmp_path / vex).read_text())["statements"]
+        said = statement(tmp_path / vex)
         assert (said["status"], said["products"]) == ("not_affected", [{"@id": "pkg:pypi/small@1.0"}])
+    kit.write("none.json", json.dumps(entry("large", introduced="0")))
+    none = kit.primus("audit", "bill.json", "--osv", "none.json", "--vex", "no-vex.json")
+    assert (none.code, "OpenVEX needs a statement" in none.err) == (0, True)
+    assert not (tmp_path / "no-vex.json").exists()
+
+
+def statement(path: Path) -> Any:
+    """The statement of a valid OpenVEX document with one."""
+    document = json.loads(path.read_text())
+    jsonschema.Draft202012Validator(yaml.safe_load(OPENVEX.read_text())).validate(document)
+    (only,) = document["statements"]
+    return only

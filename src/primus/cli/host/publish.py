@@ -185,7 +185,9 @@ def audit(args: argparse.Namespace) -> int:
         resolved, examined = examined_target(args)
         bom = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
     findings, today = look_up(bom, args.osv, load_accepted(args.accepted)), datetime.now(tz=UTC)
-    if args.vex:
+    if args.vex and not findings:
+        print("! no vulnerability, so no VEX is written: OpenVEX needs a statement", file=sys.stderr)
+    elif args.vex:
         vex = openvex(findings, str(bom.get("name", "image")), today.strftime("%Y-%m-%dT%H:%M:%SZ"))
         args.vex.write_text(json.dumps(vex, indent=1) + "\n", encoding="utf-8")
     unsafe = [finding for finding in findings if finding.is_open(today.date())]

@@ -17,6 +17,10 @@ from primus.errors import HostError
 from primus.files import text_if_readable
 
 _PATIENCE_S = 2.0
+# Threads that wait for the same thing print one line, and another one after a minute.
+_AGAIN_S = 60.0
+_PRINTED: dict[str, float] = {}
+_PRINTING = threading.Lock()
 _STATES = {
     "T": "stopped (kill -CONT {pid} lets it continue, kill -KILL {pid} ends it)",
     "t": "stopped by a debugger, which lets it continue",
@@ -33,9 +37,11 @@ def explained(reason: Callable[[], str], progress: Callable[[], int] = int) -> I
         last, before = "", progress()
         while not ended.wait(_PATIENCE_S):
             amount, text = progress(), reason()
-            if amount == before and text != last and not ended.is_set():
-                print(f"… {text}", file=sys.stderr, flush=True)
-                last = text
+            with _PRINTING:
+                new = text != last and time.monotonic() - _PRINTED.get(text, -_AGAIN_S) >= _AGAIN_S
+                if amount == before and new and not ended.is_set():
+                    print(f"… {text}", file=sys.stderr, flush=True)
+                    last, _PRINTED[text] = text, time.monotonic()
             before = amount
 
     threading.Thread(target=watch, daemon=True, name="wait").start()

@@ -10,10 +10,13 @@ import shutil
 import subprocess
 import tarfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import zstandard
 
 from amd_channel import registry
 from host_tools import needs
-from primus.errors import HostError
+from primus.errors import HostError, PrimusError
 from primus.oci import canonical
 from primus.oci.store import INDEX_TYPE, LAYER_TYPES, MANIFEST_TYPE, Blob, Store
 from primus.plan.layers import plan_image
@@ -32,26 +35,31 @@ from primus.progress import Progress
 from primus.release.policy import Policy
 from primus.release.publish import Ready, prepare, publish
 from primus.release.registry import Document, Repository, digest_tag
-from primus.release.statement import BUNDLE, Signer, payload
-from project_kit import Kit, Result, make_project
+from primus.release.statement import BUNDLE, Signer, Trust, payload
+from primus.release.verification import verify_image
+from project_kit import SOURCE, Kit, Result, make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo")]
 
 Answer = tuple[int, dict[str, str], bytes]
-CUT = None  # the connection ends without an answer
+# What a client gets in place of an answer, or of the registry's own one. None: the connection ends without an answer.
+Fault = Answer | None | Callable[[Answer], Answer | None]
+CUT = None
 
 
 class Proxy(ThreadingHTTPServer):
-    """Stands before the registry on ``port``. Requests that match ``what`` (method and path) get ``fault`` instead."""
+    """Stands before the registry on ``port``. Of the requests that match ``what`` (method and path), ``times`` get
+    ``fault`` instead, after the first ``skip``.
+    """
 
     daemon_threads = True
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.port = port
-        self.what, self.times = "", 0
+        self.what, self.skip, self.times = "", 0, 0
         self.seen: list[str] = []
-        self.fault: Answer | None = CUT
+        self.fault: Fault = CUT
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -64,8 +72,11 @@ class Handler(BaseHTTPRequestHandler):
         self.server.seen.append(f"{self.command} {self.path}")
         hit = self.server.times != 0 and re.search(self.server.what, f"{self.command} {self.path}") is not None
         if hit:
-            self.server.times -= 1
-        answer = self.server.fault if hit else self._asked(body)
+            self.server.skip -= 1
+            hit = self.server.skip < 0
+            self.server.times -= hit
+        fault = self.server.fault if hit else lambda answer: answer
+        answer = fault(self._asked(body)) if callable(fault) else fault
         if answer is None:
             self.close_connection = True
             self.connection.close()
@@ -74,8 +85,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        if self.command != "HEAD" or "Content-Length" not in headers:
+        if "Content-Length" not in headers:
             self.send_header("Content-Length", str(len(content)))
+        self.close_connection |= self.command != "HEAD" and "Content-Length" in headers
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
@@ -153,7 +165,7 @@ def say(status: int, content: bytes = b"", **headers: str) -> Answer:
     ],
 )
 def test_a_passing_fault_is_overcome(
-    built: tuple[Ready, Store], proxy: Proxy, what: str, times: int, fault: Answer | None
+    built: tuple[Ready, Store], proxy: Proxy, what: str, times: int, fault: Fault
 ) -> None:
     name = repository(proxy)
     proxy.what, proxy.times, proxy.fault = what, times, fault
@@ -176,7 +188,7 @@ def test_a_passing_fault_is_overcome(
     ],
 )
 def test_a_lasting_fault_is_a_sentence_and_the_next_run_heals(
-    built: tuple[Ready, Store], proxy: Proxy, what: str, fault: Answer | None, told: str
+    built: tuple[Ready, Store], proxy: Proxy, what: str, fault: Fault, told: str
 ) -> None:
     name = repository(proxy)
     proxy.what, proxy.times, proxy.fault = what, -1, fault
@@ -412,7 +424,7 @@ def test_what_is_wrong_in_a_cache_is_named_and_built_here(cached: Cached, tmp_pa
     ],
 )
 def test_a_fault_on_the_way_from_a_cache_does_not_change_the_image(
-    cached: Cached, tmp_path: Path, what: str, times: int, fault: Answer | None, downloaded: int, reason: str
+    cached: Cached, tmp_path: Path, what: str, times: int, fault: Fault, downloaded: int, reason: str
 ) -> None:
     with Proxy(cached.port) as proxy:
         threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
@@ -421,6 +433,88 @@ def test_a_fault_on_the_way_from_a_cache_does_not_change_the_image(
         assert re.search(reason, result.err), result.err
         assert_built(cached, result, tmp_path / "store", downloaded=downloaded)
         proxy.shutdown()
+
+
+# What can happen to any one request: of a publish, of `verify --image`, of a build with a cache.
+ANYWHERE: dict[str, Fault] = {
+    "cut": CUT,
+    "answer lost": lambda _: None,
+    "answer cut": lambda a: (a[0], {**a[1], "Content-Length": str(len(a[2]) + 9)}, a[2]),
+    "answer damaged": lambda a: (a[0], a[1], flip(a[2]) if len(a[2]) > 9 else a[2]),
+    "answer empty": lambda a: (a[0], a[1], b""),
+    "answer of another": lambda a: (a[0], a[1], b'{"schemaVersion": 2}'),
+    "lying digest": lambda a: (a[0], {**a[1], "Docker-Content-Digest": NOTHING}, a[2]),
+    "no headers": lambda a: (a[0], {}, a[2]),
+    "not done": say(201),
+    "login page": say(200, b"<html>Sign in</html>"),
+    "elsewhere": say(307, Location="/v2/"),
+    "nowhere": say(307),
+    "other range": say(416),
+    "too large": say(413, b"too large"),
+    "busy": say(429),
+    "busy for an hour": say(429, Retry_After="3600"),
+    "disk full": say(507, b"no space left on device"),
+    **{str(status): say(status, b'{"errors": []}') for status in (401, 403, 404, 405, 500, 502, 503)},
+}  # fmt: skip
+FAULTS = SOURCE.parent / "benchmarks/results/registry-faults.json"
+
+
+@needs("cosign")
+@pytest.mark.parametrize("way", ["publish", "verify", "cache"])
+def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt(
+    built: tuple[Ready, Store], whole: Cached, way: str, tmp_path: Path, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    ready, store = built
+    monkeypatch.setenv("COSIGN_PASSWORD", "a word")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setattr(Trust, "rejects", cache(Trust.rejects))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    trust, signer = Trust(key=str(whole.root / "ours.pub")), Signer(key=str(whole.root / "ours.key"))
+    publish(ready, store, f"127.0.0.1:{whole.port}/rocm/verified", Progress(), signer=signer)
+    with Proxy(whole.port) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
+        base = f"127.0.0.1:{proxy.server_port}/rocm"
+
+        def act(name: str) -> bool:
+            if way == "verify":
+                return verify_image(f"{base}/verified:{ready.tag}", trust).passed
+            if way == "publish":
+                return publish(ready, store, f"{base}/{name}", Progress())["digest"] == ready.image.digest
+            result = whole.build(tmp_path / name, port=proxy.server_port)
+            assert (result.code, result.digest) == (0, whole.digest), result.err
+            blobs = [path.name for path in (tmp_path / name / "blobs/sha256").iterdir()]
+            assert [fault for blob in blobs if (fault := Store(tmp_path / name).check(f"sha256:{blob}"))] == []
+            shutil.rmtree(tmp_path / name)
+            return "!" not in result.err
+
+        assert act("healthy")
+        requests, slow = len(proxy.seen), request.config.getoption("--slow")
+        counts: Counter[str] = Counter()
+        for position, kind in [*product(range(requests), ANYWHERE)][:: 5 if slow else 149]:
+            name = f"{kind.replace(' ', '-')}-{position}"
+            proxy.skip, proxy.times, proxy.fault = position, 1, ANYWHERE[kind]
+            try:
+                counts["overcome" if act(name) else "named"] += 1
+            except PrimusError as error:
+                assert error.message
+                counts["named"] += 1
+            proxy.times = 0
+            assert act(name), (position, kind)
+            if way == "publish":
+                assert_published(ready, proxy, f"{base}/{name}")
+        proxy.shutdown()
+    assert counts["overcome"]
+    if slow and request.config.getoption("--regenerate-golden"):
+        results = json.loads(FAULTS.read_text()) if FAULTS.exists() else {}
+        results[way] = {
+            "requests": requests,
+            "kinds of faults": len(ANYWHERE),
+            **counts,
+            "corrupt": 0,
+            "not resumed": 0,
+        }
+        FAULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 @needs("cosign")

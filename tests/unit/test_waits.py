@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,19 @@ def test_what_arrives_in_time_is_no_wait(monkeypatch: pytest.MonkeyPatch, capfd:
             time.sleep(0.05)
             size += 1
     assert capfd.readouterr().err == ""
+
+
+def test_threads_that_wait_for_the_same_print_one_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waits, "_PATIENCE_S", 0.02)
+
+    def wait(_: int) -> None:
+        with waits.answer_of("one signer"):
+            time.sleep(0.2)
+
+    for again, least, most in ((60.0, 1, 1), (0.1, 2, 5)):
+        monkeypatch.setattr(waits, "_AGAIN_S", again)
+        with ThreadPool(8) as pool:
+            pool.map(wait, range(16), 1)
+        assert least <= capfd.readouterr().err.count("… waiting for one signer") <= most

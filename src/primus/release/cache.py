@@ -17,7 +17,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from io import BytesIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -32,7 +31,7 @@ from primus.oci.store import MANIFEST_TYPE, Blob, Layer
 from primus.plan.action import Action, ImagePlan
 from primus.plan.workspace import Workspace
 from primus.progress import Progress
-from primus.release.registry import EMPTY, Document as Attached, Repository, artifact_of, require_repository
+from primus.release.registry import Document as Attached, Repository, artifact_of, require_repository
 from primus.release.statement import BUNDLE, Signer, Trust, payload, statement_about
 from primus.schema import build
 from primus.terminal import bytes_text, counted
@@ -173,7 +172,7 @@ class Cache:
             raise HostError(f"{path} is damaged", hint="primus build --rehash makes it again")
         with path.open("rb") as data:
             self.there.upload(blob.digest, data)
-        self.there.upload(canonical.digest_of(EMPTY), BytesIO(EMPTY))
+        self.there.upload_config()
         manifest = artifact_of(RESULT, blob.descriptor)
         subject = Blob.of(manifest, MANIFEST_TYPE)
         facts = examine_layer(workspace, action.name, value, Progress()) if isinstance(value, Layer) else LayerFacts()

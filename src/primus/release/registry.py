@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import IO, Any, Self
 from urllib.parse import urljoin
 
@@ -134,6 +134,7 @@ class Repository:
         scheme = "http" if plain_http(name) else "https"
         self._server = f"{scheme}://{'registry-1.docker.io' if self._host == 'docker.io' else self._host}/"
         self._authorization = ""
+        self._config, self._config_sent = Lock(), False
         self._session = requests.Session()
         self._session.hooks["response"].append(_read)
         retry = _Patience(
@@ -258,8 +259,8 @@ class Repository:
     def _add(self, absent: Sequence[tuple[Document, bytes]], about: str) -> None:
         unlisted = []
         for document, manifest in absent:
-            for data in (EMPTY, document.data):
-                self.upload(canonical.digest_of(data), io.BytesIO(data))
+            self.upload_config()
+            self.upload(canonical.digest_of(document.data), io.BytesIO(document.data))
             if "OCI-Subject" not in self._put(canonical.digest_of(manifest), manifest, MANIFEST_TYPE).headers:
                 unlisted.append(manifest)
         if unlisted:
@@ -297,6 +298,13 @@ class Repository:
         if not self.has_blob(digest):
             size, headers = data.seek(0, os.SEEK_END), {"Content-Type": "application/octet-stream"}
             self.request("PUT", self._upload(), size, params={"digest": digest}, data=data, headers=headers)
+
+    def upload_config(self) -> None:
+        """Send :data:`EMPTY`, once: distribution 2 may deny that it has a blob while the same one is sent again."""
+        with self._config:
+            if not self._config_sent:
+                self.upload(canonical.digest_of(EMPTY), io.BytesIO(EMPTY))
+                self._config_sent = True
 
     def _upload(self) -> str:
         """Begin an upload, and return its URL."""

@@ -106,9 +106,8 @@ class Signer(NamedTuple):
             words = ["attest-blob", "--yes", "--statement", str(content), "--bundle", str(bundle)]
             key = ["--key", self.key, "--use-signing-config=false", "--tlog-upload=false"] if self.key else []
             if problem := cosign(*words, *key):
-                raise HostError(
-                    f"cosign failed: {problem}", hint=_COSIGN if "unknown flag" in problem else "check the key"
-                )
+                hint = _COSIGN if "unknown flag" in problem else "check the key, and COSIGN_PASSWORD, its password"
+                raise HostError(f"cosign failed: {problem}", hint=hint)
             return bundle.read_bytes()
 
 

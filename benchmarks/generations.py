@@ -35,10 +35,9 @@ from primus.oci.store import Layer, Store
 from primus.oci.tar import Entry
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
-from primus.plan.project import Project
+from primus.plan.project import Project, Workspace
 from primus.plan.resolve import resolve
 from primus.plan.skeleton import Prefix
-from primus.plan.workspace import Workspace
 
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 ROOT = Path(__file__).parents[1]

@@ -17,9 +17,8 @@ from primus.files import read_sealed
 from primus.oci.store import Layer, Store
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
-from primus.plan.project import Project
+from primus.plan.project import Project, Workspace
 from primus.plan.resolve import ResolvedTarget, resolve
-from primus.plan.workspace import Workspace
 from primus.versions.lock import LockedFile
 
 _BASE = "primus-base"

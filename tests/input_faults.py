@@ -28,10 +28,9 @@ from primus.engine.workshop import Workshop
 from primus.errors import PrimusError
 from primus.oci.layer import assembler
 from primus.plan.action import Action, Input
-from primus.plan.project import Project
+from primus.plan.project import Project, Workspace
 from primus.plan.resolve import resolve
 from primus.plan.skeleton import BYTECODE as SCRIPT
-from primus.plan.workspace import Workspace
 from primus.progress import Progress
 from primus.versions.lock import Lock, LockedFile, dumps
 from project_kit import Kit, make_project

@@ -10,11 +10,12 @@ import pytest
 from docker_engine import private_dockerd
 from sandbox_kit import Entry, image, needs_busybox, sha
 
+from primus import programs as processes
 from primus.cli.main import main
 from primus.engine.workshop import log_tail, run_isolated
 from primus.errors import HostError
 from primus.oci.store import MANIFEST_TYPE
-from primus.sandbox import engines, processes
+from primus.sandbox import engines
 from primus.sandbox.container import Command, RootFs
 from primus.sandbox.engines import choose
 from primus.sandbox.images import docker, load

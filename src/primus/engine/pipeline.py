@@ -20,10 +20,10 @@ from primus.gates.rules.coherence import check_pins
 from primus.oci.layer import check_overlap, read_paths
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Store
 from primus.plan.action import Action, Built, ImagePlan, compose, finished, judged_by, tree_record
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
+from primus.programs import stop_all
 from primus.progress import choose_progress
 from primus.recipes.load import check
-from primus.sandbox.processes import stop_all
 
 KINDS: Mapping[str, Kind] = {
     "image": Kind(files.adopt),

@@ -13,7 +13,7 @@ from primus.engine.workshop import wheel_of
 from primus.errors import HostError
 from primus.files import remove_path
 from primus.oci.store import Store
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.sandbox.container import layer_folder
 from primus.sandbox.engines import remove_tree
 

@@ -19,7 +19,7 @@ from primus.oci.layer import unpacked, write_layer
 from primus.oci.store import Layer, Store, manifest_of
 from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.sandbox.container import GIB, Command, LayerRef, Mount, RootFs
 from primus.sandbox.engines import Engine, choose

@@ -18,14 +18,13 @@ from typing import IO, Literal, NamedTuple
 from primus.errors import InputError
 from primus.files import read_sealed, write_sealed
 from primus.gates import contents
-from primus.gates.codeobjects import Code, Library, code_in, library_of
-from primus.gates.contents import Stated, Trace
+from primus.gates.contents import Code, Library, Stated, Trace, code_in, library_of
 from primus.gates.rules import rules_hash
 from primus.oci.layer import reference, walk
 from primus.oci.store import Layer
 from primus.oci.tar import Member
 from primus.plan.action import Composed, ImagePlan, stored
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.schema import build
 from primus.yamlfile import Document

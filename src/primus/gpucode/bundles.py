@@ -14,8 +14,7 @@ from typing import IO, Any, NamedTuple
 
 import zstandard
 
-from primus.gpucode.archs import in_entry_id, runs_on
-from primus.gpucode.elf import read_elf
+from primus.gpucode.elf import in_entry_id, read_elf, runs_on
 
 PLAIN = b"__CLANG_OFFLOAD_BUNDLE__"
 COMPRESSED = b"CCOB"

@@ -16,9 +16,9 @@ from primus.oci.canonical import key_of
 from primus.oci.layer import assembler
 from primus.plan import skeleton
 from primus.plan.action import Action, ImagePlan, Input
+from primus.plan.project import StatIndex
 from primus.plan.resolve import ResolvedTarget, with_lock
 from primus.plan.target import build_root, extra_root
-from primus.plan.workspace import StatIndex
 from primus.versions.components import Base, Build, Pin
 from primus.versions.lock import Lock, LockedFile, normalised, upstream
 

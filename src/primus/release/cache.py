@@ -29,7 +29,7 @@ from primus.oci import canonical
 from primus.oci.layer import adopt_layer
 from primus.oci.store import MANIFEST_TYPE, Blob, Layer
 from primus.plan.action import Action, ImagePlan
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.release.registry import Document as Attached, Repository, artifact_of, require_repository
 from primus.release.statement import BUNDLE, Signer, Trust, payload, statement_about

@@ -14,7 +14,7 @@ from primus.gates.examined import examine
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
 from primus.plan.action import Composed, ImagePlan
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.release.documents import VALIDATION, checkout, documents
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections

@@ -21,8 +21,9 @@ from primus.gates.check import Outcome as Checked, judge
 from primus.gates.examined import GateReport, examine
 from primus.oci.canonical import digest_of
 from primus.plan.action import ImagePlan
+from primus.plan.project import Workspace
 from primus.plan.resolve import ResolvedTarget
-from primus.plan.workspace import Workspace
+from primus.programs import stop_all
 from primus.progress import choose_progress
 from primus.recipes.recipe import Recipe
 from primus.release import golden
@@ -30,7 +31,6 @@ from primus.release.cells import NO_GPU, Cell, Hardware, ran_on
 from primus.report.html import page
 from primus.sandbox.container import Command, Devices, Mount, RootFs
 from primus.sandbox.engines import Engine, choose
-from primus.sandbox.processes import stop_all
 from primus.schema import read_json
 from primus.terminal import PLAIN
 from primus.training import outcome, proof, suite

@@ -29,9 +29,9 @@ from typing import Any
 from primus import programs
 from primus.errors import HostError, InputError
 from primus.files import write_file
+from primus.programs import finally_run, received_signals, stop_all, tracked
 from primus.sandbox import images
 from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, layer_folder, with_settings
-from primus.sandbox.processes import finally_run, received_signals, stop_all, tracked
 from primus.terminal import counted
 from primus.waits import answer_of, lock
 

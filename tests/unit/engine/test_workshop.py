@@ -9,7 +9,7 @@ from primus.engine.workshop import Wheel, Workshop, wheel_of
 from primus.errors import HostError
 from primus.oci.store import Store
 from primus.plan.action import Action
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 
 WHEEL = {"file": "a-1-py3-none-any.whl", "sha256": "1" * 64, "size": 1}
 

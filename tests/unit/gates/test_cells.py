@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from primus.cli.host.validate import _cells
+from primus.cli.host.run import _cells
 from primus.errors import InputError
 from primus.gates.check import Outcome
 from primus.gates.examined import Finding, GateReport

@@ -11,10 +11,10 @@ from hypothesis import given, strategies as st
 
 from gpu_files import bundle, code_object, compressed, elf, image_with, kernel_pack, pack_host, pages
 from primus.gates import rules
-from primus.gates.codeobjects import Code, code_in, library_of
+from primus.gates.contents import Code, code_in, library_of
 from primus.gates.examined import GateReport, LayerFacts
 from primus.gates.rules import coverage, pruning
-from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
+from primus.gpucode.elf import in_entry_id, in_path, of_flags, runs_on
 from tables import table_of
 
 SOURCE = Path(rules.__file__).parents[2]

@@ -19,7 +19,7 @@ from primus.gates.rules.versions import versions_inside
 from primus.oci.layer import walk, write_layer
 from primus.oci.store import Layer, Store
 from primus.oci.tar import Entry
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.sandbox.container import LayerRef
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 
 from gpu_files import elf, image_with
-from primus.gates.codeobjects import Library, library_of
+from primus.gates.contents import Library, library_of
 from primus.gates.examined import Finding, LayerFacts
 from primus.gates.rules.loadable import judge, toolkit_of
 from tables import table_of

@@ -12,10 +12,9 @@ import zstandard
 from hypothesis import given, strategies as st
 
 from gpu_files import HOST, bundle, code_object, compressed, elf, entry, pages
-from primus.gates.codeobjects import code_in
-from primus.gpucode.archs import runs_on
+from primus.gates.contents import code_in
 from primus.gpucode.bundles import bundles_in, keep_only
-from primus.gpucode.elf import read_elf
+from primus.gpucode.elf import read_elf, runs_on
 
 GFX942, GFX950 = 0x4C, 0x4F
 FORMS = ["plain", "zstd 2", "zstd 3", "zlib 2", "zlib 3"]

@@ -7,7 +7,7 @@ import pytest
 from docs.site.models import gpu_page
 
 from primus.errors import InputError
-from primus.gpucode.archs import MACH
+from primus.gpucode.elf import MACH
 from primus.gpus import detect, table
 from primus.gpus.table import Arch, Generation, Peak, Statement, Table, Variable, plain_name
 from primus.schema import build

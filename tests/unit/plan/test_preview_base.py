@@ -14,7 +14,7 @@ import pytest
 from gpu_files import bundle, compressed, elf, pages
 from primus.engine.kinds.debs import kernel_files, unlisted
 from primus.errors import CheckFailed, HostError, InputError
-from primus.gates.codeobjects import code_in
+from primus.gates.contents import code_in
 from primus.gpucode import FORMAT
 from primus.oci.tar import Entry
 from primus.plan.project import Project

@@ -9,7 +9,7 @@ import pytest
 
 import gits
 from primus.oci.store import Store
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.release.triage import Hypothesis, Search, Verdict, bound, hypotheses
 from project_kit import Kit, make_project
 

@@ -13,7 +13,7 @@ from primus.oci.store import Store
 from primus.plan.action import Built, ImagePlan, finished
 from primus.plan.explain import changes, explain_text, outline, outline_text
 from primus.plan.layers import plan_images
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
 
 

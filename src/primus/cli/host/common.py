@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from primus.cli.verb import JSON, flag, folder, group, matching, option, path
 from primus.errors import InputError
-from primus.plan.project import Project
+from primus.plan.project import Project, Workspace
 from primus.plan.resolve import ResolvedTarget, resolve
-from primus.plan.workspace import Workspace
 
 if TYPE_CHECKING:
     from primus.release.cache import Cache

@@ -25,7 +25,7 @@ from primus.gates.examined import examine
 from primus.oci.store import Store
 from primus.plan.action import Composed
 from primus.plan.layers import plan_image, plan_images
-from primus.plan.workspace import Workspace
+from primus.plan.project import Workspace
 from primus.progress import choose_progress
 from primus.release.documents import bill, checkout, cyclonedx, licences, listing
 from primus.terminal import Screen, Styled, bytes_text

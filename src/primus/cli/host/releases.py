@@ -1,20 +1,42 @@
-"""Verbs about releases: published ones, and what changed between them."""
+"""Verbs about releases: published ones, what changed between them, and which change made one bad."""
 
 import argparse
-from dataclasses import asdict, replace
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 from primus.cli.host.common import PROJECT, SOURCE, STORE, open_project
-from primus.cli.verb import JSON, answer, flag, folder, matching, option, verb
-from primus.errors import InputError
+from primus.cli.verb import JSON, answer, flag, folder, matching, option, rest, several, verb
+from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
+from primus.gates.rules.coherence import rocm_version
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
+from primus.release.bump import trial
 from primus.release.diff import diff as compare, diff_page, notes, release_list, release_page
+from primus.release.documents import git
 from primus.release.history import IMAGE, PINS, Release, load_history, pin_names, pins, select
 from primus.release.mad import mad_files
-from primus.release.sides import files, side, target_of
+from primus.release.sides import commit_of, extract, files, side, target_of
+from primus.release.triage import Hypothesis, Point, Search, bound
 from primus.system.issues import issues
-from primus.terminal import Screen
+from primus.terminal import Screen, counted
+from primus.versions.components import Pin, Versions
+from primus.versions.lock import Lock, dumps, loads, normalised
+
+# A name that no release has: images of points must not replace those of releases in the store.
+_RELEASE = "v00.0"
+# As `git bisect run`: 125 cannot be judged, and more than 127 ends the search.
+_SKIP, _MOST = 125, 127
+# Fewer answers that fit the verdict by chance say that no hypothesis explains them.
+_UNLIKELY = 0.001
 
 
 @matching
@@ -138,3 +160,209 @@ def _choices(word: str, project: Project | None) -> tuple[Release, ...]:
         if project is None or bare not in names:
             raise
         return (_pinned(project, bare),)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A checkout of the bad release in ``folder``, in which ``changes`` (names that move together) can be undone."""
+
+    folder: Path
+    changes: tuple[tuple[str, ...], ...]
+    good: Mapping[str, Any]
+    bad: Mapping[str, Any]
+    locks: Mapping[str, tuple[Lock, Lock]]
+    targets: tuple[str, ...]
+
+    def write(self, point: Point) -> None:
+        """Write versions.yaml and the locks of a point."""
+        moved = {name for change in point for name in self.changes[change]}
+        undone = {name for names in self.changes for name in names} - moved
+        components = {
+            name: self.good["components"].get(name) if name in undone else self.bad["components"].get(name)
+            for name in {**self.good["components"], **self.bad["components"]}
+            if name in undone or name in self.bad["components"]
+        }
+        data = {**self.bad, "release": _RELEASE, "components": {n: c for n, c in components.items() if c is not None}}
+        write_file(self.folder / "versions.yaml", json.dumps(data, indent=1))
+        for name, (good, bad) in self.locks.items():
+            files = [f for f in bad.files if f.name not in undone] + [f for f in good.files if f.name in undone]
+            write_file(self.folder / name, dumps(replace(bad, files=tuple(files))))
+
+    def run(self, name: str) -> int:
+        """Run a verb for the targets, by the code of the checkout if it has its own. Returns the exit code."""
+        words = [sys.executable, "-m", "primus.cli.main", name, *self.targets]
+        env = {**os.environ, "PYTHONPATH": f"{self.folder / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        return subprocess.run(words, cwd=self.folder, env=env, stdout=sys.stderr, check=False).returncode
+
+    def judge(self, point: Point, oracle: Sequence[str]) -> bool | None:
+        """Resolve and build a point, and ask the oracle whether it is bad. None: it cannot be judged."""
+        self.write(point)
+        for name in ("build",) if self.locks else ("lock", "build"):
+            code = self.run(name)
+            if code in (1, InputError.exit_code):
+                return None
+            if code:
+                raise HostError(f"`primus {name}` ended with {code}", hint="repair it, and run triage again to go on")
+        try:
+            code = subprocess.run(oracle, cwd=self.folder, stdout=sys.stderr, check=False).returncode
+        except OSError as error:
+            raise InputError(f"the oracle {oracle[0]} cannot be run: {error.strerror}") from None
+        if code < 0 or code > _MOST:
+            raise HostError(f"the oracle ended with {code}", hint="run triage again to go on")
+        return None if code == _SKIP else code != 0
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share < 0.4:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 0.4, not {text}")
+    return share
+
+
+@verb(
+    option("good", metavar="GOOD", help="a git revision or release"),
+    option("bad", metavar="BAD", help="a later one"),
+    rest("oracle", "primus triage GOOD BAD [options] -- ORACLE ..."),
+    several("--target", "target to lock and build (default: that of GOOD or BAD, else all)", "NAME"),
+    flag("--locks", "search among the packages of the locks instead of the pins"),
+    option("--wrong", type=_share, default=0.1, metavar="P", help="assumed share of wrong answers (default: 0.1)"),
+    flag("--dry-run", "list the changes and the expected number of answers, and ask nothing"),
+    PROJECT,
+    JSON,
+    example="primus triage v26.11-cpu v26.12-cpu -- primus validate cpu --suite quick",
+)
+def triage(args: argparse.Namespace) -> int:
+    """Find which moved pins make BAD worse than GOOD: one, or two that suffice alone or act together.
+
+    A point is BAD with some of its pins as in GOOD. Each is locked and built, and ORACLE judges it in a checkout: 0 is
+    good, 125 cannot be judged, others to 127 are bad. Wrong answers are outvoted. Answers are kept in .primus/triage,
+    so the same command goes on after an interruption. Exit code 1: no pin is found.
+    """
+    if not args.oracle and not args.dry_run:
+        raise InputError("the oracle is missing", hint="primus triage GOOD BAD -- COMMAND ...")
+    project = Project.find(args.project)
+    good, bad = (_commit(project.root, word) for word in (args.good, args.bad))
+    targets = args.target or list(filter(None, [target_of(args.good) or target_of(args.bad)]))
+    question = [good, bad, targets, args.locks, args.wrong, args.oracle]
+    folder = project.workspace.folder / "triage" / sha256(json.dumps(question).encode()).hexdigest()[:12]
+    shutil.rmtree(folder / "tree", ignore_errors=True)
+    (folder / "tree").mkdir(parents=True)
+    extract(project.root, bad, folder / "tree")
+    (folder / "tree/.primus").symlink_to(project.workspace.folder.absolute())
+    world = _trial(project.root, folder / "tree", good, tuple(targets), locks=args.locks)
+    names = [" + ".join(names) for names in world.changes]
+    if not names:
+        what = "package of the locks" if args.locks else "pin; --locks compares the packages of the locks"
+        raise InputError(f"{args.good} and {args.bad} do not differ in a {what}")
+    search = Search(len(names), wrong=args.wrong)
+    state = folder / "answers.json"
+    answers: list[dict[str, Any]] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else []
+    for row in answers:
+        search.tell(frozenset(map(names.index, row["changes"])), row["bad"])
+    least = bound(len(names), args.wrong)
+    if args.dry_run:
+        lines = [*(f"  {name}" for name in names), f"{counted(len(names), 'change')}; at least {least:.0f} answers"]
+        answer(args, {"changes": names, "bound": least, "answers": answers}, lines)
+        return 0
+    if args.locks and world.run("plan"):
+        raise CheckFailed(f"{args.bad} itself cannot be planned", hint="the reason is above")
+    while (point := search.next()) is not None:
+        verdict = world.judge(point, args.oracle)
+        search.tell(point, verdict)
+        answers.append({"changes": [names[change] for change in sorted(point)], "bad": verdict})
+        write_file(state, json.dumps(answers, indent=1))
+        word = {None: "cannot be judged", True: "bad", False: "good"}[verdict]
+        print(f"answer {len(answers)} (bound {least:.0f}): {len(point)} of {len(names)} moved: {word}", file=sys.stderr)
+    if all(row["bad"] is None for row in answers):
+        raise CheckFailed(
+            "no point can be judged: none can be locked and built, or ORACLE judges none", hint="the reasons are above"
+        )
+    return _report(args, search, names, answers, least)
+
+
+def _report(args: argparse.Namespace, search: Search, names: list[str], answers: list[Any], least: float) -> int:
+    verdict = search.verdict()
+
+    def spelt(hypothesis: Hypothesis) -> str:
+        if not hypothesis.changes:
+            return f"no pin: {'also without' if hypothesis.together else 'even with'} all changes it is " + (
+                "bad" if hypothesis.together else "good"
+            )
+        return (" together with " if hypothesis.together else " or ").join(names[c] for c in hypothesis.changes)
+
+    sure = verdict.probability >= 1 - search.doubt and verdict.fit >= _UNLIKELY
+    lines = [f"{spelt(verdict.hypothesis)} ({verdict.probability:.1%} after {counted(len(answers), 'answer')})"]
+    lines += [f"  or: {spelt(rival)}" for rival in verdict.rivals[:9]]
+    if verdict.fit < _UNLIKELY:
+        lines.append(
+            "the answers contradict this too often: more than two culprits, or a judge that is wrong more often"
+        )
+    document = {
+        "culprits": [names[change] for change in verdict.hypothesis.changes],
+        "together": verdict.hypothesis.together,
+        "probability": verdict.probability,
+        "sure": sure,
+        "rivals": [spelt(rival) for rival in verdict.rivals],
+        "changes": names,
+        "bound": least,
+        "answers": answers,
+    }
+    answer(args, document, lines)
+    return 0 if sure and verdict.hypothesis.changes else 1
+
+
+def _commit(root: Path, word: str) -> str:
+    if not (commit := commit_of(root, word)):
+        raise InputError(f"no git revision or release is called {word!r}", hint="git log lists the revisions")
+    return commit
+
+
+def _trial(root: Path, tree: Path, commit: str, targets: tuple[str, ...], *, locks: bool) -> _Trial:
+    bad = Project(tree)
+    targets = targets or tuple(bad.target_names())
+    before = git(root, "show", f"{commit}:./versions.yaml").decode()
+    with trial(tree, before) as old:
+        good, changes = old.versions_document.data, _trains(old.versions, bad.versions, targets)
+    pairs: dict[str, tuple[Lock, Lock]] = {}
+    if locks:
+        for path in sorted((tree / "images/locks").glob("*/*.json")):
+            name = path.relative_to(tree).as_posix()
+            if path.stem in targets and (text := git(root, "show", f"{commit}:./{name}")):
+                pairs[name] = (loads(text, name), loads(path.read_bytes(), name))
+        moved = {file.name for one, other in pairs.values() for file in {*one.files} ^ {*other.files}}
+        if changes:
+            raise InputError("--locks needs the same pins on both sides", hint="leave it out")
+        changes = tuple((name,) for name in sorted(moved))
+    return _Trial(tree, changes, good, bad.versions_document.data, pairs, targets)
+
+
+def _trains(old: Versions, new: Versions, targets: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the components that differ for one of the targets. Those that move together are one change."""
+    trains: dict[object, list[str]] = {}
+    for name in {**old.components, **new.components}:
+        sides = [_pins(name, versions, targets) for versions in (old, new)]
+        if sides[0] != sides[1]:
+            container = next((pin.inside for side in sides for pin in side if pin.inside in new.components), None)
+            if container:
+                sides = [_pins(container, versions, targets) for versions in (old, new)]
+            held = any(versions.components[name].held for versions in (old, new) if name in versions.components)
+            trains.setdefault(_train(sides, held=held) or container or name, []).append(name)
+    return tuple(tuple(names) for names in trains.values())
+
+
+def _pins(name: str, versions: Versions, targets: Sequence[str]) -> list[Pin]:
+    pins = versions.components[name].pins if name in versions.components else ()
+    return [pin for pin in pins if not pin.targets or {*pin.targets} & {*targets}]
+
+
+def _train(sides: Sequence[Sequence[Pin]], *, held: bool) -> object:
+    """Return what is equal for pins that move together: their ROCm on both sides, or the version if they are held."""
+    rocms, numbers = (
+        [{str(number(pin)) for pin in pins} - {"None"} for pins in sides] for number in (_rocm, lambda pin: pin.version)
+    )
+    moved = next((pair for pair, counts in ((rocms, True), (numbers, held)) if counts and pair[0] != pair[1]), None)
+    return tuple(map(tuple, map(sorted, moved))) if moved else None
+
+
+def _rocm(pin: Pin) -> object:
+    return rocm_version(normalised(pin.wheel or pin.sdist or ""), pin.version or "")

@@ -34,8 +34,7 @@ from primus.oci.store import Layer, storage_error
 from primus.oci.tar import MTIME, Entry, part
 from primus.plan.action import Action
 from primus.plan.skeleton import VARIANT, trim
-from primus.programs import lacks_ids, need
-from primus.sandbox.processes import tracked
+from primus.programs import lacks_ids, need, tracked
 from primus.versions.lock import LockedFile
 
 # On a merged /usr these are links; nothing may be unpacked below them.

@@ -7,9 +7,9 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from primus.gates.codeobjects import Code
+from primus.gates.contents import Code
 from primus.gates.examined import Examined, Finding, GateReport
-from primus.gpucode.archs import in_path, runs_on
+from primus.gpucode.elf import in_path, runs_on
 
 # Such a folder counts as one library: each file is for one architecture, or for all.
 _PARTS = ("code object", "bundle", "kernel file")

@@ -7,8 +7,7 @@ the others only make every download longer.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from primus.gates.codeobjects import Library, owner_of
-from primus.gates.contents import patterns
+from primus.gates.contents import Library, owner_of, patterns
 from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.terminal import bytes_text
 

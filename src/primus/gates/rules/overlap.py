@@ -4,7 +4,7 @@ The library that a process loads first serves all callers of its name, and the o
 image crashed because two components shipped a ``libmha_bwd.so`` of their own.
 """
 
-from primus.gates.codeobjects import owner_of
+from primus.gates.contents import owner_of
 from primus.gates.examined import Examined, Finding, GateReport
 
 

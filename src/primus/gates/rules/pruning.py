@@ -1,8 +1,8 @@
 """The image holds no GPU code for other architectures."""
 
-from primus.gates.codeobjects import Code, is_kernel_file
+from primus.gates.contents import Code, is_kernel_file
 from primus.gates.examined import Examined, Finding, GateReport
-from primus.gpucode.archs import in_path, runs_on
+from primus.gpucode.elf import in_path, runs_on
 from primus.terminal import bytes_text
 
 _FORMS = ("code object", "bundle", "kernel pack")

@@ -92,7 +92,8 @@ def own_command(package: str) -> Inline:
     """
     root, site = PurePosixPath(package).parents[3], PurePosixPath(package).parent
     info = f"primus_images-{__version__}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: primus-images\nVersion: {__version__}\nRequires-Dist: PyYAML>=6.0\n"
+    metadata = f"Metadata-Version: 2.1\nName: primus-images\nVersion: {__version__}\n"
+    metadata += "".join(f"Requires-Dist: {name}\n" for name in ("Jinja2>=3.1", "PyYAML>=6.0"))
     script = f"#!/{root}/bin/python3\nimport sys\n\nfrom primus.cli.main import main\n\nsys.exit(main())\n"
     profile = (_SHELL / "profile.sh").read_text(encoding="utf-8")
     profile = profile.replace("@BIN@", f"{root}/bin").replace("@COMMANDS@", _COMMANDS)

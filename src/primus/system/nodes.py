@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any, cast
 
@@ -321,13 +320,6 @@ def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[
 def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
     """Return one self-contained HTML page: each problem with its remedy, and all checks and figures by nodes."""
     problems = [*((node.name, finding) for node in nodes for finding in node.problems), *between]
-    ready = "all nodes are ready" if len(nodes) > 1 else "the node is ready"
-    verdict = f"✗ {len(problems)} problems" if problems else f"✓ {ready}"
-    items = (
-        f"{name}: {finding.check}: {finding.message}" + (f" → {finding.remedy}" if finding.remedy else "")
-        for name, finding in problems
-    )
-    listed = "".join(f"<li>{escape(item)}</li>" for item in items)
     cells = {
         (node.name, finding.check): {
             "passed": finding.level == "ok", "skipped": finding.level == "skipped", "measured": finding.message,
@@ -335,9 +327,4 @@ def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
         }
         for node in nodes for finding in node.findings
     }  # fmt: skip
-    return html.document(
-        "Preflight",
-        f"<h1>Preflight of {len(nodes)} node{'s' * (len(nodes) != 1)}</h1>"
-        f'<div class="outcome {"fail" if problems else "pass"}"><strong>{verdict}.</strong><ul>{listed}</ul></div>'
-        f"{html.grid(cells, 'Check')}",
-    )
+    return html.rendered("nodes.html", title="Preflight", nodes=nodes, problems=problems, cells=cells)

@@ -3,14 +3,14 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from browser import CHROMIUM, Browser
-from primus.report.html import Line, chart, charts, document, verdict_table
+from primus.report.html import chart, page as page_of
 
 ROOT = Path(__file__).parents[3]
 STEPS = range(1, 101)
@@ -21,9 +21,13 @@ def data_of(html: str) -> dict[str, object]:
     return dict(json.loads(text))
 
 
+def steps(points: Iterable[tuple[float, float | None]]) -> list[dict[str, float | None]]:
+    return [{"step": x, "loss": y} for x, y in points]
+
+
 def test_missing_values_are_null_and_no_label_ends_the_script() -> None:
     points = [(1, 1.0), (2, None), (3, math.nan), (4, 2.0)]
-    html = chart("<b>", "x", "y", [Line(label="</script><b>", colour=0, points=points)])
+    html = chart("<b>", "y", {"</script><b>": steps(points)}, "loss")
     assert "<b>" not in html
     (line,) = data_of(html)["lines"]  # type: ignore[misc]
     assert line["label"] == "</script><b>"
@@ -31,11 +35,11 @@ def test_missing_values_are_null_and_no_label_ends_the_script() -> None:
 
 
 def test_a_chart_without_any_value_is_a_sentence() -> None:
-    assert "nothing to draw" in chart("Loss", "step", "y", [Line(label="a", colour=0, points=[(1, None)])])
+    assert "nothing to draw" in chart("Loss", "y", {"a": steps([(1, None)])}, "loss")
 
 
 def test_equal_lines_do_not_hide_each_other() -> None:
-    html = chart("Loss", "step", "y", [Line(label=str(n), colour=n, points=[(1, 1.0)]) for n in range(5)])
+    html = chart("Loss", "y", {str(n): steps([(1, 1.0)]) for n in range(5)}, "loss")
     assert [line["width"] for line in data_of(html)["lines"]] == [5, 5, 4, 3, 2]  # type: ignore[attr-defined]
 
 
@@ -48,24 +52,22 @@ def test_vendored_files_are_those_of_the_pinned_package() -> None:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs with the same loss but for one missing step, and with different throughput."""
-    loss: list[tuple[float, float | None]] = [(x, None if x == 50 else 1 + 1000 / x**2) for x in STEPS]
-    speed = [(x, 1000.0 + (200 if x % 2 else 0)) for x in STEPS]
-    curves = charts(
-        chart(
-            "Loss", "step", "nats", [Line(label=n, colour=c, points=loss) for c, n in enumerate(("first", "second"))]
-        ),
-        chart("Throughput", "step", "tokens/s", [Line(label="first", colour=0, points=speed)]),
-    )
+    """A record of two jobs with the same loss but for one missing step."""
+    series = [
+        {"step": x, "loss": None if x == 50 else 1 + 1000 / x**2, "tokens_per_second": 1000.0 + (200 if x % 2 else 0),
+         "grad_norm": 1.0}
+        for x in STEPS
+    ]  # fmt: skip
+    verdict = {"name": "loss falls", "measured": "-17.7% on each of 8 ranks " * 5, "limit": "-10%",
+               "reason": "why " * 80}  # fmt: skip
+    record = {
+        "target": "cpu", "passed": False, "measurements": {}, "made": "", "image": {}, "gpu": "", "versions": {},
+        "recipe": {"name": "Test", "sha256": ""}, "suite": {"sha256": ""},
+        "verdicts": [{**verdict, "passed": True}, {**verdict, "measured": "x" * 90, "passed": False}],
+        "jobs": [{"name": name, "series": series, "ran": False, "command": []} for name in ("base", "repeat")],
+    }  # fmt: skip
     path = tmp_path_factory.mktemp("report") / "report.html"
-    verdict = {
-        "name": "loss falls",
-        "measured": "-17.7% on each of 8 ranks " * 5,
-        "limit": "-10%",
-        "reason": "why " * 80,
-    }
-    checks = verdict_table([{**verdict, "passed": True}, {**verdict, "measured": "x" * 90, "passed": False}])
-    path.write_text(document("Test", curves + checks), encoding="utf-8")
+    path.write_text(page_of(record), encoding="utf-8")
     return path
 
 
@@ -105,7 +107,7 @@ def test_text_is_readable_and_nothing_overflows(browser: Browser) -> None:
 
 
 def test_dragging_zooms_every_chart_and_a_double_click_ends_it(browser: Browser) -> None:
-    assert ranges(browser) == [[1, 100]] * 2
+    assert ranges(browser) == [[1, 100]] * 3
     left, width, y = place(browser)
     if browser.js("navigator.maxTouchPoints") > 0:
         middle = left + width / 2
@@ -116,17 +118,17 @@ def test_dragging_zooms_every_chart_and_a_double_click_ends_it(browser: Browser)
         browser.mouse("mousePressed", left + width * 0.25, y)
         browser.mouse("mouseMoved", left + width * 0.75, y)
         browser.mouse("mouseReleased", left + width * 0.75, y)
-    one, other = ranges(browser)
-    assert one == other
+    one, *others = ranges(browser)
+    assert others == [one] * 2
     assert 15 < one[0] < 40
     assert 60 < one[1] < 85
     browser.js("document.querySelector('#reset').click()")
-    assert ranges(browser) == [[1, 100]] * 2
+    assert ranges(browser) == [[1, 100]] * 3
     browser.js("document.querySelector('#in').click()")
-    (low, high), _ = ranges(browser)
+    (low, high), *_ = ranges(browser)
     assert (low, high) == pytest.approx((25.75, 75.25))
     browser.js("primusCharts[1].over.dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
-    assert ranges(browser) == [[1, 100]] * 2
+    assert ranges(browser) == [[1, 100]] * 3
 
 
 def test_smoothing_evens_out_and_keeps_gaps(browser: Browser) -> None:
@@ -141,7 +143,7 @@ def test_smoothing_evens_out_and_keeps_gaps(browser: Browser) -> None:
     assert browser.js("document.querySelector('output').innerText") == "0.9"
     # The values themselves stay behind the smooth line, without a second name in the legend.
     shown = browser.js("[...primusCharts[1].root.querySelectorAll('.u-series')].filter(e => e.offsetWidth).length")
-    assert shown == 2
+    assert shown == 3
 
 
 def test_a_log_axis_is_logarithmic(browser: Browser) -> None:

@@ -81,7 +81,7 @@ def chart(title: str, y_title: str, series: Mapping[str, Sequence[Mapping[str, A
     and a cross on its axis. Later lines are drawn above earlier ones, and thinner, so that equal lines do not hide each
     other.
     """
-    lines = []
+    lines: list[dict[str, Any]] = []
     for number, (label, steps) in enumerate(series.items()):
         points = [(step["step"], step[key]) for step in steps]
         finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]

@@ -102,7 +102,7 @@ def main() -> int:
     for program, package in lacking.items():
         # A package that the archive does not have must not keep apt from installing the others.
         try:
-            programs.install({program: package}, say=print)
+            programs.install({program: package})
         except HostError as error:
             print(error.message, file=sys.stderr)
     for program, package in UNSTABLE.items():

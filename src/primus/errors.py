@@ -62,11 +62,3 @@ class HostError(PrimusError):
     """The machine lacks something: a tool, a source that answers, disk space, permission (exit code 3)."""
 
     exit_code = 3
-
-
-class LacksPackages(HostError):
-    """The archive cannot be used until ``packages`` of this host's distribution are installed."""
-
-    def __init__(self, message: str, packages: tuple[str, ...], hint: str) -> None:
-        super().__init__(message, hint=f"apt-get install {' '.join(packages)}, or {hint}")
-        self.packages = packages

@@ -14,39 +14,38 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import killpg
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
 
-from primus.errors import HostError, LacksPackages
+from primus.errors import HostError
 from primus.files import text_if_readable
+from primus.terminal import say
 
-_T = TypeVar("_T")
 _LISTS = Path("/var/lib/apt/lists")
 _STALE_S = 24 * 3600
 # Builds run in threads, but apt can run only once at a time.
-_installing = threading.Lock()
+_installing = threading.RLock()
 _FORWARDED = [signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "WINCH")]
 _running: set[subprocess.Popen[bytes]] = set()
 
 
-def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
+def need(tool: str, package: str) -> Path:
     """Return the path of the executable ``tool``. If it is missing, install the Debian package ``package`` first.
 
-    ``say`` is called with a line before the installation. Raises HostError, with the command to type, if it fails.
+    Raises HostError, with the command to type, if that fails.
     """
     with _installing:
         if find(tool) is None:
-            install({tool: package}, say=say)
+            install({tool: package})
     if (path := find(tool)) is None:
         raise HostError(f"package {package} is installed, but does not provide {tool}")
     return path
 
 
-def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
-    """Install the Debian package of each tool (``packages``: tool → package). ``say`` is called with a line first.
+def install(packages: Mapping[str, str]) -> None:
+    """Install the Debian package of each tool (``packages``: tool → package), and print a line first.
 
     Raises HostError, with the command to type, if that fails.
     """
@@ -61,23 +60,10 @@ def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
         raise HostError(missing, hint=f"sudo {typed}")
     say(f"{missing}: installing with `{typed}`")
     stale = not any(_LISTS.glob("*_*Release")) or time.time() - _LISTS.stat().st_mtime > _STALE_S
-    if reason := (_apt(["apt-get", "-q", "update"]) if stale else "") or _apt(command):
+    with _installing:
+        reason = (_apt(["apt-get", "-q", "update"]) if stale else "") or _apt(command)
+    if reason:
         raise HostError(f"{missing} and could not be installed: {reason}", hint=f"try: apt-get update; {typed}")
-
-
-def with_packages(call: Callable[[], _T], *, say: Callable[[str], None]) -> _T:
-    """Call ``call``. If it raises because packages of this host are missing, install them and call it again.
-
-    Raises HostError if they cannot be installed.
-    """
-    try:
-        return call()
-    except LacksPackages as lacking:
-        try:
-            install({package: package for package in lacking.packages}, say=say)
-        except HostError as error:
-            raise HostError(f"{lacking.message}; {error.message}", hint=lacking.hint) from error
-        return call()
 
 
 def installable() -> bool:

@@ -139,6 +139,11 @@ def _broken(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(1, width), break_on_hyphens=False) or [""]
 
 
+def say(text: str) -> None:
+    """Print a line to standard error. Bars of a progress that are there stay below it."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def counted(amount: int, noun: str) -> str:
     """``1 layer``, ``2 layers``."""
     return f"{amount:,} {noun}" + ("" if amount == 1 else "s")

@@ -71,30 +71,22 @@ def test_a_job_is_made_watched_and_deleted(launch: Launch, server: kube_kit.Kube
     assert container["resources"]["limits"]["amd.com/gpu"] == "8"
     assert container["image"] == IMAGE
     assert "watched" in server.names("service")
-    shown = launch("status", "watched", "--json")
-    assert shown.code == 0, shown.err
-    items = json.loads(shown.out)["items"]
-    assert [row["status"]["phase"] for row in items if row["kind"] == "Pod"] == ["Pending", "Pending"]
-    assert launch("status", "watched").out.count("Pending") == 2
-    assert launch("logs", "watched").code == 0
+    assert [row["status"]["phase"] for row in pods()] == ["Pending", "Pending"]  # type: ignore[index]
     again = launch(*TWO_NODES, "--name", "watched")
     assert again.code == 2
     assert "(AlreadyExists)" in again.err
     assert "watched" in server.names("job") & server.names("service")
-    gone = launch("delete", "watched")
-    assert gone.code == 0, gone.err
+    server.kubectl("delete", "job,service", "--selector=app.kubernetes.io/name=watched")
     assert until(lambda: "watched" not in server.names("job"))
     assert until(lambda: not pods())
     assert "watched" not in server.names("service")
 
 
-def test_a_missing_namespace_and_a_missing_job_are_sentences(launch: Launch, server: kube_kit.Kubernetes) -> None:
+def test_a_missing_namespace_is_a_sentence(launch: Launch, server: kube_kit.Kubernetes) -> None:
     before = server.names("service")
     refused = launch(*TWO_NODES, "--namespace", "nowhere")
     assert refused.code == 2, refused
     assert "(NotFound)" in refused.err
-    for verb in ("status", "logs", "delete"):
-        assert launch(verb, "nobody").code == 2
     assert server.names("service") == before
 
 
@@ -105,22 +97,6 @@ def test_what_the_server_refuses_leaves_nothing_behind(launch: Launch, server: k
     assert "bad" not in server.names("service") | server.names("job")
 
 
-def test_nodes_with_their_gpus(launch: Launch, server: kube_kit.Kubernetes) -> None:
-    for name, amount in (("left", "8"), ("right", "4k")):
-        node = {
-            "apiVersion": "v1", "kind": "Node",
-            "metadata": {"name": name, "labels": {"amd.com/gpu.product-name": "AMD_Instinct_MI300X"}},
-            "status": {
-                "allocatable": {"amd.com/gpu": amount}, "conditions": [{"type": "Ready", "status": "True"}],
-            },
-        }  # fmt: skip
-        server.kubectl("create", "--filename=-", stdin=json.dumps(node))
-    shown = launch("nodes")
-    assert shown.code == 0, shown.err
-    rows = {line.split()[0]: line.split() for line in shown.out.splitlines()}
-    assert rows["left"] == ["left", "True", "8", "<none>", "AMD_Instinct_MI300X"]
-
-
 def test_a_wrong_token_and_a_silent_server_are_sentences(
     server: kube_kit.Kubernetes, launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -128,6 +104,6 @@ def test_a_wrong_token_and_a_silent_server_are_sentences(
     monkeypatch.setenv("KUBECONFIG", str(wrong))
     for port in (server.port, free_port()):
         server.write_config(wrong, port, "other")
-        refused = launch("nodes")
+        refused = launch(*TWO_NODES)
         assert refused.code == 3
         assert "check KUBECONFIG" in refused.err

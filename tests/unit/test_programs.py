@@ -10,10 +10,6 @@ from primus.errors import HostError
 DEBIAN = {"PRETTY_NAME": "Debian GNU/Linux 12", "ID": "debian"}
 
 
-def silent(_: str) -> None:
-    pass
-
-
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Debian host as root whose PATH holds only a fake apt-get, which logs and installs `mytool`."""
@@ -33,10 +29,10 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
-    said: list[str] = []
-    assert programs.need("mytool", "mypackage", say=said.append) == host / "bin/mytool"
-    assert said == ["mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`"]
+def test_a_missing_tool_is_installed_and_said_first(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert programs.need("mytool", "mypackage") == host / "bin/mytool"
+    said = "mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`\n"
+    assert capsys.readouterr().err == said
     assert (host / "log").read_text().splitlines() == [
         "noninteractive -q update",
         "noninteractive install -y --no-install-recommends mypackage",
@@ -45,21 +41,20 @@ def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
 
 def test_apt_that_fails_says_why_and_what_to_type(host: Path) -> None:
     with pytest.raises(HostError) as error:
-        programs.need("mytool", "unheard", say=silent)
+        programs.need("mytool", "unheard")
     assert "could not be installed: Unable to locate package unheard" in str(error.value)
     assert "apt-get install -y --no-install-recommends unheard" in str(error.value)
 
 
 def test_apt_that_succeeds_without_the_tool_is_no_success(host: Path) -> None:
     with pytest.raises(HostError, match="does not provide othertool"):
-        programs.need("othertool", "mypackage", say=silent)
+        programs.need("othertool", "mypackage")
 
 
-def test_several_tools_come_by_one_command(host: Path) -> None:
-    said: list[str] = []
-    programs.install({"mytool": "mypackage", "other": "otherpackage"}, say=said.append)
+def test_several_tools_come_by_one_command(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    programs.install({"mytool": "mypackage", "other": "otherpackage"})
     command = "install -y --no-install-recommends mypackage otherpackage"
-    assert said == [f"mytool and other are missing: installing with `apt-get {command}`"]
+    assert capsys.readouterr().err == f"mytool and other are missing: installing with `apt-get {command}`\n"
     assert (host / "log").read_text().splitlines()[1:] == [f"noninteractive {command}"]
 
 
@@ -77,6 +72,6 @@ def test_without_root_or_apt_nothing_is_installed(
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(platform, "freedesktop_os_release", lambda: release)
     with pytest.raises(HostError) as error:
-        programs.need("mytool", "mypackage", say=silent)
+        programs.need("mytool", "mypackage")
     assert message in str(error.value)
     assert not (host / "log").exists()

@@ -194,7 +194,7 @@ class Workshop:
             outputs=outputs,
             env=env,
             log=log,
-            engine=choose(self.engine, self.progress.say),
+            engine=choose(self.engine),
         )
         if code != 0:
             if full := disk_is_full(log, store.root):

@@ -19,8 +19,6 @@ from primus.waits import answer_of
 from primus.yamlfile import filled, read_values
 
 Manifest = dict[str, Any]
-ACTIONS = ("status", "logs", "delete", "nodes")
-LABEL = "app.kubernetes.io/name"
 _COMMON = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
 _RUNS = "/workspace/runs"
 # A recipe file of the user is written to this folder of each pod.
@@ -185,7 +183,7 @@ def _refuse_unseen(recipe: Recipe) -> None:
             )  # fmt: skip
 
 
-def _kubectl(*words: str, stdin: str = "") -> str:
+def _kubectl(*words: str, stdin: str) -> None:
     command = ["kubectl", "--request-timeout=20s", *words]
     try:
         with answer_of(f"kubectl {words[0]}"):
@@ -199,7 +197,6 @@ def _kubectl(*words: str, stdin: str = "") -> str:
         if bad := next((words for words in _COMMON["bad_input"] if words in sentence), None):
             raise InputError(f"kubectl: {sentence}", hint=_COMMON["bad_input"][bad])
         raise HostError(f"kubectl: {sentence}", hint="check KUBECONFIG; `kubectl cluster-info` shows more")
-    return ended.stdout
 
 
 def create(objects: Sequence[Manifest]) -> None:
@@ -207,21 +204,3 @@ def create(objects: Sequence[Manifest]) -> None:
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
     _kubectl("create", "--filename=-", "--dry-run=server", stdin=text)
     _kubectl("create", "--filename=-", stdin=text)
-
-
-def manage(action: str, job: str, namespace: str, *, as_json: bool = False, dry_run: bool = False) -> str:
-    """Return kubectl's output for one of ``ACTIONS`` on ``job``, or on the cluster: text, or JSON where it has it.
-
-    Raises InputError for a job that does not exist, and HostError if the cluster does not answer.
-    """
-    pods, of = f"--selector={LABEL}={job}", f"--namespace={namespace}"
-    if action == "nodes":
-        columns = ",".join(f"{name}:{path}" for name, path in _COMMON["columns"].items())
-        return _kubectl("get", "nodes", "--output=json" if as_json else f"--output=custom-columns={columns}")
-    _kubectl("get", "job", job, of)  # selectors accept a job that does not exist
-    if action == "delete":
-        dry = ["--dry-run=client"] if dry_run else []
-        return _kubectl("delete", f"job/{job}", f"service/{job}", of, "--cascade=foreground", "--wait=false", *dry)
-    if action == "logs":
-        return _kubectl("logs", pods, of, "--prefix", "--tail=100", "--ignore-errors")
-    return _kubectl("get", "job,pods", pods, of, "--output=json" if as_json else "--output=wide")

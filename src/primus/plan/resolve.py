@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -211,13 +211,11 @@ def lock_target(
     With ``refresh``, no version of the lock is kept. An error about a package gets the line of its pin.
     """
     # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock does not need.
-    from primus.programs import with_packages
     from primus.versions import relock
 
     previous = None if refresh else resolved.lock
     try:
-        call = partial(relock.resolve, resolved.request, previous, shared, progress, gone)
-        lock = with_packages(call, say=progress.say)
+        lock = relock.resolve(resolved.request, previous, shared, progress, gone)
     except PrimusError as error:
         if error.where is None and error.about:
             error.where = resolved.pin_of(error.about)[1] or None

@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from primus.report.html import page
 from primus.sandbox.container import Command, Devices, Mount, RootFs
 from primus.sandbox.engines import Engine, choose
 from primus.schema import read_json
-from primus.terminal import PLAIN
+from primus.terminal import PLAIN, say
 from primus.training import outcome, proof, suite
 from primus.training.checks import Verdict
 from primus.training.job import Job
@@ -82,8 +81,8 @@ def validate(
     interrupted cell then has no record; earlier cells keep theirs.
     """
     resolved = plan.resolved
-    say = (lambda _: None) if quiet else _say
-    runner = choose(engine, say)
+    tell = (lambda _: None) if quiet else say
+    runner = choose(engine)
     root = root_of_image(workspace.store, workspace.unpacked, resolved.name, ref=resolved.ref)
     with choose_progress(quiet) as progress:
         gates = judge(examine(plan, workspace, progress))
@@ -105,10 +104,10 @@ def validate(
         folder = output / resolved.name / cell.folder
         shown = f"[{number}/{len(cells)}] {cell}"
         if not (again or recording) and (earlier := _passed_before(folder, image, jobs, gates, hardware.gpu)):
-            say(f"✓ {shown}: already trained on {earlier['made']} in this image; --again trains it again")
+            tell(f"✓ {shown}: already trained on {earlier['made']} in this image; --again trains it again")
             return Validated(record=earlier, folder=folder, earlier=True)
         if len(cells) > 1:
-            say(f"▸ {shown}")
+            tell(f"▸ {shown}")
         run_job = _runner(runner, root, folder, hardware.devices, stopped, show=together == 1 and not quiet)
         record = _evidence(resolved, jobs, suite.run(jobs, run_job), gates, image, runner.name, hardware)
         if not recording:
@@ -116,7 +115,7 @@ def validate(
         write_file(folder / "record.json", json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         (folder / "report.html").write_text(page(record), encoding="utf-8")
         if together > 1:
-            say(f"{_mark(record)} {shown}: {len(record['verdicts'])} checks")
+            tell(f"{_mark(record)} {shown}: {len(record['verdicts'])} checks")
         return Validated(record=record, folder=folder)
 
     return _each(validate_cell, planned, together, stopped)
@@ -167,7 +166,7 @@ def _runner(
             shutil.rmtree(here)
         here.mkdir(parents=True)  # a refused job writes its reason only to a folder that exists
         if show:
-            _say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
+            say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
         command = Command(
             argv=("timeout", "--kill-after=20", str(_JOB_SECONDS), "primus", *job.arguments()),
             env={"PRIMUS_NO_BANNER": "1"},
@@ -280,10 +279,6 @@ def _gate_verdict(report: GateReport) -> Verdict:
     errors = [f for f in report.findings if f.severity == "error"]
     more = f"; {errors[0].path}: {errors[0].message}" if errors else ""
     return Verdict(name=f"{_GATE}{report.gate}", passed=report.passed, reason=report.summary + more)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def table(validated: Sequence[Validated]) -> str:

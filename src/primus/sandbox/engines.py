@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -32,7 +32,7 @@ from primus.files import write_file
 from primus.programs import finally_run, received_signals, stop_all, tracked
 from primus.sandbox import images
 from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, layer_folder, with_settings
-from primus.terminal import counted
+from primus.terminal import counted, say
 from primus.waits import answer_of, lock
 
 ENGINES = ("auto", "podman", "docker")
@@ -58,12 +58,9 @@ _UNMOUNT = 'umount "$1/root"; rm -rf --one-file-system "$1"'
 
 
 class Engine:
-    """A program that runs containers. ``say`` is called with a line if something takes long."""
+    """A program that runs containers."""
 
     name = ""
-
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        self._say = say or (lambda _: None)
 
     def available(self) -> str | None:
         """Return None if this engine can run here, else one sentence with the problem and the remedy."""
@@ -153,7 +150,7 @@ class Podman(Engine):
     def prepare_host(self) -> None:
         """Install podman, an init for containers, and runc if there is no OCI runtime."""
         if lacking := _lacking():
-            programs.install(lacking, say=self._say)
+            programs.install(lacking)
 
     @contextmanager
     def _container(self, root: RootFs, name: str) -> Iterator[_Client]:
@@ -193,7 +190,7 @@ class Podman(Engine):
                 attempt = _captured([*_podman(folder), *words, "/init", "-V"], env) if started else mounted
             if attempt.returncode == 0:
                 if file_system == "copy":
-                    self._say(f"whole file systems are copied: there are no overlays in {folder}, or fuse-overlayfs")
+                    say(f"whole file systems are copied: there are no overlays in {folder}, or fuse-overlayfs")
                 settings = {"folder": str(folder), "runtime": runtime, "file_system": file_system}
                 write_file(folder / "settings.json", json.dumps(settings))
                 return settings
@@ -204,7 +201,7 @@ class Podman(Engine):
 
     def _unpack(self, root: RootFs, folder: Path, absent: Mapping[Path, LayerRef]) -> None:
         size = sum(layer.size for layer in absent.values()) / 1e6
-        self._say(f"unpacking {counted(len(absent), 'layer')} ({size:.0f} MB compressed) of {root.name}, once")
+        say(f"unpacking {counted(len(absent), 'layer')} ({size:.0f} MB compressed) of {root.name}, once")
 
         def unpack(path: Path) -> None:
             partial, env = path.with_suffix(".tmp"), _client_environment(folder)
@@ -270,16 +267,15 @@ class Docker(Engine):
         return [*hosts, *(f"--group-add={group}" for group in command.devices.groups)]
 
 
-def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engine:
+def choose(name: str = "auto") -> Engine:
     """Return the engine called ``name``; ``auto`` prefers podman, which needs no daemon.
 
-    ``say`` is called with a line before an engine does something that takes long. Raises InputError for an unknown
-    name, and HostError, with what each engine lacks, if none can run.
+    Raises InputError for an unknown name, and HostError, with what each engine lacks, if none can run.
     """
     if name not in ENGINES:
         raise InputError(f"there is no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")
     problems = []
-    for engine in (Podman(say), Docker(say)):
+    for engine in (Podman(), Docker()):
         if name in ("auto", engine.name):
             problem = engine.available()
             if problem is None:

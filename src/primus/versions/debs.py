@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from primus.errors import HostError, InputError, LacksPackages
+from primus.errors import HostError, InputError
+from primus.files import text_if_readable
+from primus.programs import install
 from primus.versions.lock import GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
 from primus.versions.traffic import bare_url, run_tool
 
@@ -52,14 +54,14 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
         (folder / "apt.conf").write_text(text, encoding="utf-8")
         (folder / "state/status").write_text(status, encoding="utf-8")
         maker = _maker(suites[0])
-        host, mirror = _host_stanzas(), _default_mirror(_DEBOOTSTRAP)
-        stanzas = [stanza for suite in suites for stanza in debian_stanzas(host, suite, os.environ, mirror)]
+        host = _host_stanzas()
+        stanzas = [stanza for suite in suites for stanza in debian_stanzas(host, suite, os.environ, _default_mirror)]
         for keyring in {s["Signed-By"] for s in stanzas if s.get("Signed-By", "").startswith("/")}:
             if not Path(keyring).exists():
                 message = f"there is no keyring {keyring} to check the archive with"
                 if keyring != _KEYRING.format(maker):
                     raise HostError(message, hint="correct the path, or install the package that provides it")
-                raise LacksPackages(message, (f"{maker}-archive-keyring",), f"set PRIMUS_{maker.upper()}_KEYRING")
+                _need(message, (f"{maker}-archive-keyring",), f"set PRIMUS_{maker.upper()}_KEYRING")
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
@@ -83,9 +85,9 @@ def open_archive(suites: tuple[str, ...], preferences: str = "", status: str = "
 
 
 def debian_stanzas(
-    host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str = ""
+    host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: Callable[[], str] = str
 ) -> list[Stanza]:
-    """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default``'s mirrors."""
+    """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default()``."""
     # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
     # index does no harm.
     common = {"Types": "deb", "Components": "main", **({"Check-Valid-Until": "no"} if suite in _ROLLING else {})}
@@ -103,13 +105,10 @@ def debian_stanzas(
     if any(suite in stanza["Suites"].split() for stanza in stanzas.values()):
         return [*stanzas.values()]
     if maker == "debian":
-        mirrors = mirrors or default.split()
+        mirrors = mirrors or default().split()
     if not mirrors:
-        message = f"apt on this host names no source of {maker.title()} {suite}"
         hint = f"set {variable}_MIRROR to the URIs of a mirror (and {variable}_KEYRING to its keyring)"
-        if maker == "debian":
-            raise LacksPackages(message, ("debootstrap", "debian-archive-keyring"), hint)
-        raise HostError(message, hint=hint)
+        raise HostError(f"apt on this host names no source of {maker.title()} {suite}", hint=hint)
     keyring = environment.get(f"{variable}_KEYRING") or _KEYRING.format(maker)
     result: list[Stanza] = []
     for uri in mirrors:
@@ -121,10 +120,23 @@ def debian_stanzas(
     return result
 
 
-def _default_mirror(script: Path) -> str:
-    text = script.read_text(encoding="utf-8") if script.is_file() else ""
+def _default_mirror() -> str:
+    """Return the mirrors that the package debootstrap names. Installs it, with Debian's keyring, if it is missing."""
+    if not _DEBOOTSTRAP.is_file():
+        hint = "set PRIMUS_DEBIAN_MIRROR to the URIs of a mirror (and PRIMUS_DEBIAN_KEYRING to its keyring)"
+        _need("apt on this host names no source of Debian", ("debootstrap", "debian-archive-keyring"), hint)
+    text = text_if_readable(_DEBOOTSTRAP)
     mirror = re.search(r'^DEF_MIRROR="([^"\s]+)"$', text, re.M)
     return f"{mirror[1]} {mirror[1]}-security" if mirror else ""
+
+
+def _need(message: str, packages: Sequence[str], hint: str) -> None:
+    """Install packages of this host. Raises HostError, with ``message`` in front, if that is not possible."""
+    try:
+        install({package: package for package in packages})
+    except HostError as error:
+        hint = f"apt-get install {' '.join(packages)}, or {hint}"
+        raise HostError(f"{message}; {error.message}", hint=hint) from None
 
 
 def _maker(suite: str) -> str:

@@ -20,7 +20,6 @@ import requests
 from urllib3.exceptions import HTTPError
 
 from primus.errors import HostError, InputError
-from primus.programs import with_packages
 from primus.progress import Progress
 from primus.terminal import counted, some
 from primus.versions.debs import download_debs
@@ -141,7 +140,7 @@ class _Fetch:
     def _copy(self, files: Sequence[LockedFile], source: str, tool: Callable[[Path], None]) -> None:
         """Let the tool write the files to a folder, each named by its sha256, and take them from there."""
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        with_packages(partial(tool, folder), say=self._progress.say)
+        tool(folder)
         for file in files:
             path = folder / file.sha256
             if not path.exists():

@@ -91,7 +91,7 @@ def test_what_podman_needs_is_named_unless_it_can_be_installed(monkeypatch):
     assert said is not None
     assert said == "podman and catatonit and runc missing (as root: apt-get install podman catatonit runc)"
     installed: list[str] = []
-    monkeypatch.setattr(programs, "install", lambda packages, say: installed.extend(packages.values()))
+    monkeypatch.setattr(programs, "install", lambda packages: installed.extend(packages.values()))
     Podman().prepare_host()
     assert installed == ["podman", "catatonit", "runc"]
 

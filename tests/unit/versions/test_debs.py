@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError, LacksPackages
+from primus.errors import HostError, InputError
 from primus.versions import debs
-from primus.versions.debs import _default_mirror, check_python, parse_sources, preferences
+from primus.versions.debs import check_python, parse_sources, preferences
 from primus.versions.lock import BaseRequest, suites_of, upstream
 
 HOST = """\
@@ -39,7 +39,7 @@ Components: main
 def debian_stanzas(
     host: Sequence[debs.Stanza], suites: Sequence[str], environment: Mapping[str, str], default: str = ""
 ) -> list[debs.Stanza]:
-    return [stanza for suite in suites for stanza in debs.debian_stanzas(host, suite, environment, default)]
+    return [stanza for suite in suites for stanza in debs.debian_stanzas(host, suite, environment, lambda: default)]
 
 
 def _pairs(*suites: str, host: str = HOST, deb822: bool = True) -> list[tuple[str, str]]:
@@ -107,15 +107,20 @@ def test_one_line_sources_keep_their_options() -> None:
     assert stanza["Suites"] == "trixie"
 
 
-def test_a_host_without_debian_takes_the_mirror_that_debootstrap_names(tmp_path: Path) -> None:
+def test_a_host_without_debian_takes_the_mirror_that_debootstrap_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ubuntu = parse_sources("deb http://archive.example/ubuntu noble main universe\n", False)
-    with pytest.raises(LacksPackages) as error:
+    with pytest.raises(HostError, match="names no source of Debian bookworm"):
         debian_stanzas(ubuntu, ("bookworm",), {})
-    assert error.value.packages == ("debootstrap", "debian-archive-keyring")
     script = tmp_path / "debootstrap"
-    assert _default_mirror(script) == ""
+    monkeypatch.setattr(debs, "_DEBOOTSTRAP", script)
+    packages: list[str] = []
+    monkeypatch.setattr(debs, "install", packages.extend)
+    assert debs._default_mirror() == ""
+    assert packages == ["debootstrap", "debian-archive-keyring"]
     script.write_text('#!/bin/sh\nDEF_MIRROR="http://x.example/debian"\nDEF_HTTPS_MIRROR="https://x.example/debian"\n')
-    stanzas = debian_stanzas(ubuntu, ("bookworm", "sid"), {}, _default_mirror(script))
+    stanzas = debian_stanzas(ubuntu, ("bookworm", "sid"), {}, debs._default_mirror())
     assert [(s["URIs"], s["Suites"], s["Signed-By"]) for s in stanzas] == [
         ("http://x.example/debian", "bookworm", "/usr/share/keyrings/debian-archive-keyring.gpg"),
         ("http://x.example/debian-security", "bookworm-security", "/usr/share/keyrings/debian-archive-keyring.gpg"),

@@ -41,7 +41,7 @@ def _text(name: str, meaning: str, metavar: str | None = None, *, default: str =
     option("--rate", type=_rate, default=0.0, metavar="N", help="tokens (or images) per second and GPU, as measured"),
     count("--stall-timeout", "as for `train`", "S", default=1800),
     count("--restarts", "times to start again; on Kubernetes, with --claim", "N", default=20),
-    flag("--dry-run", "print what would be submitted or deleted, and do nothing"),
+    flag("--dry-run", "print what would be submitted, and do nothing"),
     JSON,
     group(
         "slurm",
@@ -77,20 +77,13 @@ def launch(args: argparse.Namespace) -> int:
     """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes.
 
     A job that is preempted or loses a node continues from its newest checkpoint; on Kubernetes, with --claim.
-    `k8s status|logs|delete NAME` and `k8s nodes` show or change the cluster with kubectl. The plan is shown before
-    anything is submitted: nodes, mesh, tokens per step.
+    The plan is shown before anything is submitted: nodes, mesh, tokens per step.
     """
     refuse_others(args, launch.parser("launch"), args.system, ("slurm", "k8s"))
     return _kubernetes(args) if args.system == "k8s" else _slurm(args)
 
 
 def _kubernetes(args: argparse.Namespace) -> int:
-    if (action := args.recipe) in kubernetes.ACTIONS:
-        job = args.name or next(iter(args.overrides), "")
-        if action != "nodes" and not job:
-            raise InputError(f"k8s {action}: no name is given")
-        print(kubernetes.manage(action, job, args.namespace, as_json=args.json, dry_run=args.dry_run), end="")
-        return 0
     site = kubernetes.Cluster(**_of_class(kubernetes.Cluster, args))
     plan = _plan(args)
     objects = kubernetes.manifests(plan, site)

@@ -88,11 +88,7 @@ def run(args: argparse.Namespace) -> int:
         entrypoint=args.entrypoint,
         shm_bytes=_bytes("--shm-size", args.shm_size) or 8 * GIB,
     )
-    return choose(args.engine, _say).run(_image_root(args), command)
-
-
-def _say(text: str) -> None:
-    print(f"primus: {text}", file=sys.stderr, flush=True)
+    return choose(args.engine).run(_image_root(args), command)
 
 
 def _variable(item: str) -> tuple[str, str]:

@@ -49,7 +49,7 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
         return
     if problem := lacks_ids():
         raise HostError(f"this user cannot build a root file system: {problem[0]}", hint=problem[1])
-    need("mmdebstrap", "mmdebstrap", say=shop.progress.say)
+    need("mmdebstrap", "mmdebstrap")
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
@@ -65,7 +65,7 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
     """
     kernels = cast("Mapping[str, Sequence[str]]", action.spec.get("kernels", {}))
     debs, suite = sorted(action.files, key=lambda deb: deb.name), str(action.spec["suite"])
-    mmdebstrap, log = need("mmdebstrap", "mmdebstrap", say=shop.progress.say), shop.log(action)
+    mmdebstrap, log = need("mmdebstrap", "mmdebstrap"), shop.log(action)
     tar = scratch / "root.tar"
     mode = "root" if os.geteuid() == 0 else "unshare"
     with _workplace(scratch) as place, log.open("wb") as out:
@@ -244,7 +244,7 @@ def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> 
 
 def prepare_kernels(actions: Sequence[Action], shop: Workshop) -> None:
     """Raise HostError if dpkg-deb, which unpacks the packages, is missing and cannot be installed."""
-    need("dpkg-deb", "dpkg", say=shop.progress.say)
+    need("dpkg-deb", "dpkg")
 
 
 def make_kernels(action: Action, shop: Workshop, scratch: Path) -> Layer:

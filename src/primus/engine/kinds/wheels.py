@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     """Check that the sandbox can compile the bytecode or build the wheel."""
-    choose(shop.engine, shop.progress.say).prepare_host()
+    choose(shop.engine).prepare_host()
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Layer:

@@ -144,7 +144,7 @@ def _script(plan: Plan, cluster: Cluster, name: str) -> str:
     script = f'export RDZV_ID="{run}"; exec primus {words} --output "{_RUNS}/{run}"{resume}'
     if cluster.claim and cluster.restarts:
         variables = {
-            "name": run, "run": f"{_RUNS}/{run}", "nodes": plan.nodes, "ranks": plan.ranks, "steps": plan.recipe.steps,
+            "name": run, "run": f"{_RUNS}/{run}", "nodes": plan.nodes, "ranks": plan.ranks, "steps": plan.resumable,
             "resume": shlex.quote(cluster.resume_from),
         }  # fmt: skip
         script = bash("pods", variables, f'primus {words} "$@"')

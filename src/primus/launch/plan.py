@@ -24,11 +24,12 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Plan:
     """A resolved recipe, and the arguments of ``primus train`` that start it on each node.
 
-    ``rate`` is the measured tokens (or images) per second and GPU; 0: the recipe's reference.
+    ``options`` are more of these arguments. ``rate`` is the measured tokens (or images) per second and GPU; 0: the
+    recipe's reference.
     """
 
     recipe: Recipe
-    stall_timeout: int = 1800
+    options: tuple[str, ...] = ()
     rate: float = 0.0
 
     @property
@@ -45,6 +46,11 @@ class Plan:
     def memory(self) -> float | None:
         """The predicted peak in bytes per GPU; None for a CPU."""
         return predict(self.recipe).peak if self.recipe.gpu != CPU else None
+
+    @property
+    def resumable(self) -> int:
+        """An attempt continues from a checkpoint before this step. A judged run begins again, at step 1."""
+        return 0 if "--judge" in self.options else self.recipe.steps
 
     @property
     def checkpoint_interval(self) -> int:
@@ -95,8 +101,7 @@ class Plan:
         words = [word for word in recipe.overrides if not word.startswith("proxy=")]
         # A file of the user is mounted at the same path.
         name = str(recipe.path) if recipe.by_path else recipe.name
-        stall = f"--stall-timeout={self.stall_timeout}"
-        command = ("train", name, *chosen, f"--nodes={self.nodes}", stall, proxy, *words)
+        command = ("train", name, *chosen, f"--nodes={self.nodes}", *self.options, proxy, *words)
         refuse_secrets(command, "export it in the shell that starts the job, and leave it out of the settings")
         return command
 

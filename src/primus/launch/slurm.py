@@ -109,7 +109,7 @@ def script(plan: Plan, site: Site) -> str:
     head = [*(f"#SBATCH {option}" for option in (*flags, *site.extra)), "#", *(f"# {line}" for line in plan.lines())]
     resume = shlex.quote(site.resume_from) if site.resume_from else ""
     variables = {
-        "steps": plan.recipe.steps, "restarts": site.restarts, "root": shlex.quote(str(site.output)), "resume": resume,
+        "steps": plan.resumable, "restarts": site.restarts, "root": shlex.quote(str(site.output)), "resume": resume,
         "port": site.port or "", "task": _task(plan, site),
     }  # fmt: skip
     return "\n".join(["#!/bin/bash", *head, "", *exports, bash("slurm", variables, _srun(plan, site))])
@@ -157,7 +157,8 @@ def _srun(plan: Plan, site: Site) -> str:
     # srun's exit code is the highest of the tasks. When a task fails, the others end by themselves with a message; any
     # that remain are killed afterwards.
     words = ["srun", "--nodes", str(plan.nodes), "--ntasks", str(plan.nodes), "--ntasks-per-node=1"]
-    words += ["--kill-on-bad-exit=0", "--wait=60", "--label"]
+    # The first node judges a run after the others have ended.
+    words += ["--kill-on-bad-exit=0", f"--wait={60 if plan.resumable else 0}", "--label"]
     if site.container == "pyxis":
         mounts = ",".join(f"{path}:{path}" for path in _mounts(plan, site))
         words += [f"--container-image={shlex.quote(site.image)}", f"--container-mounts={mounts}"]

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -102,35 +102,36 @@ class BurnIn:
         generator = torch.Generator().manual_seed(1)
         a, b, c = (torch.randn(side, side, generator=generator).to(bench.device, torch.bfloat16) for _ in range(3))
         heads = [values.view(-1, 16, side // 4, side // 16) for values in (a, b, c)]
-        # Each part has its place among all ranks' parts, and the rank that it concerns besides this one.
-        self._parts: list[tuple[int, str, int | None, _Check]] = [
-            (0, "gemm bf16", None, partial(self._exact, torch.bfloat16)),
-            *([(1, "gemm fp8", None, partial(self._exact, getattr(torch, f"float8_{fp8}")))] if fp8 else []),
-            (2, "repeated gemm", None, self._repeated(lambda: torch.mm(a, b.t()))),
-            (3, "repeated attention", None, self._repeated(lambda: scaled_dot_product_attention(*heads))),
-            (4, "memory", None, self._memory),
+        alone = (self.rank,)
+        # Each part has its place among all ranks' parts, and the ranks that it concerns.
+        self._parts: list[tuple[int, str, Sequence[int], _Check]] = [
+            (0, "gemm bf16", alone, partial(self._exact, torch.bfloat16)),
+            *([(1, "gemm fp8", alone, partial(self._exact, getattr(torch, f"float8_{fp8}")))] if fp8 else []),
+            (2, "repeated gemm", alone, self._repeated(lambda: torch.mm(a, b.t()))),
+            (3, "repeated attention", alone, self._repeated(lambda: scaled_dot_product_attention(*heads))),
+            (4, "memory", alone, self._memory),
         ]
-        for place, pair in enumerate(combinations(range(self.world), 2), start=5):
-            group = dist.new_group([*pair])
-            if self.rank in pair:
-                (peer,) = {*pair} - {self.rank}
-                self._parts.append((place, "exchange", peer, partial(self._exchanged, peer, group)))
-                self._parts.append((place, "all-reduce", peer, partial(self._summed, pair, group)))
-        if self.world > 1:
-            everyone = partial(self._summed, range(self.world), None)
-            self._parts.append((5 + self.world**2, "all-reduce of all", None, everyone))
+        # A sum of all is wrong for all. Sums of all but one tell whose part in it is.
+        sizes = sorted({2, self.world - 1, self.world} - {0, 1}) if self.world > 1 else []
+        for place, ranks in enumerate((c for size in sizes for c in combinations(range(self.world), size)), start=5):
+            group = dist.new_group([*ranks])
+            if self.rank in ranks:
+                if len(ranks) == 2:
+                    (peer,) = {*ranks} - {self.rank}
+                    self._parts.append((place, "exchange", ranks, partial(self._exchanged, peer, group)))
+                self._parts.append((place, "all-reduce", ranks, partial(self._summed, ranks, group)))
         self._wrong: dict[str, dict[str, Any]] = {}
         self.state: dict[str, Any] = {"device": device_name(bench.device)}
-        self.note(round=0, place=-1, what="the start", peer=None)
+        self.note(round=0, place=-1, what="the start", ranks=alone)
 
     def run(self, number: int) -> None:
         """Run the round ``number``, from 1, and add what is wrong to the state."""
-        for place, what, peer, check in self._parts:
-            self.note(round=number, place=place, what=what, peer=peer)
+        for place, what, ranks, check in self._parts:
+            self.note(round=number, place=place, what=what, ranks=ranks)
             wrong, total = check(number)
             if count := int(wrong):
-                new: dict[str, Any] = {"what": what, "peer": peer, "elements": 0, "of": 0, "rounds": 0, "first": number}
-                row = self._wrong.setdefault(f"{what} {peer}", new)
+                new: dict[str, Any] = {"what": what, "ranks": ranks, "elements": 0, "of": 0, "rounds": 0}
+                row = self._wrong.setdefault(f"{what} {ranks}", new | {"first": number})
                 row |= {"elements": row["elements"] + count, "of": row["of"] + total, "rounds": row["rounds"] + 1}
 
     def note(self, **changes: Any) -> None:

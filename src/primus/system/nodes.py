@@ -156,31 +156,48 @@ def burn_in(host: Host, seconds: float, say: Callable[[str], None], patience: fl
     return findings or [ok("burn-in", exact)]
 
 
-def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: str) -> Iterator[str]:
-    """Yield a sentence for what each rank counted, and for the rank that failed, or that the others wait for."""
+def _named(row: Mapping[str, Any], rank: int, gpus: Sequence[str]) -> str:
+    """Return the part of the burn-in that ``rank`` notes in ``row``, with the other GPUs that it concerns."""
+    if not row:
+        return "the start of PyTorch"
+    ranks = {*row["ranks"]}
+    others, absent = [gpus[n] for n in ranks - {rank}], [gpu for n, gpu in enumerate(gpus) if n not in ranks]
+    if len(others) > 1:
+        return f"{row['what']} of all" + "".join(f" but GPU {gpu}" for gpu in absent)
+    return str(row["what"]) + "".join(f" with GPU {gpu}" for gpu in others)
 
-    def part(row: Mapping[str, Any]) -> str:
-        if not row:
-            return "the start of PyTorch"
-        return str(row["what"]) + ("" if row["peer"] is None else f" with GPU {gpus[row['peer']]}")
+
+def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: str) -> Iterator[str]:
+    """Yield a sentence for what each rank counted, and for the rank that failed, or that the others wait for.
+
+    The first one names the rank that takes part in all that is wrong, if others only receive it from there.
+    """
+
+    def part(rank: int) -> str:
+        return _named(states[rank], rank, gpus)
 
     names = [
         f"GPU {gpu} of {name_here()}" + (f" ({state['device']})" if state else "")
         for gpu, state in zip(gpus, states, strict=True)
     ]
-    for name, state in zip(names, states, strict=True):
+    groups = {tuple(row["ranks"]) for state in states for row in state.get("wrong", ())}
+    common = set(range(len(gpus))).intersection(*groups)
+    if len(groups) > 1 and len(common) == 1:
+        yield f"{names[common.pop()]}: it takes part in everything that is wrong, and no other GPU does"
+    for rank, state in enumerate(states):
         for row in state.get("wrong", ()):
             when = f"in {counted(row['rounds'], 'round')}, first in round {row['first']}"
-            yield f"{name}: {part(row)}: {row['elements']:,} of {row['of']:,} elements are wrong {when}"
+            wrong = f"{row['elements']:,} of {row['of']:,} elements are wrong {when}"
+            yield f"{names[rank]}: {_named(row, rank, gpus)}: {wrong}"
     if errors := [(state["failed_at"], rank) for rank, state in enumerate(states) if "error" in state]:
         # The ranks that lose their peer fail later.
         rank = min(errors)[1]
-        yield f"{names[rank]}: {part(states[rank])} fails: {states[rank]['error']}"
+        yield f"{names[rank]}: {part(rank)} fails: {states[rank]['error']}"
     elif failure == "hangs":
         places = [(state.get("round", 0), state.get("place", -1)) for state in states]
-        for name, state, place in zip(names, states, places, strict=True):
+        for rank, place in enumerate(places):
             if place == min(places):
-                yield f"{name}: {part(state)} of round {place[0]} does not end"
+                yield f"{names[rank]}: {part(rank)} of round {place[0]} does not end"
     elif failure:
         yield failure
 

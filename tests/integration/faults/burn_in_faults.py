@@ -79,9 +79,11 @@ GPUS = {
     "stuck-memory": Wrong("copy_", 0, stuck_bit, "memory"),
     "lost-write": Wrong("copy_", 2, lost, "memory", every=5),
     "flipped-message": Wrong("batch_isend_irecv", 1, bit(11), "exchange with GPU", gpus="012", every=3),
-    "stale-message": Wrong("batch_isend_irecv", 2, lost, "exchange with GPU 2", gpus="01"),
-    "swapped-message": Wrong("swap", 0, hang, "exchange with GPU 0", gpus="12"),
+    "stale-message": Wrong("batch_isend_irecv", 2, lost, "GPU 2 of .* everything that is wrong", gpus="012"),
+    "swapped-message": Wrong("swap", 0, hang, "GPU 0 of .* everything that is wrong", gpus="012"),
     "wrong-sum": Wrong("all_reduce", 1, bit(22), "all-reduce"),
+    # The sums of all, and of all but one, are wrong for everyone with this share; those of two are not.
+    "wrong-share": Wrong("all_reduce share", 1, lost, "GPU 1 of .* everything that is wrong", gpus="0123"),
     "stuck-rank": Wrong("mm", 2, hang, "does not end", every=4),
     "crash": Wrong("mm", 1, crash, "fails: RuntimeError: HIP error: an illegal memory access", every=5),
 }
@@ -101,8 +103,9 @@ def plant(name: str) -> None:
         return values
 
     def replace(owner: Any, run: Callable[..., Any]) -> None:
-        original = getattr(owner, wrong.call)
-        setattr(owner, wrong.call, lambda *words, **named: run(original, *words, **named))
+        call = wrong.call.split()[0]
+        original = getattr(owner, call)
+        setattr(owner, call, lambda *words, **named: run(original, *words, **named))
 
     def on_result(original: Any, *words: Any, **named: Any) -> Tensor:
         return spoiled(original(*words, **named))
@@ -110,6 +113,9 @@ def plant(name: str) -> None:
     def on_sum(original: Any, values: Tensor, **named: Any) -> None:
         original(values, **named)
         spoiled(values)
+
+    def on_share(original: Any, values: Tensor, **named: Any) -> None:
+        original(spoiled(values) if dist.get_world_size(named["group"]) > 2 else values, **named)
 
     def on_message(original: Any, works: list[Any]) -> Any:
         spoiled(works[0].tensor)
@@ -125,8 +131,8 @@ def plant(name: str) -> None:
         replace(functional, on_result)
     elif wrong.call == "copy_":
         replace(Tensor, on_memory)
-    elif wrong.call == "all_reduce":
-        replace(dist, on_sum)
+    elif wrong.call in ("all_reduce", "all_reduce share"):
+        replace(dist, on_sum if wrong.call == "all_reduce" else on_share)
     elif wrong.call == "batch_isend_irecv":
         replace(dist, on_message)
     else:
@@ -139,4 +145,4 @@ def plant(name: str) -> None:
                 values = sends[max(0, len(sends) - 2)]
             return operation(call, values, *words)
 
-        dist.P2POp = swapped  # type: ignore[misc, assignment]
+        dist.P2POp = swapped

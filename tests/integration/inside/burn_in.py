@@ -2,7 +2,7 @@
 
     python burn_in.py --gpus --seconds 10 --patience 60
 
-uses the machine's GPUs instead, three at least, and plants the wrong ones there.
+uses the machine's GPUs instead, four at least, and plants the wrong ones there.
 """
 
 import argparse
@@ -32,7 +32,9 @@ def named(name: str, host: Host, seconds: float, patience: float) -> bool:
     # A fault in one of 50 calls has to happen, on a busy machine, too.
     findings = nodes.burn_in(host, max(seconds, wrong.every / 4), print, patience)
     gpus = set(re.findall(r"^GPU (\d)", "\n".join(finding.message for finding in findings), re.MULTILINE))
-    fine = gpus and gpus <= {*(wrong.gpus or str(wrong.rank))} and any(wrong.named in f.message for f in findings)
+    fine = (
+        gpus and gpus <= {*(wrong.gpus or str(wrong.rank))} and any(re.search(wrong.named, f.message) for f in findings)
+    )
     print(name, "is named" if fine else "is NOT named", *findings, sep="\n  ", flush=True)
     return bool(fine) and all(finding.level == "failed" for finding in findings)
 
@@ -64,7 +66,7 @@ def main() -> None:
         folder = Path(name)
         host = Host(environment={})
         if not options.gpus:
-            for number in range(3):
+            for number in range(4):
                 file = folder / f"proc/driver/nvidia/gpus/{number}/information"
                 file.parent.mkdir(parents=True)
                 file.write_text("Model: NVIDIA H200\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from primus.cli.image.train import passed_on, train
 from primus.cli.main import main
 from primus.launch import slurm
 from primus.launch.plan import Plan
@@ -43,6 +44,36 @@ def test_the_script_names_the_plan_first_and_asks_for_what_the_job_needs() -> No
     ):  # fmt: skip
         assert line in text, line
     assert str(Path.cwd()) not in text
+
+
+def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--accept-change", "data_parallel", "--resume-from", "/a/step-5", "--wrap", 'nsys profile -o "a b"', "--force",
+        "--stall-timeout", "0", "--verify-steps", "7", "--log", "wandb", "--compile-cache", "/tmp", "--burn-in", "10m",
+    ]  # fmt: skip
+    parser, rest = train.parser("train"), ["llama3.1-8b", *words[2:4]]
+    passed = passed_on(parser.parse_args([*rest, *words]))
+    assert parser.parse_args([*rest, *passed]) == parser.parse_args([*rest, *words])
+    assert len(passed) == 8
+    start = ["launch", "slurm", "llama3.1-8b", "--nodes", "2", "--gpu", "mi300x", "--image", "a", "--dry-run"]
+    assert main([*start, *words]) == 0
+    text = capsys.readouterr().out
+    assert all(word.partition("=")[0] in text for word in passed)
+    assert "deterministic=true" in text
+    # Steps are those that --train-for sets.
+    assert main([*start, "--verify-steps", "100", "--train-for", "9h", "--rate", "9000"]) == 0
+    # A judged run begins again, and the other nodes wait for the judge.
+    assert main(["launch", "slurm", "llama3-proxy", *start[3:], "--judge", "--gpu", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "\nsteps=0" in text
+    assert "--wait=0 " in text
+    for refused in (
+        "--judge --resume-from /a", "--accept-change all", "--burn-in 1m --no-preflight",
+        "--burn-in 1m --gpu cpu --proxy", "--verify-steps 9 --backend megatron", "--verify-steps 2000",
+        "--verify-steps 2 --judge --gpu cpu --proxy",
+    ):  # fmt: skip
+        assert main([*start, *refused.split()]) == 2, refused
+        assert f"primus launch: {refused.split()[0]}" in capsys.readouterr().err
 
 
 def test_the_name_of_a_secret_is_passed_on() -> None:

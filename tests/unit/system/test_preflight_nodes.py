@@ -93,10 +93,10 @@ def test_the_burn_in_needs_a_gpu_and_its_verdict_is_shown_everywhere(
         monkeypatch.setattr("primus.system.host.detect", lambda root, gpus=gpus: Found(names=gpus))
         assert main(["preflight", "--burn-in", "1s", "--output", "/"]) == 3
         assert f"--burn-in: {reason}" in capsys.readouterr().err
-    wrong = {"what": "exchange", "peer": 0, "elements": 5, "of": 9, "rounds": 1, "first": 2}
+    wrong = {"what": "exchange", "ranks": [0, 1], "elements": 5, "of": 9, "rounds": 1, "first": 2}
     states = [{"device": "0000:c1:00.0", "round": 3, "place": 1, "wrong": rows} for rows in ([], [wrong])]
     for rank, state in enumerate(states):
-        state |= {"what": "memory", "peer": None}
+        state |= {"what": "memory", "ranks": [rank]}
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(state))
     monkeypatch.setattr(nodes, "visible", lambda count, environment: ("4", "5"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)

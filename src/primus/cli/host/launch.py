@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from primus.cli.image.common import RECIPE, choices, duration, resolved
+from primus.cli.image.train import PASSED, passed_on, recipe_of
 from primus.cli.verb import JSON, Option, answer, count, flag, folder, group, option, path, refuse_others, several, verb
 from primus.errors import InputError
 from primus.gpus.detect import detect
@@ -39,10 +41,10 @@ def _text(name: str, meaning: str, metavar: str | None = None, *, default: str =
     _text("--resume-from", "checkpoint or run, as the nodes see it", "DIR"),
     option("--train-for", type=duration, metavar="TIME", help="steps for this long at the measured rate, such as 12h"),
     option("--rate", type=_rate, default=0.0, metavar="N", help="tokens (or images) per second and GPU, as measured"),
-    count("--stall-timeout", "as for `train`", "S", default=1800),
     count("--restarts", "times to start again; on Kubernetes, with --claim", "N", default=20),
     flag("--dry-run", "print what would be submitted, and do nothing"),
     JSON,
+    group("as for `train`, on every node", *PASSED),
     group(
         "slurm",
         option("--output", type=folder, default=Path("runs"), metavar="DIR", help="folder of all nodes"),
@@ -107,40 +109,37 @@ def _of_class(cls: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-
-    def plan() -> Plan:
-        return Plan(recipe=_recipe(args), stall_timeout=args.stall_timeout, rate=args.rate)
-
-    planned = plan()
     limit = slurm.limit_of(args.time) if args.system == "slurm" else None
     if args.train_for is not None:
         if args.steps is not None:
             raise InputError("--train-for and --steps both set the steps", hint="leave one out")
-        if planned.step_seconds is None:
-            hint = f"--rate N; primus train {planned.recipe.name} --steps 20 prints it on a node"
-            raise InputError(f"--train-for: no rate is measured for {planned.recipe.name} there", hint=hint)
-        args.steps = int(args.train_for / planned.step_seconds)
+        # Options such as --verify-steps are judged by the steps that this sets.
+        rated = Plan(recipe=_recipe(args, resolved), rate=args.rate)
+        if rated.step_seconds is None:
+            hint = f"--rate N; primus train {rated.recipe.name} --steps 20 prints it on a node"
+            raise InputError(f"--train-for: no rate is measured for {rated.recipe.name} there", hint=hint)
+        args.steps = int(args.train_for / rated.step_seconds)
         if not args.steps:
-            raise InputError(f"--train-for: one step takes {planned.step_seconds:,.0f} s at this rate")
-        planned = plan()
+            raise InputError(f"--train-for: one step takes {rated.step_seconds:,.0f} s at this rate")
+    planned = Plan(recipe=_recipe(args, recipe_of), options=passed_on(args), rate=args.rate)
     for sentence in planned.warnings(limit):
         print(f"primus launch: {sentence}", file=sys.stderr)
     return planned
 
 
-def _recipe(args: argparse.Namespace) -> Recipe:
-    """Resolve the recipe for --gpu, or the GPU that the image's name contains, or else the first GPU of the table."""
+def _recipe(args: argparse.Namespace, resolve: Callable[..., Recipe]) -> Recipe:
+    """Resolve the recipe by ``resolve`` for --gpu, or the GPU in the name of the image, or else the table's first."""
     here = args.system == "slurm"  # pods have other files than this machine
     if args.gpu is None:
         words = re.split(r"[-_.:/]", args.image)
         args.gpu = next((gpu.name for gpu in load_table().generations if gpu.name in words), None)
     try:
-        return resolved(args, here=here)
+        return resolve(args, here=here)
     except InputError:
         if args.gpu is not None or detect().names:
             raise
     args.gpu = load_table().generations[0].name
-    recipe = resolved(args, here=here)
+    recipe = resolve(args, here=here)
     print(f"primus launch: resolved for {args.gpu}; --gpu NAME names the GPU of the nodes", file=sys.stderr)
     return recipe
 

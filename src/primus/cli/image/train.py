@@ -2,13 +2,14 @@
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.image.common import RECIPE, choices, resolved, short_origin
+from primus.cli.image.common import RECIPE, choices, duration, resolved, short_origin
 from primus.cli.verb import JSON, WRAP, answer, count, flag, folder, option, path, several, verb
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
@@ -23,11 +24,8 @@ from primus.training.backend import backend_of
 from primus.training.job import Job, step_of, steps
 from primus.training.outcome import Outcome
 
-# The options of one run, whichever verb starts it.
-RUN = (
-    option("--output", type=folder, metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"),
-    *choices(),
-    option("--resume-from", type=path, metavar="DIR", help="a checkpoint, or a run (its newest one)"),
+# How a run is started, watched and judged; `launch` passes these on to its nodes.
+PASSED = (
     several(
         "--accept-change",
         "resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
@@ -42,8 +40,16 @@ RUN = (
     option("--compile-cache", type=folder, metavar="DIR", help="keep compiled kernels here"),
     option("--log", choices=start.TRACKERS, help="also write figures for this tracker (wandb, mlflow: offline)"),
     flag("--no-preflight", "start without checking the machine"),
+    option("--burn-in", type=duration, metavar="TIME", help="first test all GPUs for this long, as `preflight` does"),
     flag("--judge", "afterwards, repeat every step in float64 and compare"),
     flag("--force", "start even if the predicted memory exceeds the GPU's"),
+)
+# The options of one run, whichever verb starts it.
+RUN = (
+    option("--output", type=folder, metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"),
+    *choices(),
+    option("--resume-from", type=path, metavar="DIR", help="a checkpoint, or a run (its newest one)"),
+    *PASSED,
     flag("--dry-run", "print the resolved job and start nothing"),
     JSON,
 )
@@ -69,7 +75,7 @@ def train(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
     options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
-    recipe = _recipe(options, memory)
+    recipe = recipe_of(options, memory=memory)
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
     name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = options.output = options.output or Path("runs") / name
@@ -84,8 +90,6 @@ def _run(options: argparse.Namespace) -> int:
         wrap=options.wrap,
         verify_steps=options.verify_steps,
     )
-    if options.judge and (why := "it needs a run from step 1" if checkpoint else proof.unjudged(recipe)):
-        raise InputError(f"--judge: {why}")
     if job.first_step > job.last_step:
         at = f"{checkpoint} is already at step {job.first_step - 1} of {job.last_step}"
         raise InputError(at, hint="raise --steps")
@@ -99,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
     machine.check(recipe, force=options.force, memory=memory)
     start.check_backend(job)
     if not options.no_preflight:
-        _preflight(job)
+        _preflight(job, options.burn_in)
     tokens.without_torch()
     job = start.prepare(job, lambda line: None if options.json else print(f"primus: {line}", file=sys.stderr))
     if others := launch.dropped(os.environ):
@@ -138,10 +142,32 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if run.passed else 1
 
 
-def _recipe(options: argparse.Namespace, memory: float | None) -> Recipe:
-    recipe = resolved(options, memory=memory)
+def passed_on(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the words that set ``PASSED`` as in ``options``; none for what has its default."""
+    parser, words = argparse.ArgumentParser(add_help=False), list[str]()
+    for declare in PASSED:
+        declare(parser)
+    for action in parser._actions:
+        value, name = getattr(options, action.dest), action.option_strings[-1]
+        if isinstance(value, bool):
+            words += [name] * value
+        elif value != action.default:
+            # A command, and a time in seconds, are written otherwise than Python does.
+            text = shlex.join(value) if isinstance(value, tuple) else f"{value}s" if isinstance(value, float) else value
+            words += [f"{name}={each}" for each in (text if isinstance(text, list) else [text])]
+    return tuple(words)
+
+
+def recipe_of(options: argparse.Namespace, *, here: bool = True, memory: float | None = None) -> Recipe:
+    """Resolve the recipe of a run, as :func:`resolved`. Raises InputError if ``PASSED`` has options that it refuses."""
+    recipe = resolved(options, here=here, memory=memory)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
+    if options.judge and (why := "it needs a run from step 1" if options.resume_from else proof.unjudged(recipe)):
+        raise InputError(f"--judge: {why}")
+    if options.burn_in and (options.no_preflight or recipe.gpu == CPU):
+        why = "--no-preflight leaves it out" if options.no_preflight else "the recipe is resolved for a CPU"
+        raise InputError(f"--burn-in tests GPUs before the run, and {why}")
     if not options.verify_steps:
         return recipe
     if why := rules_of(recipe).unverified:
@@ -152,19 +178,23 @@ def _recipe(options: argparse.Namespace, memory: float | None) -> Recipe:
         raise InputError("--verify-steps and --judge exclude each other: both record what the model computes")
     if not recipe.deterministic:
         options.overrides = [*options.overrides, "deterministic=true"]
-        recipe = resolved(options, memory=memory)
+        recipe = resolved(options, here=here, memory=memory)
     return recipe
 
 
-def _preflight(job: Job) -> None:
-    if job.recipe.gpu == CPU or not detect().names:
+def _preflight(job: Job, burn_in: float | None) -> None:
+    if job.recipe.gpu == CPU or not (detect().names or burn_in):
         return
     # Seam "preflight": there is nothing to check for a run on the CPU.
-    from primus.system import host, preflight
+    from primus.system import host, nodes, preflight
 
     alone = job.recipe.get("nodes", int) == 1
     where = "" if alone else f"node {host.name_here()}: "
-    for finding in sorted(preflight.preflight(host.Host(output=job.output)), key=lambda each: each.level != "failed"):
+    machine_here = host.Host(output=job.output)
+    findings = preflight.preflight(machine_here)
+    if burn_in:
+        findings += nodes.burn_in(machine_here, burn_in, lambda line: print(f"primus: {line}", file=sys.stderr))
+    for finding in sorted(findings, key=lambda each: each.level != "failed"):
         message = f"{where}{finding.check}: {finding.message}"
         if alone and finding.check in preflight.OF_SEVERAL_NODES:
             continue

@@ -106,7 +106,7 @@ def statement(image: Composed, commit: str | None, others: Sequence[Document]) -
     locked = resolved.lock.files if resolved.lock else ()
     files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in locked]
     products = {other.name: canonical.digest_of(other.data).removeprefix("sha256:") for other in others}
-    return _filled(
+    return form(
         "provenance",
         ref=resolved.ref,
         sha256=image.digest.removeprefix("sha256:"),
@@ -128,27 +128,17 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str], licensed: L
     if resolved.lock is None:
         raise InputError(f"{resolved.name} has no lock, so its contents are unknown", hint=resolved.lock_command)
     checksum = image.digest.removeprefix("sha256:")
-    whole = {
-        **_package(_IMAGE, "primus", resolved.ref),
-        "primaryPackagePurpose": "CONTAINER",
-        "checksums": [{"algorithm": "SHA256", "checksumValue": checksum}],
-    }
+    whole = _package(_IMAGE, "primus", resolved.ref, sha256=checksum, purpose="CONTAINER")
     packages, relations = [whole], []
     for file in resolved.lock.files:
         name = _identifier("-".join(filter(None, (file.kind, file.base, file.name, file.version))))
         kind = "deb" if file.kind == "deb" else "wheel"
         source = licensed.sources.get(file.name) if kind == "deb" else None
-        packages.append(
-            {
-                **_package(name, file.name, file.version, licensed.declared.get(f"{kind} {file.name}", _UNKNOWN)),
-                "packageFileName": file.file,
-                **({"sourceInfo": f"source package {source}"} if source else {}),
-                "checksums": [{"algorithm": "SHA256", "checksumValue": file.sha256}],
-                "externalRefs": [
-                    {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": purl(file)}
-                ],
-            }
-        )
+        licence = licensed.declared.get(f"{kind} {file.name}", _UNKNOWN)
+        reference = {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": purl(file)}
+        source = f"source package {source}" if source else None
+        more = {"file": file.file, "source": source, "references": [reference]}
+        packages.append(_package(name, file.name, file.version, licence=licence, sha256=file.sha256, **more))
         if file.kind in ("sdist", "git"):
             relations.append(_relation(_IMAGE, "GENERATED_FROM", name))
         elif file.base in resolved.roots or (file.kind == "wheel" and file.base is None):
@@ -160,7 +150,7 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str], licensed: L
         name = _identifier(f"local-{component}")
         packages.append(_package(name, component, version))
         relations.append(_relation(_IMAGE, "CONTAINS", name))
-    return _filled(
+    return form(
         "spdx",
         ref=resolved.ref,
         namespace=f"https://spdx.org/spdxdocs/primus-{resolved.ref}-{checksum}",
@@ -181,21 +171,22 @@ def cyclonedx(document: Mapping[str, Any]) -> dict[str, Any]:
     tools = {r["spdxElementId"] for r in document["relationships"] if r["relationshipType"] == "BUILD_TOOL_OF"}
 
     def component(package: Mapping[str, Any]) -> dict[str, Any]:
-        hashes = [{"alg": "SHA-256", "content": sum_["checksumValue"]} for sum_ in package.get("checksums", ())]
         declared = package["licenseDeclared"]
-        return {
-            "bom-ref": package["SPDXID"],
-            "type": "container" if package is whole else "library",
-            "name": package["name"],
-            "version": package["versionInfo"],
-            "scope": "excluded" if package["SPDXID"] in tools else "required",
-            **({"hashes": hashes} if hashes else {}),
-            **({"purl": package["externalRefs"][0]["referenceLocator"]} if "externalRefs" in package else {}),
-            **({"licenses": [{"expression": declared}]} if declared != _UNKNOWN else {}),
-        }
+        return form(
+            "component",
+            identifier=package["SPDXID"],
+            type="container" if package is whole else "library",
+            name=package["name"],
+            version=package["versionInfo"],
+            scope="excluded" if package["SPDXID"] in tools else "required",
+            hashes=[{"alg": "SHA-256", "content": row["checksumValue"]} for row in package.get("checksums", ())]
+            or None,
+            purl=package["externalRefs"][0]["referenceLocator"] if "externalRefs" in package else None,
+            licenses=[{"expression": declared}] if declared != _UNKNOWN else None,
+        )
 
     created = document["creationInfo"]["created"]
-    return _filled("cyclonedx", created=created, image=component(whole), components=[*map(component, packages)])
+    return form("cyclonedx", created=created, image=component(whole), components=[*map(component, packages)])
 
 
 def listing(document: Mapping[str, Any]) -> str:
@@ -226,12 +217,18 @@ def purl(file: LockedFile) -> str:
     return f"pkg:generic/{name}@{version}?checksum=sha256%3A{file.sha256}"
 
 
-def _package(identifier: str, name: str, version: str, licence: str = _UNKNOWN) -> dict[str, Any]:
-    return _filled("package", identifier=identifier, name=name, version=version, licence=licence)
+def _package(
+    identifier: str, name: str, version: str, *, licence: str = _UNKNOWN, sha256: str = "", **more: object
+) -> dict[str, Any]:
+    optional = dict.fromkeys(("file", "source", "purpose", "references"))
+    checksums = [{"algorithm": "SHA256", "checksumValue": sha256}] if sha256 else None
+    named = {"identifier": identifier, "name": name, "version": version, "licence": licence}
+    return form("package", **named, checksums=checksums, **{**optional, **more})
 
 
-def _filled(form: str, /, **values: object) -> dict[str, Any]:
-    document: dict[str, Any] = filled(_forms()[form], values)
+def form(name: str, /, **values: object) -> dict[str, Any]:
+    """Return the form ``name`` of ``documents.yaml`` with these values. A key whose value is None is left out."""
+    document: dict[str, Any] = filled(_forms()[name], values)
     return document
 
 

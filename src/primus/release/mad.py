@@ -7,11 +7,10 @@ from typing import Any
 from primus.compat.translate import table
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.load import Entry, entries
+from primus.release.documents import form
 
 _SCRIPT = "scripts/primus/run.sh"
 _DOCKERFILE = "docker/primus"
-# Eight hours, as in the commands of AMD's documentation.
-_TIMEOUT_S = 28800
 
 
 def tags_of(recipe: str, backend: str, mode: str) -> list[str]:
@@ -54,20 +53,8 @@ def _models(entry: Entry, target: ResolvedTarget) -> list[dict[str, Any]]:
         # The first precision is the one of MAD's tags.
         names = [tag if precision == precisions[0] else f"{tag}_{precision}" for tag in tags]
         choices = ["--backend", entry.backend, "--mode", entry.mode, "--precision", precision]
-        models.append(
-            {
-                "name": names[0],
-                "url": "",
-                "dockerfile": _DOCKERFILE,
-                "dockercontext": "./docker",
-                "scripts": _SCRIPT,
-                "data": "",
-                "n_gpus": "-1",
-                "owner": "",
-                "training_precision": precision,
-                "tags": [*names[1:], target.ref, entry.recipe, entry.backend, entry.mode],
-                "timeout": _TIMEOUT_S,
-                "args": " ".join([entry.recipe, *choices, *where]),
-            }
-        )
+        other_tags = [*names[1:], target.ref, entry.recipe, entry.backend, entry.mode]
+        args = " ".join([entry.recipe, *choices, *where])
+        paths = {"dockerfile": _DOCKERFILE, "script": _SCRIPT}
+        models.append(form("mad", name=names[0], precision=precision, tags=other_tags, args=args, **paths))
     return models

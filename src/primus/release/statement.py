@@ -18,7 +18,7 @@ from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
-from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION
+from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, form
 from primus.release.registry import Document, Repository
 from primus.schema import read_json
 from primus.waits import answer_of
@@ -65,28 +65,23 @@ def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
     Raises KeyError, TypeError or AttributeError if it is not a record.
     """
     recipe, facts, verdicts = record["recipe"], record["facts"], record["verdicts"]
-    return {
-        "result": "PASSED" if record["passed"] else "FAILED",
-        "configuration": [
-            {"name": f"recipe {recipe['name']}", "digest": {"sha256": recipe["sha256"]}},
-            {"name": "suite", "digest": {"sha256": record["suite"]["sha256"]}},
-            {"name": "record", "digest": {"sha256": canonical.digest_of(data).removeprefix("sha256:")}},
-        ],
-        "passedTests": [v["name"] for v in verdicts if v["passed"] and not v.get("skipped")],
-        "failedTests": [v["name"] for v in verdicts if not v["passed"] and not v.get("skipped")],
-        "primus": {
-            "image": record["image"],
-            "made": record["made"],
-            "recipe": {key: value for key, value in recipe.items() if key not in ("settings", "description")},
-            "suite": record["suite"],
-            "hardware": {"gpu": record["gpu"], **record["machine"]},
-            "precision": {key: facts.get(key) for key in ("matmul_dtypes", "matmul_flops", "gpu_kernels")},
-            "seeds": [facts.get("seed")],
-            "runs": [job["name"] for job in record["jobs"] if job["ran"]],
-            "not_run": record["not_run"],
-            **{key: record[key] for key in ("wrap",) if key in record},
-        },
-    }
+    return form(
+        "test_result",
+        result="PASSED" if record["passed"] else "FAILED",
+        recipe_name=f"recipe {recipe['name']}",
+        recipe_sha256=recipe["sha256"],
+        suite_sha256=record["suite"]["sha256"],
+        record_sha256=canonical.digest_of(data).removeprefix("sha256:"),
+        passed=[v["name"] for v in verdicts if v["passed"] and not v.get("skipped")],
+        failed=[v["name"] for v in verdicts if not v["passed"] and not v.get("skipped")],
+        recipe={key: value for key, value in recipe.items() if key not in ("settings", "description")},
+        hardware={"gpu": record["gpu"], **record["machine"]},
+        precision={key: facts.get(key) for key in ("matmul_dtypes", "matmul_flops", "gpu_kernels")},
+        seeds=[facts.get("seed")],
+        runs=[job["name"] for job in record["jobs"] if job["ran"]],
+        wrap=record.get("wrap"),
+        **{key: record[key] for key in ("image", "made", "suite", "not_run")},
+    )
 
 
 class Signer(NamedTuple):

@@ -1,6 +1,7 @@
 """Newer versions of what is pinned to a Python index, and moving the pins to them."""
 
 import re
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,8 @@ class Outlooks:
     """Asks the indexes about the pins of a project. ``uses`` are the pins from indexes, with their targets."""
 
     def __init__(self, targets: Iterable[ResolvedTarget]) -> None:
+        # uv finds its program through it, and Python 3.11's first caller must be alone.
+        sysconfig.get_config_vars()
         self.uses: dict[Place, list[ResolvedTarget]] = {}
         self._offers: dict[tuple[str, str, str], set[Version]] = {}
         for resolved in targets:

@@ -162,8 +162,6 @@ class Rules:
 
     def unjudged(self, recipe: Recipe) -> str | None:
         """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""
-        if recipe.architecture.sinks and recipe.precision != "fp32":
-            return "the reference does not round attention with sinks; --precision fp32 is judged"
         balanced = recipe.architecture.moe.auxiliary_loss > 0
         return "the reference does not balance experts as transformers does" if balanced else None
 
@@ -202,7 +200,8 @@ class Rules:
         # One rank gathers nothing, and reads the rows of a frozen embedding in place.
         ends = 2 if trained or recipe.world_size > 1 else 1
         stay = not recipe.find(f"{head}.sharding.reshard_after_forward", True)
-        gathered = unsharded(recipe, compute, alone=not trained, ends=ends, cast=width != compute)
+        experts = gathered_experts(recipe)
+        gathered = unsharded(recipe, compute, alone=not trained, ends=ends, cast=width != compute, experts=experts)
         activations = saved * tokens * compute + copies
         reused = 0.0
         if whole:

@@ -303,7 +303,7 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
         }  # fmt: skip
     if not hasattr(getattr(model_of_config, "model", None), "layers"):
         yield {"why": f"primus shards layers, which models of type {config.model_type} do not have in model.layers"}
-    for name, _ in causal_model(model, "sdpa", folder).named_parameters():
+    for name, _ in model_of_config.named_parameters():
         try:
             stored(files, name)
         except SystemExit as error:

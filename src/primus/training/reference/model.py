@@ -113,17 +113,19 @@ class Transformer:
         self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         """Return attention's output [samples, length, heads · size]. Pairs that are ``hidden`` do not attend. ``sinks``
-        [heads] are logits of nothing, which are not rounded.
+        [heads] are logits of nothing; no fused kernel has them, so every operation rounds.
         """
-        if self.between is not exact:
-            return attended(query, key, value, hidden, scale=scale, between=self.between, adding=self.adding)
+        between = self.between
+        if between is not exact and sinks is None:
+            return attended(query, key, value, hidden, scale=scale, between=between, adding=self.adding)
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-        scores = (query * (scale * self.constants.attention)) @ key.transpose(-1, -2)
+        scores = between(between(query @ key.transpose(-1, -2)) * (scale * self.constants.attention))
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
-        shares = self.constants.shares(scores.softmax(-1)[..., : key.shape[-2]])
-        return (shares @ value).transpose(1, 2).flatten(-2)
+        scores = between(scores - scores.detach().amax(-1, keepdim=True))
+        shares = between(self.constants.shares(scores.softmax(-1)[..., : key.shape[-2]]))
+        return between(shares @ value).transpose(1, 2).flatten(-2)
 
     def losses(self, weights: Weights, batch: Weights) -> tuple[Tensor, Tensor]:
         """Return the loss of each label, or of each image, and the balancing loss per token."""
@@ -226,8 +228,8 @@ class Model(Transformer):
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
         if self.sizes.activation == "clamped_swiglu":
-            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
-            gate = gate * (1.702 * gate).sigmoid()
+            gate, up = gate.clamp(max=7.0), self.between(up.clamp(-7.0, 7.0) + 1)
+            gate = gate * self.between(self.between(1.702 * gate).sigmoid())
         else:
             gelu = self.sizes.activation == "gelu_tanh"
             gate = functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()

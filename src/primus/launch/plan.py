@@ -66,6 +66,8 @@ class Plan:
 
     def warnings(self, limit: float | None = None) -> list[str]:
         """Return sentences about a job that does not fit its options. ``limit``: the seconds that it may run."""
+        if "epochs" in self.recipe.settings:
+            return []
         steps, every, key = self.recipe.steps, self.checkpoint_interval, self.recipe.knows.key("checkpoint")
         sentences = []
         if every >= steps:
@@ -112,7 +114,8 @@ class Plan:
             "recipe": recipe.name, "backend": recipe.backend, "mode": recipe.mode, "precision": recipe.precision,
             "gpu": recipe.gpu, "nodes": self.nodes, "ranks_per_node": self.ranks, "world_size": recipe.world_size,
             "mesh": self.mesh, "global_batch": recipe.global_batch, "accumulation": recipe.accumulation,
-            "tokens_per_step": recipe.global_batch * recipe.seq_len, "steps": recipe.steps,
+            "tokens_per_step": recipe.global_batch * recipe.seq_len,
+            "steps": None if "epochs" in recipe.settings else recipe.steps,
             "checkpoint_interval": self.checkpoint_interval, "memory_bytes_per_gpu": self.memory,
         }  # fmt: skip
 
@@ -132,7 +135,8 @@ class Plan:
             f"mesh         {mesh}",
             f"step         {recipe.global_batch:,} {unit}{tokens}; gradient accumulation {recipe.accumulation}",
             f"memory       {memory}",
-            *([f"time         {recipe.steps} steps in about {span(seconds * recipe.steps)}"] if seconds else []),
+            *([f"time         {recipe.steps} steps in about {span(seconds * recipe.steps)}"]
+              if seconds and "epochs" not in recipe.settings else []),
             f"checkpoints  every {every} steps" if every else
             f"checkpoints  none: a restarted job begins at step 1 ({recipe.knows.key('checkpoint')}=N writes them)",
         ]  # fmt: skip

@@ -21,7 +21,7 @@ _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "
 
 
 def data_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield what is asked of evaluation and packing, and is not possible."""
+    """Yield what is asked of epochs, evaluation and packing, and is not possible."""
     asked, packing = recipe.section("eval"), f"{recipe.backend}.packing"
     for key in asked:
         if not recipe.knows.evaluates:
@@ -29,8 +29,10 @@ def data_faults(recipe: Recipe) -> Iterator[Fault]:
         if ("corpus" in asked) == ("fraction" in asked):
             why = "give either eval.corpus or eval.fraction, the share of the documents that is held out"
             yield f"eval.{key}", why, "for example eval.fraction=0.05"
-        if key == "every" and recipe.get("eval.every", int) > recipe.steps:
+        if key == "every" and "epochs" not in recipe.settings and recipe.get("eval.every", int) > recipe.steps:
             yield "eval.every", f"the run has only {recipe.steps} steps", f"eval.every={recipe.steps} or less"
+    if "epochs" in recipe.settings and (recipe.architecture.of_images or recipe.get("assets.corpus", str) == MOCK):
+        yield "epochs", "they are counted in a corpus of text", "name a corpus, or give steps"
     if not asked and not recipe.find(packing, False):
         return
     if recipe.get("assets.corpus", str) == MOCK:

@@ -20,7 +20,7 @@ from primus.recipes.rules import USABLE, gpu_bytes, holds, predict, rules_of
 from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.recipes.weights import kind_faults, model_of, published_faults
-from primus.yamlfile import spell, value as typed_value
+from primus.yamlfile import LARGEST, spell, value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
 # Keys of weights to start from.
@@ -80,7 +80,7 @@ def resolve(
     if facts["gpu"] == CPU and facts["proxy"] == "false":
         settings["ranks"] = Setting(value=1, origin="one process on a CPU")
     settings.update(overriding)
-    _shorten_warmup(settings, overriding, knows)
+    _settle_steps(settings, overriding, knows)
     sizes = _listed(settings, "local_batch", knows)
     keeping = _listed(settings, "resharding", knows) if "resharding" in knows.keys else []
     _check_keys(settings, path, knows)
@@ -217,14 +217,21 @@ def _with(recipe: Recipe, what: str, value: Value) -> Recipe:
     return replace(recipe, settings={**recipe.settings, key: replace(recipe.settings[key], value=value)})
 
 
-def _shorten_warmup(settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend) -> None:
-    """Limit the warm-up to the steps of a run that the user shortens. The setting's origin states the limit."""
-    steps, key = overriding.get(knows.key("steps")), f"{knows.name}.{knows.warmup}"
-    warmup = settings.get(key)
-    if not steps or not warmup or key in overriding:
+def _settle_steps(settings: dict[str, Setting], overriding: Mapping[str, Setting], knows: Backend) -> None:
+    """Leave the steps to ``epochs``, which a run counts, or to the user, who may shorten the run and its warm-up."""
+    key, warmup = knows.key("steps"), f"{knows.name}.{knows.warmup}"
+    if "epochs" in settings and key in overriding:
+        if "epochs" in overriding:
+            raise InputError("give either epochs or steps", where=overriding["epochs"].origin)
+        del settings["epochs"]
+    elif "epochs" in settings and key in settings:
+        settings[key] = replace(settings[key], origin="replaced by those of epochs when a run starts")
+    steps, before = overriding.get(key), settings.get(warmup)
+    if not steps or not before or warmup in overriding:
         return
-    if isinstance(steps.value, int) and isinstance(warmup.value, int) and 0 < steps.value < warmup.value:
-        settings[key] = replace(warmup, value=steps.value, origin=f"{warmup.origin}, at most the {steps.value} steps")
+    if isinstance(steps.value, int) and isinstance(before.value, int) and 0 < steps.value < before.value:
+        limit = f"{before.origin}, at most the {steps.value} steps"
+        settings[warmup] = replace(before, value=steps.value, origin=limit)
 
 
 def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
@@ -266,6 +273,9 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
             raise _unknown(key, setting, rules, knows)
         if (objection := rule.objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
+    if "epochs" in settings:  # nothing exceeds the steps before they are counted
+        steps = knows.key("steps")
+        settings = {**settings, steps: replace(settings[steps], value=LARGEST)}
     # First the values that are wrong by themselves, because they often make others wrong.
     for related in (False, True):
         for key in rules:

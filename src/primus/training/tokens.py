@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -318,6 +319,36 @@ class Tokens:
         numbers = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
         starts = np.repeat(starts, counts) + numbers * seq_len
         return starts, np.minimum(starts + seq_len + 1, np.repeat(self.ends, counts))
+
+    def samples(self, seq_len: int, *, packing: bool) -> int:
+        """Return the number of samples of one epoch. Without mask and ``packing``, documents are one stream."""
+        if self.mask is None and not packing:
+            return (len(self.tokens) - 1) // seq_len
+        starts, ends = self.pieces(seq_len)
+        return len(packs((ends - starts - 1).tolist(), seq_len)) if packing else len(starts)
+
+
+def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return samples of up to ``size`` tokens, each a list of the numbers of its documents, which have ``lengths``.
+
+    Best fit, the longest documents first: each goes to the sample with the least room for it, of several to the one
+    that was filled last.
+    """
+    samples: list[list[int]] = []
+    # Of each sample with room for a document: its room, less the turn in which it was filled, and its number.
+    rooms: list[tuple[int, int, int]] = []
+    shortest = min(lengths, default=0)
+    for turn, number in enumerate(sorted(range(len(lengths)), key=lambda number: -lengths[number])):
+        place = bisect_left(rooms, (lengths[number],))
+        if place < len(rooms):
+            room, _, sample = rooms.pop(place)
+        else:
+            room, sample = size, len(samples)
+            samples.append([])
+        samples[sample].append(number)
+        if (room := room - lengths[number]) >= shortest:
+            insort(rooms, (room, -turn, sample))
+    return samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,15 @@ from primus.training.finetune.models import FineTuned, config_of
 from primus.training.flux.backend import FluxConfig
 from primus.training.flux.latents import Images, packed
 from primus.training.loop.config import LoopConfig
-from primus.training.loop.data import Documents, Mock, Stream, packs
+from primus.training.loop.data import Documents, Mock, Stream
 from primus.training.reference.data import samples as reference_samples
-from primus.training.tokens import Tokens
+from primus.training.tokens import Tokens, packs
 
 
 def check_a_pass_sees_every_sample_once() -> None:
-    data = Stream(np.arange(101, dtype=np.uint32), seq_len=10, seed=3)
+    tokens = Tokens(tokens=np.arange(101, dtype=np.uint32), ends=np.asarray([101]))
+    data = Stream(tokens.tokens, seq_len=10, seed=3)
+    assert data.samples == tokens.samples(10, packing=False) == 10
     passes = [data.batch(turn * 10, 10) for turn in range(2)]
     for batch in passes:
         starts = sorted(batch["input_ids"][:, 0].tolist())
@@ -116,6 +118,7 @@ def check_packed_documents_are_trained_as_alone(attention: Any, *, masked: bool)
         for packing in (False, True):
             data = Documents(tokens, 16, 1, packing=packing)
             batch = data.batch(0, data.samples)
+            assert data.samples == tokens.samples(16, packing=packing) or (mask is None and not packing)
             assert not packing or data.samples * 16 < 1.2 * ends[-1], "the samples are not filled"
             model.zero_grad()
             loss = model(**batch)

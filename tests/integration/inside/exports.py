@@ -1,5 +1,6 @@
 """Checkpoints of every family and backend: exported, they give the backend's logits in transformers; and back again."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from primus.cli.main import main
 from primus.recipes.recipe import Recipe
@@ -122,6 +123,7 @@ def check_export(case: str, where: Path) -> None:
     identity.seal(checkpoint, identity.of(recipe))
     assert main(["export", str(where / "run"), str(where / "hf")]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(where / "hf", dtype=torch.float32)(TOKENS).logits
+    check_older_names(where / "hf")
     with torch.no_grad():
         gap = float((logits() - theirs).abs().max() / theirs.abs().max())
     assert gap < 1e-4, gap
@@ -132,6 +134,15 @@ def check_export(case: str, where: Path) -> None:
         again, _, _ = built(where / "again", recipe)
         for (name, tensor), mine in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
             assert tensor is mine is None or torch.equal(tensor, mine), name
+
+
+def check_older_names(folder: Path) -> None:
+    """Without the settings that only transformers 5 reads, the rotary positions are the same."""
+    rope, file = AutoConfig.from_pretrained(folder).rope_parameters, folder / "config.json"
+    config = json.loads(text := file.read_text())
+    file.write_text(json.dumps({key: value for key, value in config.items() if key != "rope_parameters"}))
+    assert AutoConfig.from_pretrained(folder).rope_parameters == rope
+    file.write_text(text)
 
 
 def check_layout(case: str, where: Path) -> None:

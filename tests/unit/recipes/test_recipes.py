@@ -181,6 +181,26 @@ def test_a_run_shorter_than_its_warm_up_says_so() -> None:
     assert re.search(r"torchtitan\.yaml:\d+:\d+, at most the 3 steps$", warmup.origin)
 
 
+def test_epochs_leave_the_steps_to_the_run_or_to_the_user(edited: Path, tmp_path: Path) -> None:
+    (corpus := tmp_path / "a.txt").write_text("text")
+    words = ["epochs=2.5", f"corpus={corpus}"]
+    choices = Choices(backend="finetune", mode="lora", gpu="mi300x")
+    more = ["training.warmup_steps=1000", "eval.fraction=0.1", "eval.every=1000"]
+    recipe = resolve.resolve("llama3.1-8b", [*words, *more], choices)
+    assert recipe.get("epochs", float) == 2.5
+    assert recipe.settings["finetune.training.steps"].origin == "replaced by those of epochs when a run starts"
+    change(edited, "ranks: 2", "epochs: 2\nranks: 2")
+    assert "epochs" in resolve.resolve(str(edited)).settings
+    assert "epochs" not in resolve.resolve(str(edited), ["steps=7"]).settings
+    for wrong, objection in (
+        ([*words, "steps=3"], "give either"),
+        (["epochs=2", "corpus=mock"], "text"),
+        (["epochs=0"], "greater"),
+    ):
+        with pytest.raises(InputError, match=objection):
+            resolve.resolve("llama3-proxy", wrong)
+
+
 def test_a_recipe_may_need_several_nodes_and_its_proxy_one(edited: Path) -> None:
     change(edited, "default:", "default:\n  nodes: 4")
     assert resolve.resolve(str(edited)).get("nodes", int) == 1

@@ -187,6 +187,8 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     yield f"  {readable(count.total)} parameters{active}"
     yield from (f"  {line}" for line in origin_of_sizes(recipe))
     ranks, steps = counted(recipe.get("ranks", int), "rank"), counted(recipe.steps, "step")
+    if "epochs" in recipe.settings:
+        steps = f"{recipe.get('epochs', float):g} epochs"
     yield f"  {counted(recipe.get('nodes', int), 'node')} × {ranks}, {steps}"
     sequences = f"{recipe.global_batch} sequences of {recipe.seq_len} = " if what == "tokens" else ""
     yield f"  {sequences}{amount:,} {what} per step"

@@ -1,6 +1,7 @@
 """Run a recipe on this machine."""
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from primus.cli.image.common import RECIPE, choices, duration, resolved, short_origin
 from primus.cli.verb import JSON, WRAP, answer, count, flag, folder, option, path, several, verb
@@ -76,6 +78,8 @@ def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
     options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
     recipe = recipe_of(options, memory=memory)
+    if "epochs" in recipe.settings:
+        recipe = _with_steps(recipe, options, memory)
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
     name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = options.output = options.output or Path("runs") / name
@@ -172,7 +176,7 @@ def recipe_of(options: argparse.Namespace, *, here: bool = True, memory: float |
         return recipe
     if why := rules_of(recipe).unverified:
         raise InputError(f"--verify-steps: {why}", hint="use another backend, or `primus preflight` between runs")
-    if options.verify_steps > recipe.steps:
+    if "epochs" not in recipe.settings and options.verify_steps > recipe.steps:
         raise InputError(f"--verify-steps {options.verify_steps} verifies nothing in {recipe.steps} steps")
     if options.judge:
         raise InputError("--verify-steps and --judge exclude each other: both record what the model computes")
@@ -180,6 +184,25 @@ def recipe_of(options: argparse.Namespace, *, here: bool = True, memory: float |
         options.overrides = [*options.overrides, "deterministic=true"]
         recipe = resolved(options, here=here, memory=memory)
     return recipe
+
+
+def _with_steps(recipe: Recipe, options: argparse.Namespace, memory: float | None) -> Recipe:
+    """Return ``recipe`` with the steps that its epochs take: the corpus is tokenized to count its samples."""
+    backend_of(recipe).check_data(recipe)
+    tokens.without_torch()
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "cache").mkdir()
+        backend_of(recipe).tokenize(Job(name="epochs", recipe=recipe, output=folder), lambda _: None)
+        packing = recipe.find(f"{recipe.backend}.packing", False)
+        samples = tokens.stored(folder / "cache").samples(recipe.seq_len, packing=packing)
+    epochs = recipe.get("epochs", float)
+    steps = math.ceil(epochs * samples / recipe.global_batch)
+    if not options.json:
+        each = f"{counted(samples, 'sample')}, {recipe.global_batch} a step"
+        print(f"primus: {epochs:g} epochs of {each}: {counted(steps, 'step')}", file=sys.stderr)
+    options.overrides = [*(word for word in options.overrides if not word.startswith("epochs=")), f"steps={steps}"]
+    return recipe_of(options, memory=memory)
 
 
 def _preflight(job: Job, burn_in: float | None) -> None:

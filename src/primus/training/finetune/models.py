@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
+from primus.files import write_file
 from primus.recipes import family
 from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.tensors import MXFP4, OTHER_MODEL, header, plain_shapes, tensor_files, text_name
@@ -112,6 +113,18 @@ def write(
     copied += [tokenizer.glob(pattern) for pattern in TOKENIZER_FILES] if tokenizer else []
     for file in filter(Path.is_file, chain(*copied)):
         shutil.copyfile(file, folder / file.name)
+    if (file := folder / "config.json").is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        write_file(file, json.dumps(config | _older_names(config.get("rope_parameters") or {}), indent=2) + "\n")
+
+
+def _older_names(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary settings as before transformers 5: servers with an older one would take 10,000 as the base."""
+    whole = rope.get("full_attention", rope)
+    local = {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"]} if "sliding_attention" in rope else {}
+    scaling = {key: value for key, value in whole.items() if key != "rope_theta"}
+    plain = scaling.get("rope_type", "default") == "default"
+    return {"rope_theta": whole["rope_theta"], "rope_scaling": None if plain else scaling, **local} if whole else {}
 
 
 def adapted(model: Any, lora: LoraConfig) -> Any:

@@ -1,7 +1,5 @@
 """Language-model data: samples of tokens, accessed by number, from a tokenized corpus or synthetic."""
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -12,7 +10,7 @@ from typing_extensions import override
 from primus.recipes.recipe import MOCK
 from primus.training.loop.config import RankJob
 from primus.training.loop.session import Batch, Data
-from primus.training.tokens import Tokens, stored
+from primus.training.tokens import Tokens, packs, stored
 
 # The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
 _MOCK_SYMBOLS = 256
@@ -103,29 +101,6 @@ class Documents(_Tokens):
                 place = end
         batch = {"input_ids": inputs, "labels": labels}
         return batch if self._packs is None else batch | {"positions": positions}
-
-
-def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return samples of up to ``size`` tokens, each a list of the numbers of its documents, which have ``lengths``.
-
-    Best fit, the longest documents first: each goes to the sample with the least room for it, of several to the one
-    that was filled last.
-    """
-    samples: list[list[int]] = []
-    # Of each sample with room for a document: its room, less the turn in which it was filled, and its number.
-    rooms: list[tuple[int, int, int]] = []
-    shortest = min(lengths, default=0)
-    for turn, number in enumerate(sorted(range(len(lengths)), key=lambda number: -lengths[number])):
-        place = bisect_left(rooms, (lengths[number],))
-        if place < len(rooms):
-            room, _, sample = rooms.pop(place)
-        else:
-            room, sample = size, len(samples)
-            samples.append([])
-        samples[sample].append(number)
-        if (room := room - lengths[number]) >= shortest:
-            insort(rooms, (room, -turn, sample))
-    return samples
 
 
 class Mock(_Tokens):

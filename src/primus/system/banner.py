@@ -14,7 +14,7 @@ from typing import Any
 
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
-from primus.system.host import IMAGE_FILE, Host, failed
+from primus.system.host import IMAGE_FILE, Host, finding
 from primus.system.preflight import driver, rights, shared_memory
 
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
@@ -59,8 +59,7 @@ def lacking(image: Mapping[str, Any], host: Host) -> str:
     else:
         amd = gpu.arch.startswith("gfx")
         module, option = ("amdgpu", "--device /dev/kfd --device /dev/dri") if amd else ("nvidia", "--gpus all")
-        remedy = f"on the host: sudo modprobe {module}; then start the container with {option}"
-        findings = [failed("gpus", f"none found; the image is for {gpu.names[0]}", remedy), *shared_memory(host)]
+        findings = [finding("no_gpu_of_image", gpu=gpu.names[0], module=module, option=option), *shared_memory(host)]
     return "".join(f"  ! {f.check}: {f.message} → {f.remedy}\n" for f in findings if f.problem)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from primus.system.host import Finding, Host, failed, ok, skipped, slow
+from primus.system.host import Finding, Host, finding
 from primus.yamlfile import read_values
 
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -31,13 +31,13 @@ def rdma(host: Host) -> Iterator[Finding]:
     """Check that each RDMA port is up, has a usable GID and may be opened, and that like devices have one firmware."""
     cards = devices(host)
     if not cards:
-        yield skipped("RDMA", "no RDMA device; several nodes use TCP")
+        yield finding("no_rdma")
         return
     chosen = host.environment.get("NCCL_IB_HCA", "")
     names = chosen.lstrip("=").split(",") if not chosen.startswith("^") else []
     for name in (word.partition(":")[0] for word in names):
         if name and not any(card.name.startswith(name) for card in cards):
-            yield failed("RDMA", f"NCCL_IB_HCA names {name}, which does not exist", "unset NCCL_IB_HCA")
+            yield finding("unknown_hca", name=name)
     ports = {port: _port(host, port) for port in _ports(host)}
     for port, problem in ports.items():
         if isinstance(problem, Finding):
@@ -48,14 +48,13 @@ def rdma(host: Host) -> Iterator[Finding]:
         firmware.setdefault(board, set()).add(host.text(card / "fw_ver"))
     for board, versions in firmware.items():
         if len(versions) > 1:
-            message = f"devices of board {board or 'unknown'} have firmware {', '.join(sorted(versions))}"
-            yield slow("RDMA firmware", message, "update all to one version")
+            yield finding("firmware", board=board or "unknown", versions=", ".join(sorted(versions)))
     yield from _rights(host)
     indices = {*ports.values()} - {""}
     advice = ""
     if len(indices) == 1 and isinstance(index := indices.pop(), str):
         advice = f"; NCCL_IB_GID_INDEX={index}" + ("" if int(index) == _DEFAULT_GID else " (older scripts set 3)")
-    yield ok("RDMA", f"{len(ports)} ports are active{advice}")
+    yield finding("rdma", ports=len(ports), advice=advice)
 
 
 def _ports(host: Host) -> list[Path]:
@@ -66,11 +65,10 @@ def _rights(host: Host) -> Iterator[Finding]:
     files = host.glob("dev/infiniband/uverbs*")
     closed = [path for path in files if path.exists() and not os.access(path, os.R_OK | os.W_OK)]
     if not files:
-        remedy = "start the container with --device /dev/infiniband"
-        yield failed("RDMA rights", "/dev/infiniband/uverbs* is missing", remedy)
+        yield finding("no_verbs")
     elif closed:
-        message = f"{host.shown(closed[0])} cannot be opened by user {os.geteuid()}"
-        yield failed("RDMA rights", message, f"add the user to group {closed[0].stat().st_gid}")
+        group = closed[0].stat().st_gid
+        yield finding("closed_verbs", path=host.shown(closed[0]), user=os.geteuid(), group=group)
 
 
 def libraries(host: Host) -> Iterator[Finding]:
@@ -79,8 +77,7 @@ def libraries(host: Host) -> Iterator[Finding]:
     if not cards:
         return
     if not _library(host, "libibverbs.so.1"):
-        message = "there are RDMA devices, and libibverbs is not installed: NCCL and RCCL use TCP"
-        yield slow("RDMA libraries", message, "add the extra rdma to the image, or install ibverbs-providers")
+        yield finding("no_libibverbs")
         return
     table = cast("dict[str, Any]", read_values(Path(__file__).with_name("nics.yaml")).data)["providers"]
     lacking: dict[str, list[str]] = {}
@@ -93,11 +90,12 @@ def libraries(host: Host) -> Iterator[Finding]:
         ):
             lacking.setdefault(provider, []).append(device.name)
     for provider, names in lacking.items():
-        whose = f"{table[provider]['maker']} {', '.join(names)}"
-        message = f"libibverbs has no provider {provider} for {whose}: NCCL and RCCL use other devices, or TCP"
-        yield slow("RDMA libraries", message, table[provider].get("lacks", "install ibverbs-providers in the image"))
+        advice = table[provider].get("lacks", "install ibverbs-providers in the image")
+        yield finding(
+            "no_provider", provider=provider, maker=table[provider]["maker"], names=", ".join(names), advice=advice
+        )
     if not lacking:
-        yield ok("RDMA libraries", "libibverbs has a provider for every device")
+        yield finding("providers")
 
 
 def _library(host: Host, name: str) -> bool:
@@ -108,20 +106,18 @@ def _port(host: Host, port: Path) -> Finding | str:
     """Return the GID index to use as text ("" for InfiniBand), or a finding if the port cannot be used."""
     state, physical = (host.text(port / name).partition(": ")[2] or "unknown" for name in ("state", "phys_state"))
     if "ACTIVE" not in state:
-        message = f"the link is {state} (physically {physical})"
-        return failed("RDMA", message, "check cable and switch, or leave it out with NCCL_IB_HCA")
+        return finding("link", state=state, physical=physical)
     if host.text(port / "link_layer") != "Ethernet":
         return ""
     gids = {int(path.name): host.text(path) for path in (port / "gids").glob("*") if path.name.isdigit()}
     types = {index: host.text(port / "gid_attrs/types" / str(index)) for index in gids}
     usable = {index: gid for index, gid in gids.items() if gid not in ("", _EMPTY_GID) and "v2" in types[index]}
     if not usable:
-        return failed("RDMA", "no GID is of RoCE v2 with an address", "give the interface an IP address")
+        return finding("no_gid")
     best = min(usable, key=lambda index: (not usable[index].startswith(_IPV4), index))
     chosen = host.environment.get("NCCL_IB_GID_INDEX", "")
     if chosen.isdecimal() and int(chosen) not in usable:
-        message = f"GID {chosen}, which NCCL_IB_GID_INDEX names, is not of RoCE v2"
-        return failed("RDMA", message, f"NCCL_IB_GID_INDEX={best}")
+        return finding("other_gid", gid=chosen, best=best)
     return str(best)
 
 
@@ -161,11 +157,8 @@ def interface(host: Host) -> Iterator[Finding]:
             states = [host.text(folder / "operstate") for folder in folders if folder.name.startswith(word.strip())]
             if all(state == "down" for state in states):
                 what = "is down" if states else "does not exist"
-                yield failed("network", f"{variable} names {word}, which {what}", f"{variable}={best or 'NAME'}")
-    if best:
-        yield ok("network", f"several nodes: NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
-    else:
-        yield skipped("network", "no interface is up; several nodes cannot meet")
+                yield finding("wrong_interface", variable=variable, word=word, what=what, best=best or "NAME")
+    yield finding("interface" if best else "no_interface", best=best)
 
 
 def own_address(host: str) -> str:

@@ -7,15 +7,16 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from primus.files import text_if_readable
 from primus.gpus.detect import Found, detect
 from primus.system.issues import STATUS, Issue, debs, issues
+from primus.yamlfile import read_values
 
 Level = Literal["ok", "failed", "slow", "skipped"]
+_FINDINGS: Any = read_values(Path(__file__).with_name("findings.yaml")).data
 _LONGEST = 1000
 # The file in which an image describes itself.
 IMAGE_FILE = Path("/etc/primus/image.json")
@@ -50,9 +51,12 @@ class Finding:
         return self.level in ("failed", "slow")
 
 
-# Each takes the name of the check, the message and, of a problem, the remedy.
-ok, failed = partial(Finding, "ok"), partial(Finding, "failed")
-slow, skipped = partial(Finding, "slow"), partial(Finding, "skipped")
+def finding(name: str, /, *, level: Level | None = None, **values: object) -> Finding:
+    """Return the finding ``name`` of ``findings.yaml`` with ``values`` in its texts. ``level`` replaces its own."""
+    row = _FINDINGS[name]
+    usual = next(word for word in get_args(Level) if word in row)
+    texts = (str(text).format(**values) for text in (row[usual], row["message"], row.get("remedy", "")))
+    return Finding(level or usual, *texts)
 
 
 def name_here() -> str:

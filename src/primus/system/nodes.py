@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
@@ -20,7 +20,7 @@ from primus.gpus.detect import visible
 from primus.gpus.table import arch_of, generation, load_table, peak
 from primus.report import html
 from primus.schema import build, described, read_json
-from primus.system.host import Finding, Host, Level, failed, name_here, ok, skipped, slow
+from primus.system.host import Finding, Host, Level, finding, name_here
 from primus.terminal import counted
 from primus.training import launch
 from primus.yamlfile import read_values
@@ -33,12 +33,7 @@ _APART = 0.10
 # A figure above the peak is a measurement error.
 _ABOVE_PEAK = 1.05
 _REPORT_SECONDS = 10
-_REMEDIES = {
-    "burn-in": "train on no such GPU: reset it and run the burn-in again; replace it, or the link, if it fails again",
-    "gemm bf16": "look for power caps and heat: amd-smi metric, or nvidia-smi -q -d PERFORMANCE",
-    "memory": "look for other processes on the GPU and for ECC errors: amd-smi metric, or nvidia-smi",
-    "all-reduce": "look at the links between the GPUs: amd-smi topology, or nvidia-smi topo -m; unset NCCL_* variables",
-}
+_EXPECTED: Any = read_values(Path(__file__).with_name("expected.yaml")).data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +51,7 @@ class Measurement:
 @cache
 def expected() -> Mapping[tuple[str, str], Mapping[str, Any]]:
     """Return (GPU, what) → its row in ``expected.yaml``."""
-    rows = cast(dict[str, Any], read_values(Path(__file__).with_name("expected.yaml")).data)["figures"]
-    return {(row["gpu"], row["what"]): row for row in rows}
+    return {(row["gpu"], row["what"]): row for row in _EXPECTED["figures"]}
 
 
 def _usable(host: Host) -> tuple[tuple[str, ...], str, str]:
@@ -77,12 +71,12 @@ def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
     """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing can be measured."""
     gpus, fp8, reason = _usable(host)
     if reason:
-        return [skipped("benchmark", reason)], []
+        return [finding("no_benchmark", reason=reason)], []
     ranks = measure(len(gpus), fp8)
     if isinstance(ranks, str):
-        return [failed("benchmark", ranks, "run it again when no job runs; --quick leaves it out")], []
+        return [finding("broken_benchmark", reason=ranks)], []
     figures = measurements(host.gpus.generation, ranks)
-    return [finding for measurement in figures for finding in judge(measurement)], figures
+    return [judged for measurement in figures for judged in judge(measurement)], figures
 
 
 def measure(ranks: int, fp8: str, seconds: float = 300) -> list[dict[str, Any]] | str:
@@ -150,10 +144,9 @@ def burn_in(host: Host, seconds: float, say: Callable[[str], None], patience: fl
         folder = Path(name)
         code, states = _run(folder, len(gpus), fp8, seconds, hopeless), _states(folder, len(gpus))
         failure = "" if not code and all(states) else "hangs" if hangs else _failure(folder)
-    findings = [failed("burn-in", text, _REMEDIES["burn-in"]) for text in _wrong(states, gpus, failure)]
     rounds = counted(states[0].get("round", 0), "round")
-    exact = f"{counted(len(gpus), 'GPU')}, {rounds}: all products, repeats, memory and messages are exact"
-    return findings or [ok("burn-in", exact)]
+    findings = [finding("wrong_result", what=text) for text in _wrong(states, gpus, failure)]
+    return findings or [finding("burn_in", gpus=counted(len(gpus), "GPU"), rounds=rounds)]
 
 
 def _named(row: Mapping[str, Any], rank: int, gpus: Sequence[str]) -> str:
@@ -232,27 +225,26 @@ def peak_of(name: str, what: str) -> float | None:
 def judge(benchmark: Measurement) -> Iterator[Finding]:
     """Judge the figures of one benchmark: too low, far below the other GPUs, impossible, or as expected."""
     what, unit, figures = benchmark.what, benchmark.unit, benchmark.figures
-    least, most, source = benchmark.least, benchmark.most, benchmark.source
-    typical = statistics.median(figures)
-    remedy = _REMEDIES.get(what) or _REMEDIES["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
+    least, most, typical = benchmark.least, benchmark.most, statistics.median(figures)
+    remedies = _EXPECTED["remedies"]
+    remedy = remedies.get(what) or remedies["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
+    texts = {"what": what, "least": least or 0, "most": most or 0, "source": benchmark.source, "remedy": remedy}
     sound = True
     for gpu, figure in enumerate(figures):
         shown = ("" if what in _COLLECTIVES else f"GPU {gpu}: ") + f"{figure:,.4g} {unit}"
         if most is not None and figure > most * _ABOVE_PEAK:
-            message = f"{shown} is more than the GPU's peak of {most:,.4g}: the clock or the result is wrong"
-            yield failed(what, message, "do not train on this GPU before the cause is known")
+            name = "above_peak"
         elif least is not None and figure < least:
-            yield slow(what, f"{shown}, and at least {least:,.4g} are expected ({source})", remedy)
+            name = "below_least"
         elif figure < typical * (1 - _APART):
-            message = f"{shown}, {1 - figure / typical:.0%} less than the median of this machine's GPUs"
-            yield slow(what, message, f"it holds all other GPUs up; {remedy}")
+            name = "below_others"
         else:
             continue
+        yield finding(name, figure=shown, share=1 - figure / typical, **texts)
         sound = False
     if sound:
         shown = f"{min(figures):,.4g}" + (f"–{max(figures):,.4g}" if len(figures) > 1 else "")
-        limit = f"at least {least:,.4g} expected" if least is not None else f"not judged: {source}"
-        yield ok(what, f"{shown} {unit}; {limit}")
+        yield finding("unjudged" if least is None else "as_expected", figure=f"{shown} {unit}", **texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,8 +298,8 @@ def _odd(nodes: Sequence[Node], check: str, of: Callable[[Node], str]) -> Iterat
     usual = Counter(of(node) for node in nodes).most_common(1)[0][0]
     for node in nodes:
         if of(node) != usual:
-            message = f"{of(node) or 'unknown'}; most nodes have {usual or 'an unknown one'}"
-            yield node.name, failed(check, message, "leave the node out, or make it equal to the others")
+            texts = {"check": check, "what": of(node) or "unknown", "usual": usual or "an unknown one"}
+            yield node.name, finding("odd_node", **texts)
 
 
 def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
@@ -319,8 +311,8 @@ def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
         typical = statistics.median(figures.values())
         for name, figure in figures.items():
             if figure < typical * (1 - _APART):
-                message = f"{figure:,.4g}, {1 - figure / typical:.0%} less than the median of the nodes, {typical:,.4g}"
-                yield name, slow(what, message, "it holds all other nodes up: leave it out, or find the cause")
+                texts = {"figure": figure, "share": 1 - figure / typical, "typical": typical}
+                yield name, finding("slow_node", what=what, **texts)
 
 
 def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[tuple[str, ...]]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from primus.gpus.detect import properties
 from primus.system import fabric
-from primus.system.host import IMAGE_FILE, Finding, Host, failed, ok, skipped, slow
+from primus.system.host import IMAGE_FILE, Finding, Host, Level, finding
 from primus.yamlfile import read_values
 
 _GIB = 2**30
@@ -19,7 +19,6 @@ _AMD, _NVIDIA = "0x1002", "0x10de"
 _COMPUTE = ("0x1200", "0x0302", "0x0380")
 _XGMI = "11"
 _OF_CONTAINERS = (".dockerenv", "run/.containerenv", IMAGE_FILE.relative_to("/"))
-_NO_GPU = "no GPU on this machine"
 
 
 def present(host: Host) -> Iterator[Finding]:
@@ -32,30 +31,25 @@ def present(host: Host) -> Iterator[Finding]:
     names, bus = host.gpus.names, len(devices)
     if unbound:
         module = "amdgpu" if _AMD in unbound else "nvidia"
-        remedy = f"sudo modprobe {module}; sudo dmesg | grep -i -e amdgpu -e NVRM tells why it failed"
-        yield failed("gpus", f"{len(unbound)} of {bus} GPUs on the PCI bus have no driver", remedy)
+        yield finding("unbound", unbound=len(unbound), bus=bus, module=module)
     elif not names and bus:
-        message = f"{bus} GPUs have a driver, and none can be used for computing"
-        yield failed("gpus", message, "sudo dmesg | grep -i kfd")
+        yield finding("unusable", bus=bus)
     elif bus > len(names) and not any((host.root / name).exists() for name in _OF_CONTAINERS):
-        message = f"{bus} GPUs are on the PCI bus, and {len(names)} can be used"
-        yield failed("gpus", message, "sudo dmesg | grep -i kfd tells why; reboot, or reset the GPU")
+        yield finding("some_usable", bus=bus, usable=len(names))
     elif not names:
-        yield skipped("gpus", _NO_GPU)
+        yield finding("no_gpu", check="gpus")
 
 
 def one_generation(host: Host) -> Iterator[Finding]:
     """Check that all GPUs are whole, and of one generation in the table."""
     names = host.gpus.names
     if len(set(names)) > 1:
-        message = f"the GPUs differ: {host.gpus.sentence()}"
-        yield failed("one generation", message, "choose equal ones with HIP_VISIBLE_DEVICES")
+        yield finding("several_generations", gpus=host.gpus.sentence())
     elif any(name.startswith("part of") for name in names):
-        yield slow("one generation", names[0], "sudo amd-smi set --compute-partition SPX makes each GPU whole")
-    elif names and not host.gpus.generation:
-        yield skipped("one generation", f"{names[0]}: no table knows it, and no limit is known for it")
+        yield finding("partition", gpu=names[0])
     elif names:
-        yield ok("one generation", host.gpus.sentence())
+        known = bool(host.gpus.generation)
+        yield finding("one_generation" if known else "unlisted", gpus=host.gpus.sentence(), gpu=names[0])
 
 
 def rights(host: Host) -> Iterator[Finding]:
@@ -65,19 +59,16 @@ def rights(host: Host) -> Iterator[Finding]:
         option = "--device /dev/kfd --device /dev/dri"
         needed = [host.root / "dev/kfd", *host.glob("dev/dri/renderD*")]
         if len(needed) - 1 < len(gpus.names):
-            message = f"{len(needed) - 1} of {len(gpus.names)} GPUs have a /dev/dri/renderD device"
-            yield failed("device rights", message, f"start the container with {option}")
+            yield finding("render_devices", there=len(needed) - 1, gpus=len(gpus.names), option=option)
     else:
         needed = [host.root / name for name in ("dev/nvidiactl", "dev/nvidia-uvm")]
     path = next((path for path in needed if not os.access(path, os.R_OK | os.W_OK)), None)
     if path is None:
-        yield ok("device rights", f"{len(needed)} devices can be opened")
+        yield finding("opened", count=len(needed))
     elif not path.exists():
-        yield failed("device rights", f"{host.shown(path)} is missing", f"start the container with {option}")
+        yield finding("missing_device", path=host.shown(path), option=option)
     else:
-        group = path.stat().st_gid
-        remedy = f"add the user to group {group}: sudo usermod -aG render,video USER, or --group-add {group}"
-        yield failed("device rights", f"{host.shown(path)} cannot be opened by user {os.geteuid()}", remedy)
+        yield finding("closed_device", path=host.shown(path), user=os.geteuid(), group=path.stat().st_gid)
 
 
 def visible(host: Host) -> Iterator[Finding]:
@@ -92,10 +83,9 @@ def visible(host: Host) -> Iterator[Finding]:
         wrong = [word for word in words if word.isdecimal() and int(word) >= len(host.gpus.names)]
         if wrong or not words or "-1" in words:
             what = f"GPU {wrong[0]}, and there are {len(host.gpus.names)}" if wrong else "no GPU"
-            yield failed("visible GPUs", f"{name}={text} names {what}", f"unset {name}, or name GPUs from 0")
+            yield finding("wrong_choice", name=name, text=text, what=what)
     if len({tuple(words) for words in chosen.values()}) > 1:
-        pairs = ", ".join(f"{name}={','.join(words)}" for name, words in chosen.items())
-        yield slow("visible GPUs", f"several variables choose GPUs, each among those of the other: {pairs}", "keep one")
+        yield finding("two_choices", pairs=", ".join(f"{name}={','.join(words)}" for name, words in chosen.items()))
 
 
 def amdgpu_drivers(rocm: str) -> list[str]:
@@ -111,20 +101,17 @@ def _table(name: str) -> dict[str, Any]:
 def driver(host: Host) -> Iterator[Finding]:
     """Check that the kernel's driver supports the ROCm in use."""
     if host.gpus.vendor != "amd":
-        yield skipped("driver", f"{host.gpus.vendor}: the table has AMD's drivers only")
+        yield finding("driver_of_others", vendor=host.gpus.vendor)
         return
     table, version = _table("drivers.yaml"), host.text("sys/module/amdgpu/version")
     rocm = host.text("opt/rocm/.info/version") or host.components().get("rocm", "")
     row, supporting = table["amdgpu"].get(version), amdgpu_drivers(rocm)
     if row is None or not supporting:
         what = f"amdgpu {version or 'of the kernel'}" if row is None else f"ROCm {rocm or 'of unknown version'}"
-        yield skipped("driver", f"the table has no row for {what}")
-    elif version not in supporting:
-        message = f"amdgpu {version} is of ROCm {row['rocm']} ({row['source']}); it does not support ROCm {rocm}"
-        remedy = "install the driver of a nearer release, or use another image"
-        yield failed("driver", f"{message} ({table['source']})", remedy)
+        yield finding("unknown_driver", what=what)
     else:
-        yield ok("driver", f"amdgpu {version} supports ROCm {rocm} ({table['source']})")
+        name = "driver" if version in supporting else "other_driver"
+        yield finding(name, version=version, row=row, rocm=rocm, source=table["source"])
 
 
 def settings(host: Host) -> Iterator[Finding]:
@@ -133,8 +120,8 @@ def settings(host: Host) -> Iterator[Finding]:
         wrong = {host.text(path) for path in host.glob(row["file"])} - {""}
         wrong = {text for text in wrong if re.search(row["wrong"], text)}
         if wrong and ("with" not in row or host.glob(row["with"])):
-            yield slow(row["check"], row["message"].format(", ".join(sorted(wrong))), row["remedy"])
-    yield ok("host settings", "the kernel's settings suit GPUs")
+            yield Finding("slow", row["check"], row["message"].format(", ".join(sorted(wrong))), row["remedy"])
+    yield finding("settings")
 
 
 def limits(host: Host) -> Iterator[Finding]:
@@ -144,15 +131,13 @@ def limits(host: Host) -> Iterator[Finding]:
         if match := re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line):
             soft[match[1]] = float("inf") if match[2] == "unlimited" else float(match[2])
     if soft.get("open files", 65536) < (65536 if host.gpus.names else 1024):
-        allowed = f"only {soft['open files']:.0f} open files are allowed"
-        yield slow("ulimits", allowed, "ulimit -n 65536, or --ulimit nofile=65536")
+        yield finding("few_files", count=soft["open files"])
     if soft.get("locked memory", float("inf")) < 64 * _GIB and fabric.devices(host):
-        locked = f"only {soft['locked memory'] / 2**20:,.0f} MiB can be locked, and RDMA locks its buffers"
-        yield failed("locked memory", locked, "ulimit -l unlimited, or --ulimit memlock=-1")
+        yield finding("locked_memory", mib=soft["locked memory"] / 2**20)
     if soft.get("processes", 4096) < 4096:
-        yield failed("ulimits", f"only {soft['processes']:.0f} processes are allowed", "ulimit -u 65536")
+        yield finding("few_processes", count=soft["processes"])
     if soft:
-        yield ok("ulimits", "open files, locked memory and processes suffice")
+        yield finding("limits")
 
 
 def shared_memory(host: Host) -> Iterator[Finding]:
@@ -160,33 +145,19 @@ def shared_memory(host: Host) -> Iterator[Finding]:
     path, gpus = host.root / "dev/shm", len(host.gpus.names)
     # NCCL's ring buffers need the first size; the second one leaves room for data loaders.
     least, good = gpus * _GIB // 8 if gpus > 1 else _GIB // 32, 8 * _GIB if gpus else _GIB // 32
-    remedy = "--shm-size 16g, or sudo mount -o remount,size=64g /dev/shm"
     if not path.is_dir():
-        yield failed("/dev/shm", "it is missing", "mount a tmpfs on it, or --shm-size 16g")
+        yield finding("no_shm")
         return
     total, free = host.bytes_of(path)
-    if total < least:
-        message = f"it has {total / _GIB:.2f} GiB, and {gpus or 1} ranks need {least / _GIB:.2g}"
-        yield failed("/dev/shm", message, remedy)
-    elif free < least:
-        yield failed("/dev/shm", f"only {free / _GIB:.2f} of {total / _GIB:.2f} GiB are free", "delete old files in it")
-    elif total < good:
-        yield slow("/dev/shm", f"it has {total / _GIB:.2f} GiB, and 8 are advised", remedy)
-    else:
-        yield ok("/dev/shm", f"{free / _GIB:.1f} GiB free")
+    name = "small_shm" if total < least else "full_shm" if free < least else "modest_shm" if total < good else "shm"
+    yield finding(name, total=total / _GIB, free=free / _GIB, ranks=gpus or 1, least=least / _GIB)
 
 
 def disk(host: Host) -> Iterator[Finding]:
     """Check the free space of the output folder."""
     _, free = host.bytes_of(host.output)
-    if free < _GIB:
-        message = f"{host.output} has {free / _GIB:.2f} GiB free"
-        yield failed("disk", message, "free some space, or choose another folder")
-    elif free < 20 * _GIB and host.gpus.names:
-        message = f"{host.output} has {free / _GIB:.1f} GiB free, less than a checkpoint may take"
-        yield slow("disk", message, "free some space")
-    else:
-        yield ok("disk", f"{free / _GIB:,.0f} GiB free in {host.output}")
+    name = "full_disk" if free < _GIB else "small_disk" if free < 20 * _GIB and host.gpus.names else "disk"
+    yield finding(name, folder=host.output, free=free / _GIB)
 
 
 def container(host: Host) -> Iterator[Finding]:
@@ -195,29 +166,27 @@ def container(host: Host) -> Iterator[Finding]:
     memory = host.number("sys/fs/cgroup/memory.max") or host.number("sys/fs/cgroup/memory/memory.limit_in_bytes")
     ranks = max(1, gpus)
     if memory is not None and memory < (32 if gpus else 1) * ranks * _GIB:
-        report = failed if memory < ranks * _GIB else slow
-        limit = f"memory is limited to {memory / _GIB:.1f} GiB for {ranks} ranks"
-        yield report("container limits", limit, f"raise --memory to {32 * ranks}g")
+        tight: Level = "failed" if memory < ranks * _GIB else "slow"
+        yield finding("little_memory", level=tight, gib=memory / _GIB, ranks=ranks, advised=32 * ranks)
     quota = host.text("sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit() and int(quota[0]) / int(quota[1]) < max(1, 2 * gpus):
-        time_limit = f"CPU time is limited to {int(quota[0]) / int(quota[1]):.1f} CPUs"
-        yield slow("container limits", time_limit, "raise --cpus")
+        yield finding("few_cpus", count=int(quota[0]) / int(quota[1]))
     pids = host.number("sys/fs/cgroup/pids.max")
     if pids is not None and pids < 4096:
-        yield failed("container limits", f"only {pids} processes are allowed", "raise --pids-limit")
-    yield ok("container limits", "none that matters")
+        yield finding("few_pids", count=pids)
+    yield finding("container")
 
 
 def health(host: Host) -> Iterator[Finding]:
     """Check AMD's GPUs for ECC errors, retired pages, PCIe links, memory in use and XGMI links."""
     devices = [path for path in host.glob("sys/class/drm/renderD*/device") if host.text(path / "vendor") in ("", _AMD)]
     if host.gpus.vendor != "amd" or not devices:
-        yield skipped("GPU health", f"{host.gpus.vendor}: the driver names no such file")
+        yield finding("no_health", vendor=host.gpus.vendor)
         return
     for number, card in enumerate(devices):
         yield from _card(host, card, f"GPU {number}")
     yield from _links(host)
-    yield ok("GPU health", f"{len(devices)} GPUs: no uncorrected errors, links are full")
+    yield finding("health", gpus=len(devices))
 
 
 def _links(host: Host) -> Iterator[Finding]:
@@ -226,31 +195,26 @@ def _links(host: Host) -> Iterator[Finding]:
     links = [[properties(link / "properties") for link in gpu.glob("io_links/*")] for gpu in gpus]
     counts = [sum(link.get("type") == _XGMI and link.get("weight") != "0" for link in each) for each in links]
     if any(counts) and min(counts) < len(counts) - 1:
-        message = f"GPU {counts.index(min(counts))} has {min(counts)} of {len(counts) - 1} links to other GPUs"
-        yield failed("XGMI", message, "reboot; if it stays so, the board needs service")
+        yield finding("few_links", gpu=counts.index(min(counts)), links=min(counts), of=len(counts) - 1)
 
 
 def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
     for block in sorted((card / "ras").glob("*_err_count")):
         errors = dict(re.findall(r"(ue|ce):\s*(\d+)", host.text(block)))
         if int(errors.get("ue", 0)):
-            message = f"{name}: {errors['ue']} uncorrected errors ({block.name})"
-            yield failed("ECC", message, "take the GPU out of use and reset it")
+            yield finding("uncorrected", gpu=name, count=errors["ue"], block=block.name)
         elif int(errors.get("ce", 0)) > 1000:
-            message = f"{name}: {errors['ce']} corrected errors ({block.name})"
-            yield slow("ECC", message, "watch it; many point to failing memory")
+            yield finding("corrected", gpu=name, count=errors["ce"], block=block.name)
     if pages := host.text(card / "ras/gpu_vram_bad_pages").splitlines():
-        message = f"{name}: {len(pages)} memory pages are retired"
-        yield failed("ECC", message, "reboot the machine; if they grow, replace the GPU")
+        yield finding("retired_pages", gpu=name, count=len(pages))
     for what in ("speed", "width"):
         now, most = host.text(card / f"current_link_{what}"), host.text(card / f"max_link_{what}")
         if now and most and _leading(now) < _leading(most):
-            yield slow("PCIe link", f"{name}: {what} {now}, of {most}", "reseat the board, or check the BIOS")
+            yield finding("pcie_link", gpu=name, what=what, now=now, most=most)
     used, total = host.text(card / "mem_info_vram_used"), host.text(card / "mem_info_vram_total")
     if used.isdigit() and total.isdigit() and int(used) > 0.05 * int(total):
-        report = failed if int(used) > 0.5 * int(total) else slow
-        message = f"{name}: {int(used) / _GIB:.1f} of {int(total) / _GIB:.1f} GiB are in use already"
-        yield report("GPU memory", message, "amd-smi process shows by what; end it")
+        full: Level = "failed" if int(used) > 0.5 * int(total) else "slow"
+        yield finding("used_memory", level=full, gpu=name, used=int(used) / _GIB, total=int(total) / _GIB)
 
 
 def _leading(text: str) -> float:
@@ -261,10 +225,7 @@ def _leading(text: str) -> float:
 def known_issues(host: Host) -> Iterator[Finding]:
     """Name what is known to be wrong with this image's versions on this GPU."""
     for issue in host.issues(host.gpus.generation):
-        if issue.severity == "refuse":
-            yield failed("known issues", str(issue), "use another image")
-        else:
-            yield skipped("known issues", str(issue))
+        yield finding("refused_issue" if issue.severity == "refuse" else "issue", issue=issue)
 
 
 # Checks that do not apply to a job on one machine.
@@ -283,17 +244,17 @@ def preflight(host: Host) -> list[Finding]:
     findings: list[Finding] = []
     for check in CHECKS:
         if check in _OF_GPUS and not host.gpus.names:
-            findings.append(skipped(_OF_GPUS[check], _NO_GPU))
+            findings.append(finding("no_gpu", check=_OF_GPUS[check]))
             continue
         try:
             results = [*check(host)]
         except (OSError, ValueError) as error:
             # A file of the kernel may vanish while it is read, or hold what no other driver writes.
             why = getattr(error, "strerror", None) or error
-            results = [skipped(check.__name__.replace("_", " "), f"this machine's files cannot be read: {why}")]
+            results = [finding("unreadable", check=check.__name__.replace("_", " "), why=why)]
         # A check that finds no problem ends with a sentence that says so.
-        bad = any(finding.problem for finding in results)
-        findings += [finding for finding in results if not bad or finding.level != "ok"]
+        bad = any(result.problem for result in results)
+        findings += [result for result in results if not bad or result.level != "ok"]
     return findings
 
 
@@ -304,17 +265,14 @@ def expected(host: Host, gpus: int | None, gpu: str | None, nics: int | None) ->
     """
     there, cards = host.gpus.names, fabric.devices(host)
     if not there and gpus is None:
-        remedy = "start the container with the GPUs' devices; --expect 0 is for a machine that has none"
-        yield failed("gpus", f"{_NO_GPU}, or its driver does not run", remedy)
+        yield finding("expected_gpu")
     if gpus is not None and len(there) != gpus:
-        remedy = "sudo dmesg | grep -i -e amdgpu -e NVRM; lspci shows the GPUs on the bus"
-        yield failed("expected GPUs", f"{len(there)} of {gpus} can be used", remedy)
+        yield finding("expected_gpus", there=len(there), gpus=gpus)
     if gpu is not None and there and host.gpus.generation != gpu:
-        yield failed("expected GPUs", f"{host.gpus.sentence()}, not {gpu}", "leave the node out, or correct --gpu")
+        yield finding("expected_generation", there=host.gpus.sentence(), gpu=gpu)
     if nics is not None and len(cards) != nics:
         names = ", ".join(card.name for card in cards) or "none"
-        remedy = "sudo dmesg | grep -i -e mlx5 -e bnxt -e ionic; lspci shows the devices on the bus"
-        yield failed("expected RDMA", f"{len(cards)} of {nics} devices have a driver: {names}", remedy)
+        yield finding("expected_nics", there=len(cards), nics=nics, names=names)
 
 
 def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
@@ -327,7 +285,5 @@ def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
             os.fsync(file.fileno())
         rate = size / max(time.monotonic() - started, 1e-6)
     except OSError as error:
-        return failed("disk speed", f"{folder}: {(error.strerror or '').lower()}", "choose another folder")
-    if rate < 100:
-        return slow("disk speed", f"{folder} takes {rate:.0f} MB/s", "write checkpoints to a faster file system")
-    return ok("disk speed", f"{folder} takes {rate:,.0f} MB/s")
+        return finding("unwritable", folder=folder, why=(error.strerror or "").lower())
+    return finding("slow_disk" if rate < 100 else "disk_speed", folder=folder, rate=rate)

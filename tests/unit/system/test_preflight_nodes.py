@@ -11,7 +11,7 @@ from primus.cli.main import main
 from primus.gpus.detect import Found, visible
 from primus.gpus.table import load_table
 from primus.system import nodes
-from primus.system.host import Finding, Host, failed, ok
+from primus.system.host import Finding, Host
 from primus.system.nodes import Measurement
 from primus.training import launch
 
@@ -144,7 +144,7 @@ def test_only_devices_that_the_environment_shows_are_used(environment: dict[str,
 def node(name: str, *findings: Finding, tflops: float = 600, driver: str = "6.16.6") -> nodes.Node:
     gpus = ("AMD Instinct MI300X",) * 8
     return nodes.Node(
-        name=name, gpus=gpus, driver=driver, findings=findings or (ok("disk", "fine"),),
+        name=name, gpus=gpus, driver=driver, findings=findings or (Finding("ok", "disk", "fine"),),
         measurements=(gemm(*[tflops] * 8),),
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def test_sound_nodes_are_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        (node("n3", failed("/dev/shm", "it is missing", "mount it")), "/dev/shm: it is missing"),
+        (node("n3", Finding("failed", "/dev/shm", "it is missing", "mount it")), "/dev/shm: it is missing"),
         (node("n3", tflops=500), "17% less than the median of the nodes"),
         (node("n3", driver="6.12.12"), "6.12.12; most nodes have 6.16.6"),
     ],

@@ -228,7 +228,7 @@ def judge(benchmark: Measurement) -> Iterator[Finding]:
     least, most, typical = benchmark.least, benchmark.most, statistics.median(figures)
     remedies = _EXPECTED["remedies"]
     remedy = remedies.get(what) or remedies["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
-    texts = {"what": what, "least": least or 0, "most": most or 0, "source": benchmark.source, "remedy": remedy}
+    texts: Any = {"what": what, "least": least or 0, "most": most or 0, "source": benchmark.source, "remedy": remedy}
     sound = True
     for gpu, figure in enumerate(figures):
         shown = ("" if what in _COLLECTIVES else f"GPU {gpu}: ") + f"{figure:,.4g} {unit}"
@@ -298,8 +298,8 @@ def _odd(nodes: Sequence[Node], check: str, of: Callable[[Node], str]) -> Iterat
     usual = Counter(of(node) for node in nodes).most_common(1)[0][0]
     for node in nodes:
         if of(node) != usual:
-            texts = {"check": check, "what": of(node) or "unknown", "usual": usual or "an unknown one"}
-            yield node.name, finding("odd_node", **texts)
+            what, most = of(node) or "unknown", usual or "an unknown one"
+            yield node.name, finding("odd_node", check=check, what=what, usual=most)
 
 
 def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
@@ -311,8 +311,8 @@ def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
         typical = statistics.median(figures.values())
         for name, figure in figures.items():
             if figure < typical * (1 - _APART):
-                texts = {"figure": figure, "share": 1 - figure / typical, "typical": typical}
-                yield name, finding("slow_node", what=what, **texts)
+                share = 1 - figure / typical
+                yield name, finding("slow_node", what=what, figure=figure, share=share, typical=typical)
 
 
 def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[tuple[str, ...]]:

@@ -26,8 +26,7 @@ import zstandard
 from amd_channel import registry
 from host_tools import needs
 from primus.errors import HostError, PrimusError
-from primus.oci import canonical
-from primus.oci.store import INDEX_TYPE, LAYER_TYPES, MANIFEST_TYPE, Blob, Store
+from primus.oci.store import INDEX_TYPE, LAYER_TYPES, MANIFEST_TYPE, Blob, Store, canonical_json, digest_of
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
@@ -206,7 +205,7 @@ def test_a_damaged_image_is_not_sent(
     built: tuple[Ready, Store], proxy: Proxy, part: str, damage: Callable[[bytes], bytes] | None
 ) -> None:
     ready, store = built
-    digests = {"layer": ready.image.layers[0].blob.digest, "config": canonical.digest_of(ready.image.config)}
+    digests = {"layer": ready.image.layers[0].blob.digest, "config": digest_of(ready.image.config)}
     path = store.blob_path(digests.get(part, ready.image.digest))
     data = path.read_bytes()
     path.unlink()
@@ -267,10 +266,10 @@ class Cached:
     def sign(self, change: Callable[[Any], object], by: str = "ours", envelope: bytes = b"") -> None:
         """Replace the entry's statement by a changed one, signed with the key ``by`` or in another ``envelope``."""
         there, (_, manifest) = self.there(), self.entry
-        digest = canonical.digest_of(manifest)
+        digest = digest_of(manifest)
         statement = payload(there.documents(digest, BUNDLE)[0].data)
         change(statement)
-        empty = canonical.dumps({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
+        empty = canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
         there.request("PUT", f"manifests/{digest_tag(digest)}", data=empty, headers={"Content-Type": INDEX_TYPE})
         data = envelope or Signer(key=str(self.root / f"{by}.key")).bundle(statement)
         there.attach([Document(media_type=BUNDLE, name="", data=data)], Blob.of(manifest, MANIFEST_TYPE).descriptor)
@@ -360,8 +359,8 @@ def of_beta(cached: Cached) -> None:
 
 def unsigned(cached: Cached) -> None:
     there, (_, manifest) = cached.there(), cached.entry
-    empty = canonical.dumps({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
-    tag = digest_tag(canonical.digest_of(manifest))
+    empty = canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
+    tag = digest_tag(digest_of(manifest))
     there.request("PUT", f"manifests/{tag}", data=empty, headers={"Content-Type": INDEX_TYPE})
 
 

@@ -16,7 +16,7 @@ import gits
 from amd_channel import registry
 from host_tools import needs
 from primus.errors import CheckFailed
-from primus.oci.canonical import digest_of
+from primus.oci.store import digest_of
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve

@@ -19,8 +19,7 @@ from host_tools import needs
 from primus.engine.pipeline import Options, build
 from primus.gates.check import judge
 from primus.gates.examined import examine_image
-from primus.oci import canonical
-from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE
+from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, canonical_json, digest_of
 from primus.plan.action import compose
 from primus.plan.layers import plan_images
 from primus.plan.project import Project
@@ -53,7 +52,7 @@ def record(content: str, digest: str) -> Document:
     made |= {"passed": True, "machine": {"gpus": [], "driver": "", "firmware": ""}, "not_run": []}
     made["jobs"] = [{**job, "ran": True, "seconds": 1.0} for job in made["jobs"]]
     made["suite"]["rates"] = {"faults": 100, "named": 99, "healthy": 100, "refused": 1, "recorded": []}
-    return Document(media_type=VALIDATION, name="validation-llama3-proxy.json", data=canonical.dumps(made))
+    return Document(media_type=VALIDATION, name="validation-llama3-proxy.json", data=canonical_json(made))
 
 
 def small_image(kit: Kit) -> tuple[Ready, Any]:
@@ -81,7 +80,7 @@ def small_image(kit: Kit) -> tuple[Ready, Any]:
     examined = examine_image(image, project.workspace, Progress())
     evidence = (
         *documents(image, judge(examined), examined.facts, "c" * 40, ()),
-        record(canonical.digest_of(image.config), image.digest),
+        record(digest_of(image.config), image.digest),
     )
     return Ready(image=image, tag=TAG, documents=evidence, objections=()), project.workspace.store
 
@@ -117,7 +116,7 @@ class World:
         """Replace what is attached to the image by other documents, whose digests are right."""
         there = self.there
         new = change(there.documents(self.digest))
-        empty = canonical.dumps({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
+        empty = canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
         there.request("PUT", f"manifests/{digest_tag(self.digest)}", data=empty, headers={"Content-Type": INDEX_TYPE})
         there.attach(new, self.ready.subject)
 
@@ -164,7 +163,7 @@ def is_about(document: Document, what: str) -> bool:
 def edited(document: Document, change: Change) -> Document:
     content = json.loads(document.data)
     change(content)
-    return replace(document, data=canonical.dumps(content))
+    return replace(document, data=canonical_json(content))
 
 
 def each(what: str, change: Callable[[Document], list[Document]]) -> Callable[[World], None]:
@@ -234,9 +233,9 @@ def moved(change: Callable[[Any], object]) -> Callable[[World], None]:
     def tamper(world: World) -> None:
         content = json.loads(world.ready.image.manifest)
         change(content)
-        manifest = canonical.dumps(content)
+        manifest = canonical_json(content)
         there = world.there
-        subject = {"mediaType": MANIFEST_TYPE, "digest": canonical.digest_of(manifest), "size": len(manifest)}
+        subject = {"mediaType": MANIFEST_TYPE, "digest": digest_of(manifest), "size": len(manifest)}
         there.tag(TAG, manifest)
         there.attach(there.documents(world.digest), subject)
 
@@ -255,7 +254,7 @@ def said(bundle: Document, change: Change) -> Document:
     """The bundle with another payload under the old signature."""
     statement = payload(bundle)
     change(statement)
-    data = b64encode(canonical.dumps(statement)).decode()
+    data = b64encode(canonical_json(statement)).decode()
     return edited(bundle, lambda content: content["dsseEnvelope"].update(payload=data))
 
 

@@ -14,9 +14,8 @@ from types import MappingProxyType
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
-from primus.oci import canonical
 from primus.oci.layer import unpacked, write_layer
-from primus.oci.store import Layer, Store, manifest_of
+from primus.oci.store import Layer, Store, canonical_json, manifest_of
 from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action
 from primus.plan.project import Workspace
@@ -318,7 +317,7 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
     """Return a root file system of these layers, bottom first, without an image's settings."""
     diff_ids = [layer.diff_id for layer in layers]
     rootfs = {"type": "layers", "diff_ids": diff_ids}
-    config = canonical.dumps({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
+    config = canonical_json({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
     manifest = manifest_of(config, [layer.blob for layer in layers], {})
     return RootFs(name="layers", manifest=manifest, config_bytes=config, tar=_tar_of(store), cache=cache)
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -21,7 +22,6 @@ from typing import IO, Any, Self
 
 from primus import files
 from primus.errors import HostError, InputError
-from primus.oci import canonical
 from primus.schema import build, described, read_json
 from primus.waits import InUse, lock
 from primus.yamlfile import Document
@@ -38,6 +38,21 @@ _LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 _DIGEST = r"sha256:[0-9a-f]{64}"
 
 
+def canonical_json(data: object) -> bytes:
+    """Return canonical JSON: sorted keys, no spaces, UTF-8. The same data gives the same bytes on every machine."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def key_of(data: object) -> str:
+    """Return the SHA-256 (64 hex digits) of the canonical JSON of ``data``."""
+    return hashlib.sha256(canonical_json(data)).hexdigest()
+
+
+def digest_of(blob: bytes) -> str:
+    """Return the OCI digest ``sha256:…`` of the bytes."""
+    return "sha256:" + hashlib.sha256(blob).hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Blob:
     """A blob of the store: OCI digest, media type, size in bytes."""
@@ -49,7 +64,7 @@ class Blob:
     @classmethod
     def of(cls, data: bytes, media_type: str) -> Self:
         """Return the blob of these bytes."""
-        return cls(digest=canonical.digest_of(data), media_type=media_type, size=len(data))
+        return cls(digest=digest_of(data), media_type=media_type, size=len(data))
 
     @property
     def descriptor(self) -> dict[str, object]:
@@ -69,7 +84,7 @@ class Layer:
 
 def manifest_of(config: bytes, layers: Iterable[Blob], annotations: Mapping[str, str]) -> bytes:
     """Return the manifest of the image with this config and these layers, bottom first."""
-    return canonical.dumps(
+    return canonical_json(
         {
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
@@ -135,7 +150,7 @@ class Store:
             raise  # another user's store is not damaged
         except (OSError, InputError) as error:
             raise HostError(f"blob {digest} cannot be read: {_reason(error)}", hint=hint) from None
-        if canonical.digest_of(data) != digest:
+        if digest_of(data) != digest:
             raise HostError(f"blob {digest} is damaged", hint=hint)
         return data
 
@@ -203,7 +218,7 @@ class Store:
 
     def save(self, room: str, name: str, record: dict[str, Any]) -> None:
         """Write a record atomically."""
-        self._replace(self._record(room, name), files.seal(canonical.dumps(record)))
+        self._replace(self._record(room, name), files.seal(canonical_json(record)))
 
     def _record(self, room: str, name: str) -> Path:
         return self.root / room / f"{name}.json"
@@ -317,7 +332,7 @@ def _entry(ref: str, manifest: Blob) -> dict[str, Any]:
 
 def _index_bytes(images: Mapping[str, Mapping[str, Any]]) -> bytes:
     manifests = [images[name] for name in sorted(images)]
-    return canonical.dumps({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": manifests})
+    return canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": manifests})
 
 
 def _reason(error: OSError | InputError) -> str:

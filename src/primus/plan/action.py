@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from primus.oci import canonical
-from primus.oci.canonical import key_of
-from primus.oci.store import MANIFEST_TYPE, Blob, Layer, Store, manifest_of
+from primus.oci.store import MANIFEST_TYPE, Blob, Layer, Store, canonical_json, digest_of, key_of, manifest_of
 from primus.plan.resolve import ResolvedTarget
 from primus.versions.lock import LockedFile
 
@@ -135,7 +133,7 @@ class Composed(NamedTuple):
     @property
     def digest(self) -> str:
         """The digest of the manifest, which identifies the image."""
-        return canonical.digest_of(self.manifest)
+        return digest_of(self.manifest)
 
     @property
     def rows(self) -> list[tuple[Action, Layer]]:
@@ -155,7 +153,7 @@ def compose(store: Store, plan: ImagePlan) -> Composed | None:
         if (layer := store.layer(action.key)) is None:
             return None
         layers.append(layer)
-    config = canonical.dumps(
+    config = canonical_json(
         {
             **plan.config,
             "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
@@ -174,7 +172,7 @@ def stored(store: Store, plan: ImagePlan) -> Composed | None:
     image = compose(store, plan)
     if image is None or not store.names(plan.ref, Blob.of(image.manifest, MANIFEST_TYPE)):
         return None
-    intact = all(store.check(canonical.digest_of(data)) is None for data in (image.manifest, image.config))
+    intact = all(store.check(digest_of(data)) is None for data in (image.manifest, image.config))
     return image if intact else None
 
 
@@ -203,7 +201,7 @@ class Built(NamedTuple):
             for action, layer in self.image.rows
         ]
         names = {"target": plan.resolved.name, "ref": plan.ref, "digest": self.image.digest}
-        content = canonical.digest_of(self.image.config)
+        content = digest_of(self.image.config)
         return {**names, "content": content, "changed": self.changed, "layers": layers, "failed": self.failed}
 
 

@@ -12,8 +12,8 @@ import zstandard
 
 from primus.errors import InputError
 from primus.gpucode import FORMAT
-from primus.oci.canonical import key_of
 from primus.oci.layer import assembler
+from primus.oci.store import key_of
 from primus.plan import skeleton
 from primus.plan.action import Action, ImagePlan, Input
 from primus.plan.project import StatIndex

@@ -25,9 +25,8 @@ from primus.engine.workshop import Wheel, Workshop, wheel_of
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, examine_layer, save
 from primus.gates.rules import rules_hash
-from primus.oci import canonical
 from primus.oci.layer import adopt_layer
-from primus.oci.store import MANIFEST_TYPE, Blob, Layer
+from primus.oci.store import MANIFEST_TYPE, Blob, Layer, digest_of
 from primus.plan.action import Action, ImagePlan
 from primus.plan.project import Workspace
 from primus.progress import Progress
@@ -111,7 +110,7 @@ class Cache:
         manifest = self.there.manifest(f"{action.kind}-{action.key}") if self.answers else None
         if manifest is None:
             return None
-        digest, reasons = canonical.digest_of(manifest), []
+        digest, reasons = digest_of(manifest), []
         for descriptor in self.there.referrers(digest):
             if descriptor.get("artifactType") == BUNDLE:
                 try:

@@ -23,7 +23,7 @@ from primus import __version__
 from primus.errors import InputError
 from primus.gates.check import Outcome
 from primus.gates.examined import LayerFacts
-from primus.oci import canonical
+from primus.oci.store import canonical_json, digest_of
 from primus.plan.action import Composed
 from primus.release.registry import Document
 from primus.terminal import PLAIN
@@ -63,14 +63,14 @@ def documents(
     ``facts`` are those of its layers. ``edited`` are the files that differ from ``commit``.
     """
     resolved = image.plan.resolved
-    files = [Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json()))]
+    files = [Document(media_type=GATES, name="gates.json", data=canonical_json(outcome.as_json()))]
     if resolved.lock:
         spdx = bill(image, commit, edited, licences(facts))
         files.append(Document(media_type=LOCK, name="lock.json", data=resolved.lock_path.read_bytes()))
-        files.append(Document(media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(spdx)))
-        files.append(Document(media_type=CYCLONEDX, name="sbom.cdx.json", data=canonical.dumps(cyclonedx(spdx))))
+        files.append(Document(media_type=SPDX, name="sbom.spdx.json", data=canonical_json(spdx)))
+        files.append(Document(media_type=CYCLONEDX, name="sbom.cdx.json", data=canonical_json(cyclonedx(spdx))))
     provenance = statement(image, None if edited else commit, files)
-    return (*files, Document(media_type=IN_TOTO, name="provenance.json", data=canonical.dumps(provenance)))
+    return (*files, Document(media_type=IN_TOTO, name="provenance.json", data=canonical_json(provenance)))
 
 
 def checkout(root: Path) -> tuple[str | None, list[str]]:
@@ -105,7 +105,7 @@ def statement(image: Composed, commit: str | None, others: Sequence[Document]) -
     source = [{"name": "source", "digest": {"gitCommit": commit}}] if commit else []
     locked = resolved.lock.files if resolved.lock else ()
     files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in locked]
-    products = {other.name: canonical.digest_of(other.data).removeprefix("sha256:") for other in others}
+    products = {other.name: digest_of(other.data).removeprefix("sha256:") for other in others}
     return form(
         "provenance",
         ref=resolved.ref,

@@ -11,8 +11,7 @@ from typing import Any
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.check import judge
 from primus.gates.examined import examine
-from primus.oci import canonical
-from primus.oci.store import MANIFEST_TYPE, Store
+from primus.oci.store import MANIFEST_TYPE, Store, digest_of
 from primus.plan.action import Composed, ImagePlan
 from primus.plan.project import Workspace
 from primus.progress import Progress
@@ -56,7 +55,7 @@ def prepare(
     image = examined.image
     commit, edited = checkout(resolved.root)
     papers = documents(image, judge(examined), examined.facts, commit, edited)
-    content = canonical.digest_of(image.config)
+    content = digest_of(image.config)
     validations = [record for record in _records(records / resolved.name) if record["image"]["content"] == content]
     every = (*papers, *map(_validation, validations))
     evidence = replace(evidence_in(every), commit=commit, edited=edited)
@@ -88,7 +87,7 @@ def publish(
     digest = ready.image.digest
     there = Repository(repository)
     before = _free(there, ready.tag, digest)
-    blobs = [canonical.digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
+    blobs = [digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
     missing = [blob for blob in blobs if not there.has_blob(blob)]
     sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
     sent = sum(sizes.get(blob, 0) for blob in missing)
@@ -117,7 +116,7 @@ def _announce(there: Repository, tag: str, manifest: bytes) -> None:
     Each first sets a tag of its own for its image, and then looks for those of others. So at least one of two sees the
     other, and waits for it; if both do, the smaller digest goes first. Raises CheckFailed if another image has the tag.
     """
-    digest = canonical.digest_of(manifest)
+    digest = digest_of(manifest)
     mine = f"{tag}{_ANNOUNCED}{digest[7:19]}"
     there.tag(mine, manifest)
     others = [other for other in there.tags(f"{tag}{_ANNOUNCED}") if other != mine]
@@ -163,7 +162,7 @@ def finish(
     """
     digest = str(subject["digest"])
     before, manifest = _free(there, tag, digest), there.manifest(digest)
-    if manifest is None or canonical.digest_of(manifest) != digest:
+    if manifest is None or digest_of(manifest) != digest:
         raise CheckFailed(f"{there.name} does not have the image {digest}", hint="publish it again")
     signed = attach_signed(there, subject, about, signer) if signer else 0
     if before is None and not tag.endswith("-preview"):

@@ -30,8 +30,7 @@ from urllib3.exceptions import MaxRetryError, ResponseError
 from urllib3.util import Retry
 
 from primus.errors import CheckFailed, HostError, InputError
-from primus.oci import canonical
-from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob
+from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json, digest_of
 from primus.schema import read_json
 from primus.versions.traffic import bare_url
 from primus.waits import answer_of
@@ -77,7 +76,7 @@ def artifact_of(kind: str, layer: Mapping[str, object], **more: object) -> bytes
     """Return the manifest of an artifact with one layer, which a descriptor names. Its config is :data:`EMPTY`."""
     config = Blob.of(EMPTY, "application/vnd.oci.empty.v1+json").descriptor
     content = {"schemaVersion": 2, "mediaType": MANIFEST_TYPE, "artifactType": kind, "config": config}
-    return canonical.dumps({**content, "layers": [layer], **more})
+    return canonical_json({**content, "layers": [layer], **more})
 
 
 def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
@@ -148,7 +147,7 @@ class Repository:
         if (manifest := self.manifest(reference)) is None:
             return None
         self._json(manifest, f"manifests/{reference}")  # a login page is no manifest
-        return canonical.digest_of(manifest)
+        return digest_of(manifest)
 
     def check_uploads(self) -> None:
         """Raise HostError if the registry directs uploads to another host, to which skopeo would send the login."""
@@ -215,7 +214,7 @@ class Repository:
         manifest = self.manifest(descriptor["digest"])
         if manifest is None:
             raise CheckFailed(f"{what} is listed for the image, but missing")
-        if canonical.digest_of(manifest) != descriptor["digest"]:
+        if digest_of(manifest) != descriptor["digest"]:
             raise CheckFailed(f"{what} was changed: its manifest has other bytes")
         try:
             (layer,) = json.loads(manifest)["layers"]
@@ -228,7 +227,7 @@ class Repository:
             if not self.blob(content, path):
                 raise CheckFailed(f"{what} ({name}) has lost its contents")
             data = path.read_bytes()
-        if canonical.digest_of(data) != content:
+        if digest_of(data) != content:
             raise CheckFailed(f"{what} ({name}) was changed: its contents have other bytes")
         return Document(media_type=media_type, name=name, data=data)
 
@@ -243,7 +242,7 @@ class Repository:
         Raises HostError if the registry does not list them afterwards.
         """
         about = str(subject["digest"])
-        manifests = {canonical.digest_of(manifest := artifact(d, subject)): (d, manifest) for d in documents}
+        manifests = {digest_of(manifest := artifact(d, subject)): (d, manifest) for d in documents}
         for number in range(_LISTINGS + 1):
             there = {descriptor["digest"] for descriptor in self.referrers(about)}
             absent = [pair for digest, pair in manifests.items() if digest not in there]
@@ -260,13 +259,13 @@ class Repository:
         unlisted = []
         for document, manifest in absent:
             self.upload_config()
-            self.upload(canonical.digest_of(document.data), io.BytesIO(document.data))
-            if "OCI-Subject" not in self._put(canonical.digest_of(manifest), manifest, MANIFEST_TYPE).headers:
+            self.upload(digest_of(document.data), io.BytesIO(document.data))
+            if "OCI-Subject" not in self._put(digest_of(manifest), manifest, MANIFEST_TYPE).headers:
                 unlisted.append(manifest)
         if unlisted:
             # This registry has no referrers API, so the client maintains the list. Another one may do so now, too.
             index: dict[str, Any] = {"manifests": self._listed(f"manifests/{digest_tag(about)}") or []}
-            self._put(digest_tag(about), canonical.dumps(reduce(listed, unlisted, index)), INDEX_TYPE)
+            self._put(digest_tag(about), canonical_json(reduce(listed, unlisted, index)), INDEX_TYPE)
 
     def _listed(self, path: str) -> list[dict[str, Any]] | None:
         manifests: list[dict[str, Any]] | None = None
@@ -303,7 +302,7 @@ class Repository:
         """Send :data:`EMPTY`, once: distribution 2 may deny that it has a blob while the same one is sent again."""
         with self._config:
             if not self._config_sent:
-                self.upload(canonical.digest_of(EMPTY), io.BytesIO(EMPTY))
+                self.upload(digest_of(EMPTY), io.BytesIO(EMPTY))
                 self._config_sent = True
 
     def _upload(self) -> str:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from primus.errors import HostError, InputError
 from primus.files import write_file
-from primus.oci import canonical
-from primus.oci.store import MANIFEST_TYPE
+from primus.oci.store import MANIFEST_TYPE, canonical_json, digest_of
 from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, form
 from primus.release.registry import Document, Repository
 from primus.schema import read_json
@@ -38,7 +37,7 @@ def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dic
     """Return the statements about the image ``digest``, whose name is ``tag``: its signature, which names all
     ``documents`` by their hashes, then one for each bill of materials, provenance and validation.
     """
-    hashes = {document.name: canonical.digest_of(document.data) for document in documents}
+    hashes = {document.name: digest_of(document.data) for document in documents}
     about: list[tuple[str, dict[str, Any]]] = [(SIGNATURE, {"documents": hashes})]
     for document in documents:
         content = json.loads(document.data)
@@ -71,7 +70,7 @@ def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:
         recipe_name=f"recipe {recipe['name']}",
         recipe_sha256=recipe["sha256"],
         suite_sha256=record["suite"]["sha256"],
-        record_sha256=canonical.digest_of(data).removeprefix("sha256:"),
+        record_sha256=digest_of(data).removeprefix("sha256:"),
         passed=[v["name"] for v in verdicts if v["passed"] and not v.get("skipped")],
         failed=[v["name"] for v in verdicts if not v["passed"] and not v.get("skipped")],
         recipe={key: value for key, value in recipe.items() if key not in ("settings", "description")},
@@ -97,7 +96,7 @@ class Signer(NamedTuple):
         """
         with tempfile.TemporaryDirectory(prefix="primus-sign-") as name:
             content, bundle = Path(name) / "statement.json", Path(name) / "bundle.json"
-            content.write_bytes(canonical.dumps(statement))
+            content.write_bytes(canonical_json(statement))
             words = ["attest-blob", "--yes", "--statement", str(content), "--bundle", str(bundle)]
             key = ["--key", self.key, "--use-signing-config=false", "--tlog-upload=false"] if self.key else []
             if problem := cosign(*words, *key):
@@ -181,7 +180,7 @@ def _signed_by(bundle: bytes) -> tuple[str, str]:
 def write_request(folder: Path, ref: str, subject: Mapping[str, Any], about: Sequence[Mapping[str, Any]]) -> Path:
     """Write what is to be signed elsewhere: the statements ``about`` the image ``subject`` that ``ref`` will name."""
     path = folder / ref.rpartition(":")[2] / _REQUEST
-    write_file(path, canonical.dumps({"ref": ref, "subject": subject, "statements": about}))
+    write_file(path, canonical_json({"ref": ref, "subject": subject, "statements": about}))
     return path
 
 

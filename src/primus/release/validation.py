@@ -18,7 +18,7 @@ from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.gates.check import Outcome as Checked, judge
 from primus.gates.examined import GateReport, examine
-from primus.oci.canonical import digest_of
+from primus.oci.store import digest_of
 from primus.plan.action import ImagePlan
 from primus.plan.project import Workspace
 from primus.plan.resolve import ResolvedTarget

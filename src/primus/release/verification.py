@@ -19,8 +19,8 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.contents import Stated, stated_in, states_versions
 from primus.gates.rules.versions import versions_inside
 from primus.gpus.detect import detect
-from primus.oci import canonical
 from primus.oci.layer import walk
+from primus.oci.store import canonical_json, digest_of
 from primus.recipes.recipe import digest_of_recipe
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections
@@ -75,8 +75,8 @@ def verify_image(
     manifest = there.manifest(match["digest"] or match["tag"])
     if manifest is None:
         raise InputError(f"{reference} does not exist")
-    result.digest = match["digest"] or canonical.digest_of(manifest)
-    if canonical.digest_of(manifest) != result.digest:
+    result.digest = match["digest"] or digest_of(manifest)
+    if digest_of(manifest) != result.digest:
         result.faults.append(f"manifest: the registry returns other bytes for {result.digest}")
         return result
     try:
@@ -118,7 +118,7 @@ def _contents(
         digest = manifest["config"]["digest"]
         if not there.blob(digest, path, manifest["config"]["size"]):
             faults.append("config: it is missing")
-        elif canonical.digest_of(path.read_bytes()) != digest:
+        elif digest_of(path.read_bytes()) != digest:
             faults.append(f"config: its bytes are not those of {digest}")
         else:
             config = json.loads(path.read_bytes())
@@ -189,11 +189,11 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
     }
     if not named:
         result.faults.append(f"signature: the image itself is not signed: {rejected.get(SIGNATURE, why)}")
-    hashes = {document.name: canonical.digest_of(document.data) for document in documents}
+    hashes = {document.name: digest_of(document.data) for document in documents}
     for name, digest in named.items():
         if name not in hashes:
             result.faults.append(f"{name}: it is missing, but signed")
-        elif digest not in [canonical.digest_of(d.data) for d in documents if d.name == name]:
+        elif digest not in [digest_of(d.data) for d in documents if d.name == name]:
             result.faults.append(f"{name}: it was changed, other bytes are signed")
     for document in documents:
         try:
@@ -234,7 +234,7 @@ def _provenance(content: Any, document: Document, image: _Seen) -> Iterator[str]
         if keys.get(name) != built.get(name):
             other = f"action {keys.get(name)} built it, in the image {built.get(name)}"
             yield f"{document.name}: layer {name}: {other}"
-    hashes = {(d.name, canonical.digest_of(d.data)) for d in image.documents}
+    hashes = {(d.name, digest_of(d.data)) for d in image.documents}
     for product in details["byproducts"]:
         if (product["name"], f"sha256:{product['digest']['sha256']}") not in hashes:
             yield f"{product['name']}: it is missing or differs from what {document.name} names"
@@ -285,7 +285,7 @@ def _gates(content: Any, document: Document, image: _Seen) -> Iterator[str]:
 
 def _record(content: Any, document: Document, image: _Seen) -> Iterator[str]:
     recipe, verdicts, jobs = content["recipe"], content["verdicts"], content["jobs"]
-    if image.config and content["image"]["content"] != canonical.digest_of(canonical.dumps(image.config)):
+    if image.config and content["image"]["content"] != digest_of(canonical_json(image.config)):
         yield f"{document.name}: it is about another image"
     if content["passed"] != (bool(verdicts) and all(v["passed"] for v in verdicts) and all(j["ran"] for j in jobs)):
         yield f"{document.name}: its verdict is not that of its checks"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_files import bundle, elf, image_with, member
-from primus.cli.host.inspect import largest
+from primus.cli.host.images import largest
 from primus.errors import HostError
 from primus.gates import examined
 from primus.gates.contents import Stated, Trace, stated_in, stated_in_library

@@ -20,7 +20,7 @@ from requests.adapters import HTTPAdapter
 
 from primus.cli.main import _report
 from primus.errors import HostError, PrimusError
-from primus.oci.canonical import digest_of
+from primus.oci.store import digest_of
 from primus.release import registry
 from primus.release.registry import Repository
 

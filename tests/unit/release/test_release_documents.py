@@ -16,7 +16,7 @@ from spdx_tools.spdx.validation.document_validator import validate_full_spdx_doc
 from primus.errors import InputError
 from primus.gates.contents import Kind, Stated
 from primus.gates.examined import LayerFacts
-from primus.oci.canonical import digest_of
+from primus.oci.store import digest_of
 from primus.release import publish
 from primus.release.documents import Licences, bill, cyclonedx, licences, listing, purl, statement
 from primus.release.registry import Document, artifact, listed, plain_http

@@ -16,7 +16,7 @@ from primus.cli.verb import WRAP, answer, flag, folder, option, rest, several, v
 from primus.engine.pipeline import Options, build
 from primus.engine.workshop import root_of_image
 from primus.errors import InputError
-from primus.oci.canonical import digest_of
+from primus.oci.store import digest_of
 from primus.plan.layers import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU

@@ -1,0 +1,415 @@
+"""Verbs about images of the store: gates, size, a second build, evidence, publishing; and what of the store can go."""
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import zip_longest
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import zstandard
+
+from primus.cli.host.common import SEVERAL, SINGLE, SOURCE, open_project, resolved_target, resolved_targets
+from primus.cli.verb import JSON, answer, flag, folder, group, new_file, option, path, several, verb
+from primus.engine.pipeline import Options, build
+from primus.engine.upkeep import find_waste, remove
+from primus.errors import InputError, did_you_mean
+from primus.gates.check import judge, outcome_text
+from primus.gates.examined import Examined, examine
+from primus.oci.store import Store
+from primus.plan.action import Composed
+from primus.plan.layers import plan_image, plan_images
+from primus.plan.project import Workspace
+from primus.plan.resolve import ResolvedTarget
+from primus.progress import choose_progress
+from primus.release import policy
+from primus.release.documents import bill, checkout, cyclonedx, licences, listing
+from primus.release.policy import audit as look_up, load_accepted, openvex
+from primus.release.publish import Ready, finish, move_tag, prepare, publish as upload
+from primus.release.registry import Repository, require_repository
+from primus.release.statement import Signer, Trust, requests
+from primus.release.verification import verified_text, verify_image
+from primus.schema import read_json
+from primus.terminal import Screen, Styled, bytes_text, counted
+
+# Folders below this fraction of the image are left out.
+_SHARE = 0.005
+# A folder that contains this fraction of its parent is shown in its place.
+_NEARLY_ALL = 0.99
+_POLICY = "policy.yaml"
+_TO = option("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)")
+_SIGNER = (
+    option("--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"),
+    flag("--keyless", "sign with cosign by your identity instead, which enters the public transparency log"),
+)
+
+PUBLISHED = group(
+    "a published image; needs cosign and the registry only",
+    option("--image", metavar="REF", help="check the image's signatures, evidence and bytes in its registry"),
+    option("--key", metavar="KEY", help="public key of its signatures: file or key service"),
+    option("--identity", metavar="NAME", help="who signed it without a key, as cosign's --certificate-identity"),
+    option("--issuer", metavar="URL", help="who vouches for that identity"),
+    option("--policy", type=path, metavar="FILE", help="policy.yaml: what the image must have"),
+)
+
+
+@verb(*SEVERAL, example="primus check cpu")
+def check(args: argparse.Namespace) -> int:
+    """Run every gate on a built image, using the contents of its layers.
+
+    Exit code 1 if a gate fails. Layers are read once; findings are cached until the layer or a rule changes.
+    """
+    targets, workspace = resolved_targets(args)
+    with choose_progress(args.json) as progress:
+        plans = [plan_image(resolved, workspace.stats) for resolved in targets]
+        outcomes = [judge(examine(plan, workspace, progress)) for plan in plans]
+    passed = all(outcome.passed for outcome in outcomes)
+    document = {"images": [outcome.as_json() for outcome in outcomes], "passed": passed}
+    answer(args, document, ["\n\n".join(outcome_text(outcome, Screen.of()) for outcome in outcomes)])
+    return 0 if passed else 1
+
+
+@verb(
+    *SINGLE,
+    flag("--cyclonedx", "print CycloneDX 1.6 instead of SPDX; implies --json"),
+    example="primus sbom cpu --json > cpu.spdx.json",
+)
+def sbom(args: argparse.Namespace) -> int:
+    """List the files that a built image is made of, as in its lock, with the licences that they declare.
+
+    --json prints the SPDX 2.3 document, with checksums, licences and package URLs, that `primus publish` stores beside
+    the image.
+    """
+    resolved, examined = _examined_target(args)
+    document = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
+    # As in the registry: every character that is not ASCII is escaped.
+    shown = cyclonedx(document) if args.cyclonedx else document
+    print(json.dumps(shown, indent=1) if args.json or args.cyclonedx else listing(document))
+    return 0
+
+
+@verb(*SEVERAL, PUBLISHED, example="primus verify --image registry.example.com/rocm/primus:v26.11-cpu --key cosign.pub")
+def verify(args: argparse.Namespace) -> int:
+    """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
+
+    If the digests differ, the first differing layer and file are named, the second store is kept, and the exit code is
+    1. With --image, nothing is built: every tampering with the published image, its documents or their signatures is
+    named, and so are void statements.
+    """
+    if args.image:
+        return _verify_published(args)
+    targets, workspace = resolved_targets(args)
+    plans = plan_images(targets, workspace.stats)
+    first = [built.image for built in build(plans, workspace, Options(rehash=True, quiet=args.json))]
+    workspace.folder.mkdir(exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
+    failed: dict[str, str] = {}
+    try:
+        # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
+        twin = Workspace(Store(scratch / "store"), workspace.folder)
+        second = [
+            built.image
+            for built in build(plan_images(targets, twin.stats), twin, Options(quiet=args.json, judge=False))
+        ]
+        for image, rebuilt in zip(first, second, strict=True):
+            if image.digest != rebuilt.digest:
+                failed[image.plan.resolved.name] = _difference((workspace.store, image), (twin.store, rebuilt))
+    finally:
+        if not failed:
+            shutil.rmtree(scratch, ignore_errors=True)
+    with choose_progress(args.json) as progress:
+        outcomes = [judge(examine(image.plan, workspace, progress)) for image in first]
+    passed = not failed and all(outcome.passed for outcome in outcomes)
+    rows, lines = [], []
+    for image, outcome in zip(first, outcomes, strict=True):
+        target, difference = image.plan.resolved.name, failed.get(image.plan.resolved.name)
+        row = {"target": target, "digest": image.digest, "difference": difference}
+        rows.append({**row, "gates": outcome.as_json()["gates"]})
+        verdict = f"differs: {difference}" if difference else "both builds are identical"
+        lines += [f"{image.plan.ref} {image.digest}: {verdict}", outcome_text(outcome, Screen.of()).partition("\n")[2]]
+    answer(args, {"images": rows, "passed": passed}, lines)
+    if failed and not args.json:
+        print(f"the second store is {scratch}", file=sys.stderr)
+    return 0 if passed else 1
+
+
+@verb(*SINGLE, example="primus why-size cpu")
+def why_size(args: argparse.Namespace) -> int:
+    """Show what makes an image large: unpacked bytes per layer and folder, largest first.
+
+    Folders below half a percent of the image are left out.
+    """
+    resolved, examined = _examined_target(args)
+    rows = largest({layer: facts.folders for layer, facts in examined.facts.items()})
+    names = ("layer", "folder", "bytes")
+    document = {"image": resolved.ref, "largest": [dict(zip(names, row, strict=True)) for row in rows]}
+    total = sum(size for _, folder, size in rows if not folder)
+    table = [
+        (bytes_text(size), f"{100 * size / max(total, 1):.1f} %", f"  {folder}" if folder else Styled(layer, "bold"))
+        for layer, folder, size in rows
+    ]
+    answer(args, document, Screen.of().table([(bytes_text(total), "", resolved.ref), *table], right=(0, 1)))
+    return 0
+
+
+@verb(
+    several("--image", "also remove this image, for example v26.10-cpu", "NAME"),
+    flag("--caches", "also remove all downloaded files, unpacked layers and caches"),
+    flag("--dry-run", "show what would be removed"),
+    *SOURCE,
+    JSON,
+    example="primus clean --dry-run",
+)
+def clean(args: argparse.Namespace) -> int:
+    """Free disk space: remove what no image, lock or last build needs.
+
+    Images keep their layers and names. A removed file is made or downloaded again when something needs it.
+    """
+    project = open_project(args)
+    store = project.workspace.store
+    with project.workspace.alone():
+        names = store.images()
+        for name in args.image:
+            if name not in names:
+                hint = did_you_mean(name, names) or "images: " + (", ".join(sorted(names)) or "none")
+                raise InputError(f"the store has no image called {name!r}", hint=hint)
+        waste = find_waste(project.workspace, project.locked_files(), without=args.image, caches=args.caches)
+        if not args.dry_run:
+            for name in set(args.image):
+                store.untag(name)
+            remove(waste)
+    size = sum(item.size for item in waste)
+    rows = [{"kind": item.kind, "number": len(item.paths), "bytes": item.size} for item in waste]
+    document = {"removed": not args.dry_run, "images": sorted(set(args.image)), "waste": rows, "bytes": size}
+    table = [(item.kind, f"{len(item.paths):,}", bytes_text(item.size)) for item in waste]
+    total = f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove"
+    head = ("what", "number", "size") if waste else ()
+    answer(args, document, [*Screen.of().table(table, head=head, right=(1, 2)), total])
+    return 0
+
+
+def _difference(first: tuple[Store, Composed], second: tuple[Store, Composed]) -> str:
+    (store_a, a), (store_b, b) = first, second
+    for (action, layer), (_, rebuilt) in zip(a.rows, b.rows, strict=True):
+        if layer.blob.digest != rebuilt.blob.digest:
+            members = (_members(store_a, layer.blob.digest), _members(store_b, rebuilt.blob.digest))
+            for old, new in zip_longest(*members, fillvalue=dict[str, object]()):
+                if keys := [key for key in {**old, **new} if old.get(key) != new.get(key)]:
+                    changed = ", ".join(f"{key} {old.get(key)} against {new.get(key)}" for key in keys)
+                    return f"layer {action.name}: /{old.get('name') or new['name']}: {changed}"
+            return f"layer {action.name}: the same files, compressed to other bytes"
+    return "the layers are the same, config or manifest differ"
+
+
+def _members(store: Store, digest: str) -> Iterator[dict[str, object]]:
+    with (
+        store.blob_path(digest).open("rb") as raw,
+        zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream,
+        tarfile.open(fileobj=stream, mode="r|") as archive,
+    ):
+        for member in archive:
+            data = archive.extractfile(member) if member.isreg() else None
+            content = {"sha256": hashlib.file_digest(data, "sha256").hexdigest()} if data else {}  # type: ignore[arg-type]
+            yield {**member.get_info(), **content}
+
+
+def largest(layers: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int]]:
+    """Return layer, folder and bytes of each layer (folder ``""``) and each large folder, largest first.
+
+    ``layers`` map each folder to the bytes of its own files; the result includes those below it. Folders with nearly
+    everything in one subfolder are left out.
+    """
+    least = max(1, _SHARE * sum(sum(folders.values()) for folders in layers.values()))
+    blocks = []
+    for layer, folders in layers.items():
+        sums = Counter[str]()
+        for name, size in folders.items():
+            sums.update({str(above): size for above in (PurePosixPath(name), *PurePosixPath(name).parents)})
+        parents = {name: str(PurePosixPath(name).parent) for name in sums if name != "."}
+        lone = {above for name, above in parents.items() if sums[name] >= _NEARLY_ALL * sums[above]}
+        rows = [(layer, name, sums[name]) for name in parents if sums[name] >= least and name not in lone]
+        blocks.append([(layer, "", sums["."]), *sorted(rows, key=lambda row: (-row[2], row[1]))])
+    return [row for block in sorted(blocks, key=lambda block: -block[0][2]) for row in block]
+
+
+@verb(
+    *SEVERAL,
+    _TO,
+    flag("--preview", "publish as -preview: no validation on the GPU is needed, and the coverage gate may fail"),
+    option("--records", type=folder, metavar="DIR", help="validation records (default: out/validation)"),
+    option("--policy", type=path, metavar="FILE", help=f"what a release needs (default: {_POLICY})"),
+    *_SIGNER,
+    option("--sign-later", type=folder, metavar="DIR", help="push without the tag; `primus sign DIR` signs"),
+    flag("--dry-run", "check and print only; contact no registry"),
+    example="primus publish cpu --to registry.example.com/rocm/primus --dry-run",
+)
+def publish(args: argparse.Namespace) -> int:
+    """Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
+
+    An image is refused, with all reasons and exit code 1, if it fails a gate, was not validated, or its commit is not
+    clean. The tag of a release is never moved. The last line is the image name with its digest.
+    """
+    _check_repository(args.to, f"nox -s publish-{(args.target or ['TARGET'])[0]} -- --to docker.io/rocm/primus")
+    targets, workspace = resolved_targets(args)
+    for resolved in targets:
+        if (chosen := resolved.choice).preview and not args.preview:
+            print(f"! {resolved.name} is a preview of channel {chosen.channel}: {chosen.preview}", file=sys.stderr)
+            print(f"  → {chosen.reason}; --preview publishes the preview", file=sys.stderr)
+    if args.sign_later and (args.key or args.keyless):
+        raise InputError("--sign-later leaves the signing to `primus sign`", hint="leave out --key and --keyless")
+    signer = _signer(args)
+    file = args.policy or targets[0].root / _POLICY
+    rules = policy.load(file) if args.policy or file.exists() else policy.Policy()
+    records = (args.records or targets[0].root / "out" / "validation").absolute()
+    done: list[dict[str, Any]] = []
+    with choose_progress(args.json) as progress:
+        plans = [plan_image(resolved, workspace.stats) for resolved in targets]
+        every = [
+            prepare(plan, workspace, records=records, policy=rules, preview=args.preview, progress=progress)
+            for plan in plans
+        ]
+        refused = any(ready.objections for ready in every)
+        if not refused and not args.dry_run:
+            later = args.sign_later
+            done = [upload(r, workspace.store, args.to, progress, signer=signer, later=later) for r in every]
+    lines = [line for ready in every if refused or args.dry_run for line in _judgement(ready, args.to)]
+    for image in done:
+        sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
+        sent = f"sent {sizes}" if image["new"] else "already published"
+        lines.append(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
+        if image["to_sign"] and not args.json:
+            print(f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`", file=sys.stderr)
+        lines.append(f"{args.to}@{image['digest']}")
+    judged = []
+    for ready in every:
+        row = {"tag": ready.tag, "digest": ready.image.digest, "objections": ready.objections}
+        judged.append({**row, "documents": [document.name for document in ready.documents]})
+    answer(args, {"published": done, "judged": judged, "passed": not refused}, lines)
+    return 1 if refused else 0
+
+
+@verb(
+    option("tag", metavar="TAG", help="tag that moves, such as latest-cpu"),
+    option("release", metavar="RELEASE", help="published release that it shall name, such as v26.11-cpu"),
+    _TO,
+    JSON,
+    example="primus tag latest-cpu v26.11-cpu --to registry.example.com/rocm/primus",
+)
+def tag(args: argparse.Namespace) -> int:
+    """Move a tag to a published release, forwards after a publish or back to an earlier one.
+
+    Tags of releases (v26.11-cpu) never move; all others may: latest-cpu, v26.11. Nothing is sent but the tag.
+    """
+    _check_repository(args.to, "primus tag latest-cpu v26.11-cpu --to docker.io/rocm/primus")
+    before, digest = move_tag(Repository(args.to), args.tag, args.release)
+    line = f"{args.to}:{args.tag}: {before or 'new'} → {digest} ({args.release})"
+    answer(args, {"tag": f"{args.to}:{args.tag}", "old": before, "new": digest}, [line])
+    return 0
+
+
+def _check_repository(name: str, example: str) -> None:
+    if not name:
+        raise InputError("--to is missing: it names the repository to publish to", hint=example)
+    require_repository(name, "--to")
+
+
+@verb(
+    option("folder", type=path, metavar="DIR", help="folder that `primus publish --sign-later` wrote"),
+    *_SIGNER,
+    JSON,
+    example="primus sign to-sign --key cosign.key",
+)
+def sign(args: argparse.Namespace) -> int:
+    """Sign the evidence of published images, attach it to them in the registry, and set their tags.
+
+    Needs cosign, the registry and the key, but no project: images are built and validated on machines without the key.
+    """
+    if (signer := _signer(args)) is None:
+        raise InputError("--key or --keyless is missing: who signs?", hint="--key cosign.key")
+    done = []
+    for ref, subject, about in requests(args.folder):
+        name, _, tag = ref.rpartition(":")
+        there = Repository(name)
+        done.append({"ref": ref, "digest": subject["digest"], "signed": finish(there, tag, subject, about, signer)})
+    lines = (f"{row['ref']}: {row['signed']} statements signed\n{row['ref']}@{row['digest']}" for row in done)
+    answer(args, {"signed": done}, lines)
+    return 0
+
+
+def _verify_published(args: argparse.Namespace) -> int:
+    """Run `primus verify --image`."""
+    if args.target or args.all:
+        raise InputError("--image names a published image; a target is built from this project", hint="name one")
+    if bool(args.key) == bool(args.identity and args.issuer):
+        raise InputError("who must have signed it? Name --key, or --identity and --issuer", hint="--key cosign.pub")
+    trust = Trust(key=args.key, identity=args.identity, issuer=args.issuer)
+    trust.check("--key")
+    rules = policy.load(args.policy) if args.policy else None
+    with choose_progress(args.json) as progress:
+        result = verify_image(args.image, trust, policy=rules, say=progress.say)
+    answer(args, {**asdict(result), "passed": result.passed}, [verified_text(args.image, result)])
+    return 0 if result.passed else 1
+
+
+@verb(
+    option("what", metavar="SBOM|TARGET", help="SPDX file of `primus sbom --json`, or a built image"),
+    *SOURCE,
+    option("--osv", type=path, metavar="PATH", required=True, help="OSV data: file, folder or all.zip"),
+    option("--accepted", type=path, metavar="FILE", help="accepted ones, with reason and date"),
+    option("--vex", type=new_file(".json"), metavar="FILE", help="write the result as OpenVEX"),
+    JSON,
+    example="primus audit cpu --osv osv/ --accepted accepted.yaml",
+)
+def audit(args: argparse.Namespace) -> int:
+    """Look up the packages of an image in OSV data of PyPI and Debian, without a network.
+
+    An accepted vulnerability needs a reason and the day of its next review. Exit code 1 if another one is found, or if
+    a review is late.
+    """
+    file = Path(args.what)
+    if file.is_file():
+        bom: Any = read_json(file).data
+    else:
+        args.target = args.what
+        resolved, examined = _examined_target(args)
+        bom = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
+    findings, today = look_up(bom, args.osv, load_accepted(args.accepted)), datetime.now(tz=UTC)
+    if args.vex and not findings:
+        print("! no vulnerability, so no VEX is written: OpenVEX needs a statement", file=sys.stderr)
+    elif args.vex:
+        vex = openvex(findings, str(bom.get("name", "image")), today.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        args.vex.write_text(json.dumps(vex, indent=1) + "\n", encoding="utf-8")
+    unsafe = [finding for finding in findings if finding.is_open(today.date())]
+    lines = [f"{'✗' if finding in unsafe else '–'} {finding.sentence(today.date())}" for finding in findings]
+    verdict = f"{'FAILED' if unsafe else 'passed'}: {counted(len(unsafe), 'finding')} to act on"
+    document = {"findings": [asdict(finding) for finding in findings], "passed": not unsafe}
+    answer(args, document, [*lines, f"{verdict}, {len(findings) - len(unsafe)} accepted"])
+    return 1 if unsafe else 0
+
+
+def _examined_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Examined]:
+    """Resolve the requested target, and examine the layers of its image. Raises InputError if it is not built."""
+    resolved, workspace = resolved_target(args)
+    with choose_progress(args.json) as progress:
+        return resolved, examine(plan_image(resolved, workspace.stats), workspace, progress)
+
+
+def _signer(args: argparse.Namespace) -> Signer | None:
+    if args.key and args.keyless:
+        raise InputError("--key and --keyless exclude each other")
+    return Signer(key=args.key) if args.key or args.keyless else None
+
+
+def _judgement(ready: Ready, repository: str) -> Iterator[str]:
+    sign = "✗" if ready.objections else "✓"
+    yield f"{sign} {repository}:{ready.tag}  {ready.image.digest}  {ready.image.size / 1e6:.1f} MB"
+    yield from (f"    ✗ {objection}" for objection in ready.objections)
+    yield from (f"    + {document.name}" for document in ready.documents)

@@ -110,7 +110,7 @@ def find(tool: str) -> Path | None:
 
 def _apt(command: list[str]) -> str:
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, input="", env=environment)
+    done = subprocess.run(command, capture_output=True, errors="replace", check=False, input="", env=environment)
     if done.returncode == 0:
         return ""
     lines = (line[3:] for line in done.stderr.splitlines() if line.startswith("E:"))

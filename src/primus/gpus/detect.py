@@ -63,7 +63,7 @@ def memory_bytes(root: Path = Path("/")) -> float | None:
     if not sizes:
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         try:
-            text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+            text = subprocess.run(command, capture_output=True, errors="replace", timeout=20, check=False).stdout
         except (OSError, subprocess.TimeoutExpired):
             return None
         sizes = [float(line) * 2**20 for line in text.split() if line.isdigit()]

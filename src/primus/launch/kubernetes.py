@@ -187,7 +187,7 @@ def _kubectl(*words: str, stdin: str) -> None:
     command = ["kubectl", "--request-timeout=20s", *words]
     try:
         with answer_of(f"kubectl {words[0]}"):
-            ended = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+            ended = subprocess.run(command, input=stdin, capture_output=True, errors="replace", check=False)
     except FileNotFoundError:
         hint = "install it, or run: primus launch k8s … --dry-run, which prints the manifests"
         raise HostError("kubectl is not installed", hint=hint) from None

@@ -24,6 +24,7 @@ _FORWARDED = (
 )  # fmt: skip
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,@:+-]*")
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}")
+_OPTION = re.compile("-.+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", re.DOTALL)
 
 
@@ -55,6 +56,12 @@ class Site:
         for word in self.environment:
             if not _VARIABLE.fullmatch(word):
                 raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")
+            if "=" in word and word.partition("=")[0] in _FORWARDED[:8]:
+                raise InputError(
+                    f"--env {word}: the job sets it itself", hint="--port N sets the port of the rendezvous"
+                )
+        for word in self.extra:
+            refuse_unfit("sbatch", word or " ", _OPTION, "an option", "for example --sbatch=--qos=high")
         for text in (self.image, self.name, self.resume_from, *self.extra, str(self.output)):
             if not text.isprintable():
                 raise InputError(f"{text!r} contains a control character")
@@ -73,21 +80,21 @@ class Site:
 
 
 def limit_of(text: str) -> float | None:
-    """Return the seconds of a time limit as Slurm reads it; None for a text that is none."""
+    """Return the seconds of a time limit as Slurm reads it; None for 0, which is no limit, and a text that is none."""
     if not _TIME.fullmatch(text):
         return None
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     # The first part is hours after days or of three parts, and minutes otherwise.
     sizes = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(part * size for part, size in zip(parts, sizes, strict=False))
+    return int(days or 0) * 86400 + sum(part * size for part, size in zip(parts, sizes, strict=False)) or None
 
 
 def container_here() -> Container:
     """Return the container runtime of this cluster: pyxis if srun supports it, else the first installed program."""
     if srun := shutil.which("srun"):
-        with suppress(subprocess.TimeoutExpired):
-            usage = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=20)
+        with suppress(subprocess.TimeoutExpired, OSError), answer_of("srun"):
+            usage = subprocess.run([srun, "--help"], capture_output=True, errors="replace", check=False, timeout=20)
             if "--container-image" in usage.stdout:
                 return "pyxis"
     return next((program for program in CONTAINERS[1:4] if shutil.which(program)), "none")
@@ -176,9 +183,10 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
     folder.mkdir(parents=True, exist_ok=True)
     words = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
     with answer_of("sbatch"):
-        done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
-    number = done.stdout.strip().partition(";")[0]
+        done = subprocess.run(words, input=text, capture_output=True, errors="replace", check=False)
+    # A site's plugin may print lines of its own before the number.
+    number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
     if not number.isdigit():
-        reason = " ".join(done.stderr.split()) or "it gave no reason"
+        reason = " ".join(done.stderr.split())[:400] or "it gave no reason"
         raise HostError(f"sbatch refused the job: {reason}", hint="--dry-run prints the script")
     return (done.returncode if wait else 0), number

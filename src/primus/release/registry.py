@@ -462,7 +462,7 @@ def _login(host: str) -> tuple[str, str]:
         if helper := config.get("credHelpers", {}).get(server) or config.get("credsStore"):
             words = [f"docker-credential-{helper}", "get"]
             with answer_of(words[0]):
-                answer = subprocess.run(words, input=server, capture_output=True, text=True, check=False)
+                answer = subprocess.run(words, input=server, capture_output=True, errors="replace", check=False)
             login = {"Username": "", "Secret": ""} if answer.returncode else json.loads(answer.stdout)
             return login["Username"], login["Secret"]
         logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}

@@ -141,7 +141,7 @@ def cosign(*words: str) -> str:
     """Run cosign. Returns why it failed; empty if it did not. Raises HostError if it is missing."""
     need_cosign()
     with answer_of(f"cosign {words[0]}"):
-        done = subprocess.run(["cosign", *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(["cosign", *words], capture_output=True, errors="replace", check=False, input="")
     if done.returncode == 0:
         return ""
     errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]

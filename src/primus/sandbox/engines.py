@@ -418,5 +418,5 @@ def _error(refused: subprocess.CompletedProcess[str]) -> str:
 def _captured(words: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     with answer_of("the container engine"):
         return subprocess.run(
-            words, env=env, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
+            words, env=env, capture_output=True, errors="replace", check=False, stdin=subprocess.DEVNULL
         )

@@ -24,7 +24,7 @@ def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedPro
         raise HostError("Docker's client is not installed", hint="as root: apt-get install docker.io")
     argv, nothing = [str(program), *words], subprocess.DEVNULL
     with answer_of(f"docker {words[0]}"):
-        return subprocess.run(argv, capture_output=True, text=True, check=False, stdin=nothing, timeout=timeout)
+        return subprocess.run(argv, capture_output=True, errors="replace", check=False, stdin=nothing, timeout=timeout)
 
 
 def need_docker() -> None:

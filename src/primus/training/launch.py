@@ -86,7 +86,7 @@ def run(
     with _Log(log) as writer, _signals(stop):
         process = subprocess.Popen(
             list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", start_new_session=True,
+            stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", start_new_session=True,
             preexec_fn=_ending_with(os.getpid()),  # noqa: PLW1509 (it takes no lock)
         )  # fmt: skip
 

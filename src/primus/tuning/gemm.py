@@ -150,7 +150,7 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
         "CUDA_VISIBLE_DEVICES": gpu,
     }
     ended = subprocess.run(
-        [python, "-c", _WORKER, str(todo)], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        [python, "-c", _WORKER, str(todo)], env=environment, stdin=subprocess.DEVNULL, capture_output=True,
         errors="replace", check=False,
     )  # fmt: skip
     if ended.returncode or not result.is_file():

@@ -188,7 +188,7 @@ def _is_of(maker: str, stanza: Stanza) -> bool:
 
 def _host_stanzas() -> tuple[Stanza, ...]:
     script = ["apt-config", "shell", "LIST", "Dir::Etc::sourcelist/f", "PARTS", "Dir::Etc::sourceparts/d"]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    done = subprocess.run(script, capture_output=True, errors="replace", check=False)
     places = dict(re.findall(r"(LIST|PARTS)='([^']*)'", done.stdout))
     parts = Path(places.get("PARTS", "/nowhere")).glob("*")
     files = [Path(places.get("LIST", "/nowhere")), *sorted(p for p in parts if p.suffix in (".list", ".sources"))]

@@ -211,7 +211,8 @@ class Indexes:
                 user, colon, password = map(unquote, login.partition(":"))
                 if self.settings.get("keyring-provider") in _KEYRINGS and not colon:
                     command = ["keyring", "get", url, user]
-                    password = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+                    ended = subprocess.run(command, capture_output=True, errors="replace", check=False)
+                    password = ended.stdout.strip()
                 return user, password
         return None
 
@@ -319,7 +320,7 @@ def parse_config(listing: str) -> dict[str, str]:
 def _pip_config(environment: frozenset[tuple[str, str]]) -> str:
     # A lock of all targets asks dozens of times, and pip takes half a second.
     command = [sys.executable, "-m", "pip", "config", "list"]
-    listing = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
+    listing = subprocess.run(command, env=dict(environment), capture_output=True, errors="replace", check=False)
     if listing.returncode != 0:
         raise HostError("pip does not run here", hint=f"install it for {sys.executable}: python -m ensurepip")
     return listing.stdout

@@ -214,6 +214,24 @@ def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:
     assert "the job was told to end; requeued" in said.stderr
 
 
+@pytest.mark.parametrize(
+    ("sbatch", "srun", "code", "says"), table_of("launch_slurm.what_sbatch_and_srun_print_is_read")
+)
+def test_what_sbatch_and_srun_print_is_read(
+    sbatch: str, srun: str, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, text in (("sbatch", sbatch), ("srun", srun)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--nodes", "2", "--image", "a"]) == code
+    out, err = capfd.readouterr()
+    assert says in out + err
+    assert len(out + err) < 2000
+
+
 @pytest.mark.parametrize(("words", "says"), table_of("launch_slurm.a_job_that_does_not_fit_its_time_is_told"))
 def test_a_job_that_does_not_fit_its_time_is_told(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]

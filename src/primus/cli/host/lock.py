@@ -188,7 +188,7 @@ def _save(root: Path, texts: Mapping[str, str], message: str) -> None:
         write_file(root / name, text)
     if message:
         command = ["git", "-C", str(root), "commit", "-qm", message, "--", *texts]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, errors="replace", check=False)
         if done.returncode:
             raise HostError(f"git does not commit: {done.stderr.strip()}", hint="the files are written; commit them")
 

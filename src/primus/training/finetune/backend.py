@@ -77,7 +77,7 @@ def check(folder: Path, model: Architecture) -> None:
         return  # the check of the backend's packages, which comes next, names it
     command = [sys.executable, "-P", "-m", "primus.training.finetune.models", str(folder), json.dumps(asdict(model))]
     variables = clean(os.environ) | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, errors="replace", check=False)
+    ended = subprocess.run(command, env=variables, capture_output=True, errors="replace", check=False)
     try:
         objection = json.loads(ended.stdout.splitlines()[-1])
     except (ValueError, IndexError):

@@ -15,65 +15,49 @@ COLUMNS: Any = read_values(Path(__file__).with_name("columns.yaml")).data
 
 def perf_csv(runs: Sequence[Run]) -> str:
     """Return one row per run: its throughput, and whether every check passed. Columns without a value are empty."""
-    return _text(COLUMNS["perf"], [_perf(run) for run in runs])
+    return _text("perf", [_perf(run) for run in runs])
 
 
-def _perf(run: Run) -> dict[str, object]:
+def _perf(run: Run) -> dict[str, str]:
     metric, value = _throughput(run)
     gpu = by_product_name(run.product) if run.product else None
-    return {
-        "model": run.recipe,
-        "n_gpus": run.ranks,
-        "nnodes": run.nodes,
-        "gpus_per_node": run.ranks // run.nodes,
-        "training_precision": run.precision,
-        "args": " ".join(run.arguments),
-        "tags": f"{run.backend},{run.mode}",
-        "docker_sha": run.image.get("manifest", ""),
-        "docker_image": run.image.get("ref", ""),
-        "deployment_type": "local",
-        "launcher": "torchrun",
-        "gpu_architecture": arch_of(gpu).arch if gpu else "",
-        "performance": _number(value),
-        "metric": metric,
-        "status": "SUCCESS" if run.passed and value is not None else "FAILURE",
-        "test_duration": f"{run.seconds:g}",
-        "dataname": run.corpus,
-    }
+    return _row(
+        "perf", run, metric=metric, performance=_number(value), per_node=run.ranks // run.nodes,
+        status="SUCCESS" if run.passed and value is not None else "FAILURE", arguments=" ".join(run.arguments),
+        image={"manifest": "", "ref": "", **run.image}, arch=arch_of(gpu).arch if gpu else "",
+    )  # fmt: skip
 
 
-def benchmark_csv(rows: Sequence[Mapping[str, object]], *, header: bool = True) -> str:
+def _row(sheet: str, run: Run, **values: object) -> dict[str, str]:
+    return {name: form.format(run=run, **values) for name, form in COLUMNS[sheet].items()}
+
+
+def benchmark_csv(rows: Sequence[Mapping[str, str]], *, header: bool = True) -> str:
     """Return the rows of :func:`benchmark_rows` as CSV. Leave out the header to append them to a file."""
-    return _text(COLUMNS["benchmark"], rows, header=header)
+    return _text("benchmark", rows, header=header)
 
 
-def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = None) -> list[dict[str, object]]:
+def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = None) -> list[dict[str, str]]:
     """Return one row per metric with the names of MAD's script: throughput, TFLOP/s (non-causal count) and GiB.
 
     ``model`` and ``mode`` replace the recipe's names if the user's command called them differently. A missing figure is
     an empty field. If a check failed, all figures are empty, because readers of the file take a number for success.
     """
     metric, speed = _throughput(run)
-    images = metric == _IMAGES
     gpu = by_product_name(run.product) if run.product else None
-    shared = {
-        "model": model or run.recipe,
-        "mode": mode or run.mode,
-        "precision": run.precision.upper(),
-        "batch_size": run.local_batch,
-        "seq_len": run.seq_len,
-        "device": gpu.name.upper() if gpu else run.product or "CPU",
-        "num_gpus": run.ranks,
-    }
     figures = {
         metric: speed,
-        "TFLOPS_per_GPU" if images else "TFLOPS_per_gpu": run.figure("tflops_non_causal"),
+        "TFLOPS_per_GPU" if metric == _IMAGES else "TFLOPS_per_gpu": run.figure("tflops_non_causal"),
         "GPU_memory_usage": run.figure("memory_gib"),
     }
     return [
-        {**shared, "metric": name, "performance": _number(value if run.passed else None)}
+        _row(
+            "benchmark", run, model=model or run.recipe, mode=mode or run.mode, precision=run.precision.upper(),
+            metric=name, performance=_number(value if run.passed else None),
+            device=gpu.name.upper() if gpu else run.product or "CPU",
+        )
         for name, value in figures.items()
-    ]
+    ]  # fmt: skip
 
 
 _TOKENS, _IMAGES = "tok_per_s_per_gpu", "FPS_per_GPU"
@@ -89,9 +73,9 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{float(f'{value:.6g}'):.10f}".rstrip("0").rstrip(".")
 
 
-def _text(columns: Sequence[str], rows: Sequence[Mapping[str, object]], *, header: bool = True) -> str:
+def _text(sheet: str, rows: Sequence[Mapping[str, str]], *, header: bool = True) -> str:
     file = io.StringIO()
-    writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+    writer = csv.DictWriter(file, COLUMNS[sheet], lineterminator="\n")
     if header:
         writer.writeheader()
     writer.writerows(rows)

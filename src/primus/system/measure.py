@@ -51,27 +51,15 @@ class _Bench:
         return statistics.median(float(timer.timeit(calls).mean) for _ in range(5))
 
 
-def _gemm_tflops(bench: _Bench, size: int) -> float:
+def _gemm_tflops(bench: _Bench, size: int, fp8: str = "") -> float:
     a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty(size, size, device=bench.device, dtype=torch.bfloat16)
-    return 2.0 * size**3 / bench.seconds(lambda: torch.mm(a, b, out=out)) / 1e12
-
-
-def _fp8_gemm_tflops(bench: _Bench, size: int, name: str) -> float:
-    kind = getattr(torch, f"float8_{name}")
-    a, b = (torch.randn(size, size, device=bench.device).to(kind) for _ in range(2))
-    scale = torch.ones((), device=bench.device)
-
-    def product() -> Tensor:
-        return torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-
+    out, scale = torch.empty_like(a), torch.ones((), device=bench.device)
+    product = partial(torch.mm, a, b, out=out)
+    if fp8:
+        a, b = (factor.to(getattr(torch, f"float8_{fp8}")) for factor in (a, b))
+        scaling = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        product = partial(torch._scaled_mm, a, b.t(), **scaling)
     return 2.0 * size**3 / bench.seconds(product) / 1e12
-
-
-def _copy_tb_s(bench: _Bench, size: int) -> float:
-    source = torch.ones(size // 4, device=bench.device)
-    target = torch.empty_like(source)
-    return 2.0 * size / bench.seconds(lambda: target.copy_(source)) / 1e12
 
 
 def _bus_gb_s(bench: _Bench, data: Tensor, call: Callable[[], object]) -> float:
@@ -258,8 +246,11 @@ def _benchmarks(bench: _Bench, folder: Path, fp8: str) -> None:
     size = 8192 if bench.on_gpu else 256
     figures["gemm bf16"] = _gemm_tflops(bench, size)
     if fp8 and bench.on_gpu:
-        figures["gemm fp8"] = _fp8_gemm_tflops(bench, size, fp8)
-    figures["memory"] = _copy_tb_s(bench, (4 << 30) if bench.on_gpu else (1 << 24))
+        figures["gemm fp8"] = _gemm_tflops(bench, size, fp8)
+    source = torch.ones((1 << 30) if bench.on_gpu else (1 << 22), device=bench.device)
+    copied = torch.empty_like(source)
+    figures["memory"] = 2.0 * source.nbytes / bench.seconds(partial(copied.copy_, source)) / 1e12
+    del source, copied
     if bench.world > 1:
         ranks = torch.full((1 << 16,), float(bench.rank + 1), device=bench.device)
         dist.all_reduce(ranks)

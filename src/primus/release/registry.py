@@ -14,12 +14,11 @@ import subprocess
 import tempfile
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import IO, Any, Self
 from urllib.parse import urljoin
 
@@ -32,7 +31,7 @@ from urllib3.util import Retry
 from primus.errors import CheckFailed, HostError, InputError
 from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json, digest_of
 from primus.schema import read_json
-from primus.versions.traffic import bare_url
+from primus.versions.traffic import bare_url, within
 from primus.waits import answer_of
 
 EMPTY = b"{}"
@@ -68,8 +67,8 @@ def artifact(document: Document, subject: Mapping[str, Any]) -> bytes:
     """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's descriptor."""
     layer = Blob.of(document.data, document.media_type).descriptor
     layer["annotations"] = {"org.opencontainers.image.title": document.name}
-    subject = {key: subject[key] for key in ("mediaType", "digest", "size")}
-    return artifact_of(document.media_type, layer, subject=subject)
+    about = {key: subject[key] for key in ("mediaType", "digest", "size")}
+    return artifact_of(document.media_type, layer, subject=about)
 
 
 def artifact_of(kind: str, layer: Mapping[str, object], **more: object) -> bytes:
@@ -202,11 +201,7 @@ class Repository:
 
         Raises CheckFailed for one whose bytes do not have its digest.
         """
-        return [
-            self.document(descriptor)
-            for descriptor in self.referrers(digest)
-            if media_type in ("", descriptor.get("artifactType"))
-        ]
+        return [self.document(row) for row in self.referrers(digest) if media_type in ("", row.get("artifactType"))]
 
     def document(self, descriptor: Mapping[str, Any]) -> Document:
         """Return the document that an entry of the list of referrers names. Raises CheckFailed as above."""
@@ -251,9 +246,8 @@ class Repository:
             if number < _LISTINGS:
                 time.sleep(number * 0.5)
                 self._add(absent, about)
-        raise HostError(
-            f"{self.name} accepts documents for {about}, but does not list them", hint="run the command again"
-        )
+        unlisted = f"{self.name} accepts documents for {about}, but does not list them"
+        raise HostError(unlisted, hint="run the command again")
 
     def _add(self, absent: Sequence[tuple[Document, bytes]], about: str) -> None:
         unlisted = []
@@ -332,20 +326,17 @@ class Repository:
     def _answer(self, method: str, path: str, options: Mapping[str, Any], size: int = 0) -> Response:
         url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
 
-        def send() -> Response:
-            def exchange() -> Response:
-                if isinstance(body := options.get("data"), io.IOBase):
-                    body.seek(0)
-                return self._session.request(method, url, timeout=_TIMEOUT, auth=self._signed, **options)
+        def exchange() -> Response:
+            if isinstance(body := options.get("data"), io.IOBase):
+                body.seek(0)
+            return self._session.request(method, url, timeout=_TIMEOUT, auth=self._signed, **options)
 
-            with answer_of(bare_url(url)):
-                return _within(_PATIENCE + size / _SLOWEST, exchange)
-
+        send = partial(within, _PATIENCE + size / _SLOWEST, url, exchange)
         try:
             answer = send()
             if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
                 answer = send()
-        except (requests.ConnectionError, requests.Timeout) as error:
+        except (requests.ConnectionError, requests.Timeout, TimeoutError) as error:
             raise HostError(
                 f"the registry of {self.name} does not answer: {type(error).__name__}",
                 hint="check name and network, and run the command again",
@@ -390,8 +381,7 @@ class Repository:
             headers = {"Authorization": basic} if basic else {}
             return self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
 
-        with answer_of(bare_url(realm)):
-            grant = _within(_PATIENCE, exchange)
+        grant = within(_PATIENCE, realm, exchange)
         if grant.status_code != 200:
             return False
         content = self._json(grant.content, bare_url(realm))
@@ -415,25 +405,6 @@ class Repository:
             f"{self.name} does not answer like a registry: {what}",
             hint="check its name; a login page or a proxy may answer instead of the registry",
         )
-
-
-def _within(seconds: float, exchange: Callable[[], Response]) -> Response:
-    """Return ``exchange()``. Raises Timeout if it takes longer: a server that sends a byte now and then never falls
-    silent.
-    """
-    answer = Future[Response]()
-
-    def run() -> None:
-        try:
-            answer.set_result(exchange())
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            answer.set_exception(error)
-
-    Thread(target=run, daemon=True, name="registry").start()
-    try:
-        return answer.result(seconds)
-    except TimeoutError:
-        raise requests.Timeout from None
 
 
 def _read(answer: Response, **_: object) -> None:

@@ -13,26 +13,26 @@ from typing import Any
 
 from primus.engine.workshop import root_of_image
 from primus.errors import InputError, PrimusError, did_you_mean
+from primus.gates.examined import examine_layer, observe
 from primus.oci.layer import walk
 from primus.oci.store import Store
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
+from primus.progress import Progress
 from primus.release import golden
 from primus.release.documents import GATES, LOCK, VALIDATION, git
 from primus.release.history import IMAGE, Release, key_of, load_history, newest_first, pin_names, pins, select, spread
 from primus.release.registry import Repository, plain_http
 from primus.sandbox.container import LayerRef
-from primus.system.issues import STATUS, debs
 from primus.terminal import bytes_text
-from primus.versions.lock import Lock, LockedFile, loads, normalised
+from primus.versions.lock import Lock, LockedFile, loads
 from primus.versions.remotes import skopeo
 from primus.yamlfile import flat, parse, read
 
 Part = Mapping[str, str]
 _REGISTRY = re.compile(r"(?P<name>(?:localhost|[^/:]+\.[^/:]+|[^/:]+(?=:[0-9]))(?::[0-9]+)?/[^:@]+)[:@](?P<tag>.+)")
-_PACKAGE = re.compile(r"(?:site|dist)-packages/([^/]+)-([^/-]+)\.dist-info/METADATA$")
 _PINS = "io.primus.pins."
-_RECIPES = "opt/primus/recipes/"
+_RECIPES = "opt/primus/recipes"
 # What a comparison needs of a revision, and not the rest of the repository.
 _OF_REVISION = ("versions.yaml", "images/", "recipes/", golden.FOLDER)
 
@@ -190,18 +190,15 @@ def _of_store(project: Project, ref: str) -> Side:
     packages: dict[str, str] = {}
     recipes: list[tuple[str, Any]] = []
     for step, ref_of_layer in zip(history, root.layers, strict=True):
-        layer = store.layer(step["comment"])
+        layer, blob = store.layer(step["comment"]), store.blob_path(ref_of_layer.digest)
         # Another version of primus may have written the record.
-        members = () if layer else walk(ref_of_layer, store.blob_path(ref_of_layer.digest))
-        paths = store.read(layer.paths).decode() if layer else "".join(f" {member.path}\n" for member in members)
-        packages |= {normalised(m[1]): m[2] for line in paths.split("\n") if (m := _PACKAGE.search(line))}
-        if f" {STATUS}\n" not in paths and f" {_RECIPES}" not in paths:
-            continue
-        for member in walk(ref_of_layer, store.blob_path(ref_of_layer.digest)):
-            if member.path == STATUS:
-                packages |= debs(member.text())
-            elif re.fullmatch(f"{_RECIPES}[^/]+[.]yaml", member.path):
-                recipes.append((Path(member.path).stem, parse(member.text(), member.path).data))
+        facts = examine_layer(project.workspace, ref, layer, Progress()) if layer else observe(walk(ref_of_layer, blob))
+        packages |= {item.name: item.version for item in facts.stated if item.kind in ("wheel", "deb")}
+        recipes += [
+            (Path(member.path).stem, parse(member.text(), member.path).data)
+            for member in (walk(ref_of_layer, blob) if _RECIPES in facts.folders else ())
+            if re.fullmatch(f"{_RECIPES}/[^/]+[.]yaml", member.path)
+        ]
     parts = {"packages": packages, "recipes": _recipes(recipes)}
     record = store.record("targets", ref.partition("-")[2]) or {}
     if record.get("digest") == digest:

@@ -1,15 +1,19 @@
-"""Runs of tools and requests to sources, as records of one logger. No record contains credentials."""
+"""Runs of tools and requests to sources: records of one logger without credentials, and a time limit."""
 
 import logging
 import re
 import subprocess
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from primus.errors import HostError
 from primus.waits import answer_of
+
+T = TypeVar("T")
 
 LOG = logging.getLogger("primus.sources")
 
@@ -30,6 +34,24 @@ def run_tool(words: Sequence[str], url: str, method: str = "", **options: Any) -
     finally:
         tool = re.split("[ /]", words[0])[-1]
         LOG.info("%s %s %s, %.1f s: %s", tool, method, bare_url(url), time.monotonic() - began, outcome)
+
+
+def within(seconds: float, url: str, exchange: Callable[[], T]) -> T:
+    """Return ``exchange()`` with the server at ``url``. Raises TimeoutError if it takes longer than ``seconds``.
+
+    A server that sends a byte now and then never falls silent.
+    """
+    answer = Future[T]()
+
+    def run() -> None:
+        try:
+            answer.set_result(exchange())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            answer.set_exception(error)
+
+    Thread(target=run, daemon=True, name="exchange").start()
+    with answer_of(bare_url(url)):
+        return answer.result(seconds)
 
 
 def bare_url(url: str) -> str:

@@ -4,7 +4,6 @@ For AMD GPUs, the kernel reports an architecture, which several products share, 
 the product. ``Found.generation`` is known only if the product is identified and no GPU is a partition.
 """
 
-import os
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
@@ -22,16 +21,14 @@ class Found:
     """The GPUs of a machine.
 
     ``names`` has one entry per GPU; a GPU that is not in the table is called unknown. ``generation`` is the name in the
-    table of all GPUs, or "" if they differ or are not identified. ``vendor`` is "amd", "nvidia" or "".
-    ``obstacle`` is the reason if this user cannot open the device nodes that training needs. ``driver`` is the version
-    of the kernel driver, or of the kernel if the driver is part of it. ``firmware`` is that of the GPUs: their VBIOS,
-    and on AMD GPUs also that of their engines; "" if it is not known.
+    table of all GPUs, or "" if they differ or are not identified. ``vendor`` is "amd", "nvidia" or "". ``driver`` is
+    the version of the kernel driver, or of the kernel if the driver is part of it. ``firmware`` is that of the GPUs:
+    their VBIOS, and on AMD GPUs also that of their engines; "" if it is not known.
     """
 
     vendor: str = ""
     names: tuple[str, ...] = ()
     generation: str = ""
-    obstacle: str = ""
     driver: str = ""
     firmware: str = ""
 
@@ -39,8 +36,7 @@ class Found:
         """Return a short description for the banner."""
         if not self.names:
             return "none found; training runs on the CPU"
-        counted = ", ".join(f"{count} × {name}" for name, count in Counter(self.names).items())
-        return counted + (f" ({self.obstacle})" if self.obstacle else "")
+        return ", ".join(f"{count} × {name}" for name, count in Counter(self.names).items())
 
 
 def detect(root: Path = Path("/")) -> Found:
@@ -106,15 +102,13 @@ def _amd(root: Path) -> Found | None:
             generations.add(generation)
     if not names:
         return None
-    advice = "/dev/kfd cannot be opened: pass --device /dev/kfd --device /dev/dri"
-    obstacle = "" if os.access(root / "dev/kfd", os.R_OK | os.W_OK) else advice
     files = [
         (path.name.removesuffix("_version").removesuffix("_fw"), text_if_readable(path).strip())
         for device in (root / "sys/class/drm").glob("card*/device")
         for path in (device / "vbios_version", *device.glob("fw_version/*_fw_version"))
     ]
     return Found(
-        vendor="amd", names=tuple(names), generation=_only(generations), obstacle=obstacle,
+        vendor="amd", names=tuple(names), generation=_only(generations),
         driver=_driver(root, "amdgpu"),
         firmware=", ".join(sorted({f"{name} {version}" for name, version in files if version.strip("0x")})),
     )  # fmt: skip
@@ -147,14 +141,12 @@ def _nvidia(root: Path) -> Found | None:
     names = [gpu.get("Model", "unknown NVIDIA GPU") for gpu in facts or [{} for _ in nodes]]
     if not names:
         return None
-    openable = any(os.access(node, os.R_OK | os.W_OK) for node in nodes)
-    obstacle = "" if openable else "no /dev/nvidia* can be opened: pass --gpus all"
     # The model is that of the whole GPU, even if a container sees only an instance (MIG) of it.
     split = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
     products = {None if split else by_product_name(name) for name in names}
     return Found(
         vendor="nvidia", names=tuple(names), generation=_only({gpu.name if gpu else "" for gpu in products}),
-        obstacle=obstacle, driver=_driver(root, "nvidia"),
+        driver=_driver(root, "nvidia"),
         firmware=", ".join(sorted({gpu["Video BIOS"] for gpu in facts if gpu.get("Video BIOS")})),
     )  # fmt: skip
 

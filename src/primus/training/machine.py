@@ -61,8 +61,6 @@ def _check_gpus(recipe: Recipe, gpus: Found) -> None:
             f"the job is for {expected.title}, and this machine has {gpus.sentence()}",
             hint=f"--gpu {gpus.generation} resolves the recipe for it" if gpus.generation else _SHOW,
         )
-    if gpus.obstacle:
-        raise HostError(f"the GPUs of this machine cannot be used: {gpus.obstacle}")
     ranks = recipe.get("ranks", int)
     if gpus.generation and ranks > len(gpus.names):
         raise HostError(

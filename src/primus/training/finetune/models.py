@@ -177,26 +177,19 @@ class FineTuned(LanguageModel):
         return head
 
     @override
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        self._labels = labels
-        return super().forward(input_ids, labels, positions)
-
-    @override
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None, labels: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         causal = self.causal
         balance = getattr(causal, "router_aux_loss_coef", 0.0)
         more = {"output_router_logits": True} if balance else {}
         # Where positions begin again, transformers masks what lies before.
         output = causal.model(input_ids=tokens, position_ids=positions, use_cache=False, **more)
-        if not balance:
+        if not balance or labels is None:
             return output.last_hidden_state, None
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        counted = _before_labels(self._labels, positions)
+        counted = _before_labels(labels, positions)
         routed = load_balancing_loss_func(output.router_logits, causal.num_experts, causal.num_experts_per_tok, counted)
         return output.last_hidden_state, balance * routed
 

@@ -54,7 +54,7 @@ class Llama(LanguageModel):
         return self.output
 
     @override
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def hidden(self, tokens: Tensor, positions: Any = None, labels: Any = None) -> tuple[Tensor, Tensor | None]:
         assert positions is None
         states = self.embedding(tokens)
         mask = self.mask

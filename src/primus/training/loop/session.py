@@ -104,7 +104,9 @@ class LanguageModel(nn.Module):
 
             self._fused = linear_cross_entropy
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [samples, seq_len, hidden], and an additional loss per label or None."""
         raise NotImplementedError
 
@@ -115,7 +117,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the sum of the cross entropies of all labels."""
-        hidden, besides = self.hidden(input_ids, positions)
+        hidden, besides = self.hidden(input_ids, positions, labels)
         states, targets = hidden.flatten(0, 1), labels.flatten()
         parts = list(zip(states.split(self._chunk), targets.split(self._chunk), strict=True))
         total: Tensor

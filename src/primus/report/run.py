@@ -58,11 +58,6 @@ class Run:
         """What rates refer to: one ``GPU``, or one ``rank`` on a CPU."""
         return "GPU" if self.product else "rank"
 
-    def figure(self, name: str) -> float | None:
-        """Return a number of the summary, or None."""
-        value = getattr(self.summary, name)
-        return None if value is None else float(value)
-
 
 class NoResult(InputError):
     """The folder of a run that has not ended, was interrupted, or failed before its first step."""

@@ -47,8 +47,8 @@ def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = Non
     gpu = by_product_name(run.product) if run.product else None
     figures = {
         metric: speed,
-        "TFLOPS_per_GPU" if metric == _IMAGES else "TFLOPS_per_gpu": run.figure("tflops_non_causal"),
-        "GPU_memory_usage": run.figure("memory_gib"),
+        "TFLOPS_per_GPU" if metric == _IMAGES else "TFLOPS_per_gpu": run.summary.tflops_non_causal,
+        "GPU_memory_usage": run.summary.memory_gib,
     }
     return [
         _row(
@@ -64,8 +64,8 @@ _TOKENS, _IMAGES = "tok_per_s_per_gpu", "FPS_per_GPU"
 
 
 def _throughput(run: Run) -> tuple[str, float | None]:
-    images = run.figure("images_per_second")
-    return (_IMAGES, images) if images is not None else (_TOKENS, run.figure("tokens_per_second"))
+    images = run.summary.images_per_second
+    return (_IMAGES, images) if images is not None else (_TOKENS, run.summary.tokens_per_second)
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,9 @@ _APART = 0.10
 # A figure above the peak is a measurement error.
 _ABOVE_PEAK = 1.05
 _REPORT_SECONDS = 10
-_EXPECTED: Any = read_values(Path(__file__).with_name("expected.yaml")).data
+_TABLE: Any = read_values(Path(__file__).with_name("expected.yaml")).data
+EXPECTED: Mapping[tuple[str, str], Mapping[str, Any]] = {(row["gpu"], row["what"]): row for row in _TABLE["figures"]}
+"""(GPU, what) → its row in ``expected.yaml``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,6 @@ class Measurement:
     least: float | None
     most: float | None
     source: str
-
-
-@cache
-def expected() -> Mapping[tuple[str, str], Mapping[str, Any]]:
-    """Return (GPU, what) → its row in ``expected.yaml``."""
-    return {(row["gpu"], row["what"]): row for row in _EXPECTED["figures"]}
 
 
 def _usable(host: Host) -> tuple[tuple[str, ...], str, str]:
@@ -201,7 +196,7 @@ def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurem
     for what, unit in UNITS.items():
         if not (figures := tuple(float(rank[what]) for rank in ranks if what in rank)):
             continue
-        row = expected().get((name, what), {"least": None, "source": "no table knows this GPU"})
+        row = EXPECTED.get((name, what), {"least": None, "source": "no table knows this GPU"})
         if row.get("gpus") not in (None, len(ranks)):
             row = {"least": None, "source": f"the published figure is of {row['gpus']} GPUs"}
         # A collective has one figure, because all ranks wait for each other.
@@ -226,7 +221,7 @@ def judge(benchmark: Measurement) -> Iterator[Finding]:
     """Judge the figures of one benchmark: too low, far below the other GPUs, impossible, or as expected."""
     what, unit, figures = benchmark.what, benchmark.unit, benchmark.figures
     least, most, typical = benchmark.least, benchmark.most, statistics.median(figures)
-    remedies = _EXPECTED["remedies"]
+    remedies = _TABLE["remedies"]
     remedy = remedies.get(what) or remedies["all-reduce" if what in _COLLECTIVES else "gemm bf16"]
     texts: Any = {"what": what, "least": least or 0, "most": most or 0, "source": benchmark.source, "remedy": remedy}
     sound = True

@@ -403,9 +403,7 @@ def _experts(run: Any, shapes: Shapes, make: Maker) -> Rows:
 
     def loop(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
         parts = x.split(counts.tolist())
-        return torch.cat([
-            (silu(part @ w1[i].t()) * (part @ w3[i].t())) @ w2[i].t() for i, part in enumerate(parts)
-        ])  # fmt: skip
+        return torch.cat([(silu(part @ w1[i].t()) * (part @ w3[i].t())) @ w2[i].t() for i, part in enumerate(parts)])
 
     yield from three_ways(
         ("output", "gradient of the tokens", *(f"gradient of w{i}" for i in (1, 2, 3))),

@@ -114,9 +114,7 @@ _SLOTS = 2
 _ALIGNED = 4096
 
 
-def gather(
-    memory: Any, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, rank: int
-) -> None:  # fmt: skip
+def gather(memory: Any, outputs: Sequence[torch.Tensor], offsets: Sequence[int], stride: int, rank: int) -> None:
     """Fill each of ``outputs`` [ranks, count], but for the row of ``rank``, from the ``memory`` of all ranks.
 
     A rank has its share of an output at the output's offset + ``stride`` · rank, in bytes. ``memory`` is the handle of
@@ -195,9 +193,8 @@ class PeerGather(_Collective):
         super().__init__(_SLOTS)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:  # fmt: skip
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
         """Gather; ``input_tensor`` is this rank's part of ``output_tensor``."""
         share = input_tensor.numel() * input_tensor.itemsize
         self._gather([output_tensor.view(group.size(), -1)], [0], share, group)

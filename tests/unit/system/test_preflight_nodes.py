@@ -38,7 +38,7 @@ def test_a_figure_is_judged_by_its_range_and_by_the_other_gpus(one: Measurement,
 
 
 def test_every_gpu_and_benchmark_has_a_row_with_its_source() -> None:
-    table = nodes.expected()
+    table = nodes.EXPECTED
     wanted = {(gpu, what) for gpu in load_table().imaged for what in nodes.UNITS}
     assert set(table) == wanted, "add or remove rows in src/primus/system/expected.yaml"
     for (gpu, what), row in table.items():

@@ -239,9 +239,8 @@ class _MicroBatch:
             )  # fmt: skip
 
     def _of_output(
-        self, name: str, entered: Tensor, returned: Tensor | None, back: Tensor | None,
-        context: Tensor | None,
-    ) -> Iterator[Result]:  # fmt: skip
+        self, name: str, entered: Tensor, returned: Tensor | None, back: Tensor | None, context: Tensor | None
+    ) -> Iterator[Result]:
         pair, batch = self.pair, self.batch
         moved: dict[str, Tensor] = {}
 

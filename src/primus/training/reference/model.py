@@ -215,12 +215,11 @@ class Model(Transformer):
             out = self.between(out + self.between(scaled))
         return out
 
-    def _norm(self, weight: Tensor, states: Tensor, eps: float | None = None) -> Tensor:
+    def _norm(self, weight: Tensor, states: Tensor) -> Tensor:
         # The states are rounded already, and their gradient from here is as well before others are added.
         states = self.between(states)
         mean = states.square().mean(-1, keepdim=True)
-        eps = (self.sizes.norm_eps if eps is None else eps) + self.constants.norm_eps
-        even = states * (mean + eps).rsqrt()
+        even = states * (mean + (self.sizes.norm_eps + self.constants.norm_eps)).rsqrt()
         weight = 1 + weight if self.sizes.norm_offset else weight
         return self.between((self.between(even) if "norms" in self.inner else even) * weight)
 

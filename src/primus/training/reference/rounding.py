@@ -30,9 +30,8 @@ _OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: 
 
 
 def attended(
-    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *, scale: float,
-    between: Rounding, adding: bool,
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *, scale: float, between: Rounding, adding: bool
+) -> Tensor:
     """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused kernels.
 
     They round the softmax and its gradient before they multiply, and compute the latter from the rounded output

@@ -83,6 +83,15 @@ def text_if_readable(path: Path) -> str:
         return ""
 
 
+def json_if_readable(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if it is missing, damaged, or holds something else."""
+    try:
+        value = json.loads(text_if_readable(path) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
     """Return the whole file. InputError if it is not a regular file or too large, OSError as any read."""
     with open_regular(path, shown) as stream:

@@ -167,7 +167,7 @@ def parse_json(data: bytes | str, name: str) -> Document:
     """Parse a document. Raises InputError, with the place, if it is not JSON in UTF-8, and for duplicate keys."""
     try:
         text = data if isinstance(data, str) else data.decode()
-        value: Any = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_short_int)
+        value: Any = json.loads(text, object_pairs_hook=distinct_keys, parse_constant=_refuse, parse_int=_short_int)
         if re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -189,7 +189,8 @@ def _short_int(digits: str) -> int:
     return int(digits)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of ``pairs``, for Python's reader of JSON. Raises ValueError if a key is there twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         words = [word for word, _ in pairs]

@@ -4,7 +4,6 @@ An error in the greeting never keeps the command from running. The greeting is p
 error is a terminal; ``PRIMUS_NO_BANNER=1`` turns it off.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from primus.files import json_if_readable
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
 from primus.system.host import IMAGE_FILE, Host, finding
@@ -72,9 +72,7 @@ def with_bashrc(command: Sequence[str]) -> list[str]:
 
 
 def _greet() -> None:
-    image: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        image = json.loads(IMAGE_FILE.read_text(encoding="utf-8"))
+    image = json_if_readable(IMAGE_FILE)
     sys.stderr.write(compose(image, detect().sentence()))
     with suppress(Exception):
         sys.stderr.write(lacking(image, Host()))

@@ -1,6 +1,5 @@
 """The machine as its files describe it, and the result of one check of it."""
 
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from primus.files import text_if_readable
+from primus.files import json_if_readable, text_if_readable
 from primus.gpus.detect import Found, detect
 from primus.system.issues import STATUS, Issue, debs, issues
 from primus.yamlfile import read_values
@@ -86,11 +85,8 @@ class Host:
 
     def components(self) -> dict[str, str]:
         """Return the versions of the image's components, by names in lower case; empty outside an image."""
-        try:
-            components = json.loads(self.text(str(IMAGE_FILE.relative_to("/"))) or "{}").get("components", {})
-            return {name.lower(): str(version) for name, version in components.items()}
-        except (ValueError, AttributeError):
-            return {}
+        components = json_if_readable(self.root / IMAGE_FILE.relative_to("/")).get("components")
+        return {k.lower(): str(v) for k, v in components.items()} if isinstance(components, dict) else {}
 
     def issues(self, gpu: str | None) -> list[Issue]:
         """Return the known issues on ``gpu`` of the image that this code is in; none outside an image."""

@@ -1,7 +1,6 @@
 """Micro-benchmarks and burn-in of a machine's GPUs, its results as a JSON document, and the comparison of machines."""
 
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError, InputError
-from primus.files import text_if_readable
+from primus.files import json_if_readable, text_if_readable
 from primus.gpus.detect import visible
 from primus.gpus.table import arch_of, generation, load_table, peak
 from primus.report import html
@@ -97,8 +96,7 @@ def _run(folder: Path, ranks: int, fp8: str, burn_in: float, hopeless: Callable[
 
 
 def _states(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    texts = (text_if_readable(folder / f"rank-{rank}.json") for rank in range(ranks))
-    return [json.loads(text or "{}") for text in texts]
+    return [json_if_readable(folder / f"rank-{rank}.json") for rank in range(ranks)]
 
 
 def _failure(folder: Path) -> str:

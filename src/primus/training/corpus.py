@@ -15,7 +15,6 @@ import io
 import json
 import lzma
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -27,6 +26,7 @@ from primus.errors import HostError, InputError, nearest
 from primus.files import below, refuse_special
 from primus.recipes.recipe import Recipe
 from primus.recipes.weights import HUB, downloaded
+from primus.schema import distinct_keys
 from primus.yamlfile import read_values
 
 _TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data
@@ -245,7 +245,7 @@ def _json_rows(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:
 
 def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
     try:
-        return json.loads(text.rstrip(), object_pairs_hook=_unique)
+        return json.loads(text.rstrip(), object_pairs_hook=distinct_keys)
     except RecursionError:
         raise _unreadable("the JSON is nested too deeply", f"{file}:{line}") from None
     except json.JSONDecodeError as error:
@@ -254,14 +254,6 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
         raise _unreadable(f"expected {expected}, found {repr(rest) if rest else 'its end'}", where) from None
     except ValueError as error:  # a number with thousands of digits
         raise _unreadable(f"the JSON cannot be read: {error}", f"{file}:{line}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {name!r} is there twice")
-    return row
 
 
 def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,5 @@
 """Exporting a checkpoint of any backend: to the files of a model that transformers loads."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers.utils import logging
 
 from primus.errors import InputError
+from primus.files import json_if_readable
 from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.recipe import MOCK
 from primus.training import identity
@@ -91,9 +91,6 @@ def _weights(checkpoint: Path, backend: str, model: Architecture) -> Mapping[str
 
 
 def _tokenizer_of_run(checkpoint: Path) -> Path | None:
-    try:
-        name = json.loads((checkpoint.parents[1] / "job.json").read_text(encoding="utf-8"))["assets"]["tokenizer"]
-    except (OSError, ValueError, KeyError):
-        return None
+    name = json_if_readable(checkpoint.parents[1] / "job.json").get("assets", {}).get("tokenizer", MOCK)
     folder = tokenizer_folder(name) if name != MOCK else None
     return folder if folder and folder.is_dir() else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError, PrimusError
-from primus.files import text_if_readable, write_file
+from primus.files import json_if_readable, write_file
 from primus.schema import build, read_json
 from primus.training import checks, failure, logs, metrics, proof
 from primus.training.checks import Verdict
@@ -101,9 +101,9 @@ def read(job: Job, exit_code: int, folder: Path | None = None, reason: str = "")
         job=job,
         exit_code=exit_code,
         series=logs.read_run(folder),
-        facts=document(folder / "facts.json") or document(job.output / "facts.json"),
+        facts=json_if_readable(folder / "facts.json") or json_if_readable(job.output / "facts.json"),
         run=run,
-        recipe_sha256=document(folder / "job.json").get("recipe", {}).get("sha256"),
+        recipe_sha256=json_if_readable(folder / "job.json").get("recipe", {}).get("sha256"),
         folder=folder,
         cause=reason or str(failure.cause(folder, exit_code, job.output) or ""),
     )
@@ -139,9 +139,9 @@ def _proven(outcome: Outcome) -> list[Verdict]:
         return [checks.skipped(Verdict("reference", False, ""), "the job failed")]
     recipe = outcome.job.recipe
     tokens = recipe.global_batch * recipe.seq_len // recipe.world_size
-    findings = document(outcome.folder / "proof.json")
+    findings = json_if_readable(outcome.folder / "proof.json")
     arrivals, busy = (
-        {int(step): float(seconds) for step, seconds in document(outcome.folder / name).items()}
+        {int(step): float(seconds) for step, seconds in json_if_readable(outcome.folder / name).items()}
         for name in ("clock.json", "witness/seconds.json")
     )
     return [
@@ -149,12 +149,3 @@ def _proven(outcome: Outcome) -> list[Verdict]:
         proof.figures(outcome.facts, findings, outcome.series, recipe, outcome.run.host_memory_gib),
         proof.clock(outcome.series, arrivals, busy, tokens),
     ]
-
-
-def document(path: Path) -> dict[str, Any]:
-    """Return the contents of a JSON file of the run; empty if it is missing, damaged or not an object."""
-    try:
-        value = json.loads(text_if_readable(path) or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

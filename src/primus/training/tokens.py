@@ -7,7 +7,6 @@ what ``apply_chat_template`` returns. Truncation and padding never apply.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import primus
 from primus.errors import HostError, InputError
-from primus.files import write_file
+from primus.files import json_if_readable, write_file
 from primus.recipes.weights import HUB
 from primus.terminal import counted
 from primus.training import corpus as corpora
@@ -87,11 +86,11 @@ class Encoder:
             raise InputError("the tokenizer tokenizes the same text differently each time", where=where, hint=hint)
         self._arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
         # Some tokenizers have a BOS token, and say that text does not begin with it.
-        begins = _setting(folder, "tokenizer_config.json", "add_bos_token") is not False
+        begins = json_if_readable(folder / "tokenizer_config.json").get("add_bos_token") is not False
         self.begin: int | None = self.tokenizer.bos_token_id if begins else None
         self.end: int | None = self.tokenizer.eos_token_id
         for file in ("config.json", "generation_config.json"):
-            number = _setting(folder, file, "eos_token_id")
+            number = json_if_readable(folder / file).get("eos_token_id")
             number = number[0] if isinstance(number, list) and number else number
             if self.end is None and isinstance(number, int) and number >= 0:
                 if number >= len(self.tokenizer):
@@ -219,13 +218,6 @@ def _refuse_dropped(document: Document, text: str) -> None:
 
 def _agreed(text: str, *beginnings: str) -> int | None:
     return next((len(beginning) for beginning in beginnings if text.startswith(beginning)), None)
-
-
-def _setting(folder: Path, name: str, key: str) -> Any:
-    try:
-        return json.loads((folder / name).read_text(encoding="utf-8")).get(key)
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 class Reader:

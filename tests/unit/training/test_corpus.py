@@ -52,7 +52,7 @@ def test_every_form_gives_its_documents(tmp_path: Path, name: str, content: byte
         ("n.txt", b"caf\xe9\n", None, "n.txt:1", "expected UTF-8 text, found the byte 0xe9"),
         ("o.txt", b"a\0b\n", None, "o.txt:1", "binary data"),
         ("q.jsonl", b"\x1f\x8b\x08\0\0\0\0\0", None, "q.jsonl", "cannot be read"),
-        ("t.jsonl", b'{"text": "a", "text": "b"}\n', None, "t.jsonl:1", "the key 'text' is there twice"),
+        ("t.jsonl", b'{"text": "a", "text": "b"}\n', None, "t.jsonl:1", "duplicate key 'text'"),
         ("r.jsonl", b'{"text":' + b"[" * 200_000 + b"\n", None, "r.jsonl:1", "nested too deeply"),
         ("s.jsonl", lines({"text": "a"}, {"text": "b \ud800"}), None, "s.jsonl:2", "\\ud800, which is half a"),
         ("t.jsonl", lines({"messages": CHAT}, {"messages": "a"}), None, "t.jsonl:2", "role and content"),

@@ -2,11 +2,13 @@
 
 Each job trains the proxy of a backend on two ranks, with a checkpoint every 5 steps, on a small disk of its own. It is
 disturbed and resumed until it reaches its last step, then the next one starts, until ``--seconds`` are over.
+The backend ``pods`` trains on two nodes by the script of `launch k8s`; its pods are killed, and started again.
 ``--parallel`` jobs run at once, each on processors of its own. ROWS gets one JSON line per fault; all its lines are
 counted in ``results/soak.json``. With ``--merge`` they are added to it: without a backend, those of another machine.
 
-A full disk and a folder that becomes read-only need root and mounts, a jump of the clock a C compiler. Without them,
-these faults are left out, and a line says so. So is a backend whose packages are missing.
+A full disk and a folder that becomes read-only need root and mounts, a lost network a namespace of its own, a jump of
+the clock a C compiler. Without them, these faults are left out, and a line says so. So is a backend whose packages are
+missing.
 
 A fault is lost if a step of the job has another loss than in the undisturbed run, if the command ends in anything but a
 sentence, if it fails without a fault, or if it does not end.
@@ -22,18 +24,22 @@ import random
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from itertools import cycle, islice
+from dataclasses import replace
+from itertools import count, cycle, islice
 from multiprocessing import Process
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from primus.launch.kubernetes import RUNS, Cluster, manifests
+from primus.launch.plan import Plan
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import identity, launch, outcome
@@ -95,9 +101,17 @@ class Command:
             subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, folder / "clock.c"], check=True)
         fake = {"LD_PRELOAD": str(library), "CLOCK_FILE": str(self._clock)} if compiler else {}
         self.impossible = set() if compiler else {"clock_jump"}
+        # A network that only this job has.
+        space = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        if (
+            not shutil.which("nsenter")
+            or subprocess.run([*space, "true"], check=False, stderr=subprocess.DEVNULL).returncode
+        ):
+            self.impossible.add("network")
+            space = []
         variables = {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(
-            [python, "-W", "ignore", str(WARM)], env=os.environ | variables | fake, stdin=subprocess.PIPE,
+            [*space, python, "-W", "ignore", str(WARM)], env=os.environ | variables | fake, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
         )  # fmt: skip
 
@@ -106,9 +120,14 @@ class Command:
         with self._clock.open("r+b" if self._clock.exists() else "wb") as file:
             file.write(int(days * 86400).to_bytes(8, "little", signed=True))
 
-    def start(self, job: Job) -> None:
-        """Start ``job``."""
-        words = ["-m", "primus.cli.main", *job.arguments(), "--json", "--no-preflight"]
+    def network(self, state: str) -> None:
+        """Set the network of its processes ``up`` or ``down``."""
+        words = ["nsenter", "--net", "--target", str(self._server.pid), "ip", "link", "set", "lo", state]
+        subprocess.run(words, check=True)
+
+    def start(self, job: Job, *more: str) -> None:
+        """Start ``job``, with ``more`` options."""
+        words = ["-m", "primus.cli.main", *job.arguments(), "--json", "--no-preflight", *more]
         assert self._server.stdin
         self._server.stdin.write(json.dumps({"words": words, "variables": {"HF_HUB_OFFLINE": "1"}}) + "\n")
         self._server.stdin.flush()
@@ -197,8 +216,17 @@ def clock_jump(attempt: Attempt) -> bool:
     return True
 
 
+def network(attempt: Attempt) -> bool:
+    """Take the network from all ranks, until the job has ended."""
+    attempt.undo.append(lambda: attempt.command.network("up"))
+    attempt.command.network("down")
+    return True
+
+
 # The job goes on after the first ones, and ends by the last ones.
-SURVIVED, ENDING = (purge, damage, clock_jump), (kill, kill, full_disk, read_only)
+SURVIVED, ENDING = (purge, damage, clock_jump), (kill, kill, full_disk, read_only, network)
+# Nothing else tells the ranks of a network that is lost.
+STALL_S = 30
 
 
 def job_of(backend: str, output: Path, resume_from: Path | None = None) -> Job:
@@ -227,7 +255,7 @@ def disturb(attempt: Attempt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     faults += [chance.choice(ending)] if chance.random() < 0.85 else []
     first = attempt.job.first_step
     places = sorted(chance.randint(first, min(STEPS, first + 3 * EVERY)) for _ in faults)
-    attempt.command.start(attempt.job)
+    attempt.command.start(attempt.job, *(["--stall-timeout", str(STALL_S)] if network in faults else []))
     began = time.monotonic()
     while (end := attempt.command.ended(0.05)) is None:
         with suppress(OSError):
@@ -270,6 +298,7 @@ def soak(command: Command, backend: str, disk: Path, seed: int, until: float) ->
         reason = judged(attempt.job, end, expected, [row["fault"] for row in rows])
         for row in rows:
             row |= {"seed": seed, "attempt": number, "from": attempt.job.first_step, "lost": reason}
+            row["trained"] = len(losses(attempt.job, end["code"] or 0))
         yield rows or ([{"backend": backend, "fault": "none", "lost": reason}] if reason else [])
         if reason and end["code"] is None:
             return
@@ -292,7 +321,7 @@ def judged(job: Job, end: dict[str, Any], expected: dict[int, float], faults: li
         return f"exit code {end['code']}: {text[-600:]}"
     if "Traceback" in text:
         return f"a traceback: {text[-1500:]}"
-    if end["code"] and not {"kill", "full_disk", "read_only"} & {*faults}:
+    if end["code"] and not {"kill", "full_disk", "read_only", "network"} & {*faults}:
         return f"it failed without a reason: {text[-300:]} {(end.get('out') or '')[-600:]}"
     logged = losses(job, end["code"])
     # A step that was not written exactly, as on a full disk, is in the log with 5 decimals.
@@ -302,6 +331,105 @@ def judged(job: Job, end: dict[str, Any], expected: dict[int, float], faults: li
     if end["code"] == 0 and max(logged, default=0) != STEPS:
         return f"it ended well after step {max(logged, default=0)}"
     return ""
+
+
+class Pods:
+    """The pods of `launch k8s` on two nodes. As Kubernetes does, it starts each again that has failed."""
+
+    def __init__(self, python: str, folder: Path, backend: str) -> None:
+        recipe = job_of(backend, folder).recipe
+        words = [word for word in recipe.overrides if not word.startswith("ranks=")]
+        two = replace(recipe.choices, nodes=2)
+        plan = Plan(recipe=resolve(recipe.name, [*words, "ranks=1"], two))
+        script = manifests(plan, Cluster(image="a/b:c", name="x", claim="runs"))[1]["spec"]["template"]["spec"]
+        self._script = script["containers"][0]["command"][2].replace("$$(", "$(").replace(RUNS, str(folder))
+        self._folder, self.nodes, self.codes = folder, dict[int, subprocess.Popen[bytes]](), list[int]()
+        (folder / "bin").mkdir(parents=True)
+        program = folder / "bin/primus"
+        program.write_text(f'#!/bin/sh\nexec {python} -W ignore -m primus.cli.main "$@"\n', encoding="utf-8")
+        program.chmod(0o755)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        path = {
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT / 'src'}:{os.environ['PYTHONPATH']}",
+        }
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        self._variables = {**os.environ, **path, **meeting, "RUN_ID": "1"}
+
+    def look(self) -> bool:
+        """Start what must run. Returns whether both nodes have succeeded."""
+        for node in (0, 1):
+            pod = self.nodes.get(node)
+            if pod and pod.poll():
+                self.codes.append(pod.returncode)
+            if pod is None or pod.poll():
+                variables = {**self._variables, "JOB_COMPLETION_INDEX": str(node)}
+                with (self._folder / f"pod-{node}.txt").open("ab") as out:
+                    words = ["bash", "-c", self._script]
+                    self.nodes[node] = subprocess.Popen(words, env=variables, stdout=out, stderr=out)
+        return all(pod.poll() == 0 for pod in self.nodes.values())
+
+    def kill(self, node: int, number: signal.Signals) -> None:
+        """Send a pod's first process SIGTERM, as at its deletion, or SIGKILL to all, as when its node is lost."""
+        family = {self.nodes[node].pid}
+        while number == signal.SIGKILL:
+            more = {pid for pid, (parent, _) in launch.processes().items() if parent in family} - family
+            if not more:
+                break
+            family |= more
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def attempts(self) -> list[Path]:
+        """Return the folders of its attempts, in order."""
+        return sorted(self._folder.glob("x-1/attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Return the step and the loss of all that was logged, in order."""
+        files = [path / "exact.jsonl" for path in self.attempts() if (path / "exact.jsonl").exists()]
+        rows = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+        return [(row["step"], row["loss"]) for row in rows]
+
+    def close(self) -> None:
+        """End all of them."""
+        for node in self.nodes:
+            self.kill(node, signal.SIGKILL)
+
+
+def pods(python: str, folder: Path, seed: int, until: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield the killed pods of one job after the other, each with the reason if it is lost."""
+    chance, backend = random.Random(seed), ("fsdp", "torchtitan")[seed % 2]
+    expected: dict[int, float] = {}
+    for number in count():
+        job, rows = Pods(python, folder / str(number), backend), list[dict[str, Any]]()
+        # The first job is left alone.
+        moments = [chance.randint(1, 2 * EVERY)] if number else []
+        began, reason = time.monotonic(), ""
+        while not job.look() and not reason:
+            time.sleep(0.1)
+            logged = job.losses()
+            if moments and len(logged) >= moments[0] and all(pod.poll() is None for pod in job.nodes.values()):
+                name = chance.choice(("lost", "deleted"))
+                job.kill(chance.choice((0, 1)), signal.SIGKILL if name == "lost" else signal.SIGTERM)
+                rows.append({"backend": f"{backend}, two pods", "fault": f"pod_{name}", "step": logged[-1][0]})
+                # Three attempts without a new checkpoint would end the job.
+                moments = [len(logged) + chance.randint(EVERY + 2, 3 * EVERY)] if len(rows) < 4 else []
+            if time.monotonic() - began > LIMIT_S * (1 + len(rows)):
+                reason = f"it did not end: {(folder / str(number) / 'pod-0.txt').read_text(errors='replace')[-600:]}"
+        steps_logged = job.losses()
+        expected = expected or dict(steps_logged)
+        if wrong := [step for step, loss in steps_logged if loss != expected.get(step)]:
+            reason = reason or f"step {wrong[0]} has another loss than without faults"
+        elif {step for step, _ in steps_logged} != {*range(1, STEPS + 1)} or 2 in job.codes:
+            reason = reason or f"exit codes {job.codes}, last step {max(expected, default=0)}"
+        job.close()
+        for row in rows:
+            row |= {"seed": seed, "attempt": number, "lost": reason, "trained": len(steps_logged)}
+        yield rows or ([{"backend": f"{backend}, two pods", "fault": "none", "lost": reason}] if reason else [])
+        if reason or time.monotonic() > until:
+            return
 
 
 def small_disk(folder: Path, stack: ExitStack) -> set[str]:
@@ -317,16 +445,25 @@ def work(options: argparse.Namespace, backend: str, seed: int, processors: set[i
     """Disturb jobs of ``backend`` on ``processors``, and append the faults to ROWS."""
     os.sched_setaffinity(0, processors)
     with ExitStack() as stack:
+        if backend == "pods":
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="soak-")))
+            write(options.rows, pods(options.python, folder, seed, until))
+            return
         folder, disk = (Path(stack.enter_context(TemporaryDirectory(prefix="soak-"))) for _ in range(2))
         impossible = small_disk(disk, stack)
         command = Command(options.python, folder)
         stack.callback(command.close)
         command.impossible |= impossible
-        for rows in soak(command, backend, disk, seed, until):
-            text = "".join(json.dumps(row | {"processors": os.cpu_count()}) + "\n" for row in rows)
-            with options.rows.open("a", encoding="utf-8") as file:
-                file.write(text)
-            print(text, end="", flush=True)
+        write(options.rows, soak(command, backend, disk, seed, until))
+
+
+def write(file: Path, attempts: Iterator[list[dict[str, Any]]]) -> None:
+    """Append the rows of ``attempts`` to ROWS."""
+    for rows in attempts:
+        text = "".join(json.dumps(row | {"processors": os.cpu_count()}) + "\n" for row in rows)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(text)
+        print(text, end="", flush=True)
 
 
 def record(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> None:
@@ -337,13 +474,14 @@ def record(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> None:
         counts.setdefault(row["backend"], Counter())[row["fault"]] += 1
     lost = [f"{row['backend']}, {row['fault']}: {row['lost']}" for row in faults if row["lost"]]
     lost = earlier.get("lost_because", []) + lost
-    attempts = len({(row["backend"], row.get("seed"), row.get("attempt")) for row in faults})
+    trained = {(row["backend"], row.get("seed"), row.get("attempt")): row.get("trained", 0) for row in faults}
     document = {
         "generated": "by `python -m benchmarks.soak`; do not edit",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "processors": sorted({*earlier.get("processors", []), *(row["processors"] for row in rows)}),
         "steps": STEPS, "checkpoint_every": EVERY, "faults": earlier.get("faults", 0) + len(faults),
-        "lost": len(lost), "attempts": earlier.get("attempts", 0) + attempts,
+        "lost": len(lost), "attempts": earlier.get("attempts", 0) + len(trained),
+        "steps_trained": earlier.get("steps_trained", 0) + sum(trained.values()),
         "by_backend": dict(sorted(counts.items())), "lost_because": lost,
     }  # fmt: skip
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from primus.yamlfile import filled, read_values
 
 Manifest = dict[str, Any]
 _COMMON = cast("dict[str, Manifest]", read_values(Path(__file__).with_name("job.yaml")).data)
-_RUNS = "/workspace/runs"
+RUNS = "/workspace/runs"
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
 
@@ -92,7 +92,7 @@ def _add_options(pod: Manifest, plan: Plan, cluster: Cluster) -> None:
     limits, requests = container["resources"]["limits"], container["resources"]["requests"]
     if cluster.claim:
         pod["volumes"].append({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}})
-        container["volumeMounts"].append({"name": "runs", "mountPath": _RUNS})
+        container["volumeMounts"].append({"name": "runs", "mountPath": RUNS})
     if maker := vendor(plan.recipe.gpu):
         gpu, resource = generation(plan.recipe.gpu), _COMMON["makers"][maker]["resource"]
         limits[resource] = plan.ranks
@@ -141,10 +141,10 @@ def _script(plan: Plan, cluster: Cluster, name: str) -> str:
         target = PurePosixPath(_RECIPE, file_name)
         parent, file = shlex.quote(str(target.parent)), shlex.quote(str(target))
         written.append(f"mkdir -p {parent} && printf %s {shlex.quote(text)} > {file} || exit\n")
-    script = f'export RDZV_ID="{run}"; exec primus {words} --output "{_RUNS}/{run}"{resume}'
+    script = f'export RDZV_ID="{run}"; exec primus {words} --output "{RUNS}/{run}"{resume}'
     if cluster.claim and cluster.restarts:
         variables = {
-            "name": run, "run": f"{_RUNS}/{run}", "nodes": plan.nodes, "ranks": plan.ranks, "steps": plan.resumable,
+            "name": run, "run": f"{RUNS}/{run}", "nodes": plan.nodes, "ranks": plan.ranks, "steps": plan.resumable,
             "resume": shlex.quote(cluster.resume_from),
         }  # fmt: skip
         script = bash("pods", variables, f'primus {words} "$@"')
@@ -179,7 +179,7 @@ def _refuse_unseen(recipe: Recipe) -> None:
         if not path.resolve().is_relative_to(load.folder().resolve()):
             raise InputError(
                 f"{key}: pods do not see {path}", where=recipe.settings[key].origin,
-                hint=f"name the absolute path that it has in the pods; --claim NAME is at {_RUNS} there",
+                hint=f"name the absolute path that it has in the pods; --claim NAME is at {RUNS} there",
             )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from primus.oci.store import canonical_json, digest_of
 from primus.recipes.recipe import digest_of_recipe
 from primus.release.documents import CYCLONEDX, GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections
-from primus.release.registry import Document, Repository
+from primus.release.registry import Document, Repository, require_repository
 from primus.release.statement import BUNDLE, RELEASE_TAG, SIGNATURE, TEST_RESULT, Trust, payload, statements
 from primus.sandbox.container import LayerRef
 from primus.terminal import counted
@@ -69,8 +69,9 @@ def verify_image(
     Raises InputError for a reference to nothing, HostError if the registry or cosign cannot be used.
     """
     match = _REFERENCE.fullmatch(reference)
-    if match is None or "/" not in reference or not (match["tag"] or match["digest"]):
+    if match is None or not (match["tag"] or match["digest"]):
         raise InputError(f"{reference!r} names no image", hint="HOST[:PORT]/PATH:TAG or HOST[:PORT]/PATH@sha256:…")
+    require_repository(match["name"], "--image")
     there, result = Repository(match["name"]), Verified()
     manifest = there.manifest(match["digest"] or match["tag"])
     if manifest is None:

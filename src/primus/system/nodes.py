@@ -142,25 +142,15 @@ def burn_in(host: Host, seconds: float, say: Callable[[str], None], patience: fl
     return findings or [finding("burn_in", gpus=counted(len(gpus), "GPU"), rounds=rounds)]
 
 
-def _named(row: Mapping[str, Any], rank: int, gpus: Sequence[str]) -> str:
-    """Return the part of the burn-in that ``rank`` notes in ``row``, with the other GPUs that it concerns."""
-    if not row:
-        return "the start of PyTorch"
-    ranks = {*row["ranks"]}
-    others, absent = [gpus[n] for n in ranks - {rank}], [gpu for n, gpu in enumerate(gpus) if n not in ranks]
-    if len(others) > 1:
-        return f"{row['what']} of all" + "".join(f" but GPU {gpu}" for gpu in absent)
-    return str(row["what"]) + "".join(f" with GPU {gpu}" for gpu in others)
-
-
 def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: str) -> Iterator[str]:
     """Yield a sentence for what each rank counted, and for the rank that failed, or that the others wait for.
 
     The first one names the rank that takes part in all that is wrong, if others only receive it from there.
     """
 
-    def part(rank: int) -> str:
-        return _named(states[rank], rank, gpus)
+    def part(rank: int, row: Mapping[str, Any]) -> str:
+        others = ", ".join(gpus[other] for other in row.get("ranks", ()) if other != rank)
+        return str(row.get("what", "the start of PyTorch")) + (f" with GPU {others}" if others else "")
 
     names = [
         f"GPU {gpu} of {name_here()}" + (f" ({state['device']})" if state else "")
@@ -174,16 +164,16 @@ def _wrong(states: Sequence[Mapping[str, Any]], gpus: Sequence[str], failure: st
         for row in state.get("wrong", ()):
             when = f"in {counted(row['rounds'], 'round')}, first in round {row['first']}"
             wrong = f"{row['elements']:,} of {row['of']:,} elements are wrong {when}"
-            yield f"{names[rank]}: {_named(row, rank, gpus)}: {wrong}"
+            yield f"{names[rank]}: {part(rank, row)}: {wrong}"
     if errors := [(state["failed_at"], rank) for rank, state in enumerate(states) if "error" in state]:
         # The ranks that lose their peer fail later.
         rank = min(errors)[1]
-        yield f"{names[rank]}: {part(rank)} fails: {states[rank]['error']}"
+        yield f"{names[rank]}: {part(rank, states[rank])} fails: {states[rank]['error']}"
     elif failure == "hangs":
         places = [(state.get("round", 0), state.get("place", -1)) for state in states]
         for rank, place in enumerate(places):
             if place == min(places):
-                yield f"{names[rank]}: {part(rank)} of round {place[0]} does not end"
+                yield f"{names[rank]}: {part(rank, states[rank])} of round {place[0]} does not end"
     elif failure:
         yield failure
 

@@ -24,7 +24,7 @@ _FORWARDED = (
 )  # fmt: skip
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,@:+-]*")
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}")
-_OPTION = re.compile("-.+")
+_OPTION = re.compile("-.+", re.DOTALL)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", re.DOTALL)
 
 

@@ -1,7 +1,7 @@
 """Text for a terminal: tables and sentences that fit its width, and color if the terminal supports it.
 
-The verbs in the image use this module, too, and an image has only PyYAML. Tables are therefore laid out with the
-standard library, and rich only draws progress.
+The verbs in the image use this module, too, and rich is a dependency of the host's verbs only. Tables are therefore
+laid out with the standard library, and rich only draws progress.
 """
 
 import os

@@ -224,7 +224,8 @@ def uncomputed(known: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, 
             yield name, "missing, and transformers has no value for it"
     described = {*known.config.values(), *known.defaults, *known.computes, *known.ignored}
     if unknown := sorted(config.keys() - described):
-        yield ", ".join(unknown), f"unknown; what changes no result belongs to `ignored` of families/{known.name}.yaml"
+        why = "unknown; what changes no result belongs to `ignored`, and the values that are computed to `computes`"
+        yield ", ".join(unknown), f"{why}, in families/{known.name}.yaml"
 
 
 def config_of(model: Any) -> dict[str, Any]:

@@ -257,8 +257,8 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
     needed = ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family")
     for key in (*needed, *map(knows.key, ("steps", "seq_len", "local_batch"))):
         if key not in settings:
-            general = key == "ranks" or key.startswith("assets.")
-            hint = f"set {key}" + (", or add `uses: [shared/data.yaml]`, which sets it" if general else "")
+            more = ", or add `uses: [shared/data.yaml]`, which sets it" if key.startswith(("ranks", "assets.")) else ""
+            hint = f"set {key}" + (f" to one of {', '.join(families())}" if key == "model.family" else more)
             raise InputError(f"{key} is missing", where=f"{path}:1:1", hint=hint)
     head = f"{knows.name}."
     sections = {"": schema.recipe_rules(), "model.": schema.model_rules(), head: schema.backend_rules(knows.name)}

@@ -143,7 +143,7 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     lines = _lines(output / "log.txt")
     notes = _notes(output) or _notes(shared or output)
     first_hand = [noted for noted in notes if not _DERIVED.search(noted.text)]
-    raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
+    raised = [Failure(text=match["text"][:_LONGEST]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
     first = [failure for failure in raised if not _DERIVED.search(failure.text)]
     # On a full disk, every writer fails in its own way, and checkpointing wraps all these errors.
     full = [failure for failure in [*first_hand, *raised] if _DISK_FULL.search(failure.text)]

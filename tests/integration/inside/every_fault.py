@@ -42,10 +42,14 @@ HEALTHY = {
 }
 
 
-def run(name: str, out: Path) -> None:
-    """Train and judge the job ``name``, and append its line to ``out``. Faults of one job are joined by ``+``."""
+def run(name: str, settings: list[str], out: Path) -> None:
+    """Train and judge the job ``name`` with ``settings``, and append its line to ``out``. Faults of one job are joined
+    by ``+``.
+    """
     faults = [] if name in HEALTHY else [SILENT[part] for part in name.split("+")]
     backend, words = (faults[0].backend, faults[0].words) if faults else HEALTHY[name]
+    if backend != "flux":
+        words = (*words, *settings)
 
     def judge(job: Job) -> tuple[Row, bool]:
         left = ended(job)
@@ -79,6 +83,7 @@ def new_names(name: str) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--names", nargs="*", help="the runs; the faults of one run are joined by +")
+    parser.add_argument("--settings", nargs="*", default=[], help="of all jobs that train on text")
     parser.add_argument("--patches", action="store_true", help="look at the names that all faults replace")
     options = parser.parse_args()
     warm()
@@ -86,7 +91,7 @@ def main() -> None:
     done = {row["name"] for row in rows(options.out)}
     waiting = [name for name in names if name not in done]
     print(f"{len(names)} runs, {len(waiting)} to do", flush=True)
-    together([partial(run, name, options.out) for name in waiting], options.together, options.seconds)
+    together([partial(run, name, options.settings, options.out) for name in waiting], options.together, options.seconds)
     if options.patches:
         # torchtitan chooses its device when it is imported.
         cpu.apply()

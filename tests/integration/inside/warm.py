@@ -4,6 +4,7 @@ Each line of standard input is a command, ``{"words": [...], "variables": {...}}
 output, ``{"code": …, "out": …, "err": …}``. Python that a command starts, such as torchrun, is forked, too.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -35,6 +36,12 @@ def warm() -> None:
     for name in MODULES:
         with suppress(ImportError):
             importlib.import_module(name)
+    # torchrun names each of its events by a walk through the sources of all loaded modules: seconds of every run.
+    rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    rendezvous.get_method_name = lambda depth=2: ""
+    # A collection in a child would copy all pages of these modules.
+    gc.collect()
+    gc.freeze()
     os.environ["PYTHONPATH"] = ":".join(dict.fromkeys((FAULTS, *given[1:])))
     subprocess._fork_exec = start  # type: ignore[attr-defined]
 

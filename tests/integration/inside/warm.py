@@ -23,7 +23,8 @@ FAULTS = str(Path(__file__).parents[1] / "faults")
 # torchtitan, Megatron and primus look at the environment when they are imported, so each process does that itself.
 MODULES = (
     "torch.distributed.run", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torchao.float8",
-    "torchdata.stateful_dataloader", "datasets", "diffusers", "peft", "transformers.models.llama.modeling_llama",
+    "torchdata.stateful_dataloader", "torch.utils.benchmark", "datasets", "diffusers", "peft",
+    "transformers.models.llama.modeling_llama", "torch._inductor.compile_fx", "torch.utils.tensorboard",
 )  # fmt: skip
 given = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
 PLACES = [place for place in sys.path if place not in given]

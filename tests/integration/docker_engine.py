@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -56,7 +55,8 @@ def private_dockerd(tmp_path: Path, binary: str = "") -> Iterator[str]:
             process.wait()
         for place in (tmp_path / "data", run):
             _unmount_below(place)
-            shutil.rmtree(place, ignore_errors=True)
+            # In C, because unpacked images have many files.
+            subprocess.run(["rm", "-rf", place], check=False)
 
 
 def _wait(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:

@@ -171,12 +171,11 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         name = f"127.0.0.1:{port}/rocm/primus"
         words = ("publish", "cpu", *store, "--to", name)
 
+        kit.write("stray", "x")
         refused = kit.primus(*words)
         assert refused.code == 1
         assert "llama3-proxy did not pass a validation in this image" in refused.out
-        kit.write("stray", "x")
-        dirty = kit.primus(*words, "--records", str(validated))
-        assert (dirty.code, "files differ from commit" in dirty.out) == (1, True)
+        assert "files differ from commit" in refused.out
         (kit.root / "stray").unlink()
         monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
         stranger = kit.primus(*words, "--records", str(validated))
@@ -223,10 +222,6 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         assert moved.code == 1
         assert "a release is never replaced" in moved.err
         assert there.digest("v26.11-cpu") == other
-
-    gone = kit.primus(*words, "--records", str(validated))
-    assert gone.code == 3
-    assert "does not answer" in gone.err
 
 
 def fetch(repository: str, digest: str, folder: Path) -> bytes:

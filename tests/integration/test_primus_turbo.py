@@ -20,7 +20,7 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """Three steps of the proxy for an AMD GPU, in BF16 on this CPU."""
     words = (recipe, "--backend", backend, "--gpu", "mi300x", "--proxy", "--precision", "bf16", "--ranks", "2")
-    asked = ("--steps", "3", "--turbo", turbo, "--output", str(output), "--json")
+    asked = ("--steps", "3", "--turbo", turbo, "--output", str(output), "--json", "seq_len=32")
     return python.run("-m", "primus.cli.main", "train", *words, *asked, fault=fault)
 
 

@@ -113,7 +113,7 @@ def _command(words: list[str]) -> Callable[[], object]:
         if word == "-W":
             warnings.simplefilter(words[1])  # type: ignore[arg-type]
         words = words[2 if word == "-W" else 1 :]
-    sys.argv = words[1:] if word == "-m" else words
+    sys.argv = {"-m": words[1:], "-c": [word, *words[2:]]}.get(word, words)
     if word == "-m":
         return partial(runpy.run_module, words[1], run_name="__main__", alter_sys=True)
     if word == "-c":

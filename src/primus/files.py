@@ -7,6 +7,7 @@ A *sealed* file is one of our own caches or records: JSON with a CRC-32. A damag
 be created again.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -48,6 +49,12 @@ def open_regular(path: Path | str, shown: str | None = None, *, follow: bool = T
         stream.close()
         raise
     return stream
+
+
+def sha256_of(path: Path | str) -> str:
+    """Return the SHA-256 of a regular file, as hex. InputError for anything else, OSError as any read."""
+    with open_regular(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def below(folder: Path, *, hidden: bool = True) -> Iterator[Path]:

@@ -55,6 +55,11 @@ def build(cls: type[T], document: Document, data: Plain = None, key: Key = ()) -
     return cast(T, _value(cls, document.data if not key else data, document, key, {}))
 
 
+def build_typed(cls: type[T], data: Any, name: str) -> T:
+    """Build an instance of ``cls`` from data with numbers and booleans, such as a record's; errors call it ``name``."""
+    return build(cls, Document(name=name, data=data, places={}, typed=True))
+
+
 @cache
 def hints_of(cls: type) -> dict[str, Any]:
     """Return the types of the dataclass's fields, by name."""

@@ -22,10 +22,9 @@ from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.sandbox.container import GIB, Command, LayerRef, Mount, RootFs
 from primus.sandbox.engines import Engine, choose
-from primus.schema import build
+from primus.schema import build_typed
 from primus.terminal import bytes_text
 from primus.versions.lock import LockedFile
-from primus.yamlfile import Document
 
 # Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
 # at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
@@ -205,7 +204,7 @@ def wheel_of(store: Store, key: str) -> Wheel | None:
     """Return the wheel that the action ``key`` created; None if the store has no record of one."""
     try:
         fields = (store.record("actions", key) or {})["wheel"]
-        return build(Wheel, Document(name=key, data=fields, places={}, typed=True))
+        return build_typed(Wheel, fields, key)
     except (KeyError, InputError):
         # Another version may have written it in another shape.
         return None

@@ -26,8 +26,7 @@ from primus.oci.tar import Member
 from primus.plan.action import Composed, ImagePlan, stored
 from primus.plan.project import Workspace
 from primus.progress import Progress
-from primus.schema import build
-from primus.yamlfile import Document
+from primus.schema import build_typed
 
 # Files that a gate reads as text are short; even the dpkg status of a large image is well below this limit.
 _TEXT_SIZE = 32 << 20
@@ -180,7 +179,7 @@ def examine_layer(workspace: Workspace, name: str, layer: Layer, progress: Progr
     """
     path = _cache_path(workspace, layer)
     with contextlib.suppress(InputError):
-        return build(LayerFacts, Document(name=path.name, data=read_sealed(path), places={}, typed=True))
+        return build_typed(LayerFacts, read_sealed(path), path.name)
     progress.start(layer.blob.digest, f"examine {name}", None)
     blob = workspace.store.blob_path(layer.blob.digest)
     facts = observe(walk(reference(layer), blob), machine_paths(workspace))

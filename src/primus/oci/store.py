@@ -22,9 +22,8 @@ from typing import IO, Any, Self
 
 from primus import files
 from primus.errors import HostError, InputError
-from primus.schema import build, described, read_json
+from primus.schema import build_typed, described, read_json
 from primus.waits import InUse, lock
-from primus.yamlfile import Document
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -133,13 +132,10 @@ class Store:
     def check(self, digest: str) -> str | None:
         """Read the blob and hash it. Returns None if it is intact, else one sentence that says what is wrong."""
         try:
-            with files.open_regular(self.blob_path(digest)) as stream:
-                seen = hashlib.file_digest(stream, "sha256")  # type: ignore[arg-type]
+            seen = f"sha256:{files.sha256_of(self.blob_path(digest))}"
         except (OSError, InputError) as error:
             return f"blob {digest} cannot be read: {_reason(error)}"
-        if f"sha256:{seen.hexdigest()}" != digest:
-            return f"blob {digest} is damaged: its bytes hash to sha256:{seen.hexdigest()}"
-        return None
+        return None if seen == digest else f"blob {digest} is damaged: its bytes hash to {seen}"
 
     def read(self, digest: str) -> bytes:
         """Read and verify a small blob. Raises HostError if it is damaged or missing."""
@@ -206,7 +202,7 @@ class Store:
         """
         record = self.record("actions", key)
         try:
-            layer = build(Layer, Document(name=key, data=(record or {})["layer"], places={}, typed=True))
+            layer = build_typed(Layer, (record or {})["layer"], key)
         except (KeyError, TypeError, ValueError, InputError):
             return None
         return layer if self.has(layer.blob) and self.blob_path(layer.paths).is_file() else None
@@ -232,7 +228,7 @@ class Store:
             images = {str(m["annotations"][_REF]): dict(m) for m in entries}
             for entry in images.values():
                 fields = {"digest": entry["digest"], "media_type": entry["mediaType"], "size": entry["size"]}
-                build(Blob, Document(name=str(path), data=fields, places={}, typed=True))
+                build_typed(Blob, fields, str(path))
         except FileNotFoundError:
             return {}
         except PermissionError:

@@ -6,7 +6,6 @@ An image never mixes files of two channels.
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import stat
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from primus.errors import InputError, did_you_mean
-from primus.files import link_fault, open_regular, path_fault, read_sealed, write_sealed
+from primus.files import link_fault, path_fault, read_sealed, sha256_of, write_sealed
 from primus.gpus.table import TABLE_FILE, Table
 from primus.oci.store import Store
 from primus.plan.target import Target
@@ -222,8 +221,7 @@ class StatIndex:
                 return digest
         now = time.time_ns()
         try:
-            with open_regular(path) as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+            digest = sha256_of(path)
         except OSError as error:
             raise InputError(f"cannot be read: {error.strerror}", where=path) from None
         if now - max(status.st_mtime_ns, status.st_ctime_ns) > _RACY_NS:

@@ -10,7 +10,6 @@ build makes never depends on the cache.
 """
 
 import contextlib
-import hashlib
 import sys
 import time
 from argparse import Namespace
@@ -18,11 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from primus.engine.workshop import Wheel, Workshop, wheel_of
 from primus.errors import CheckFailed, HostError, InputError
+from primus.files import sha256_of
 from primus.gates.examined import LayerFacts, examine_layer, save
 from primus.gates.rules import rules_hash
 from primus.oci.layer import adopt_layer
@@ -32,10 +31,9 @@ from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.release.registry import Document as Attached, Repository, artifact_of, require_repository
 from primus.release.statement import BUNDLE, Signer, Trust, payload, statement_about
-from primus.schema import build
+from primus.schema import build_typed
 from primus.terminal import bytes_text, counted
 from primus.versions.lock import ARCHITECTURE
-from primus.yamlfile import Document
 
 T = TypeVar("T")
 
@@ -127,8 +125,9 @@ class Cache:
             statement = payload(bundle)
             about, predicate = f"sha256:{statement['subject'][0]['digest']['sha256']}", statement["predicate"]
             key, platform = predicate["key"], predicate["platform"]
-            value = build(shape, _document(predicate["record"][shape.__name__.lower()]))
-            facts = build(LayerFacts, _document(predicate["facts"])) if predicate["rules"] == rules_hash() else None
+            value = build_typed(shape, predicate["record"][shape.__name__.lower()], "statement")
+            same_rules = predicate["rules"] == rules_hash()
+            facts = build_typed(LayerFacts, predicate["facts"], "statement") if same_rules else None
         except (ValueError, KeyError, TypeError, IndexError, InputError) as error:
             raise CheckFailed(f"its statement is damaged ({type(error).__name__}: {error})") from None
         if (about, key, platform) != (digest, action.key, _PLATFORM):
@@ -144,7 +143,7 @@ class Cache:
             shop.progress.start(action.key, f"{action.name} from the cache")
             if not self.there.blob(blob.digest, path, blob.size):
                 raise CheckFailed("its contents are missing")
-            if (digest := _digest_of(path)) != blob.digest:
+            if (digest := f"sha256:{sha256_of(path)}") != blob.digest:
                 size = path.stat().st_size
                 raise CheckFailed(f"{size:,} of {blob.size:,} bytes were sent, which hash to {digest}")
             if isinstance(value, Wheel):
@@ -167,7 +166,7 @@ class Cache:
                 return False
         blob = _blob(value)
         path = workspace.files.path(value.sha256) if isinstance(value, Wheel) else store.blob_path(blob.digest)
-        if _digest_of(path) != blob.digest:
+        if f"sha256:{sha256_of(path)}" != blob.digest:
             raise HostError(f"{path} is damaged", hint="primus build --rehash makes it again")
         with path.open("rb") as data:
             self.there.upload(blob.digest, data)
@@ -196,16 +195,7 @@ def _record(action: Action, value: Layer | Wheel) -> dict[str, Any]:
     return {"name": action.name, "kind": action.kind, type(value).__name__.lower(): asdict(value)}
 
 
-def _document(data: Any) -> Document:
-    return Document(name="statement", data=data, places={}, typed=True)
-
-
 def _blob(value: Layer | Wheel) -> Blob:
     if isinstance(value, Layer):
         return value.blob
     return Blob(digest=f"sha256:{value.sha256}", media_type="application/zip", size=value.size)
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as stream:
-        return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"

@@ -10,11 +10,10 @@ from typing import Any
 from primus.errors import InputError
 from primus.files import read_bytes
 from primus.recipes.schema import backends
-from primus.schema import build, parse_json, read_json
+from primus.schema import build, build_typed, parse_json, read_json
 from primus.training.checks import Verdict
 from primus.training.metrics import Summary
 from primus.training.outcome import RESULT_FILE, RunResult
-from primus.yamlfile import Document
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
 
@@ -100,7 +99,7 @@ def read(path: Path) -> Run:
         )
     try:
         data = _job(path) if path.is_dir() else _record(_json(path).data)
-        run = build(Run, Document(name=str(path), data=data, places={}, typed=True))
+        run = build_typed(Run, data, str(path))
     except (InputError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         if isinstance(error, TypeError | IndexError | AttributeError):
@@ -132,8 +131,7 @@ def _job(folder: Path) -> dict[str, Any]:
 
 def of_record(record: Mapping[str, Any]) -> Run:
     """Return the run of a validation's record, whose first job ran."""
-    data = json.loads(json.dumps(_record(record)))
-    return build(Run, Document(name="record", data=data, places={}, typed=True))
+    return build_typed(Run, json.loads(json.dumps(_record(record))), "record")
 
 
 def _record(record: Mapping[str, Any]) -> dict[str, Any]:

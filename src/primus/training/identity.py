@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError, nearest
-from primus.files import open_regular, read_bytes, write_file
+from primus.files import read_bytes, sha256_of, write_file
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import model_rules
@@ -215,8 +215,7 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _digest(folder: Path) -> str:
-    with open_regular(folder / _METADATA) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    return sha256_of(folder / _METADATA)
 
 
 def verify_tensors(folder: Path, names: Container[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from primus.errors import InputError
-from primus.files import open_regular, remove_path
+from primus.files import remove_path, sha256_of
 from primus.waits import lock
 
 
@@ -52,8 +52,7 @@ class FileCache:
     def verify(self, sha256: str) -> bool:
         """Whether the file is cached and its bytes match its hash."""
         try:
-            with open_regular(self.path(sha256)) as file:
-                return hashlib.file_digest(file, "sha256").hexdigest() == sha256  # type: ignore[arg-type]
+            return sha256_of(self.path(sha256)) == sha256
         except (OSError, InputError):
             return False
 

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from primus.engine.workshop import Wheel, Workshop, own_code
 from primus.errors import CheckFailed, InputError
-from primus.files import path_fault
+from primus.files import path_fault, sha256_of
 from primus.oci.layer import require_sane
 from primus.oci.store import Layer
 from primus.oci.tar import Entry, chunks_of, part
@@ -117,8 +117,7 @@ def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
     if len(wheels) != 1:
         names = ", ".join(sorted(w.name for w in wheels)) or "none"
         raise CheckFailed(f"{action.name} must build one wheel, but built {names}", where=str(shop.log(action)))
-    with wheels[0].open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    sha256 = sha256_of(wheels[0])
     wheel = Wheel(file=wheels[0].name, sha256=sha256, size=wheels[0].stat().st_size)
     shop.workspace.files.put(wheels[0], sha256)
     return wheel

@@ -101,6 +101,8 @@ def assemble(source: Path) -> list[str]:
 
 def for_machines(source: Path, html: Path) -> None:
     """Write each page as Markdown beside its HTML, and llms.txt, which lists them (https://llmstxt.org)."""
+    if (files := source / "files").is_dir():
+        shutil.copytree(files, html / "files")
     lines = ["# primus-images", "", "> Container images for LLM training on AMD Instinct GPUs.", "", "## Pages", ""]
     for path in sorted(source.rglob("*.md")):
         name = path.relative_to(source)

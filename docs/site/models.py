@@ -15,7 +15,7 @@ from primus.release.diff import section, table
 
 _NONE = "–"
 INTRO = """\
-Each model is one file in [recipes](../recipes). `primus list` prints them, and `primus show NAME` prints the resolved
+Each model is one file in the folder `recipes`. `primus list` prints them, and `primus show NAME` prints the resolved
 settings, each with its file and line. To train one, name what the row names; on a machine with the GPU, you can omit
 `--gpu`, and with `--dry-run` you can try the command on any machine:
 

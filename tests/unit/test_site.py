@@ -54,6 +54,10 @@ def test_every_page_is_listed_has_a_markdown_and_is_small(site: Path) -> None:
     listed = set(re.findall(r"\]\((\S+)\)", (site / "llms.txt").read_text()))
     assert listed == {str(page.relative_to(site).with_suffix(".md")) for page in pages}
     assert all((site / name).is_file() for name in listed)
+    for name in listed:
+        prose = re.sub(r"^ *```.*?^ *```$", "", (site / name).read_text(), flags=re.MULTILINE | re.DOTALL)
+        links = re.findall(r"\]\(([^)\s:#]+)", prose)
+        assert not [link for link in links if not ((site / name).parent / link).exists()], name
     for page in pages:
         text = page.read_text()
         loaded = re.findall(r'<(?:link rel="stylesheet"[^>]* href|script[^>]* src|img[^>]* src)="([^"?]+)', text)

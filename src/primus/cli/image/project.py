@@ -38,6 +38,7 @@ class Projection(NamedTuple):
     tokens_per_second: float
     mfu: float
     calibrated: bool
+    sources: str
 
 
 @verb(
@@ -76,18 +77,16 @@ def projected(recipe: Recipe) -> Projection:
     """Return what ``recipe`` reaches. Raises InputError if the GPU's peak in its precision, or any run, is unknown."""
     peak = next((row.tflops for row in generation(recipe.gpu).peaks if row.dtype == recipe.precision), None)
     kind = (recipe.precision, bool(recipe.architecture.moe.experts), OFF if requested(recipe) == OFF else "auto")
-    alike = {
-        row["gpu"]: row["share"]
-        for row in _table()["shares"]
-        if (row["precision"], row["experts"], row["turbo"]) == kind
-    }
+    alike = {row["gpu"]: row for row in _table()["shares"] if (row["precision"], row["experts"], row["turbo"]) == kind}
     if peak is None or not alike:
         why = f"no run in {recipe.precision} is published from which {recipe.gpu} could be projected"
         raise InputError(why, where=recipe.settings["precision"].origin, hint="--precision bf16")
-    share = alike.get(recipe.gpu, median(alike.values()))
+    rows = [alike[recipe.gpu]] if recipe.gpu in alike else [*alike.values()]
+    share = median(row["share"] for row in rows)
     share *= _table()["per_doubling"] ** math.log2(max(1.0, recipe.world_size / 8))
     flops = of_recipe_unit(recipe.architecture, recipe.seq_len).causal
-    return Projection(share * peak * 1e12 / flops, share, recipe.gpu in alike)
+    sources = "; ".join(dict.fromkeys(row["from"] for row in rows))
+    return Projection(share * peak * 1e12 / flops, share, recipe.gpu in alike, sources)
 
 
 @cache
@@ -137,6 +136,7 @@ def _row(asked: Recipe, recipe: Recipe | None, tokens: int) -> dict[str, Any]:
         "mfu_causal": round(reached.mfu, 4),
         "days": round(tokens / reached.tokens_per_second / ranks / 86400, 2),
         "calibrated": reached.calibrated,
+        "sources": reached.sources,
     }
 
 
@@ -150,5 +150,6 @@ def _lines(rows: list[dict[str, Any]], tokens: int) -> Iterator[str]:
             words += [f"{row['tokens_per_second_per_gpu']:,.0f}", f"{row['mfu_causal']:.1%}", f"{row['days']:,.1f}"]
         table.append(tuple(words + [""] * (len(head) - len(words))))
     yield from Screen.of().table(table, head=head)
-    if not all(row.get("calibrated", True) for row in rows):
-        yield "no such run on this GPU is known: the share of the peak is that of other GPUs"
+    if known := next((row for row in rows if row["layout"]), None):
+        of = "this GPU" if known["calibrated"] else "other GPUs, since no such run on this GPU is known"
+        yield from Screen.of().wrap(f"share of the peak: the median of runs on {of} ({known['sources']})", hanging="  ")

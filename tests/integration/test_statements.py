@@ -17,6 +17,7 @@ import pytest
 from amd_channel import registry
 from host_tools import needs
 from primus.engine.pipeline import Options, build
+from primus.errors import PrimusError
 from primus.gates.check import judge
 from primus.gates.examined import examine_image
 from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, canonical_json, digest_of
@@ -30,7 +31,7 @@ from primus.release.policy import Policy
 from primus.release.publish import Ready, publish
 from primus.release.registry import Document, Repository, digest_tag
 from primus.release.statement import BUNDLE, PROVENANCE, SIGNATURE, TEST_RESULT, Signer, Trust, statements
-from primus.release.verification import Verified, verify_image
+from primus.release.verification import Verified, verified_text, verify_image
 from primus.training import suite
 from primus.training.checks import Verdict
 from primus.versions.lock import Lock, LockedFile, dumps
@@ -280,8 +281,36 @@ STATEMENTS = {
     "https://cyclonedx.org/bom": "sbom.cdx.json",
     TEST_RESULT: "validation-",
 }
+
+
+def bundled(change: Change, what: str = SIGNATURE) -> Callable[[World], None]:
+    """Change a bundle itself, as who has no key can."""
+    return each(what, lambda b: [edited(b, change)])
+
+
+def added(what: str, change: Callable[[Document], Document]) -> Callable[[World], None]:
+    """Attach a changed copy beside a document or bundle."""
+    return lambda w: w.relist(lambda those: [*those, *(change(d) for d in those if is_about(d, what))])
+
+
+def tagged(manifest: Callable[[World], Any], tag: Callable[[World], str] = lambda _: TAG) -> Callable[[World], object]:
+    """Let a tag name something else."""
+
+    def tamper(world: World) -> None:
+        content = manifest(world)
+        headers = {"Content-Type": content["mediaType"]}
+        world.there.request("PUT", f"manifests/{tag(world)}", data=canonical_json(content), headers=headers)
+
+    return tamper
+
+
+def listing(world: World) -> str:
+    return digest_tag(world.digest)
+
+
 DIFFERENT = put("subject", 0, "digest", "sha256", value="e" * 64)
 OTHER = put("predicate", "more", value=1)
+OTHER_KEY = put("more", value=1)
 
 # fmt: off
 TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
@@ -338,6 +367,53 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
     "record with wider limits": (resigned("validation", put("recipe", "settings", "validation.loss_drop", value=0.0)), "validation.*limits are not those of suite"),
     "record with a failed check": (resigned("validation", put("verdicts", 0, "passed", value=False)), "validation.*verdict is not that of its checks"),
     "record without a job": (resigned("validation", put("jobs", value=lambda jobs: jobs[:1])), "validation.*runs and limits are not those of suite"),
+    # As reported of cosign, notation, oras, skopeo and distribution, or close to it.
+    "envelope of another type": (bundled(put("dsseEnvelope", "payloadType", value="text/plain")), "signature.*its signature is not by"),
+    "envelope without signatures": (bundled(put("dsseEnvelope", "signatures", value=[])), "signature.*its signature is not by"),
+    "a foreign signature alone": (bundled(put("dsseEnvelope", "signatures", 0, "sig", value="AAAA")), "signature.*its signature is not by"),
+    "two spellings of the payload": (bundled(put("dsseEnvelope", "Payload", value="e30=")), "signature.*not signed"),
+    "payload with a line end": (bundled(put("dsseEnvelope", "payload", value=lambda data: data + "\n")), "signature.*not signed"),
+    "payload without padding": (bundled(put("dsseEnvelope", "payload", value="e30")), "signature.*not signed"),
+    "bundle of another format": (bundled(put("mediaType", value="text/plain")), "signature.*its signature is not by"),
+    "bundle without a key": (bundled(put("verificationMaterial", value={})), "signature.*its signature is not by"),
+    "bundle with a log entry": (bundled(put("verificationMaterial", "tlogEntries", value=[{}])), "signature.*its signature is not by"),
+    "bundle of a message": (bundled(lambda b: b.update(messageSignature=b.pop("dsseEnvelope"))), "signature.*not signed"),
+    "bundle cut": (each(SIGNATURE, lambda b: [replace(b, data=b.data[:-40])]), "signature.*not signed"),
+    "bundle of brackets": (each(SIGNATURE, lambda b: [replace(b, data=b"[" * 100_000)]), "signature.*not signed"),
+    "bundle as text": (each(SIGNATURE, lambda b: [replace(b, media_type="text/plain")]), "signature.*not signed"),
+    "statement about nothing": (forged(put("subject", value=[]), what=SIGNATURE, by="ours"), "signature.*it is about nothing.* void"),
+    "statement about two images": (forged(put("subject", value=lambda s: [*s, {"name": "x", "digest": {"sha256": "e" * 64}}]), what=SIGNATURE, by="ours"), "signature.*it is about sha256:.*, sha256:eeee.* void"),
+    "statement by another hash": (forged(put("subject", 0, "digest", value={"sha512": "e" * 128}), what=SIGNATURE, by="ours"), "signature.*not signed"),
+    "statement in capitals": (forged(put("subject", 0, "digest", "sha256", value=str.upper), what=SIGNATURE, by="ours"), "signature.*it is about.* void"),
+    "signature of no documents": (forged(put("predicate", "documents", value={}), what=SIGNATURE, by="ours"), "signature.*not signed"),
+    "signature of a document more": (forged(put("predicate", "documents", "x.json", value="sha256:0"), what=SIGNATURE, by="ours"), "x.json.*missing, but signed"),
+    "signature of odd documents": (forged(put("predicate", "documents", value=7), what=SIGNATURE, by="ours"), "signature.*not signed"),
+    "odd test result": (forged(put("predicate", value={}), what=TEST_RESULT, by="ours"), "validation.*no signed statement says the same, a signed one differs"),
+    "odd provenance": (forged(put("predicate", value={}), what=PROVENANCE, by="ours"), "provenance.json: no signed statement"),
+    "bill beside the bill": (added("sbom.spdx", lambda d: edited(d, OTHER_KEY)), "sbom.spdx.json: no signed statement"),
+    "lock beside the lock": (added("lock", lambda d: edited(d, OTHER_KEY)), "lock.json: it was changed, other bytes are signed"),
+    "gates beside the gates": (added("gates", lambda d: replace(edited(d, put("gates", value=[])), name="x.json")), "x.json: the signature does not name it"),
+    "validation more": (added("validation", lambda d: replace(edited(d, OTHER_KEY), name="validation-x.json")), "validation-x.json: no signed statement"),
+    "document of no name": (each("lock", lambda d: [replace(d, name="")]), "lock.json.*missing, but signed"),
+    "document under another name": (each("lock", lambda d: [replace(d, name="look.json")]), "lock.json.*missing, but signed"),
+    "gates as text": (each("gates", lambda d: [replace(d, media_type="text/plain")]), "gates.json: it is missing, but signed"),
+    "bill as text": (each("sbom.spdx", lambda d: [replace(d, media_type="text/plain")]), "sbom.spdx.json: it is missing, but signed"),
+    "tag of a list of images": (tagged(lambda w: {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [w.ready.subject]}), "manifest: it is not that of an image"),
+    "layer as config": (moved(lambda m: m["config"].update(digest=m["layers"][0]["digest"])), "manifest: it is not that of an image|void for this image"),
+    "layer twice": (moved(lambda m: m["layers"].append(m["layers"][0])), "void for this image"),
+    "layer of another type": (moved(lambda m: m["layers"][0].update(mediaType="application/vnd.oci.image.layer.v1.tar+gzip")), "void for this image"),
+    "layer elsewhere": (moved(lambda m: m["layers"][0].update(urls=["http://127.0.0.1:1/x"])), "void for this image"),
+    "layer emptied": (inside("0", lambda _: b""), "layer alpha: "),
+    "layer of zeros": (inside("0", lambda data: bytes(len(data))), "layer alpha: "),
+    "config emptied": (inside("config", lambda _: b""), "config: its bytes are not those of"),
+    "manifest emptied": (inside("manifest", lambda _: b""), "manifest: the registry returns other bytes|does not exist|refuses"),
+    "an image as list of documents": (tagged(lambda w: json.loads(w.ready.image.manifest), listing), "signature.*nothing is attached"),
+    "a document lost": (lambda w: w.blob(w.there.referrers(w.digest)[0]["digest"]).unlink(), "is listed for the image, but missing"),
+    "gates without a gate": (resigned("gates", put("gates", value=[])), "gates.json: it is missing or differs from what provenance"),
+    "lock of another target": (resigned("lock", put("target", value="other")), "lock.json: it is missing or differs from what provenance"),
+    "record without checks": (resigned("validation", put("verdicts", value=[])), "validation.*verdict is not that of its checks"),
+    "record of a job that did not run": (resigned("validation", put("jobs", 0, "ran", value=False)), "validation.*verdict is not that of its checks"),
+    "components of another image": (resigned("sbom.cdx", put("metadata", "component", "hashes", 0, "content", value="f" * 64)), "sbom.cdx.json: it is missing or differs from what provenance"),
     "record of an older suite": (resigned("validation", put("suite", "format", value=1)), "void: it is of suite 1, and this primus has suite"),
 }
 # fmt: on
@@ -347,10 +423,17 @@ TAMPERINGS: dict[str, tuple[Callable[[World], None], str]] = {
 def test_each_tampering_is_named(world: World, name: str) -> None:
     tamper, expected = TAMPERINGS[name]
     tamper(world)
-    references = {"tag of another release": ":v26.12-demo", "manifest changed": f"@{world.digest}"}
-    result = world.verify(references.get(name, f":{TAG}"))
-    named = (*result.faults, *result.void)
-    assert not result.passed
+    references = {
+        "tag of another release": ":v26.12-demo",
+        "manifest changed": f"@{world.digest}",
+        "manifest emptied": f"@{world.digest}",
+    }
+    try:
+        result = world.verify(references.get(name, f":{TAG}"))
+        named = (*result.faults, *result.void)
+        assert verified_text("x", result).endswith("FAILED")
+    except PrimusError as error:
+        named = (str(error),)
     assert any(re.search(expected, fault) for fault in named), "\n".join(named)
 
 
@@ -361,6 +444,11 @@ def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:
     (result,) = world.verify().validations
     assert result["primus"]["suite"]["rates"]["named"] == 99
     assert world.verify(f"@{world.digest}").passed
+    # Another validation under the same name, signed as well, does not make the first one wrong.
+    later = edited(world.ready.documents[-1], put("made", value="2026-11-27"))
+    more, store = replace(world.ready, documents=(*world.ready.documents, later)), Project(world.root / "project")
+    publish(more, store.workspace.store, world.name, Progress(), signer=Signer(key=world.key("ours")))
+    assert (world.verify().faults, len(world.verify().validations)) == ([], 2)
     assert "its signature is not by" in world.verify(key="others.pub").faults[0]
 
 

@@ -100,7 +100,6 @@ def verify_image(
             result.faults += _CHECKS[document.media_type](json.loads(document.data), document, image)
         except _DAMAGED as error:
             result.faults.append(f"{document.name}: it is damaged ({type(error).__name__}: {error})")
-    result.validations = [s["predicate"] for s in signed if s["predicateType"] == TEST_RESULT]
     result.void = list(_void(result.validations))
     if policy and not result.faults:
         preview = result.tag.endswith("-preview")
@@ -165,13 +164,15 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
         try:
             statement = payload(bundle.data)
             kind, about = statement["predicateType"], [subject["digest"]["sha256"] for subject in statement["subject"]]
+            _ = {*statement["predicate"]["documents"].items()} if kind == SIGNATURE else ()
         except _DAMAGED:
             rejected[""] = "an envelope has no in-toto statement in it"
             return None
         if problem := trust.rejects(bundle.data, kind):
             rejected[kind] = problem
         elif about != [result.digest.removeprefix("sha256:")]:
-            rejected[kind] = f"it is about sha256:{about[0]}, so it is void for this image"
+            names = ", ".join(f"sha256:{digest}" for digest in about) or "nothing"
+            rejected[kind] = f"it is about {names}, so it is void for this image"
         else:
             return statement
         return None
@@ -185,17 +186,14 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
         result.faults.append(f"signature: no statement about this image counts: {why}")
         return []
     there = [(statement["predicateType"], statement["predicate"]) for statement in signed]
-    named = {
-        name: digest for kind, content in there if kind == SIGNATURE for name, digest in content["documents"].items()
-    }
+    named = {pair for kind, content in there if kind == SIGNATURE for pair in content["documents"].items()}
     if not named:
         result.faults.append(f"signature: the image itself is not signed: {rejected.get(SIGNATURE, why)}")
-    hashes = {document.name: digest_of(document.data) for document in documents}
-    for name, digest in named.items():
-        if name not in hashes:
-            result.faults.append(f"{name}: it is missing, but signed")
-        elif digest not in [digest_of(d.data) for d in documents if d.name == name]:
-            result.faults.append(f"{name}: it was changed, other bytes are signed")
+    ours = {(d.name, digest_of(d.data)) for d in documents if d.media_type in _CHECKS}
+    result.faults += [f"{name}: it is missing, but signed" for name, _ in sorted(named - ours)]
+    for name, _ in sorted(ours - named) if named else ():
+        other = "it was changed, other bytes are signed" if name in dict(named) else "the signature does not name it"
+        result.faults.append(f"{name}: {other}")
     for document in documents:
         try:
             needed = statements([document], "", result.digest)[1:]
@@ -207,6 +205,8 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
                 reason = f": {rejected[kind]}" if kind in rejected else ""
                 reason = reason or (", a signed one differs" if differs else "")
                 result.faults.append(f"{document.name}: no signed statement says the same{reason}")
+            elif kind == TEST_RESULT:
+                result.validations.append(predicate)
     return signed
 
 

@@ -1,0 +1,147 @@
+"""What publishing takes and sends when nothing changed, or one component: `python -m benchmarks.publish [GIGABYTES]`.
+
+The image has three components of random bytes. Its registry is Debian's docker-registry on 127.0.0.1, whose access log
+says what was sent. `skopeo copy` of the same image from the same store is the other side. A publish is timed as a
+process of its own; what a policy needs is left out.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from benchmarks.measure import PRIMUS, machine, run
+from primus.plan.layers import plan_image
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.progress import Progress
+from primus.release.policy import Policy
+from primus.release.publish import prepare, publish
+
+RESULT = Path(__file__).parent / "results/publish.json"
+_PARTS = ("alpha", "beta", "gamma")
+_REPEATS = 5
+_PORT = 5077
+_NAME = f"127.0.0.1:{_PORT}/rocm/primus"
+
+
+def make_project(root: Path, gigabytes: float) -> None:
+    """Write a project whose target ``demo`` has three components of random bytes."""
+    pins = "".join(
+        f"  {part}:\n    name: {part}\n    pins:\n      - {{path: parts/{part}, to: /opt/{part}, channel: local}}\n"
+        for part in _PARTS
+    )
+    head = "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents:\n"
+    texts = {"versions.yaml": head + pins, "images/demo.yaml": "description: random\nchannels: [local]\n"}
+    texts["images/demo.yaml"] += f"components: [{', '.join(_PARTS)}]\ncommand: [sh]\n"
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    for part in _PARTS:
+        (root / "parts" / part).mkdir(parents=True)
+        with (root / "parts" / part / "blob").open("wb") as file:
+            random = Random(part)
+            for _ in range(int(gigabytes * 1e9 / len(_PARTS) / (1 << 24)) + 1):
+                file.write(random.randbytes(1 << 24))
+
+
+def publish_again(root: str) -> None:
+    """Publish the built image of the project in ``root``."""
+    project = Project(Path(root))
+    plan = plan_image(resolve(project, "demo"), project.workspace.stats)
+    ready = prepare(
+        plan, project.workspace, records=project.root / "none", policy=Policy(), preview=False, progress=Progress()
+    )
+    done = publish(replace(ready, objections=()), project.workspace.store, _NAME, Progress())
+    layers = {layer.blob.digest for layer in ready.image.layers}
+    print(
+        json.dumps({**done, "layers": sorted(layers), "config": json.loads(ready.image.manifest)["config"]["digest"]})
+    )
+
+
+@contextmanager
+def _registry(folder: Path) -> Iterator[Path]:
+    """Run a registry, and yield its access log."""
+    config, log = folder / "config.yml", folder / "log"
+    storage = f"storage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}"
+    config.write_text(f"version: 0.1\n{storage}\nhttp: {{addr: '127.0.0.1:{_PORT}'}}\n", encoding="utf-8")
+    with log.open("wb") as file:
+        process = subprocess.Popen(["docker-registry", "serve", str(config)], stdout=file, stderr=file)
+    try:
+        time.sleep(2)
+        yield log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def _sent(log: str) -> tuple[set[str], list[str]]:
+    """Return the digests of the blobs that were sent, and the references of the manifests."""
+    blobs = re.findall(r'"PUT /v2/\S+/blobs/uploads/\S*digest=(sha256)(?:%3A|:)([0-9a-f]{64})\S* HTTP', log)
+    return {":".join(pair) for pair in blobs}, re.findall(r'"PUT /v2/\S+/manifests/(\S+) HTTP', log)
+
+
+def main(gigabytes: float) -> None:
+    """Measure, and write the results."""
+    with TemporaryDirectory(prefix="primus-publish-") as name:
+        root = Path(name) / "project"
+        make_project(root, gigabytes)
+        build = [*PRIMUS, "build", "demo", "--project", str(root)]
+        run(build)
+        ours = [sys.executable, "-m", "benchmarks.publish", "--again", str(root)]
+        source = f"oci:{root / '.primus/store'}:v26.11-demo"
+        theirs = ["skopeo", "copy", "--quiet", "--dest-tls-verify=false", source, f"docker://{_NAME}:by-skopeo"]
+        with _registry(Path(name)) as log:
+            first = run(ours)
+            run(theirs)
+            pairs = [(run(ours).seconds, run(theirs).seconds) for _ in range(_REPEATS)]
+            size = log.stat().st_size
+            nothing = json.loads(run(ours).lines[-1])
+            same = _sent(log.read_text(encoding="utf-8")[size:])
+            (root / "parts/beta/more").write_text("more\n", encoding="utf-8")
+            text = (root / "versions.yaml").read_text(encoding="utf-8")
+            (root / "versions.yaml").write_text(text.replace("v26.11", "v26.12"), encoding="utf-8")
+            run(build)
+            size = log.stat().st_size
+            changed = run(ours)
+            done = json.loads(changed.lines[-1])
+            blobs, manifests = _sent(log.read_text(encoding="utf-8")[size:])
+        before, after = json.loads(first.lines[-1]), done
+        layers = blobs & {*after["layers"]}
+        result = {
+            "generated": f"python -m benchmarks.publish {gigabytes:g}",
+            "machine": machine(),
+            "bytes": before["bytes"],
+            "nothing changed": {
+                "publish_s": round(median(ours for ours, _ in pairs), 2),
+                "skopeo_s": round(median(theirs for _, theirs in pairs), 2),
+                "ratio": round(median(ours / theirs for ours, theirs in pairs), 2),
+                "pairs": [[round(seconds, 2) for seconds in pair] for pair in pairs],
+                "blobs sent": len(same[0]), "manifests sent": len(same[1]), "new": nothing["new"],
+            },
+            "one component changed": {
+                "seconds": round(changed.seconds, 2), "bytes of layers sent": done["bytes_sent"],
+                "layers sent": len(layers), "layers that differ": len({*after["layers"]} - {*before["layers"]}),
+                "configs sent": len(blobs & {after["config"]}),
+                "documents": len(done["attached"]), "other blobs sent": len(blobs - layers - {after["config"]}),
+                "manifests sent": manifests,
+            },
+        }  # fmt: skip
+        RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(RESULT.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--again"]:
+        publish_again(sys.argv[2])
+    else:
+        main(float(sys.argv[1]) if sys.argv[1:] else 3.0)

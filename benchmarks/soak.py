@@ -21,6 +21,7 @@ import datetime
 import json
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -259,8 +260,8 @@ def disturb(attempt: Attempt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     began = time.monotonic()
     while (end := attempt.command.ended(0.05)) is None:
         with suppress(OSError):
-            done = (attempt.job.output / "log.txt").read_text(errors="replace").count("step:")
-            if faults and done and first + done - 1 >= places[0]:
+            text = (attempt.job.output / "log.txt").read_text(errors="replace")
+            if faults and max(map(int, re.findall(r"step:\s*(\d+)", text)), default=0) >= places[0]:
                 time.sleep(chance.random() * 0.3)
                 fault, place = faults.pop(0), places.pop(0)
                 if fault(attempt):

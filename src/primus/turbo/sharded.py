@@ -175,6 +175,9 @@ class _Collective:
             # Only copies are used, and some drivers refuse to create the objects for multicast.
             os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
             self._buffer = symmetric.empty(self._size * self._slots, dtype=torch.uint8, device=device)
+            # It is filled with zeros on the default stream, for which no other stream waits. Without this, zeros can
+            # replace what another stream copies into it.
+            torch.cuda.synchronize(device)
         self._slot = (self._slot + 1) % self._slots
         start = self._slot * self._size
         part: torch.Tensor = self._buffer[start : start + needed].view(dtype)

@@ -46,6 +46,14 @@ def test_each_rank_gets_the_shares_of_all(dtype: Any) -> None:
         assert all(torch.equal(output, torch.cat(shares)) for output in outputs)
 
 
+def test_memory_is_not_used_before_it_is_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+    monkeypatch.setattr(sharded.symmetric, "empty", lambda size, **_: events.append("zeroed") or torch.zeros(size))
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _device: events.append("waited"))
+    sharded.PeerGather().allocate((8,), dtype=torch.uint8, device=CPU)
+    assert events[-2:] == ["zeroed", "waited"]
+
+
 def test_weights_that_are_copied_out_are_not_those_of_the_next_gather() -> None:
     gathering = sharded.PeerGather()
     first, second, third = (gathering.allocate((8,), dtype=torch.bfloat16, device=CPU).data_ptr() for _ in range(3))

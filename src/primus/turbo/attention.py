@@ -1,6 +1,6 @@
-"""Attention and rotary positions: Flash Attention 4 as PyTorch operators, so that a compiled model can call it."""
+"""Attention and rotary positions. Flash Attention 4 is wrapped as PyTorch operators that a compiled model can call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -82,6 +82,24 @@ def flash_attention_4(
     return out
 
 
+def flash_attention_2(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, window: int = 0
+) -> torch.Tensor:
+    """The same causal attention by Flash Attention 2, whose kernels for AMD GPUs are written in Triton."""
+    from flash_attn import flash_attn_func
+
+    CALLS["flash_attention_2"] += 1
+    seen = (window - 1, 0) if window else (-1, -1)
+    out: torch.Tensor = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=seen)
+    return out
+
+
+FLASH: Mapping[str, Callable[..., torch.Tensor]] = {
+    "flash-attention-4": flash_attention_4, "flash-attention-2": flash_attention_2,
+}  # fmt: skip
+"""Attention without a mask, by the names of optimizations."""
+
+
 def window_mask(length: int, window: int, device: torch.device) -> Any:
     """Return the mask for :func:`windowed_attention`: which blocks of 128 × 128 pairs contain visible ones.
 
@@ -139,8 +157,8 @@ def attend_in_diffusers() -> None:
     replace(transformer_flux, "dispatch_attention_fn", attend)
 
 
-def attend_in_transformers() -> str:
-    """Register Flash Attention 4 with Hugging Face's models. Returns the name for ``attn_implementation``."""
+def attend_in_transformers(name: str) -> str:
+    """Register one of :data:`FLASH` with Hugging Face's models. Returns the name for ``attn_implementation``."""
     from transformers import AttentionInterface
 
     def attend(
@@ -148,12 +166,12 @@ def attend_in_transformers() -> str:
         sliding_window: int | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         if attention_mask is not None:
-            raise RuntimeError("flash-attention-4 takes no mask: these sequences are not packed")
+            raise RuntimeError(f"{name} takes no mask: these sequences are not packed")
         window = sliding_window if sliding_window and sliding_window < query.shape[2] else 0
-        return flash_attention_4(*(part.transpose(1, 2) for part in (query, key, value)), window=window), None
+        return FLASH[name](*(part.transpose(1, 2) for part in (query, key, value)), window=window), None
 
-    AttentionInterface.register("primus_attention_4", attend)
-    return "primus_attention_4"
+    AttentionInterface.register("primus_attention", attend)
+    return "primus_attention"
 
 
 class Attention(torch.nn.Module):

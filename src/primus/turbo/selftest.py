@@ -371,6 +371,9 @@ def flash_attention_4(shapes: Shapes, make: Maker) -> Rows:
     yield from _attention(partial(attention.flash_attention_4, causal=shapes.causal), shapes, make)
 
 
+flash_attention_2 = partial(_attention, attention.flash_attention_2)
+
+
 def flex_attention(shapes: Shapes, make: Maker) -> Rows:
     """Attention within a sliding window, compiled as in a run."""
     mask = attention.window_mask(min(shapes.seq_len, _LONGEST), shapes.window, torch.device(make.device))

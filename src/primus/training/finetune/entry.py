@@ -14,14 +14,15 @@ from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.session import Sharded, shard
-from primus.turbo.attention import attend_in_transformers
+from primus.turbo.attention import FLASH, attend_in_transformers
 
 
 def main(job: RankJob, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""
     config = job.section(FinetuneConfig)
     source = source_of(config.weights, offline=True)
-    attention = attend_in_transformers() if "flash-attention-4" in job.turbo else config.attention
+    flash = next((name for name in FLASH if name in job.turbo), None)
+    attention = attend_in_transformers(flash) if flash else config.attention
     causal = models.causal_model(job.model, attention, source)
     kind = models.FineTuned if job.model.has_formula else models.WholeLogits
     model = kind(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)

@@ -7,13 +7,14 @@ from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
 from primus.training.loop.session import Sharded, shard
+from primus.turbo.attention import FLASH
 
 
 def main(job: RankJob, here: Process) -> None:
     """Train from random weights."""
     config = job.section(FsdpConfig)
     with weights.empty():
-        attend = next((name for name in ("flash-attention-4", "flex-attention") if name in job.turbo), "torch")
+        attend = next((name for name in (*FLASH, "flex-attention") if name in job.turbo), "torch")
         model = Llama(job.model, job.training.seq_len, config.loss_chunk, attend)
     model.choose_loss(job)
     shard(model, list(model.layers), job, here, wide=lambda name: name == "output")

@@ -26,7 +26,7 @@ class Llama(LanguageModel):
     """The model. ``seq_len`` is the largest sequence length.
 
     ``attend`` selects attention: "torch" is PyTorch's fused attention, which supports a window only as a mask of all
-    pairs. "flash-attention-4" and "flex-attention" are kernels that skip positions outside of the window.
+    pairs. The others are "flex-attention" and those of Flash Attention, which skip positions outside of the window.
     """
 
     def __init__(self, model: Architecture, seq_len: int, chunk: int, attend: str = "torch") -> None:
@@ -105,8 +105,8 @@ class _Attention(nn.Module):
         if self._normed:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = (_turned(part, cosine[:length, None], sine[:length, None]) for part in (query, key))
-        if self._attend == "flash-attention-4":
-            mixed = attention.flash_attention_4(query, key, value, window=self._window if self._window < length else 0)
+        if flash := attention.FLASH.get(self._attend):
+            mixed = flash(query, key, value, window=self._window if self._window < length else 0)
         elif self._attend == "flex-attention":
             mixed = attention.windowed_attention(query, key, value, mask)
         else:

@@ -3,16 +3,23 @@
 What it computes from a recipe alone is in ``primus.recipes.rules``. Nothing here needs torch.
 """
 
+import hashlib
+import json
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from primus.errors import InputError
+from primus.files import read_sealed, write_sealed
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.weights import HUB, config_of
 from primus.terminal import counted
 from primus.training import tokens
-from primus.training.corpus import corpus_of, files_of, held_out_corpus_of
+from primus.training.corpus import Corpus, corpus_of, files_of, held_out_corpus_of
 from primus.training.finetune import backend as finetune
 from primus.training.flux import backend as flux
 from primus.training.job import Job
@@ -32,31 +39,89 @@ def _check_text(recipe: Recipe) -> None:
             files_of(each)
 
 
-def _tokenize(job: Job, progress: Callable[[str], None]) -> None:
-    recipe, cache = job.recipe, job.output / "cache"
-    corpus, rules = corpus_of(recipe), rules_of(recipe)
-    if corpus.name == MOCK and not rules.divides_documents:
+def _tokenize(job: Job, kept: Path | None, progress: Callable[[str], None]) -> None:
+    recipe, cache, corpus = job.recipe, job.output / "cache", corpus_of(job.recipe)
+    if corpus.name == MOCK and not rules_of(recipe).divides_documents:
         return
+    others = held_out_corpus_of(recipe)
+    folder = None
+    if kept and not others and recipe.asset_digests["corpus"] and recipe.asset_digests["tokenizer"]:
+        settings = [recipe.backend, recipe.seq_len, recipe.find("eval.fraction", 0.0), asdict(corpus)]
+        text = json.dumps([settings, recipe.asset_digests["corpus"], recipe.asset_digests["tokenizer"]])
+        folder = kept / "tokens" / hashlib.sha256(text.encode()).hexdigest()[:32]
+    lines = folder and _copied(folder, cache)
+    if not lines:
+        lines = _written(job, corpus, others, progress)
+        if folder:
+            with suppress(OSError):  # what cannot be kept is made again
+                _keep(folder, cache, lines)
+    for name, line in lines.items():
+        progress(line)
+        for objection, hint in _objections(recipe, name, tokens.stored(cache, name)):
+            raise InputError(objection, where=(others if others and name == "eval" else corpus).name, hint=hint)
+
+
+def _written(job: Job, corpus: Corpus, others: Corpus | None, progress: Callable[[str], None]) -> dict[str, str]:
+    """Write the tokens to the job's folder. Returns what was read, "train" and maybe "eval" → a line."""
+    recipe, cache = job.recipe, job.output / "cache"
     made = texts(max(0, recipe.seed), TEXTS) if corpus.name == MOCK else None
     reader = tokens.Reader(corpus, made)
-    if reader.masked and rules.divides_documents:
+    if reader.masked and rules_of(recipe).divides_documents:
         raise InputError(
             f"{recipe.backend} trains every token of a corpus, not only answers", where=corpus.name,
             hint="--backend finetune trains answers only; data.train_on=all trains every token",
         )  # fmt: skip
     tokens.write(reader, cache, held_out=recipe.find("eval.fraction", 0.0), progress=progress)
     readers = {"train": reader}
-    if others := held_out_corpus_of(recipe):
+    if others:
         readers["eval"] = tokens.Reader(others)
         tokens.write(readers["eval"], cache, name="eval", progress=progress)
     elif "eval.fraction" in recipe.settings:
         readers["eval"] = reader
+    lines = {}
     for name, reader in readers.items():
-        written = tokens.stored(cache, name)
-        figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
-        progress(reader.sentence(figures, recipe.seq_len, "held out for evaluation: " if name == "eval" else ""))
-        for objection, hint in _objections(recipe, name, written):
-            raise InputError(objection, where=reader.corpus.name, hint=hint)
+        figures = tokens.figures_of(tokens.stored(cache, name), recipe.seq_len, reader.encoder)
+        lines[name] = reader.sentence(figures, recipe.seq_len, "held out for evaluation: " if name == "eval" else "")
+    return lines
+
+
+_KEPT = "kept.json"
+
+
+def _link(source: Path, target: Path) -> None:
+    waiting = target.with_name(f".{target.name}.{os.urandom(6).hex()}")
+    try:
+        waiting.hardlink_to(source)
+    except OSError:  # another file system
+        shutil.copyfile(source, waiting)
+    waiting.replace(target)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _keep(folder: Path, cache: Path, lines: Mapping[str, str]) -> None:
+    files = [file for name in lines for file in cache.glob(f"{name}.*")]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        _link(file, folder / file.name)
+    write_sealed(folder / _KEPT, {"lines": lines, "files": {file.name: _sha256(file) for file in files}})
+
+
+def _copied(folder: Path, cache: Path) -> Mapping[str, str] | None:
+    """Link the kept tokens into the job's folder, and return their lines; None if they are not there, or damaged."""
+    entry = read_sealed(folder / _KEPT)
+    try:
+        if entry is None or any(_sha256(folder / name) != sha256 for name, sha256 in entry["files"].items()):
+            return None
+        for name in entry["files"]:
+            _link(folder / name, cache / name)
+    except OSError:
+        return None
+    lines: Mapping[str, str] = entry["lines"]
+    return lines
 
 
 def _objections(recipe: Recipe, name: str, written: tokens.Tokens) -> Iterator[tuple[str, str]]:
@@ -101,12 +166,13 @@ class Backend:
     """The start of one backend's runs. The defaults are those of our own loop on text.
 
     The checks raise InputError if the data or weights are missing, damaged, or not the recipe's. ``tokenize`` writes
-    the tokens for the ranks to the job's ``cache``. ``files`` returns name → text of the files that the ranks read
-    besides ``job.json``, and ``arguments`` each rank's command-line arguments.
+    the tokens for the ranks to the job's ``cache``, and takes and keeps them in a folder that runs share. ``files``
+    returns name → text of the files that the ranks read besides ``job.json``, and ``arguments`` each rank's
+    command-line arguments.
     """
 
     check_data: Callable[[Recipe], None] = _check_text
-    tokenize: Callable[[Job, Callable[[str], None]], None] = _tokenize
+    tokenize: Callable[[Job, Path | None, Callable[[str], None]], None] = _tokenize
     check_weights: Callable[[Recipe], None] = lambda _: None
     files: Callable[[Job], Mapping[str, str]] = lambda _: {}
     arguments: Callable[[Job], list[str]] = lambda job: [str(job.output)]
@@ -121,7 +187,7 @@ BACKENDS: Mapping[str, Backend] = {
     "megatron": Backend(check_weights=_check_initial),
     "finetune": Backend(check_weights=finetune.check_weights),
     "flux": Backend(
-        check_data=flux.check_data, tokenize=lambda _job, _progress: None, check_weights=flux.check_weights
+        check_data=flux.check_data, tokenize=lambda _job, _kept, _progress: None, check_weights=flux.check_weights
     ),
     "fsdp": Backend(),
 }

@@ -75,7 +75,7 @@ def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
             compiled.mkdir(parents=True, exist_ok=True)
         writable = compiled if os.access(compiled, os.W_OK) else writable
     try:
-        backend_of(job.recipe).tokenize(job, progress)
+        backend_of(job.recipe).tokenize(job, writable if compiled else None, progress)
         job = replace(job, trial=decide(job.recipe, writable, ranks.environment(job, os.environ), progress))
         for name, text in ranks.files(job).items():
             write_file(job.output / name, text)

@@ -293,7 +293,10 @@ def soak(command: Command, backend: str, disk: Path, seed: int, until: float) ->
     number, resume_from = 0, None
     while time.monotonic() < until:
         number += 1
-        attempt = Attempt(command, job_of(backend, disk / f"attempt-{number}", resume_from), chance)
+        job = job_of(backend, disk / f"attempt-{number}", resume_from)
+        if job.first_step > STEPS:  # the run before was disturbed after its last checkpoint
+            job = job_of(backend, disk / f"attempt-{number}")
+        attempt = Attempt(command, job, chance)
         attempt.limit_s = limit_s
         rows, end = disturb(attempt)
         reason = judged(attempt.job, end, expected, [row["fault"] for row in rows])

@@ -1,8 +1,9 @@
 """Tokenizing a JSON Lines corpus by ``primus.training.tokens`` and by ``datasets.map``, in alternating runs.
 
 ``python -m benchmarks.tokens TOKENIZER_FOLDER [MEGABYTES [REPETITIONS]]`` needs an image's Python packages. Each run is
-a process of its own on two processors; its time is that of everything after the imports, its memory the largest
-resident size. Where others use the processors, too, compare ``cpu_seconds``.
+a process of its own on two processors; where there are four, both sides run at the same time. A run's time is that of
+everything after the imports, its memory the largest resident size. Where others use the processors, too, compare
+``cpu_seconds``.
 """
 
 import json
@@ -14,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -64,11 +67,13 @@ def hugging_face(corpus: str, tokenizer: str, folder: str) -> float:
     return time.perf_counter() - began
 
 
-def measured(name: str, corpus: Path, tokenizer: str) -> dict[str, float]:
-    """Run ``name`` in a process of its own."""
+def measured(name: str, corpus: Path, tokenizer: str, processors: Sequence[int]) -> dict[str, float]:
+    """Run ``name`` in a process of its own on ``processors``."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.tokens", name, str(corpus), tokenizer, folder]
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "HF_HOME": folder, "HF_HUB_OFFLINE": "1"}
+        # Threads have processors of their own in Linux, and what they start inherits these.
+        os.sched_setaffinity(0, processors)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -84,18 +89,26 @@ def main() -> None:
         return
     tokenizer = sys.argv[1]
     megabytes, repetitions = (*map(int, sys.argv[2:]), *(1000, 3)[len(sys.argv) - 2 :])
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:PROCESSORS])
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, processors[:PROCESSORS])
     runs: dict[str, list[dict[str, float]]] = {"primus": [], "hugging_face": []}
+    places = [processors[number * PROCESSORS :][:PROCESSORS] for number in range(len(runs))]
+    apart = all(len(place) == PROCESSORS for place in places)
     with TemporaryDirectory() as folder:
-        small = measured("primus", written(Path(folder), 25), tokenizer)
+        small = measured("primus", written(Path(folder), 25), tokenizer, places[0])
         corpus = written(Path(folder), megabytes)
         for _ in range(repetitions):
-            for name, rows in runs.items():
-                rows.append(measured(name, corpus, tokenizer))
+            with ThreadPoolExecutor(len(runs) if apart else 1) as pool:
+                waiting = {
+                    name: pool.submit(measured, name, corpus, tokenizer, place if apart else places[0])
+                    for name, place in zip(runs, places, strict=True)
+                }
+                for name, each in waiting.items():
+                    runs[name].append(each.result())
     median = {name: statistics.median(row["seconds"] for row in rows) for name, rows in runs.items()}
     document = {
         "generated": "by `python -m benchmarks.tokens`; do not edit", "processors": PROCESSORS,
-        "python": platform.python_version(), "corpus_mb": megabytes, "runs": runs, "of_25_mb": small,
+        "at_the_same_time": apart, "python": platform.python_version(), "corpus_mb": megabytes, "runs": runs, "of_25_mb": small,
         "speed_of_primus_by_datasets": round(median["hugging_face"] / median["primus"], 2),
     }  # fmt: skip
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -101,6 +101,13 @@ class ResolvedTarget:
         pins = {name: pin.version for name, pin in {**self.pins, **self.inside}.items()}
         return issues({**{file.name: file.version for file in locked}, **pins}, [self.name])
 
+    @property
+    def trained_with(self) -> dict[str, str]:
+        """Component → the package or library that a run loads; without tools, and what is from the repository."""
+        about = self.versions.components
+        pins = {**self.pins, **self.inside}.items()
+        return {name: pin.loaded_as(name) for name, pin in pins if not (pin.path or about[name].tool)}
+
     def place(self, *key: str | int) -> str:
         """Return ``images/<target>.yaml:line:col`` of a key."""
         return self.target_document.where(key)

@@ -101,6 +101,7 @@ def statement(image: Composed, commit: str | None, others: Sequence[Document]) -
         "preview": resolved.choice.preview or "",
         "gpu": resolved.gpu.name if resolved.gpu else None,
         "recipes": list(resolved.target.recipes),
+        "components": resolved.trained_with,
     }
     source = [{"name": "source", "digest": {"gitCommit": commit}}] if commit else []
     locked = resolved.lock.files if resolved.lock else ()

@@ -60,7 +60,8 @@ def load(path: Path) -> Policy:
 class Evidence:
     """The evidence about an image.
 
-    ``preview`` is the reason why it is a preview; empty for a release. ``gpu`` is the GPU generation that it is for.
+    ``components`` is the name of each → the package or library that a training run with it loads. ``preview`` is the
+    reason why it is a preview; empty for a release. ``gpu`` is the GPU generation that it is for.
     ``recipes`` are those that its ``target`` names. ``records`` are its validations. ``commit`` is that of the
     repository, and ``edited`` are files that differ from it.
     """
@@ -69,6 +70,7 @@ class Evidence:
     preview: str
     gpu: str | None
     recipes: Sequence[str]
+    components: Mapping[str, str]
     failed_gates: Sequence[str]
     records: Sequence[Mapping[str, Any]]
     commit: str | None
@@ -88,7 +90,10 @@ def evidence_in(documents: Sequence[Document]) -> Evidence:
     definition = provenances[-1]["predicate"]["buildDefinition"]
     source = definition["resolvedDependencies"][:1]
     return Evidence(
-        **{name: definition["externalParameters"][name] for name in ("target", "preview", "gpu", "recipes")},
+        **{
+            name: definition["externalParameters"][name]
+            for name in ("target", "preview", "gpu", "recipes", "components")
+        },
         failed_gates=[gate["gate"] for gate in outcomes[-1]["gates"] if not gate["passed"]],
         records=of(VALIDATION),
         commit=source[0]["digest"].get("gitCommit") if source else None,
@@ -136,6 +141,12 @@ def _of_validation(evidence: Evidence, policy: Policy, preview: bool) -> list[st
         reasons.append(
             f"no validation in this image{where} repeated a run, resumed it and split its batch "
             f"(primus validate {evidence.target})"
+        )
+    loaded = {name for record in records for name in record["facts"].get("loaded", ())}
+    if not preview and (idle := [name for name, package in evidence.components.items() if package not in loaded]):
+        reasons.append(
+            f"no validation{where} loaded {some(idle, 3)} (give it a recipe, remove it from the image, or say in "
+            "versions.yaml what it is a tool for)"
         )
     return [*reasons, *(reason for record in records for reason in unmet(record, policy))]
 

@@ -5,8 +5,11 @@ if another precision was used.
 """
 
 import hashlib
+import itertools
 import json
 import math
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -160,6 +163,26 @@ def _gpu_kernels(events: Sequence[Any]) -> list[str]:
         if on_gpu and any(word in event.name() for word in _NAMES["kernels"]):
             timed[event.name()] += event.duration_ns()
     return [name for name, _ in timed.most_common(12)]
+
+
+def loaded() -> list[str]:
+    """Return the Python packages of which this process has loaded a module, and the libraries that it has mapped.
+
+    A package that shares its folder with others, such as those below ``nvidia``, counts with them.
+    """
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    libraries = [Path(line.split(maxsplit=5)[5]) for line in lines if ".so" in line]
+    tops = {name.partition(".")[0] for name in sys.modules}
+    for library in libraries:
+        tops |= {top for above, top in itertools.pairwise(library.parts) if above.endswith("-packages")}
+    owners = metadata.packages_distributions()
+    packages = {re.sub("[-_.]+", "-", owner).lower() for top in tops for owner in owners.get(top, ())}
+    return sorted(packages | {library.name.partition(".so")[0].lower() for library in libraries})
+
+
+def final(parts: Sequence[Any], step: int) -> dict[str, Any]:
+    """Return the facts of the end of a run: the weights after ``step``, and what the process has loaded."""
+    return {"weights_sha256": digest(parts), "last_step": step, "loaded": loaded()}
 
 
 def digest(parts: Sequence[Any]) -> str:

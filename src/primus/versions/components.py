@@ -162,6 +162,12 @@ class Pin:
             return f"{self.path} → {self.to}"
         return f"{self.wheel or self.source or self.deb or f'in {self.inside}'} {self.version}"
 
+    def loaded_as(self, component: str) -> str:
+        """Return the Python package or the library that a process has loaded if it uses ``component``."""
+        python = (self.deb or "").startswith("python3-")
+        package = self.wheel or self.source or (self.deb.removeprefix("python3-") if self.deb and python else None)
+        return re.sub("[-_.]+", "-", package or f"lib{component}").lower()
+
     def resolved(self, place: int, arch: str | None) -> Self:
         """Return the pin with its position in the component and ``{arch}`` replaced. ValueError if there is none."""
 
@@ -191,6 +197,11 @@ class Component:
         "`pip install` in the image keeps this version: a constraints file names it. For PyTorch and what is compiled "
         "for it or for the GPU.",
         default=False,
+    )
+    tool: str | None = described(
+        "Why no training run loads it, such as a program or files that another library reads. A release needs a "
+        "validation that has loaded each of the others.",
+        default=None,
     )
 
 

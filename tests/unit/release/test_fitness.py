@@ -16,6 +16,7 @@ def record(**changes: Any) -> dict[str, Any]:
         "passed": True,
         "gpu": "none",
         "recipe": {"name": "one"},
+        "facts": {"loaded": ["torch"]},
         "verdicts": [{"name": "loss falls", "passed": True}],
         "jobs": [{"name": name, "ran": True} for name in RUNS],
     }
@@ -27,6 +28,7 @@ GOOD = Evidence(
     preview="",
     gpu=None,
     recipes=("one",),
+    components={"pytorch": "torch"},
     failed_gates=(),
     records=(record(),),
     commit="c" * 40,
@@ -52,6 +54,7 @@ def test_a_whole_release_may_be_published() -> None:
         ({"failed_gates": ("litter",)}, "gate litter fails"),
         ({"failed_gates": ("coverage",)}, "gate coverage fails"),
         ({"recipes": ()}, "names no recipe"),
+        ({"components": {"pytorch": "torch", "apex": "apex"}}, "no validation loaded apex"),
         ({"records": ()}, "one did not pass a validation in this image"),
         ({"recipes": ("one", "two")}, "two did not pass a validation in this image"),
         ({"records": (record(passed=False),)}, "one did not pass a validation in this image"),

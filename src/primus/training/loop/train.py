@@ -299,7 +299,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
         if step % _COLLECT_EVERY == 0:
             gc.collect()
     report.trackers.end()
-    observed |= {"weights_sha256": facts.digest(session.model_parts), "last_step": step} | active(job.turbo)
+    observed |= facts.final(session.model_parts, step) | active(job.turbo)
     facts.write(job.output / "facts.json", observed)
 
 

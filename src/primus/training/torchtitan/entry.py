@@ -152,7 +152,7 @@ def observed_trainer(job: Mapping[str, Any]) -> type:
             self.witness = Witness(output, self.model_parts, rank, examined=examined) if job["witness"] else None
             super().train()
             self._seal()
-            self._write_facts({"weights_sha256": facts.digest(self.model_parts), "last_step": self.step})
+            self._write_facts(facts.final(self.model_parts, self.step))
 
     return ObservedTrainer
 

@@ -108,7 +108,8 @@ def main() -> None:
     median = {name: statistics.median(row["seconds"] for row in rows) for name, rows in runs.items()}
     document = {
         "generated": "by `python -m benchmarks.tokens`; do not edit", "processors": PROCESSORS,
-        "at_the_same_time": apart, "python": platform.python_version(), "corpus_mb": megabytes, "runs": runs, "of_25_mb": small,
+        "at_the_same_time": apart, "python": platform.python_version(), "corpus_mb": megabytes, "runs": runs,
+        "of_25_mb": small,
         "speed_of_primus_by_datasets": round(median["hugging_face"] / median["primus"], 2),
     }  # fmt: skip
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

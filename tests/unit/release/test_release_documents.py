@@ -39,7 +39,8 @@ def image(lock: Lock, **local: str) -> Any:
     """An image with what the documents read of it. ``local`` are components and their paths."""
     resolved = SimpleNamespace(
         lock=lock, ref="v26.11-x", name="x", roots=[BASES[lock.channel]], versions=SimpleNamespace(release="v26.11"),
-        choice=SimpleNamespace(channel=lock.channel, preview=None), gpu=None, target=SimpleNamespace(recipes=()), trained_with={},
+        choice=SimpleNamespace(channel=lock.channel, preview=None), gpu=None, target=SimpleNamespace(recipes=()),
+        trained_with={},
         pins={name: SimpleNamespace(path=path) for name, path in local.items()},
     )  # fmt: skip
     layers = [SimpleNamespace(name="python", key="k1")]

@@ -193,7 +193,7 @@ def _with_steps(recipe: Recipe, options: argparse.Namespace, memory: float | Non
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cache").mkdir()
-        backend_of(recipe).tokenize(Job(name="epochs", recipe=recipe, output=folder), lambda _: None)
+        backend_of(recipe).tokenize(Job(name="epochs", recipe=recipe, output=folder), None, lambda _: None)
         packing = recipe.find(f"{recipe.backend}.packing", False)
         samples = tokens.stored(folder / "cache").samples(recipe.seq_len, packing=packing)
     epochs = recipe.get("epochs", float)

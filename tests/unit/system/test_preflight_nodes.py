@@ -4,10 +4,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from primus.cli.image.train import _preflight as before_a_run
 from primus.cli.main import main
+from primus.errors import HostError
 from primus.gpus.detect import Found, visible
 from primus.gpus.table import load_table
 from primus.system import nodes
@@ -107,6 +111,10 @@ def test_the_burn_in_needs_a_gpu_and_its_verdict_is_shown_everywhere(
     sentence = f"{gpu}: exchange with GPU 4: 5 of 9 elements are wrong in 1 round, first in round 2"
     assert sentence in [row["message"] for row in json.loads(capsys.readouterr().out)["findings"]]
     assert sentence in page.read_text()
+    job: Any = SimpleNamespace(recipe=SimpleNamespace(gpu="mi300x", get=lambda *_: 1), output=tmp_path)
+    monkeypatch.setattr("primus.system.preflight.preflight", lambda host: [])
+    with pytest.raises(HostError, match=r"burn-in: GPU 5 of .* 5 of 9 elements are wrong"):
+        before_a_run(job, 1.0)
 
 
 def test_a_benchmark_that_fails_is_a_sentence(torchrun: Callable[[str], None]) -> None:

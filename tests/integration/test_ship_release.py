@@ -169,6 +169,8 @@ def test_a_page_runs_as_written(page: str, tmp_path: Path, repository: str, monk
     if page == "statements.md":
         before, sign, after = text.partition("## Sign")
         text = sign + after + before  # what the first lines verify is signed by later ones
+    empty = Kit(tmp_path / "empty")
+    empty.write("cosign.pub", (kit.root / "cosign.pub").read_bytes())
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
     assert len(lines) > 7
     for line in lines:
@@ -177,7 +179,8 @@ def test_a_page_runs_as_written(page: str, tmp_path: Path, repository: str, monk
         if not line.startswith(ELSEWHERE):
             program, *words = shlex.split(line.replace("registry.example.com/rocm/primus", repository))
             if program == "primus":
-                result = kit.primus(*words)
+                # What is published is verified on a machine that has the public key and nothing else.
+                result = (empty if "--image" in words else kit).primus(*words)
                 assert result.code == 0, (line, result.out, result.err)
             elif program == "cosign":
                 subprocess.run([program, *words], cwd=kit.root, check=True, capture_output=True)

@@ -320,6 +320,9 @@ def layout_of(row: Any, column: str | None, where: str) -> Layout:
     )
     if columns is None or columns[0] not in row:
         raise _missing(row, columns or ("text",), where)
+    if column is None and columns == ["text"] and isinstance(row.get("messages"), list):
+        why, hint = "there are both the text and the messages of a chat", "data.column=messages, or data.column=text"
+        raise InputError(why, where=where, hint=hint)
     # Messages that are stored as text would be trained as they are written.
     chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
     beside = ("input", "history") if columns[0] == "instruction" else ()

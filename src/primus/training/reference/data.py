@@ -348,7 +348,7 @@ class _Words:
             turns = [turn | {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
         if row.get("system") and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": row["system"]}, *turns]
-        tools = row.get("tools")
+        tools = row.get("tools") or None
         tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
         switches = ("weight", "train", "training", "trainable", "loss", "loss_mask")
         muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, switches)}

@@ -25,7 +25,7 @@ class RopeScaling:
     factor: float = bounded(1.0, "[1, inf)")
     original_max_position: int = bounded(0, "[0, inf)")
     low_freq_factor: float = bounded(1.0, "(0, inf)")
-    high_freq_factor: float = bounded(4.0, "(rope_scaling.low_freq_factor, inf)")
+    high_freq_factor: float = bounded(4.0, "[rope_scaling.low_freq_factor, inf)")
     beta_fast: float = bounded(32.0, "(rope_scaling.beta_slow, inf)")
     beta_slow: float = bounded(1.0, "(0, inf)")
     mscale: float = bounded(1.0, "(0, inf)")
@@ -39,7 +39,8 @@ class MixtureOfExperts:
 
     ``ffn_size`` is the width of one expert. ``shared_experts`` is the number of experts that process every token.
     ``groups`` and ``top_groups`` limit the experts that a token can be routed to. ``auxiliary_loss`` is the coefficient
-    of the balancing loss; 0: no such loss. ``bias``: router and experts have biases.
+    of the balancing loss; 0: no such loss. ``bias``: router and experts have biases. ``weighted_inputs``: a token's
+    weights multiply what enters its experts, not what they return.
     """
 
     experts: int = bounded(0, "[0, 65536]")
@@ -54,6 +55,7 @@ class MixtureOfExperts:
     top_groups: int = bounded(1, "[1, moe.groups]")
     auxiliary_loss: float = bounded(0.0, "[0, inf)")
     bias: bool = False
+    weighted_inputs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +99,10 @@ class Architecture:
     in any case. If ``local_rope_theta`` is not 0, layers with a window rotate by it, without scaling.
     ``sandwich_norms``: what attention and feed-forward return is normalized as well. ``norm_offset``: norms multiply by
     1 + weight. ``out_bias``: attention's output has a bias. ``sinks``: a logit of each head gets a share of attention
-    and has no value. ``scaled_embedding``: embeddings are multiplied by the root of their size. ``vocab_size`` is the
-    number of rows of the embedding. Sizes count elements; ``max_seq_len`` and ``window`` count tokens.
+    and has no value. ``interleaved_rope``: Llama 4's attention. Windows are chunks that do not see each other; heads
+    are normalized after their rotation, without weights; layers without a window do not rotate. ``scaled_embedding``:
+    embeddings are multiplied by the root of their size. ``vocab_size`` is the number of rows of the embedding. Sizes
+    count elements; ``max_seq_len`` and ``window`` count tokens.
     """
 
     family: str = field(metadata={"choices": families()})
@@ -122,6 +126,7 @@ class Architecture:
     scaled_embedding: bool = False
     out_bias: bool = False
     sinks: bool = False
+    interleaved_rope: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     query_scalar: int = bounded(0, "[0, inf)")
     window: int = bounded(0, "[0, inf)")

@@ -237,7 +237,7 @@ def config_of(model: Any) -> dict[str, Any]:
         config["q_lora_rank"] = model.mla.q_lora_rank or None
     config["head_dim"] = model.mla.qk_rope_head_dim or model.head_size
     if known.has("window"):
-        config["sliding_window"] = model.window or None
+        config[known.config["window"] or "sliding_window"] = model.window or None
         if "use_sliding_window" in known.defaults:
             config |= {"use_sliding_window": model.window > 0, "max_window_layers": 0 if model.window else model.layers}
     if "topk_method" in known.defaults:
@@ -250,8 +250,7 @@ def config_of(model: Any) -> dict[str, Any]:
         stretch = {key: value if isinstance(value, bool) else float(value) for key, value in stretch.items()}
         # DeepSeek's models alone have both mscale.
         rope |= {k: v for k, v in stretch.items() if model.mla.kv_lora_rank or not k.startswith("mscale")}
-    if known.has("window_pattern"):
-        config.pop("sliding_window_pattern", None)
+    if config.pop("sliding_window_pattern", None) is not None:
         config["layer_types"] = ["sliding_attention" if model.has_window(n) else FULL for n in range(model.layers)]
     if known.has("query_scalar"):
         config["query_pre_attn_scalar"] = model.query_scalar or model.head_size

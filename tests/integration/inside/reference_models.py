@@ -34,6 +34,7 @@ def main() -> None:
         "deepseek-v3",
         "gemma3-4b",
         "gpt-oss-20b",
+        "llama4-scout",
     ]
     proxies = [resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture for name in names]
     normed = replace(proxies[3], family="qwen3", qkv_bias=False, qk_norm=True, head_dim=32)
@@ -248,6 +249,10 @@ def _wrong(sizes: object) -> Iterator[object]:
             "window_pattern": 3, "local_rope_theta": 9000.0, "query_scalar": 30, "activation": "silu",
             "norm_offset": False, "scaled_embedding": False, "sandwich_norms": False, "rope_scaling": stretched,
         }.items():  # fmt: skip
+            yield replace(sizes, **{field: value})  # type: ignore[type-var]
+    if sizes.family == "llama4":  # type: ignore[attr-defined]
+        moe = replace(sizes.moe, weighted_inputs=False)  # type: ignore[attr-defined]
+        for field, value in {"window_pattern": 2, "interleaved_rope": False, "moe": moe}.items():
             yield replace(sizes, **{field: value})  # type: ignore[type-var]
     if sizes.family == "gpt_oss":  # type: ignore[attr-defined]
         for field, value in {

@@ -244,10 +244,19 @@ class Model(Transformer):
             query = self._norm(weights[name + "q_norm.weight"], query)
             key = self._norm(weights[name + "k_norm.weight"], key)
         windowed = sizes.has_window(int(name.split(".")[2]))
-        magnitude, _ = self._yarn_magnitudes()
-        angles = self._angles(sizes.head_size, states, local=windowed)
-        cosine, sine = (magnitude * self.constants.angles(part) for part in angles)
-        query, key = (self._turned(part, cosine, sine) for part in (query, key))
+        if windowed or not sizes.interleaved_rope:
+            magnitude, _ = self._yarn_magnitudes()
+            angles = self._angles(sizes.head_size, states, local=windowed)
+            cosine, sine = (magnitude * self.constants.angles(part) for part in angles)
+            if sizes.interleaved_rope:
+                query, key = _paired(query), _paired(key)
+            query, key = (self._turned(part, cosine, sine) for part in (query, key))
+            if sizes.interleaved_rope:
+                query, key = (self._norm(part.new_ones(()), part) for part in (query, key))
+        else:
+            # Llama 4 sharpens the attention of tokens from the 8,192nd on.
+            places = torch.arange(1, query.shape[-2] + 1, device=query.device)[:, None]
+            query = self.between(query * (1 + 0.1 * (places // 8192).to(query.dtype).log1p()))
         scale = (sizes.query_scalar or sizes.head_size) ** -0.5
         sinks = weights.get(name + "sinks")
         mixed = self._mixed(query, key, value, scale, sizes.window if windowed else 0, sinks)
@@ -299,7 +308,8 @@ class Model(Transformer):
         place = torch.arange(length, device=query.device)
         hidden = place[None, :] > place[:, None]
         if 0 < window < length:
-            hidden |= place[None, :] <= place[:, None] - window
+            chunk = place - place % window
+            hidden |= place[None, :] < (chunk if self.sizes.interleaved_rope else place - window + 1)[:, None]
         return self.attended(query, key, value, hidden, scale, sinks)
 
     def _angles(self, size: int, like: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
@@ -342,8 +352,10 @@ class Model(Transformer):
         for number in range(moe.experts):
             token, place = (chosen == number).nonzero(as_tuple=True)
             if len(token):
-                fed = self._swiglu(weights, f"{name}experts.{number}.", flat[token])
-                out = out.index_add(0, token, self.between(fed * share[token, place].unsqueeze(-1)))
+                entering, weight = flat[token], share[token, place].unsqueeze(-1)
+                entering = self.between(entering * weight) if moe.weighted_inputs else entering
+                fed = self._swiglu(weights, f"{name}experts.{number}.", entering)
+                out = out.index_add(0, token, fed if moe.weighted_inputs else self.between(fed * weight))
         if moe.shared_experts:
             out = self.between(out) + self._swiglu(weights, name + "shared_experts.", flat)
         extra = self._balance(raw, scores, samples, length)

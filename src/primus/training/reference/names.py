@@ -46,10 +46,10 @@ def from_canonical(
     This is the inverse of :func:`to_canonical`. Rows that Hugging Face's tensors lack, such as those that pad a
     vocabulary, are 0. Raises UnknownWeight, or what ``look_up`` raises.
     """
-    # Backends move whole rows, but transformers transposes gpt-oss's experts. Where each goes is seen from its number.
+    # Backends move whole rows, but transformers transposes some experts. Where each goes is seen from its number.
     outer = shape[:-1] or shape
     numbers = torch.arange(math.prod(outer)).view(*outer, 1)
-    if model.moe.bias and ".experts." in name:
+    if _transposes(model) and ".experts." in name:
         numbers = torch.arange(math.prod(shape)).view(*shape)
     tensor: Tensor | None = None
     for part, rows in to_canonical(backend, model, {name: numbers}).items():
@@ -84,13 +84,19 @@ def _placed(name: str, layers: str) -> tuple[str, str]:
     return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
 
 
+def _transposes(model: Architecture) -> bool:
+    """Return whether transformers keeps the weights of experts transposed: gpt-oss's and Llama 4's."""
+    return model.moe.bias or model.moe.weighted_inputs
+
+
 def _finetune(model: Architecture, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     name = name.removeprefix("model.").removeprefix("base_model.model.")
     name = re.sub(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)", "", name)
+    name = name.replace(".feed_forward.", ".mlp.").replace(".mlp.shared_expert.", ".mlp.shared_experts.")
     name = name.replace(".mlp.router.", ".mlp.gate.")
     if match := re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?", name):
         parts, kind = {"down_proj": tensor}, "bias" if match[3] else "weight"
-        if model.moe.bias and kind == "weight":
+        if _transposes(model) and kind == "weight":
             parts = {"down_proj": tensor.transpose(1, 2)}
         if match[2] == "gate_up_proj":
             whole = parts["down_proj"]

@@ -18,8 +18,9 @@ QUICK = {
         "fsdp_labels_equal_inputs+fsdp_one_tensor_learns_a_little_faster+fsdp_tokens_counted_twice",
         "torchtitan_angles_rounded_to_fp8+torchtitan_gradients_summed_in_bf16", "finetune_adapter_scaled_twice",
         "fsdp_moments_not_saved", "megatron_stale_copies", "healthy_fsdp", "healthy_finetune",
+        "healthy_experts_tensor_parallel",
     ),
-    "": ("healthy_flux", "healthy_narrow_torchtitan", "healthy_experts_tensor_parallel"),
+    "": ("healthy_flux", "healthy_narrow_torchtitan"),
 }  # fmt: skip
 
 

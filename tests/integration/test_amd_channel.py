@@ -10,6 +10,7 @@ import pytest
 from amd_channel import TARGETS, Channel, amd_channel
 from host_tools import needs
 from project_kit import Kit
+from tables import table_of
 
 pytestmark = [pytest.mark.integration, needs("busybox", "docker-registry", "git", "skopeo")]
 
@@ -169,21 +170,7 @@ def test_a_rocm_bump_rebuilds_what_depends_on_rocm(channel: Channel, images: dic
         assert f"(versions.yaml:{line}:" in told.out
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        (
-            "version: 0.27.0+rocm10.0.0, channel: amd}\n  torchvision-device",
-            "version: 0.27.0+rocm7.15, channel: amd}\n  torchvision-device",
-            "torchvision 0.27.0+rocm7.15 is of ROCm 7.15",
-        ),
-        (
-            'wheel: "amd-torch-device-{arch}"',
-            "wheel: amd-torch-device-gfx942",
-            "amd-torch-device-gfx942 2.12.0+rocm10.0.0 is for gfx942, the target for gfx950",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "words"), table_of("amd_channel.what_does_not_belong"))
 def test_what_does_not_belong_is_refused_by_name_and_line(
     channel: Channel, images: dict[str, dict[str, Any]], old: str, new: str, words: str
 ) -> None:

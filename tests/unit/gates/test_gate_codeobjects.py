@@ -39,16 +39,7 @@ def test_architectures_in_a_path(path: str, names: list[str]) -> None:
     assert in_path(path) == tuple(names)
 
 
-@pytest.mark.parametrize(
-    ("entry", "target"),
-    [
-        ("hipv4-amdgcn-amd-amdhsa--gfx942:sramecc+:xnack-", "gfx942:sramecc+:xnack-"),
-        ("hip-amdgcn-amd-amdhsa-gfx906", "gfx906"),
-        ("hipv4-amdgcn-amd-amdhsa--gfx9-4-generic", "gfx9-4-generic"),
-        ("hip-spirv64-amd-amdhsa-unknown-amdgcnspirv", "amdgcnspirv"),
-        ("host-x86_64-unknown-linux-gnu-", None),
-    ],
-)
+@pytest.mark.parametrize(("entry", "target"), table_of("gate_codeobjects.target_of_a_bundle_entry"))
 def test_target_of_a_bundle_entry(entry: str, target: str | None) -> None:
     assert in_entry_id(entry) == target
 

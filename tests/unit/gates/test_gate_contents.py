@@ -22,6 +22,7 @@ from primus.oci.tar import Entry
 from primus.plan.project import Workspace
 from primus.progress import Progress
 from primus.sandbox.container import LayerRef
+from tables import table_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 # Put together here, so that no scanner takes this file for a leak.
@@ -179,20 +180,8 @@ def test_programs_modules_and_own_copies_share_no_name() -> None:
 @pytest.mark.parametrize(
     ("path", "text", "rule"),
     [
-        ("etc/apt/sources.list", "deb [arch=amd64 trusted=yes] copy:/x ./\n", "insecure apt"),
-        ("etc/apt/sources.list.d/x.sources", "Types: deb\nTrusted: yes\n", "insecure apt"),
-        ("etc/apt/apt.conf.d/99x", 'Acquire::AllowInsecureRepositories "true";\n', "insecure apt"),
-        ("etc/apt/apt.conf.d/99x", 'Acquire::https::Verify-Peer "false";\n', "insecure apt"),
-        ("etc/pip.conf", "[global]\nindex-url = https://user:secret@host/simple\n", "credentials"),
-        ("root/.netrc", "machine h login u password p\n", "credentials"),
-        ("etc/apt/auth.conf.d/x.conf", "machine h login u password p\n", "credentials"),
+        *table_of("gate_contents.litter"),
         ("opt/x.env", f"TOKEN={TOKEN}\n", "secret"),
-        ("opt/x.py", "# /tmp/pip-req-build-8x3k/src\n", "build path"),
-        ("opt/x.py", "# /srv/build/tree/file\n", "build path"),
-        ("var/lib/apt/lists/host_dists", "x", "cache"),
-        ("root/.cache/pip/http/a", "x", "cache"),
-        ("home/u/.cache/uv/a", "x", "cache"),
-        ("tmp/left", "x", "cache"),
     ],
 )
 def test_litter_is_found(path: str, text: str, rule: str) -> None:
@@ -205,15 +194,9 @@ def test_litter_is_found(path: str, text: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("etc/apt/sources.list", "# deb [trusted=yes] old\ndeb [signed-by=/k] http://h x main\n"),
-        ("etc/apt/apt.conf.d/99x", 'Acquire::AllowInsecureRepositories "false";\n'),
-        ("etc/pip.conf", "[global]\nindex-url = https://host/simple\n"),
+        *table_of("gate_contents.no_litter"),
         ("opt/x.py", "hf_" + "x" * 34 + " " + "AKIA" + "IOSFODNN7EXAMPLE hf_hub_download_from_the_repository\n"),
         ("opt/x.py", 'if text.startswith("-----BEGIN ' + 'PRIVATE KEY-----"):\n'),
-        ("opt/x.py", "open('/home/user/data') # /tmp/x, /tmp/pipeline\n"),
-        ("opt/x.txt", "deb [trusted=yes] an example"),
-        ("var/lib/apt/lists/lock", ""),
-        ("usr/share/doc/pip/copyright", "x"),
     ],
 )
 def test_what_only_looks_like_litter(path: str, text: str) -> None:
@@ -284,16 +267,7 @@ def test_published_packages_warn_where_our_own_files_fail() -> None:
     assert [f.severity for f in judged(primus=("files", seen)).findings] == ["error"] * 3
 
 
-@pytest.mark.parametrize(
-    ("layer", "kind", "seen", "fails"),
-    [
-        ("built", "wheels", "/home/maker/dk/kernel", False),  # compiled in the source that was built
-        ("built", "wheels", "/home/me/project/parts/x.cpp", True),  # of this machine
-        ("built", "wheels", "/root/x.cpp", True),  # of the build
-        ("primus", "files", "/home/maker/dk/kernel", True),
-        ("torch", "wheels", "/home/maker/dk/kernel", False),
-    ],
-)
+@pytest.mark.parametrize(("layer", "kind", "seen", "fails"), table_of("gate_contents.files_of_the_maker"))
 def test_a_source_may_bring_compiled_files_of_its_maker(layer: str, kind: str, seen: str, fails: bool) -> None:
     report = judged(**{layer: (kind, [Trace(rule="build path", path="x.co", seen=seen)])})
     assert bool(report.findings) is fails is not report.passed

@@ -129,13 +129,7 @@ def node(root: Path, number: int, *, version: int, device: int, simds: int) -> N
 @pytest.mark.parametrize(
     ("version", "device", "simds", "name", "generation"),
     [
-        (90402, 0x74A1, 1216, "AMD Instinct MI300X (gfx942)", "mi300x"),
-        (90402, 0x74A5, 1216, "AMD Instinct MI325X (gfx942)", "mi325x"),
-        (90500, 0x75A0, 1024, "AMD Instinct MI350X (gfx950)", "mi350x"),
-        (90500, 0x75A3, 1024, "AMD Instinct MI355X (gfx950)", "mi355x"),
-        (90402, 0xFFFF, 1216, "unknown AMD GPU (gfx942, device 0xffff)", ""),
-        (90500, 0x74A1, 1216, "unknown AMD GPU (gfx950, device 0x74a1)", ""),
-        (90402, 0x74A1, 152, "part of AMD Instinct MI300X (gfx942, 38 of 304 compute units)", ""),
+        *table_of("gpus.amd_products"),
         (90402, 0, 1216, f"AMD Instinct {GFX942} (gfx942)", ""),
     ],
 )

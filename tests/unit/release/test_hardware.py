@@ -16,6 +16,7 @@ from primus.sandbox.container import Devices
 from primus.training.job import Job
 from primus.training.logs import Series
 from primus.training.outcome import Outcome
+from tables import table_of
 
 NAME = "AMD Instinct MI300X (gfx942)"
 EIGHT = Found(vendor="amd", names=(NAME,) * 8, generation="mi300x", driver="amdgpu 6.14.14")
@@ -86,15 +87,7 @@ def outcome(**facts: str) -> Outcome:
     return Outcome(job=job, exit_code=0, series=Series(), facts=facts)
 
 
-@pytest.mark.parametrize(
-    ("facts", "passed", "reason"),
-    [
-        ({"device": "cuda", "gpu": "AMD Instinct MI300X"}, True, "every job ran on mi300x"),
-        ({"device": "cuda", "gpu": "NVIDIA H200"}, False, "base ran on NVIDIA H200"),
-        ({"device": "cpu"}, False, "base ran on cpu"),
-        ({}, False, "base ran on unknown"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "passed", "reason"), table_of("hardware.where_jobs_ran"))
 def test_the_jobs_prove_where_they_ran(facts: dict[str, str], passed: bool, reason: str) -> None:
     verdict = ran_on("mi300x", {"base": outcome(**facts)})
     assert (verdict.passed, verdict.reason) == (passed, reason)

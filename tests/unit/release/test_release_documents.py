@@ -21,7 +21,7 @@ from primus.release import publish
 from primus.release.documents import Licences, bill, cyclonedx, licences, listing, purl, statement
 from primus.release.registry import Document, artifact, listed, plain_http
 from primus.versions.lock import Lock, LockedFile, load
-from tables import text_of
+from tables import table_of, text_of
 
 ROOT = Path(__file__).parents[3]
 LOCKS = sorted((ROOT / "images/locks").glob("*/*.json"))
@@ -129,16 +129,7 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "version", "file", "url"),
-    [
-        ("wheel", "torch", "2.13.0+cpu", "t.whl", "pkg:pypi/torch@2.13.0%2Bcpu?file_name=t.whl"),
-        ("deb", "g++", "4:12-1", "g++_12-1_amd64.deb", "pkg:deb/debian/g%2B%2B@4%3A12-1?arch=amd64"),
-        ("deb", "tzdata", "2026a", "tzdata_2026a_all.deb", "pkg:deb/debian/tzdata@2026a?arch=all"),
-        ("layer", "ubuntu-01", "sha256:x", "f.tar.gz", "pkg:oci/ubuntu-01@sha256%3Af0"),
-        ("git", "aiter", "0.1", "aiter.tar", "pkg:generic/aiter@0.1?checksum=sha256%3Af0"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "version", "file", "url"), table_of("release_documents.package_urls"))
 def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -> None:
     locked = LockedFile(kind=kind, name=name, version=version, file=file, size=1, sha256="f0")  # type: ignore[arg-type]
     assert purl(locked) == url
@@ -167,16 +158,7 @@ def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:
     assert {m["artifactType"] for m in index["manifests"]} == {"application/json"}
 
 
-@pytest.mark.parametrize(
-    ("repository", "plain"),
-    [
-        ("localhost:5000/a", True),
-        ("127.0.0.1:5/a", True),
-        ("localhost.example.com/a", False),
-        ("127.example.com/a", False),
-        ("docker.io/a/b", False),
-    ],
-)
+@pytest.mark.parametrize(("repository", "plain"), table_of("release_documents.registries_without_tls"))
 def test_only_registries_of_this_machine_are_asked_without_tls(repository: str, plain: bool) -> None:
     assert plain_http(repository) is plain
 

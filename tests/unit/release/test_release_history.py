@@ -52,15 +52,7 @@ def test_no_package_host_is_named() -> None:
     assert set(re.findall(r"https?://([^/\s'\"]+)", text)) <= {"github.com"}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("tag: v26.8, gpus", "tag: latest, gpus", "'latest' contains no release name"),
-        ("gpus: [mi300x]", "digest: sha256:12", "digest must be sha256:<64 hex>"),
-        ("gpus: [mi300x]", "confidence: sure", "confidence must be one of published, draft, image"),
-        ("gpus: [mi300x]", "pinned: true", "unknown key 'pinned'"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), table_of("release_history.wrong"))
 def test_a_wrong_history_is_refused(old: str, new: str, message: str) -> None:
     assert SMALL.count(old) == 1
     assert message in broken(SMALL.replace(old, new)).message

@@ -24,6 +24,7 @@ from primus.training import suite
 from primus.training.job import Job
 from primus.training.outcome import Outcome, RunResult
 from proof_kit import FACTS, H200, finished_run, series_of, verdicts
+from tables import table_of
 
 # As madengine writes it.
 PERF = (
@@ -158,29 +159,12 @@ def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        ({"metrics.jsonl": ""}, "the run logged no step"),
-        ({"metrics.jsonl": '{"step": 1, "lo'}, "metrics.jsonl:1"),
-        ({"metrics.jsonl": '{"step": 1, "loss": "low"}\n'}, "not a file that primus wrote"),
-        ({"metrics.jsonl": "[1]\n"}, "not a file that primus wrote"),
-        ({"metrics.jsonl": None}, "the run logged no step"),
-        ({"result.json": None}, "has not ended, or was interrupted"),
-        ({"result.json": "{}"}, "'exit_code' is missing"),
-        ({"result.json": '{"exit_code": 0}'}, "passed is missing"),
-        (
-            {"result.json": '{"exit_code": 0, "passed": true, "seconds": 1, "verdicts": [3], "summary": null}'},
-            "verdicts must be a mapping with name, passed",
-        ),
-        ({"job.json": "\x00"}, "not JSON"),
+        *table_of("report.a_broken_run"),
         (
             {"metrics.jsonl": '{"step": 1, "loss": 1' + "0" * 400 + "}"},
             "metrics.jsonl:1: not JSON: a number of 401 digits",
         ),
         ({"job.json": "[" * 100_000}, "nested too deeply"),
-        ({"job.json": None}, "contains no job.json"),
-        (
-            {"job.json": '{"settings": {}, "recipe": {"name": "x", "overrides": []}, "backend": "jax"}'},
-            "not a file that primus wrote",
-        ),
     ],
 )
 def test_a_broken_run_is_a_sentence(

@@ -168,22 +168,7 @@ def test_every_skip_says_why_on_a_host_without_gpus(tmp_path: Path) -> None:
     assert len(CHECKS) >= 14
 
 
-@pytest.mark.parametrize(
-    ("driver", "rocm", "level"),
-    [
-        ("6.10.5", "6.3.1", "ok"),
-        ("6.10.5", "7.1.0", "failed"),
-        ("6.14.14", "7.2.0", "ok"),
-        ("6.14.14", "7.14.0", "failed"),
-        ("6.16.13", "10.0.0", "ok"),
-        # AMD names this release for the driver, four before its own.
-        ("6.16.13", "6.3.4", "ok"),
-        ("6.16.13", "6.2.0", "failed"),
-        ("6.19.14", "10.0.0", "ok"),
-        ("6.16.6", "10.0.0", "failed"),
-        ("9.9.9", "7.1.0", "skipped"),
-    ],
-)
+@pytest.mark.parametrize(("driver", "rocm", "level"), table_of("preflight_host.drivers"))
 def test_every_driver_of_the_table_is_judged(driver: str, rocm: str, level: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.write("sys/module/amdgpu/version", driver)
@@ -244,16 +229,7 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("fault", "line"),
-    [
-        (None, ""),
-        ("kfd missing", "  ! device rights: /dev/kfd is missing → start the container with --device /dev/kfd"),
-        ("no rights", "  ! device rights: /dev/kfd cannot be opened by user"),
-        ("driver too old", "  ! driver: amdgpu 6.12.12 is of ROCm 6.4"),
-        ("small shm", "  ! /dev/shm: it has 0.06 GiB, and 8 ranks need 1 → --shm-size 16g"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "line"), table_of("preflight_host.what_the_container_lacks"))
 def test_the_entry_says_in_one_line_what_the_container_lacks(fault: str | None, line: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     if fault:

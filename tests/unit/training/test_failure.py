@@ -14,6 +14,7 @@ import tables
 from primus.errors import InputError
 from primus.training import failure
 from primus.training.failure import _last_line, cause, share, text_of
+from tables import table_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
@@ -116,15 +117,7 @@ def test_what_an_error_says_is_its_own_last_line() -> None:
         assert text_of(error) == "RuntimeError: while reading; raised from KeyError: 'text'"
 
 
-@pytest.mark.parametrize(
-    ("statement", "wanted"),
-    [
-        ("raise ValueError('no')", "rank 3: ValueError: no"),
-        ("sys.exit('told')", "rank 3: told"),
-        ("sys.exit(0)", None),
-        ("pass", None),
-    ],
-)
+@pytest.mark.parametrize(("statement", "wanted"), table_of("failure.why_a_rank_ends"))
 def test_a_rank_notes_why_it_ends(tmp_path: Path, statement: str, wanted: str | None) -> None:
     start = "import sys, pathlib\nfrom primus.training.failure import noting\n"
     code = f"{start}with noting(pathlib.Path(sys.argv[1])):\n    {statement}"

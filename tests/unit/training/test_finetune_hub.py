@@ -82,16 +82,8 @@ def test_the_recipe_of_published_weights_fits_them(tmp_path: Path, name: str, co
 @pytest.mark.parametrize(
     ("change", "key", "value"),
     [
-        ({"rope_scaling": None}, "rope_scaling.kind", "none"),
+        *table_of("finetune_hub.sizes"),
         ({"rope_scaling": {**LLAMA31["rope_scaling"], "factor": 32.0}}, "rope_scaling.factor", 32.0),
-        ({"rope_theta": 10000.0}, "rope_theta", 10000.0),
-        ({"tie_word_embeddings": True}, "tied_embeddings", True),
-        ({"num_hidden_layers": 16}, "layers", 16),
-        ({"attention_bias": True}, "qkv_bias", True),
-        ({"head_dim": 64}, "head_dim", 64),
-        ({"num_key_value_heads": None}, "kv_heads", 32),
-        ({"rms_norm_eps": 1e-6}, "norm_eps", 1e-6),
-        ({"max_position_embeddings": 1024}, "max_seq_len", 1024),
     ],
 )
 def test_the_sizes_are_those_of_the_written(tmp_path: Path, change: dict[str, Any], key: str, value: object) -> None:

@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.rules import predict
 from primus.recipes.setting import Choices
 from primus.training import machine
+from tables import table_of
 
 GIB = 2**30
 
@@ -42,28 +44,12 @@ def machine_of(root: Path, gpu: str = "", count: int = 8, gib: float = 1000, lim
     return root
 
 
-@pytest.mark.parametrize(
-    ("recipe", "choices", "words", "here", "said"),
-    [
-        ("llama3.1-8b", Choices(gpu="mi355x"), [], {}, "there is no GPU on this machine, and the job is for AMD Inst"),
-        ("llama3.1-8b", Choices(gpu="mi355x"), [], {"gpu": "h200"}, "this machine has 8 × NVIDIA H200"),
-        ("llama3.1-8b", Choices(gpu="mi355x"), [], {"gpu": "mi300x"}, "this machine has 8 × AMD Instinct MI300X"),
-        ("llama3.1-8b", Choices(gpu="mi300x"), [], {"gpu": "mi300x", "count": 4}, "starts 8 ranks"),
-        ("llama3.1-8b", Choices(gpu="mi355x", proxy=True, precision="fp8"), [], {}, "a CPU does not compute fp8"),
-        ("llama3.1-70b", Choices(gpu="h200", nodes=1), ["ranks=1"], {"gpu": "h200"}, "need at least 1,051 GiB"),
-        ("deepseek-v3", Choices(gpu="mi300x", nodes=1), ["ep=8"], {"gpu": "mi300x"}, "and AMD Instinct MI300X has 192"),
-        ("llama3.1-8b", Choices(gpu="mi300x"), ["local_batch=16"], {"gpu": "mi300x"}, "a micro batch of 16 needs"),
-        ("llama3.1-70b", Choices(gpu="h200", nodes=1), ["local_batch=8"], {"gpu": "h200"}, "a micro batch of 8"),
-        ("llama3.1-8b", Choices(gpu="cpu", proxy=True), [], {"gib": 0.001}, "this machine has 0 GiB"),
-        ("llama3.1-8b", Choices(gpu="cpu", proxy=True), [], {"limit": "1000000"}, "this machine has 0 GiB"),
-        ("llama3.1-8b", Choices(gpu="cpu", proxy=True), ["model.layers=90000"], {"gib": 24}, "has 24 GiB"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("recipe", "choices", "words", "here", "said"), table_of("machine.what_cannot_run_here"))
 def test_what_cannot_run_here_is_refused(
-    tmp_path: Path, recipe: str, choices: Choices, words: list[str], here: dict[str, object], said: str
+    tmp_path: Path, recipe: str, choices: dict[str, Any], words: list[str], here: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(HostError) as refused:
-        machine.check(resolve(recipe, words, choices), machine_of(tmp_path, **here))  # type: ignore[arg-type]
+        machine.check(resolve(recipe, words, Choices(**choices)), machine_of(tmp_path, **here))
     assert said in refused.value.message
     assert refused.value.hint
 

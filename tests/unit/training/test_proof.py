@@ -1,7 +1,6 @@
 """Verdicts from what the reference found: each fault in the evidence fails its own check."""
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -88,16 +87,7 @@ def test_bounds_of_a_rounded_precision_follow_from_its_own_noise_for_each_kind_o
     assert failing(found) == ["reference gradients"]
 
 
-@pytest.mark.parametrize(
-    ("noises", "gaps", "passed"),
-    [
-        ((1e-2, 1e-2, 1e-2, 1e-2), (2.4e-2, 2.4e-2, 2.4e-2, 2.4e-2), True),
-        ((1e-2, 1e-2, 1e-2, 1e-2), (2.7e-2, 2.7e-2, 2.7e-2, 2.7e-2), False),
-        # One step has nearly all of the noise, so that nothing averages out.
-        ((1e-4, 1e-4, 1e-4, 1e-2), (1e-4, 1e-4, 1e-4, 5.5e-2), True),
-        ((1e-4, 1e-4, 1e-4, 1e-2), (1e-4, 1e-4, 1e-4, 6.5e-2), False),
-    ],
-)
+@pytest.mark.parametrize(("noises", "gaps", "passed"), table_of("proof.mean_gaps"))
 def test_a_mean_gap_may_be_as_large_as_the_noise_of_its_steps_leaves_it(
     noises: tuple[float, ...], gaps: tuple[float, ...], passed: bool
 ) -> None:
@@ -128,35 +118,11 @@ def _constant(share: float, rounding: float = 0.0, deviation: float = 0.01, **mo
     return {"share": share, "rounding": rounding, "deviation": deviation, "biased": False, "eight": False} | more
 
 
-@pytest.mark.parametrize(
-    ("constant", "more", "told"),
-    [
-        (_constant(0.1, rounding=0.05), {}, ""),
-        (_constant(1.0, rounding=0.02), {}, "the blocks show 1.00 of it"),
-        (_constant(math.nan, rounding=0.02), {}, "the blocks show nan of it"),
-        (_constant(0.1, deviation=0.001), {}, "the blocks show 0.10 of it"),
-        # What rounding alone may show is no fault, and is no proof either.
-        (_constant(1.0, rounding=0.1, deviation=0.2), {}, ""),
-        # The opposite of some changes is no fault.
-        (_constant(-0.6, one_sided=True), {}, ""),
-        (_constant(0.6, one_sided=True), {}, "the blocks show 0.60 of it"),
-        # Where the reference shows the same, it is the rounding.
-        (_constant(0.8, rounding=0.75, deviation=0.001), {}, ""),
-        (_constant(0.4, rounding=-0.4, deviation=0.05), {}, "the blocks show 0.40 of it"),
-        # The rounding of GPUs, and the grids of FP8, are not known as well.
-        (_constant(0.11, biased=True), {}, "the blocks show 0.11 of it"),
-        (_constant(0.11, biased=True), {"on_cpu": False}, ""),
-        (_constant(0.11), {"on_cpu": False}, "the blocks show 0.11 of it"),
-        (_constant(0.13), {"precision": "fp8"}, "the blocks show 0.13 of it"),
-        # Half of a change to the rounding to FP8 is a fault, unless it is within seven deviations.
-        (_constant(0.4, deviation=0.04, eight=True), {"precision": "fp8"}, ""),
-        (_constant(0.7, deviation=0.09, eight=True), {"precision": "fp8"}, "the blocks show 0.70 of it"),
-    ],
-)
+@pytest.mark.parametrize(("share", "rounding", "more", "told"), table_of("proof.constants"))
 def test_a_constant_is_judged_as_closely_as_rounding_allows(
-    constant: dict[str, Any], more: dict[str, Any], told: str
+    share: float, rounding: dict[str, Any], more: dict[str, Any], told: str
 ) -> None:
-    found = evidence(SEEN) | {"precision": "bf16", "constants": {EPSILON: constant}} | more
+    found = evidence(SEEN) | {"precision": "bf16", "constants": {EPSILON: _constant(share, **rounding)}} | more
     verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
     assert (verdict.reason if not verdict.passed else "") == (told and f"{EPSILON}: {told}")
 
@@ -167,27 +133,7 @@ FINE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("precision", "change", "told"),
-    [
-        ("bf16", {}, ""),
-        ("bf16", {"typical": 2.2}, "most tokens differ by 2.2 × rounding"),
-        ("fp8", {"typical": 2.6}, ""),
-        ("bf16", {"typical": float("nan")}, "most tokens differ by nan × rounding"),
-        ("bf16", {"balanced": True, "typical": 6.9}, ""),
-        ("bf16", {"balanced": True, "typical": 12.0}, "most tokens differ by 12.0 × rounding"),
-        ("bf16", {"token": 9.0}, "token 127 of sample 5 differs by 9.0 × rounding"),
-        ("fp32", {"token": 9.0}, ""),
-        ("fp8", {"token": 40.0}, "token 127 of sample 5 differs by 40.0 × rounding"),
-        ("bf16", {"position": 2.8}, "tokens at position 127 differ by 2.8 × rounding"),
-        ("fp8", {"position": 2.8}, ""),
-        ("bf16", {"share": -3e-3}, "what it computes is 0.30% too short"),
-        # Rounding this large may do so.
-        ("bf16", {"share": -3e-3, "noise": 0.05}, ""),
-        ("bf16", {"name": "gradients of layers.1", "share": -3e-3}, ""),
-        ("bf16", {"name": "logits", "share": 1e-3}, "what it computes is 0.10% too long"),
-    ],
-)
+@pytest.mark.parametrize(("precision", "change", "told"), table_of("proof.blocks"))
 def test_a_block_is_judged_token_by_token(precision: str, change: dict[str, Any], told: str) -> None:
     found = evidence(SEEN) | {"precision": precision}
     found["steps"][0]["blocks"] = [FINE | change]
@@ -303,16 +249,7 @@ def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
     assert proof.unjudged(megatron) is None
 
 
-@pytest.mark.parametrize(
-    ("recipe", "backend", "word"),
-    [
-        ("llama3.1-8b", "megatron", "model.rotary_interleaved=true"),
-        ("llama3.1-8b", "megatron", "optimizer.decoupled_lr=0.02"),
-        ("mixtral-8x7b", "megatron", "model.moe_z_loss_coeff=0.001"),
-        ("mixtral-8x7b", "megatron", "model.moe_router_load_balancing_type=global_aux_loss"),
-        ("deepseek-16b", "torchtitan", "debug.moe_force_load_balance=true"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "backend", "word"), table_of("proof.computes_something_else"))
 def test_a_run_is_not_judged_by_a_reference_that_computes_something_else(recipe: str, backend: str, word: str) -> None:
     here = Choices(gpu="cpu", proxy=True, backend=backend)
     key, _, value = word.partition("=")

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from primus.recipes.resolve import resolve
 from primus.training import logs, metrics
+from tables import table_of
 
 HEAD = "[titan] 2026-11-20 15:08:39,146 - root - INFO - "
 
@@ -55,15 +56,7 @@ def test_nan_and_unreadable_losses_are_read_as_nan_not_skipped() -> None:
     assert series.problems == ()
 
 
-@pytest.mark.parametrize(
-    ("exact", "is_exact", "problem"),
-    [
-        ({1: (7.378942489624023, 0.6747741103172302), 2: (7.0, 0.6)}, True, ""),
-        ({1: (7.3, 0.6747741), 2: (7.0, 0.6)}, True, "the log says loss 7.37894"),
-        ({1: (7.378942489624023, 0.674774)}, False, ""),
-        ({}, False, ""),
-    ],
-)
+@pytest.mark.parametrize(("exact", "is_exact", "problem"), table_of("training_logs.exact_figures"))
 def test_exact_figures_replace_rounded_ones(exact: dict[int, tuple[float, ...]], is_exact: bool, problem: str) -> None:
     series = logs.with_exact(logs.read_steps(line(1, "7.37894", "0.6748") + line(2, "7.0", "0.6")), exact)
     assert series.exact is is_exact

@@ -18,6 +18,7 @@ from primus.training import backend, outcome, ranks, start, suite
 from primus.training.job import Job
 from primus.training.outcome import Outcome
 from proof_kit import FLOPS, evidence
+from tables import table_of
 
 LINEARS: dict[str, Any] = {
     "converted": {},
@@ -209,16 +210,7 @@ def test_each_comparison_fails_alone(jobs: tuple[Job, ...], job_name: str, fault
     assert judged(jobs, run)[1] == [failed]
 
 
-@pytest.mark.parametrize(
-    ("result", "code", "exit_code"),
-    [
-        ({"exit_code": 7}, 1, 7),
-        ({"exit_code": 0, "passed": False}, 1, 0),
-        ({"exit_code": 0, "passed": True}, 1, 1),
-        ({"exit_code": 0, "passed": True}, 137, 137),
-        (None, 1, 1),
-    ],
-)
+@pytest.mark.parametrize(("result", "code", "exit_code"), table_of("training_suite.exit_codes"))
 def test_exit_codes_of_launcher_and_command(
     tmp_path: Path, result: dict[str, Any] | None, code: int, exit_code: int
 ) -> None:

@@ -9,6 +9,7 @@ from primus.cli.main import main
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.turbo.optimizations import chosen, compatible, optimizations, reasons
+from tables import table_of
 
 ROOT = Path(__file__).parents[3]
 COUNTING = (
@@ -55,17 +56,7 @@ def test_of_two_that_exclude_each_other_the_first_is_used() -> None:
     assert compatible(["fp8-linear", "turbo-fp8-linear"]) == ("fp8-linear",)
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "on", "why"),
-    [
-        ((), "linear-cross-entropy", True, "by default, if its self-test passes"),
-        (("turbo=off",), "linear-cross-entropy", False, "turbo is off"),
-        (("turbo=require",), "turbo-attention", True, "requested"),
-        ((), "fp8-linear", False, "needs precision fp8, not bf16"),
-        (("turbo=turbo-attention",), "turbo-attention", True, "requested"),
-        (("turbo=turbo-attention",), "linear-cross-entropy", False, "not named"),
-    ],
-)
+@pytest.mark.parametrize(("words", "name", "on", "why"), table_of("turbo_optimizations.on_or_off"))
 def test_each_optimization_is_on_or_off_with_its_reason(words: tuple[str, ...], name: str, on: bool, why: str) -> None:
     recipe = resolve("llama3.1-8b", words, Choices(backend="torchtitan", precision="bf16", gpu="mi355x"))
     found = reasons(recipe)

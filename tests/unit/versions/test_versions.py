@@ -66,15 +66,7 @@ def test_a_package_may_come_from_another_suite() -> None:
     assert made.bases["bookworm"].packages == ("rocminfo", "hipcc/experimental")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("suite: sid, python: 3.14.10, packages: [hipcc/unstable]", "'unstable' will move"),
-        ("suite: sid, python: 3.14.10, packages: [hipcc/]", "name/suite"),
-        ("suite: sid, python: 3.14.10, packages: [hipcc, hipcc/experimental]", "hipcc is named twice"),
-        ("suite: experimental, python: 3.14.10, packages: [hipcc]", "write `suite: sid`"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), table_of("versions.suites_that_fit_no_base"))
 def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: str) -> None:
     error = refused(_base(text))
     assert (error.where or "").startswith("versions.yaml:4:")

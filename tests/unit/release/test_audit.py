@@ -12,7 +12,7 @@ import yaml
 from primus.release.policy import audit
 from project_kit import Kit
 
-OPENVEX = Path(__file__).parents[2] / "fixtures/openvex.yaml"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def package(name: str, version: str, purl: str, **more: str) -> dict[str, Any]:
@@ -41,52 +41,7 @@ def entry(name: str, ecosystem: str = "PyPI", *, versions: tuple[str, ...] = (),
     return {**names, "summary": "It breaks", "affected": [affected]}
 
 
-def releases(*entries: dict[str, Any]) -> dict[str, Any]:
-    """One entry that says what several say."""
-    return {**entries[0], "affected": [row for entry in entries for row in entry["affected"]]}
-
-
-CASES: dict[str, tuple[dict[str, Any], str, str, str | None]] = {
-    "before it": (entry("small", introduced="1.5"), "1.4", "1.0-1", None),
-    "in it": (entry("small", introduced="1.5"), "1.5", "1.0-1", ""),
-    "all": (entry("small", introduced="0"), "0.1", "1.0-1", ""),
-    "mended": (entry("small", introduced="0", fixed="2.0"), "2.0", "1.0-1", None),
-    "mended in the release candidate": (entry("small", introduced="0", fixed="2.0"), "2.0rc1", "1.0-1", "2.0"),
-    "local version of the mended": (entry("small", introduced="0", fixed="2.0"), "2.0+cpu", "1.0-1", None),
-    "last affected": (entry("small", introduced="0", last_affected="1.9"), "1.9", "1.0-1", ""),
-    "after the last affected": (entry("small", introduced="0", last_affected="1.9"), "1.10", "1.0-1", None),
-    "listed": (entry("small", versions=("1.0",)), "1.0", "1.0-1", ""),
-    "other letters": (entry("Small", introduced="0"), "1.0", "1.0-1", ""),
-    "another package": (entry("large", introduced="0"), "1.0", "1.0-1", None),
-    "another ecosystem": (entry("small", "npm", introduced="0"), "1.0", "1.0-1", None),
-    "only a build needed it": (entry("tool", introduced="0"), "1.0", "1.0-1", None),
-    "source of a deb": (
-        entry("demo", "Debian:12", introduced="0", fixed="1.0-1+deb12u1"),
-        "1",
-        "1.0-1",
-        "1.0-1+deb12u1",
-    ),
-    "mended deb": (entry("demo", "Debian:12", introduced="0", fixed="1.0-1+deb12u1"), "1", "1.0-1+deb12u2", None),
-    "deb with a tilde": (entry("demo", "Debian", introduced="0", fixed="1.0-1"), "1", "1.0-1~bpo12+1", "1.0-1"),
-    "deb with an epoch": (entry("demo", "Debian", introduced="0", fixed="2:0.1-1"), "1", "1.0-1", "2:0.1-1"),
-    "unfixed in another Debian": (
-        releases(
-            entry("demo", "Debian:11", introduced="0"),
-            entry("demo", "Debian:12", introduced="0", fixed="1.0-1+deb12u1"),
-            entry("demo", "Debian:13", introduced="0", fixed="1.2-1"),
-        ),
-        "1", "1.0-1+deb12u1", None,
-    ),
-    "fixed in another Debian only": (
-        releases(entry("demo", "Debian:11", introduced="0", fixed="1.0-1"), entry("demo", "Debian:12", introduced="0")),
-        "1", "1.0-2", "",
-    ),
-    "another Debian alone": (entry("demo", "Debian:11", introduced="0"), "1", "1.0-1", ""),
-    "withdrawn": ({**entry("small", introduced="0"), "withdrawn": "2026-01-01"}, "1.0", "1.0-1", None),
-    "odd version": (entry("small", introduced="0"), "not a version", "1.0-1", None),
-    "odd fix": (entry("small", versions=("1.0",), introduced="0", fixed="not a version"), "1.0", "1.0-1", ""),
-    "empty event": (entry("small", introduced=""), "1.0", "1.0-1", None),
-}  # fmt: skip
+CASES: dict[str, tuple[dict[str, Any], str, str, str | None]] = yaml.safe_load((FIXTURES / "osv.yaml").read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,6 +77,6 @@ def test_a_finding_fails_until_it_is_accepted_and_again_when_its_review_is_late(
 def statement(path: Path) -> Any:
     """The statement of a valid OpenVEX document with one."""
     document = json.loads(path.read_text())
-    jsonschema.Draft202012Validator(yaml.safe_load(OPENVEX.read_text())).validate(document)
+    jsonschema.Draft202012Validator(yaml.safe_load((FIXTURES / "openvex.yaml").read_text())).validate(document)
     (only,) = document["statements"]
     return only

@@ -18,7 +18,7 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import zstandard
@@ -59,6 +59,14 @@ class Proxy(ThreadingHTTPServer):
         self.what, self.skip, self.times = "", 0, 0
         self.seen: list[str] = []
         self.fault: Fault = CUT
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -139,9 +147,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def proxy(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     with Proxy(port) as proxy:
-        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         yield proxy
-        proxy.shutdown()
 
 
 def repository(proxy: Proxy) -> str:
@@ -266,11 +272,9 @@ class Cached:
     def sign(self, change: Callable[[Any], object], by: str = "ours", envelope: bytes = b"") -> None:
         """Replace the entry's statement by a changed one, signed with the key ``by`` or in another ``envelope``."""
         there, (_, manifest) = self.there(), self.entry
-        digest = digest_of(manifest)
-        statement = payload(there.documents(digest, BUNDLE)[0].data)
+        statement = payload(there.documents(digest_of(manifest), BUNDLE)[0].data)
         change(statement)
-        empty = canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
-        there.request("PUT", f"manifests/{digest_tag(digest)}", data=empty, headers={"Content-Type": INDEX_TYPE})
+        unsigned(self)
         data = envelope or Signer(key=str(self.root / f"{by}.key")).bundle(statement)
         there.attach([Document(media_type=BUNDLE, name="", data=data)], Blob.of(manifest, MANIFEST_TYPE).descriptor)
 
@@ -318,7 +322,6 @@ def assert_built(cached: Cached, result: Result, store: Path, *, downloaded: int
 @needs("cosign")
 def test_a_second_machine_only_downloads_and_only_what_is_new_is_sent(cached: Cached, tmp_path: Path) -> None:
     with Proxy(cached.port) as proxy:
-        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         words = ("--cache-sign", str(cached.root / "ours.key"))
         plan = cached.build(tmp_path / "store", "--dry-run", port=proxy.server_port)
         assert "nothing to build, 3 to download" in plan.out
@@ -335,7 +338,6 @@ def test_a_second_machine_only_downloads_and_only_what_is_new_is_sent(cached: Ca
         assert (again.err.count(" from the cache"), "1 result sent" in again.err) == (2, True), again.err
         # The layer, the statement and the empty config, which every artifact has.
         assert sum(line.startswith("PUT") and "blobs/uploads" in line for line in proxy.seen) == 2
-        proxy.shutdown()
 
 
 def flip(data: bytes) -> bytes:
@@ -426,12 +428,10 @@ def test_a_fault_on_the_way_from_a_cache_does_not_change_the_image(
     cached: Cached, tmp_path: Path, what: str, times: int, fault: Fault, downloaded: int, reason: str
 ) -> None:
     with Proxy(cached.port) as proxy:
-        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         proxy.what, proxy.times, proxy.fault = what, times, fault
         result = cached.build(tmp_path / "store", port=proxy.server_port)
         assert re.search(reason, result.err), result.err
         assert_built(cached, result, tmp_path / "store", downloaded=downloaded)
-        proxy.shutdown()
 
 
 # What can happen to any one request: of a publish, of `verify --image`, of a build with a cache.
@@ -472,7 +472,6 @@ def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt
     trust, signer = Trust(key=str(whole.root / "ours.pub")), Signer(key=str(whole.root / "ours.key"))
     publish(ready, store, f"127.0.0.1:{whole.port}/rocm/verified", Progress(), signer=signer)
     with Proxy(whole.port) as proxy:
-        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         base = f"127.0.0.1:{proxy.server_port}/rocm"
 
         def act(name: str) -> bool:
@@ -502,7 +501,6 @@ def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt
             assert act(name), (position, kind)
             if way == "publish":
                 assert_published(ready, proxy, f"{base}/{name}")
-        proxy.shutdown()
     assert counts["overcome"] or not slow  # the few faults of a quick run may all be lasting ones
     if slow and request.config.getoption("--regenerate-golden"):
         results = json.loads(FAULTS.read_text()) if FAULTS.exists() else {}
@@ -513,14 +511,12 @@ def test_a_fault_of_any_request_is_overcome_or_a_sentence_and_nothing_is_corrupt
 @needs("cosign")
 def test_a_cache_that_only_reads_is_a_sentence_and_the_image_is_built(cached: Cached, tmp_path: Path) -> None:
     with Proxy(cached.port) as proxy:
-        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         unsigned(cached)
         proxy.what, proxy.times, proxy.fault = "PUT|POST", -1, say(405)
         words = ("--cache-sign", str(cached.root / "ours.key"))
         result = cached.build(tmp_path / "store", *words, port=proxy.server_port)
         assert (result.code, "status 405" in result.err) == (3, True), result.err
         assert cached.kit.primus("build", "demo", "--store", str(tmp_path / "store")).digest == cached.digest
-        proxy.shutdown()
     assert "1 result sent" in cached.build(tmp_path / "store", *words).err
     assert_built(cached, cached.build(tmp_path / "other"), tmp_path / "other", downloaded=3)
 

@@ -44,7 +44,7 @@ BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
 # What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds find what they need.
 OTHERS = {
     "numpy": "2.5.5", "pybind11": "3.0.4", "filelock": "3.20.0", "einops": "0.8.2", "ninja": "1.11.1.3",
-    "setuptools-scm": "10.3.4", "pandas": "3.0.3", "psutil": "7.2.2", "scipy": "1.17.0",
+    "setuptools-scm": "10.3.4", "pandas": "3.0.3", "psutil": "7.2.2", "scipy": "1.17.0", "jinja2": "3.1.6",
 }  # fmt: skip
 LOCAL = ("src/primus", "recipes", "images/workspace")
 LIBRARIES = "_rocm_sdk_libraries"
@@ -81,7 +81,7 @@ def make_channel_wheels(amd: Path, pypi: Path, pins: Mapping[str, Pin], arch: st
         needs, files = _inside(component, rocm or "", arch)
         if component == "pytorch":
             triton = next(one.version for name, one in pins.items() if name == "triton")
-            needs = (f"rocm[libraries]=={rocm}", f"triton=={triton}", "filelock", "setuptools")
+            needs = (f"rocm[libraries]=={rocm}", f"triton=={triton}", "filelock", "jinja2", "setuptools")
         tag = "cp311-cp311-manylinux_2_28_x86_64" if component == "pytorch" else "py3-none-any"
         padding = 3_000_000 if component in ("pytorch", "rocm-sdk-libraries", "rocm-sdk-device") else 0
         make_wheel(folder, pin.wheel, pin.version or "", needs=needs, files=files, tag=tag, padding=padding)

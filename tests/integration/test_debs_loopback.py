@@ -192,9 +192,9 @@ def test_a_host_without_debian_installs_what_names_a_mirror(
             raise HostError("debootstrap is missing")
         _use(tmp_path, monkeypatch, f"deb [trusted=yes] {archive.url}/ bookworm main\n")
 
-    monkeypatch.setattr("primus.programs.install", install)
+    monkeypatch.setattr("primus.versions.debs.install", install)
     monkeypatch.setattr("primus.versions.debs._DEBOOTSTRAP", tmp_path / "none")
-    with pytest.raises(HostError, match="names no source of Debian bookworm; debootstrap is missing") as error:
+    with pytest.raises(HostError, match="names no source of Debian; debootstrap is missing") as error:
         _fetch(files.values(), tmp_path / "c")
     assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
     _fetch(files.values(), tmp_path / "c")

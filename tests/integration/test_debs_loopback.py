@@ -185,19 +185,23 @@ def test_a_host_without_debian_installs_what_names_a_mirror(
     files = _resolve(_base())
     _use(tmp_path, monkeypatch, "deb [trusted=yes] http://127.0.0.1:9/ubuntu noble main\n")
     asked: list[dict[str, str]] = []
+    script, keyring = tmp_path / "functions", tmp_path / "keyring.gpg"
 
-    def install(packages: dict[str, str], **_: object) -> None:
+    def install(packages: dict[str, str]) -> None:
         asked.append(packages)
         if len(asked) == 1:
             raise HostError("debootstrap is missing")
-        _use(tmp_path, monkeypatch, f"deb [trusted=yes] {archive.url}/ bookworm main\n")
+        script.write_text('DEF_MIRROR="http://127.0.0.1:9/named-by-debootstrap"\n')
 
+    keyring.touch()
+    monkeypatch.setenv("PRIMUS_DEBIAN_KEYRING", str(keyring))
     monkeypatch.setattr("primus.versions.debs.install", install)
-    monkeypatch.setattr("primus.versions.debs._DEBOOTSTRAP", tmp_path / "none")
+    monkeypatch.setattr("primus.versions.debs._DEBOOTSTRAP", script)
     with pytest.raises(HostError, match="names no source of Debian; debootstrap is missing") as error:
         _fetch(files.values(), tmp_path / "c")
     assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
-    _fetch(files.values(), tmp_path / "c")
+    with pytest.raises(HostError, match="named-by-debootstrap"):
+        _fetch(files.values(), tmp_path / "c")
     assert asked == [{"debootstrap": "debootstrap", "debian-archive-keyring": "debian-archive-keyring"}] * 2
 
 

@@ -18,6 +18,7 @@ from primus.yamlfile import Scalar, read_values, spell
 _FOLDER = Path(__file__).with_name("families")
 _DECODER = "decoder"
 FULL = "full_attention"
+_NEAR = ("sliding_attention", "chunked_attention")
 # The family of the models that no other one computes, which transformers alone defines.
 OTHER = "other"
 # Keys of rope scaling in config.json, with transformers' values where one is omitted, by its kind.
@@ -195,8 +196,9 @@ def described(known: Family, config: Mapping[str, Any], file: Path) -> Iterator[
         elif key == "query_scalar" and value == whole["head_dim"]:
             value = 0
         elif key == "window_pattern" and isinstance(layers := whole.get("layer_types"), list):
-            value = layers.index(FULL) + 1 if FULL in layers else 0
-            if layers != [FULL if value and (n + 1) % value == 0 else "sliding_attention" for n in range(len(layers))]:
+            value = layers.index(FULL) + 1 if FULL in layers else value or 0
+            near = next((kind for kind in layers if kind in _NEAR), None)
+            if layers != [FULL if value and (n + 1) % value == 0 else near for n in range(len(layers))]:
                 value = spell(layers)
         elif value is None and key.startswith("mla."):
             value = 0

@@ -78,9 +78,9 @@ GPUS = {
     "flipped-memory": Wrong("copy_", 1, bit(63), "memory", every=4),
     "stuck-memory": Wrong("copy_", 0, stuck_bit, "memory"),
     "lost-write": Wrong("copy_", 2, lost, "memory", every=5),
-    "flipped-message": Wrong("batch_isend_irecv", 1, bit(11), "exchange with GPU", gpus="012", every=3),
-    "stale-message": Wrong("batch_isend_irecv", 2, lost, "GPU 2 of .* everything that is wrong", gpus="012"),
-    "swapped-message": Wrong("swap", 0, hang, "GPU 0 of .* everything that is wrong", gpus="012"),
+    "flipped-message": Wrong("batch_isend_irecv", 1, bit(11), "exchange with GPU", gpus="0123", every=3),
+    "stale-message": Wrong("batch_isend_irecv", 2, lost, "GPU 2 of .* everything that is wrong", gpus="0123"),
+    "swapped-message": Wrong("swap", 0, hang, "GPU 0 of .* everything that is wrong", gpus="0123"),
     "wrong-sum": Wrong("all_reduce", 1, bit(22), "all-reduce"),
     # The sums of all, and of all but one, are wrong for everyone with this share; those of two are not.
     "wrong-share": Wrong("all_reduce share", 1, lost, "GPU 1 of .* everything that is wrong", gpus="0123"),

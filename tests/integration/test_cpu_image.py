@@ -177,6 +177,13 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         assert "llama3-proxy did not pass a validation in this image" in refused.out
         assert "files differ from commit" in refused.out
         (kit.root / "stray").unlink()
+        refused = kit.primus(*words, "--records", str(validated))
+        assert (refused.code, "no validation loaded torchao, megatron-core, transformers" in refused.out) == (1, True)
+        # Those that the recipe does not load become tools.
+        pins = (kit.root / "versions.yaml").read_text()
+        idle = "^  (torchao|megatron-core|transformers|peft|accelerate|diffusers):\n"
+        kit.write("versions.yaml", re.sub(idle, r"\g<0>    tool: Another recipe loads it.\n", pins, flags=re.M))
+        gits.commit(kit.root, {})
         monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
         stranger = kit.primus(*words, "--records", str(validated))
         assert (stranger.code, "denied access" in stranger.err) == (3, True)

@@ -109,7 +109,10 @@ def _check_startable(command: str, request: Request, environment: Mapping[str, s
             raise HostError("GEMMs are tuned on one node, and not by a job that is submitted", hint=hint)
         image = environment.get("DOCKER_IMAGE")
         words += ["--image", image] if image else ["--container", "none"]
-        words += [f"--env={variable}={value}" for variable, value in request.environment.items()]
+        words += [
+            f"--port={value}" if variable == "MASTER_PORT" else f"--env={variable}={value}"
+            for variable, value in request.environment.items()
+        ]
         hint = f"on a login node: primus launch slurm {shlex.join(words)}"
         raise HostError("the job is not submitted from here", hint=hint)
     if command == "madengine":

@@ -179,7 +179,7 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         (kit.root / "stray").unlink()
         refused = kit.primus(*words, "--records", str(validated))
         assert refused.code == 1
-        assert "no validation loaded torchao, megatron-core, transformers" in refused.out
+        assert "no validation loaded accelerate, diffusers, megatron-core" in refused.out
         # Those that the recipe does not load become tools.
         pins = (kit.root / "versions.yaml").read_text()
         idle = "^  (torchao|megatron-core|transformers|peft|accelerate|diffusers):\n"

@@ -1,6 +1,7 @@
 """A wait of more than 2 s says for what, who causes it and how to go on, whoever holds the lock."""
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -106,6 +107,13 @@ def test_a_holder_is_recognized(tmp_path: Path, state: str, text: str, capfd: py
         threading.Timer(2.5, os.kill, (pid, signal.SIGKILL)).start()
         waits.lock(file.fileno(), "the test", path)
     assert capfd.readouterr().err == f"… waiting for the test: {sentence}\n"
+
+
+def test_a_thread_that_waits_for_another_is_not_told_to_end_this_command(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with path.open("w") as first, path.open() as second:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        assert waits.holders(second.fileno(), path) == "another part of this command holds it"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")

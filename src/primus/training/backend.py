@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.files import read_sealed, write_sealed
+from primus.files import read_sealed, sha256_of, write_sealed
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.weights import HUB, config_of
@@ -39,22 +39,22 @@ def _check_text(recipe: Recipe) -> None:
             files_of(each)
 
 
-def _tokenize(job: Job, kept: Path | None, progress: Callable[[str], None]) -> None:
+def _tokenize(job: Job, shared: Path | None, progress: Callable[[str], None]) -> None:
     recipe, cache, corpus = job.recipe, job.output / "cache", corpus_of(job.recipe)
     if corpus.name == MOCK and not rules_of(recipe).divides_documents:
         return
-    others = held_out_corpus_of(recipe)
-    folder = None
-    if kept and not others and recipe.asset_digests["corpus"] and recipe.asset_digests["tokenizer"]:
+    others, folder = held_out_corpus_of(recipe), None
+    digests = [recipe.asset_digests[name] for name in ("corpus", "tokenizer")]
+    if shared and not others and all(digests):
         settings = [recipe.backend, recipe.seq_len, recipe.find("eval.fraction", 0.0), asdict(corpus)]
-        text = json.dumps([settings, recipe.asset_digests["corpus"], recipe.asset_digests["tokenizer"]])
-        folder = kept / "tokens" / hashlib.sha256(text.encode()).hexdigest()[:32]
-    lines = folder and _copied(folder, cache)
+        key = hashlib.sha256(json.dumps([settings, *digests]).encode()).hexdigest()
+        folder = shared / "tokens" / key[:32]
+    lines = _copied(folder, cache) if folder else {}
     if not lines:
         lines = _written(job, corpus, others, progress)
         if folder:
-            with suppress(OSError):  # what cannot be kept is made again
-                _keep(folder, cache, lines)
+            with suppress(OSError):  # what cannot be stored is made again
+                _store(folder, cache, lines)
     for name, line in lines.items():
         progress(line)
         for objection, hint in _objections(recipe, name, tokens.stored(cache, name)):
@@ -85,9 +85,6 @@ def _written(job: Job, corpus: Corpus, others: Corpus | None, progress: Callable
     return lines
 
 
-_KEPT = "kept.json"
-
-
 def _link(source: Path, target: Path) -> None:
     waiting = target.with_name(f".{target.name}.{os.urandom(6).hex()}")
     try:
@@ -97,31 +94,25 @@ def _link(source: Path, target: Path) -> None:
     waiting.replace(target)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _keep(folder: Path, cache: Path, lines: Mapping[str, str]) -> None:
-    files = [file for name in lines for file in cache.glob(f"{name}.*")]
+def _store(folder: Path, cache: Path, lines: Mapping[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        _link(file, folder / file.name)
-    write_sealed(folder / _KEPT, {"lines": lines, "files": {file.name: _sha256(file) for file in files}})
+    files = {file.name: sha256_of(file) for name in lines for file in cache.glob(f"{name}.*")}
+    for name in files:
+        _link(cache / name, folder / name)
+    write_sealed(folder / "entry.json", {"lines": lines, "files": files})
 
 
-def _copied(folder: Path, cache: Path) -> Mapping[str, str] | None:
-    """Link the kept tokens into the job's folder, and return their lines; None if they are not there, or damaged."""
-    entry = read_sealed(folder / _KEPT)
+def _copied(folder: Path, cache: Path) -> dict[str, str]:
+    """Link stored tokens into the job's folder, and return their lines; none if they are not there, or damaged."""
+    entry = read_sealed(folder / "entry.json") or {"lines": {}, "files": {}}
     try:
-        if entry is None or any(_sha256(folder / name) != sha256 for name, sha256 in entry["files"].items()):
-            return None
+        if any(sha256_of(folder / name) != sha256 for name, sha256 in entry["files"].items()):
+            return {}
         for name in entry["files"]:
             _link(folder / name, cache / name)
-    except OSError:
-        return None
-    lines: Mapping[str, str] = entry["lines"]
-    return lines
+    except (OSError, InputError):
+        return {}
+    return dict(entry["lines"])
 
 
 def _objections(recipe: Recipe, name: str, written: tokens.Tokens) -> Iterator[tuple[str, str]]:
@@ -187,7 +178,7 @@ BACKENDS: Mapping[str, Backend] = {
     "megatron": Backend(check_weights=_check_initial),
     "finetune": Backend(check_weights=finetune.check_weights),
     "flux": Backend(
-        check_data=flux.check_data, tokenize=lambda _job, _kept, _progress: None, check_weights=flux.check_weights
+        check_data=flux.check_data, tokenize=lambda _job, _shared, _progress: None, check_weights=flux.check_weights
     ),
     "fsdp": Backend(),
 }

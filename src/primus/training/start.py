@@ -51,6 +51,14 @@ def check_backend(job: Job) -> None:
         )
 
 
+def shared_folder(job: Job) -> Path | None:
+    """Create and return the folder that runs on this GPU share; None if there is none that this user may write to."""
+    if folder := ranks.compiled_before(job):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+    return folder if folder and os.access(folder, os.W_OK) else None
+
+
 def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
     """Create the job's folder with the files for the ranks. Returns the job with the optimizations that it uses.
 
@@ -69,14 +77,11 @@ def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
         raise taken from error
     except OSError as error:
         raise _cannot_write(job, folder, error) from error
-    writable = folder / "cache"
-    if compiled := ranks.compiled_before(job):
-        with contextlib.suppress(OSError):
-            compiled.mkdir(parents=True, exist_ok=True)
-        writable = compiled if os.access(compiled, os.W_OK) else writable
+    shared = shared_folder(job)
     try:
-        backend_of(job.recipe).tokenize(job, writable if compiled else None, progress)
-        job = replace(job, trial=decide(job.recipe, writable, ranks.environment(job, os.environ), progress))
+        backend_of(job.recipe).tokenize(job, shared, progress)
+        environment = ranks.environment(job, os.environ)
+        job = replace(job, trial=decide(job.recipe, shared or folder / "cache", environment, progress))
         for name, text in ranks.files(job).items():
             write_file(job.output / name, text)
     except OSError as error:

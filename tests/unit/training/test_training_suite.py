@@ -1,5 +1,7 @@
 import json
+import math
 import os
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from primus.cli.image import train
 from primus.cli.main import parser_of
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
@@ -295,6 +298,25 @@ def test_runs_share_tokens_that_nobody_damaged(tmp_path: Path, monkeypatch: pyte
         file.write_bytes(b"3" * 8)
     run(4)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_run_of_epochs_keeps_the_tokens_that_it_counts(
+    dry_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path | None] = []
+    textual = SimpleNamespace(check_data=lambda _: None, tokenize=lambda _job, kept, _say: folders.append(kept))
+    monkeypatch.setattr(train, "backend_of", lambda _: textual)
+    monkeypatch.setattr(train.tokens, "without_torch", lambda: None)
+    monkeypatch.setattr(train.tokens, "stored", lambda _: SimpleNamespace(samples=lambda *_, **__: 9000))
+    monkeypatch.setattr(train, "recipe_of", lambda options, **_: options.overrides)
+    recipe = resolve("llama3.1-8b", ["epochs=2"], Choices(gpu="mi300x"))
+    options = Namespace(judge=False, dry_run=dry_run, json=True, overrides=["epochs=2"])
+    steps = math.ceil(2 * 9000 / recipe.global_batch)
+    assert train._with_steps(recipe, options, None, tmp_path) == [f"steps={steps}"]
+    job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path)
+    assert folders == [None if dry_run else start.shared_folder(job)]
+    assert dry_run or folders[0] is not None
 
 
 def test_another_version_of_an_operator_finds_no_kept_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,9 +78,9 @@ def _run(options: argparse.Namespace) -> int:
     memory = machine.unlisted_memory()
     options.overrides = [*options.overrides, *([f"{options.log}=true"] if options.log else [])]
     recipe = recipe_of(options, memory=memory)
-    if "epochs" in recipe.settings:
-        recipe = _with_steps(recipe, options, memory)
     cache = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
+    if "epochs" in recipe.settings:
+        recipe = _with_steps(recipe, options, memory, cache and cache.absolute())
     name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = options.output = options.output or Path("runs") / name
     checkpoint = newest_checkpoint(options.resume_from) if options.resume_from else None
@@ -186,14 +186,16 @@ def recipe_of(options: argparse.Namespace, *, here: bool = True, memory: float |
     return recipe
 
 
-def _with_steps(recipe: Recipe, options: argparse.Namespace, memory: float | None) -> Recipe:
-    """Return ``recipe`` with the steps that its epochs take: the corpus is tokenized to count its samples."""
+def _with_steps(recipe: Recipe, options: argparse.Namespace, memory: float | None, cache: Path | None) -> Recipe:
+    """Return ``recipe`` with the steps of its epochs: the corpus is tokenized, on a GPU into ``cache``, and counted."""
     backend_of(recipe).check_data(recipe)
     tokens.without_torch()
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cache").mkdir()
-        backend_of(recipe).tokenize(Job(name="epochs", recipe=recipe, output=folder), None, lambda _: None)
+        job = Job(name="epochs", recipe=recipe, output=folder, judged=options.judge, compiled=cache)
+        shared = None if options.dry_run else start.shared_folder(job)
+        backend_of(recipe).tokenize(job, shared, lambda _: None)
         packing = recipe.find(f"{recipe.backend}.packing", False)
         samples = tokens.stored(folder / "cache").samples(recipe.seq_len, packing=packing)
     epochs = recipe.get("epochs", float)

@@ -181,8 +181,8 @@ def loaded() -> list[str]:
 
 
 def final(parts: Sequence[Any], step: int) -> dict[str, Any]:
-    """Return the facts of the end of a run: the weights after ``step``, and what the process has loaded."""
-    return {"weights_sha256": digest(parts), "last_step": step, "loaded": loaded()}
+    """Return the facts of the end of a run: the weights after ``step``, and what rank 0, their writer, has loaded."""
+    return {"weights_sha256": digest(parts), "last_step": step, "loaded": [] if dist.get_rank() else loaded()}
 
 
 def digest(parts: Sequence[Any]) -> str:

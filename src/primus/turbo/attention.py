@@ -85,7 +85,7 @@ def flash_attention_4(
 def flash_attention_2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, window: int = 0
 ) -> torch.Tensor:
-    """The same causal attention by Flash Attention 2, whose kernels for AMD GPUs are written in Triton."""
+    """Return causal attention as :func:`flash_attention_4` does, by Flash Attention 2, which runs on AMD GPUs."""
     from flash_attn import flash_attn_func
 
     CALLS["flash_attention_2"] += 1

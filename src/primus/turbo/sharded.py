@@ -185,7 +185,11 @@ class _Collective:
 
     def memory(self, group: dist.ProcessGroup) -> Any:
         """Return the handle of all ranks' buffers. The first call exchanges their addresses."""
-        self._handle = self._handle or symmetric.rendezvous(self._buffer, group.group_name)
+        if self._handle is None:
+            self._handle = symmetric.rendezvous(self._buffer, group.group_name)
+            # It copies the addresses to the GPU on the default stream, for which no other stream waits. Without this, a
+            # barrier can read addresses of an earlier buffer.
+            torch.cuda.synchronize(self._buffer.device)
         return self._handle
 
 

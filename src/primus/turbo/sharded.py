@@ -187,8 +187,8 @@ class _Collective:
         """Return the handle of all ranks' buffers. The first call exchanges their addresses."""
         if self._handle is None:
             self._handle = symmetric.rendezvous(self._buffer, group.group_name)
-            # It copies the addresses to the GPU on the default stream, for which no other stream waits. Without this, a
-            # barrier can read addresses of an earlier buffer.
+            # The addresses are copied to the GPU on the default stream, for which no other stream waits. Without this,
+            # a barrier can read what their memory held before.
             torch.cuda.synchronize(self._buffer.device)
         return self._handle
 

@@ -46,12 +46,17 @@ def test_each_rank_gets_the_shares_of_all(dtype: Any) -> None:
         assert all(torch.equal(output, torch.cat(shares)) for output in outputs)
 
 
-def test_memory_is_not_used_before_it_is_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_used_before_it_is_zeroed_and_its_addresses_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     events = list[str]()
     monkeypatch.setattr(sharded.symmetric, "empty", lambda size, **_: events.append("zeroed") or torch.zeros(size))
+    monkeypatch.setattr(sharded.symmetric, "rendezvous", lambda *_: events.append("exchanged") or object())
     monkeypatch.setattr("torch.cuda.synchronize", lambda _device: events.append("waited"))
-    sharded.PeerGather().allocate((8,), dtype=torch.uint8, device=CPU)
+    gathering = sharded.PeerGather()
+    gathering.allocate((8,), dtype=torch.uint8, device=CPU)
     assert events[-2:] == ["zeroed", "waited"]
+    handle = gathering.memory(_group(0))
+    assert gathering.memory(_group(0)) is handle
+    assert events[-3:] == ["waited", "exchanged", "waited"]
 
 
 def test_weights_that_are_copied_out_are_not_those_of_the_next_gather() -> None:

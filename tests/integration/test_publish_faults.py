@@ -33,7 +33,7 @@ from primus.plan.resolve import resolve
 from primus.progress import Progress
 from primus.release.policy import Policy
 from primus.release.publish import Ready, prepare, publish
-from primus.release.registry import Document, Repository, digest_tag
+from primus.release.registry import EMPTY, Document, Repository, artifact, digest_tag
 from primus.release.statement import BUNDLE, Signer, Trust, payload
 from primus.release.verification import verify_image
 from project_kit import SOURCE, Kit, Result, make_project
@@ -138,8 +138,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ready, Store]:
 
 
 @pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with registry(tmp_path_factory.mktemp("registry") / "own") as port:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The registry's folder."""
+    return tmp_path_factory.mktemp("registry") / "files"
+
+
+@pytest.fixture(scope="module")
+def port(files: Path) -> Iterator[int]:
+    with registry(files) as port:
         yield port
 
 
@@ -203,6 +209,28 @@ def test_a_lasting_fault_is_a_sentence_and_the_next_run_heals(
     proxy.times = 0
     publish(*built, name, Progress())
     assert_published(built[0], proxy, name)
+
+
+@pytest.mark.parametrize("what", ["layer", "config", "image", "tag", "list", "document", "empty", "artifact"])
+def test_what_the_registry_lost_is_sent_again(built: tuple[Ready, Store], proxy: Proxy, files: Path, what: str) -> None:
+    (ready, _), name = built, repository(proxy)
+    publish(*built, name, Progress())
+    document = ready.documents[0]
+    blobs = {
+        "layer": ready.image.layers[0].blob.digest,
+        "config": digest_of(ready.image.config),
+        "document": digest_of(document.data),
+        "empty": digest_of(EMPTY),
+    }
+    manifests = {"image": ready.image.digest, "artifact": digest_of(artifact(document, ready.subject))}
+    tags = {"tag": ready.tag, "list": ready.image.digest.replace(":", "-")}
+    place = f"_layers/sha256/{blobs[what][7:]}" if what in blobs else f"_manifests/tags/{tags.get(what)}"
+    place = f"_manifests/revisions/sha256/{manifests[what][7:]}" if what in manifests else place
+    lost = files / "data/docker/registry/v2/repositories" / name.partition("/")[2] / place
+    shutil.rmtree(lost)
+    publish(*built, name, Progress())
+    assert lost.exists()
+    assert_published(ready, proxy, name)
 
 
 @pytest.mark.parametrize("part", ["layer", "config", "manifest"])

@@ -318,6 +318,7 @@ def _reference(name: str, text: str, texts: dict[str, str]) -> str:
     return reference
 
 
+@cache
 def _expression(text: str) -> str:
     try:
         return str(_spdx().parse(text, validate=True, strict=True))

@@ -88,15 +88,16 @@ def publish(
     there = Repository(repository)
     before = _free(there, ready.tag, digest)
     blobs = [digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
-    missing = [blob for blob in blobs if not there.has_blob(blob)]
+    missing = there.missing("blobs", blobs)
     sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
     sent = sum(sizes.get(blob, 0) for blob in missing)
-    if missing or there.digest(digest) is None:
+    # A tag that names the image was answered with its manifest.
+    if missing or (before != digest and there.digest(digest) is None):
         _push(ready, store, there, missing, sent, progress)
     there.attach(ready.documents, ready.subject)
     ref, about = f"{repository}:{ready.tag}", statements(ready.documents, ready.tag, digest)
     request = write_request(later, ref, ready.subject, about) if later else None
-    if not later:
+    if not later and (signer or before != digest):
         finish(there, ready.tag, ready.subject, about, signer)
     return {
         "ref": ref,

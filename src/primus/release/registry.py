@@ -15,6 +15,7 @@ import tempfile
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -50,6 +51,8 @@ _LARGEST_DOCUMENT = 256 << 20
 # Another publish, or a registry that copies between its servers, may lose a document from the list.
 _LISTINGS = 3
 _MOST_PAGES = 1000
+# Questions at a time, which are as many as the connections that the client keeps open.
+_AT_ONCE = 10
 # Docker's name of a user who logs in with an identity token.
 _TOKEN = "<token>"
 
@@ -161,6 +164,15 @@ class Repository:
         """Whether the repository has the blob."""
         return self.find("HEAD", f"blobs/{digest}") is not None
 
+    def missing(self, kind: str, digests: Sequence[str]) -> list[str]:
+        """Return those of the ``kind`` (``blobs`` or ``manifests``) that the repository lacks."""
+
+        def absent(digest: str) -> bool:
+            return self.find("HEAD", f"{kind}/{digest}", headers=_ANY_MANIFEST) is None
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return [digest for digest, lost in zip(digests, pool.map(absent, digests), strict=True) if lost]
+
     def tags(self, beginning: str = "") -> list[str]:
         """Return the tags of the repository that begin so, sorted."""
         result: set[str] = set()
@@ -234,13 +246,20 @@ class Repository:
     def attach(self, documents: Sequence[Document], subject: Mapping[str, Any]) -> None:
         """Attach ``documents`` to the image ``subject``, unless they already are.
 
-        Raises HostError if the registry does not list them afterwards.
+        Raises HostError if the registry does not have and list them afterwards.
         """
         about = str(subject["digest"])
         manifests = {digest_of(manifest := artifact(d, subject)): (d, manifest) for d in documents}
         for number in range(_LISTINGS + 1):
             there = {descriptor["digest"] for descriptor in self.referrers(about)}
-            absent = [pair for digest, pair in manifests.items() if digest not in there]
+            # A registry may list a document that it has lost.
+            parts = [digest_of(EMPTY), *(digest_of(document.data) for document in documents)] if there else []
+            lost = {*self.missing("manifests", [*there & {*manifests}]), *self.missing("blobs", parts)}
+            absent = [
+                (document, manifest)
+                for digest, (document, manifest) in manifests.items()
+                if digest not in there or lost & {digest, digest_of(document.data), digest_of(EMPTY)}
+            ]
             if not absent:
                 return
             if number < _LISTINGS:

@@ -283,7 +283,7 @@ def publish(args: argparse.Namespace) -> int:
     lines = [line for ready in every if refused or args.dry_run for line in _judgement(ready, args.to)]
     for image in done:
         sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
-        sent = f"sent {sizes}" if image["new"] else "already published"
+        sent = f"sent {sizes}" if image["new"] or image["bytes_sent"] else "already published"
         lines.append(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
         if image["to_sign"] and not args.json:
             print(f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`", file=sys.stderr)

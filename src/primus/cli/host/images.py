@@ -19,8 +19,6 @@ import zstandard
 
 from primus.cli.host.common import SEVERAL, SINGLE, SOURCE, open_project, resolved_target, resolved_targets
 from primus.cli.verb import JSON, answer, flag, folder, group, new_file, option, path, several, verb
-from primus.engine.pipeline import Options, build
-from primus.engine.upkeep import find_waste, remove
 from primus.errors import InputError, did_you_mean
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import Examined, examine
@@ -36,7 +34,6 @@ from primus.release.policy import audit as look_up, load_accepted, openvex
 from primus.release.publish import Ready, finish, move_tag, prepare, publish as upload
 from primus.release.registry import Repository, require_repository
 from primus.release.statement import Signer, Trust, requests
-from primus.release.verification import verified_text, verify_image
 from primus.schema import read_json
 from primus.terminal import Screen, Styled, bytes_text, counted
 
@@ -106,6 +103,8 @@ def verify(args: argparse.Namespace) -> int:
     """
     if args.image:
         return _verify_published(args)
+    from primus.engine.pipeline import Options, build  # a fifth of the time of a publish that changes nothing
+
     targets, workspace = resolved_targets(args)
     plans = plan_images(targets, workspace.stats)
     first = [built.image for built in build(plans, workspace, Options(rehash=True, quiet=args.json))]
@@ -173,6 +172,8 @@ def clean(args: argparse.Namespace) -> int:
 
     Images keep their layers and names. A removed file is made or downloaded again when something needs it.
     """
+    from primus.engine.upkeep import find_waste, remove  # not for other verbs, as in verify
+
     project = open_project(args)
     store = project.workspace.store
     with project.workspace.alone():
@@ -350,6 +351,8 @@ def _verify_published(args: argparse.Namespace) -> int:
         raise InputError("--image names a published image; a target is built from this project", hint="name one")
     if bool(args.key) == bool(args.identity and args.issuer):
         raise InputError("who must have signed it? Name --key, or --identity and --issuer", hint="--key cosign.pub")
+    from primus.release.verification import verified_text, verify_image  # not for other verbs, as above
+
     trust = Trust(key=args.key, identity=args.identity, issuer=args.issuer)
     trust.check("--key")
     rules = policy.load(args.policy) if args.policy else None

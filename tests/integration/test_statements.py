@@ -18,7 +18,7 @@ import yaml
 from amd_channel import registry
 from host_tools import needs
 from primus.engine.pipeline import Options, build
-from primus.errors import PrimusError
+from primus.errors import HostError, InputError, PrimusError
 from primus.gates.check import judge
 from primus.gates.examined import examine_image
 from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, canonical_json, digest_of
@@ -423,6 +423,19 @@ def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:
     publish(more, store.workspace.store, world.name, Progress(), signer=Signer(key=world.key("ours")))
     assert (world.verify().faults, len(world.verify().validations)) == ([], 2)
     assert "its signature is not by" in world.verify(key="others.pub").faults[0]
+
+
+def test_a_key_that_cannot_be_used_is_no_verdict_on_the_image(world: World) -> None:
+    (world.root / "garbage.pub").write_text("no key")
+    for key in ("garbage.pub", "ours.key"):
+        with pytest.raises(HostError, match="cosign cannot verify signatures: loading verifier"):
+            world.verify(key=key)
+    for key in ("garbage.pub", "ours.pub"):
+        with pytest.raises(HostError, match="cosign failed: "):
+            Signer(key=str(world.root / key)).check("--key")
+    with pytest.raises(InputError, match="--key: there is no file nothing"):
+        Signer(key="nothing").check("--key")
+    Signer(key=world.key("ours")).check("--key")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ class Cache:
         require_repository(args.cache, "--cache")
         trust = Trust(key=args.cache_key)
         trust.check("--cache-key")
-        return cls(Repository(args.cache), trust, Signer(key=args.cache_sign) if args.cache_sign else None)
+        if signer := Signer(key=args.cache_sign) if args.cache_sign else None:
+            signer.check("--cache-sign")
+        return cls(Repository(args.cache), trust, signer)
 
     def look_up(self, actions: Iterable[Action]) -> dict[str, Blob]:
         """Return action key → blob of the entries that count. What does not count is named on standard error."""

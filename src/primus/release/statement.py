@@ -30,6 +30,9 @@ BILLS = {SPDX: "https://spdx.dev/Document", CYCLONEDX: "https://cyclonedx.org/bo
 # All other tags, such as latest-cpu, may move.
 RELEASE_TAG = r"v[0-9]+[.][0-9.]+-.*"
 _REQUEST = "request.json"
+_KEYLESS = "without --key, cosign needs the servers of Sigstore"
+# How cosign's errors begin that are about the key or the trusted root, not about the signature.
+_UNJUDGED = ("loading verifier from key opts", "setting trusted material")
 _COSIGN = "install cosign 3 or newer (Debian: package cosign of forky or sid)"
 
 
@@ -99,10 +102,21 @@ class Signer(NamedTuple):
             content.write_bytes(canonical_json(statement))
             words = ["attest-blob", "--yes", "--statement", str(content), "--bundle", str(bundle)]
             key = ["--key", self.key, "--use-signing-config=false", "--tlog-upload=false"] if self.key else []
-            if problem := cosign(*words, *key):
-                hint = _COSIGN if "unknown flag" in problem else "check the key, and COSIGN_PASSWORD, its password"
-                raise HostError(f"cosign failed: {problem}", hint=hint)
+            self._accept(cosign(*words, *key))
             return bundle.read_bytes()
+
+    def check(self, option: str) -> None:
+        """Raise InputError if the key is a file that does not exist, HostError if cosign cannot sign with it."""
+        need_cosign()
+        if self.key:
+            _require_file(self.key, option, "cosign.key")
+            self._accept(cosign("public-key", "--key", self.key))
+
+    def _accept(self, problem: str) -> None:
+        if problem:
+            hint = f"{_KEYLESS}; --sign-later signs elsewhere"
+            hint = "check the key, and COSIGN_PASSWORD, its password" if self.key else hint
+            raise HostError(f"cosign failed: {problem}", hint=_COSIGN if "unknown flag" in problem else hint)
 
 
 class Trust(NamedTuple):
@@ -115,11 +129,15 @@ class Trust(NamedTuple):
     def check(self, option: str) -> None:
         """Raise InputError if the key is a file that does not exist, HostError if cosign is missing."""
         need_cosign()
-        if self.key and "://" not in self.key and not Path(self.key).is_file():
-            raise InputError(f"{option}: there is no file {self.key}", hint="name the public key, such as cosign.pub")
+        if self.key:
+            _require_file(self.key, option, "cosign.pub")
 
     def rejects(self, bundle: bytes, kind: str) -> str:
-        """Return why cosign rejects the signature; empty if it accepts it. Raises HostError if cosign is missing."""
+        """Return why cosign rejects the signature; empty if it accepts it.
+
+        Raises HostError if cosign can judge no signature: it is missing, it cannot read the key, or without a key, it
+        does not reach Sigstore.
+        """
         with tempfile.NamedTemporaryFile(prefix="primus-bundle-") as file:
             file.write(bundle)
             file.flush()
@@ -128,7 +146,15 @@ class Trust(NamedTuple):
             by += ["--certificate-oidc-issuer", self.issuer] if self.issuer else []
             words = ("verify-blob-attestation", "--bundle", file.name, "--check-claims=false", "--type", kind, *by)
             problem = cosign(*words)
+            if problem.startswith(_UNJUDGED):
+                hint = "name the public key, such as cosign.pub" if self.key else _KEYLESS
+                raise HostError(f"cosign cannot verify signatures: {problem}", hint=hint)
             return f"its signature is not by {self.key or self.identity} (cosign: {problem})" if problem else ""
+
+
+def _require_file(key: str, option: str, example: str) -> None:
+    if "://" not in key and not Path(key).is_file():
+        raise InputError(f"{option}: there is no file {key}", hint=f"name the key, such as {example}")
 
 
 def need_cosign() -> None:

@@ -408,7 +408,9 @@ def _examined_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Examined
 def _signer(args: argparse.Namespace) -> Signer | None:
     if args.key and args.keyless:
         raise InputError("--key and --keyless exclude each other")
-    return Signer(key=args.key) if args.key or args.keyless else None
+    if signer := Signer(key=args.key) if args.key or args.keyless else None:
+        signer.check("--key")
+    return signer
 
 
 def _judgement(ready: Ready, repository: str) -> Iterator[str]:

@@ -146,7 +146,8 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
     if digest is None:
         have = ", ".join(t for t in there.tags("v") if _ANNOUNCED not in t) or "none"
         raise InputError(f"{there.name} has no {release}; its releases: {have}", hint="primus publish publishes one")
-    there.tag(tag, there.manifest(release) or b"")
+    if before != digest:  # a registry that forbids moving tags also refuses this one
+        there.tag(tag, there.manifest(release) or b"")
     if (now := there.digest(tag)) != digest:
         raise HostError(
             f"{there.name}:{tag} names {now or 'nothing'} after it was set to {digest}", hint="run it again"

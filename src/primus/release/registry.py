@@ -370,7 +370,11 @@ class Repository:
         if answer.status_code >= 400:
             reason = "; ".join(filter(None, (f"status {answer.status_code}", " ".join(answer.text.split())[:200])))
             later = "run the command again later; what was sent is kept"
-            hint = later if answer.status_code in _PASSING else "check its name, and that it accepts OCI images"
+            hint = (
+                later
+                if answer.status_code in _PASSING
+                else "check its name, and that it accepts OCI images and lets this tag move"
+            )
             raise HostError(f"the registry of {self.name} refuses {bare_url(path)}: {reason}", hint=hint)
         return answer
 

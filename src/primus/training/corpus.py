@@ -111,7 +111,7 @@ def files_of(corpus: Corpus) -> Files:
         refuse_special(file, str(file))
     # datasets reads no folder like __pycache__ either.
     data = [file for file in every if not any(part.startswith("__") for part in file.relative_to(root).parts[:-1])]
-    splits = _splits(root, [file for file in data if not _BESIDE.fullmatch(file.name)])
+    splits = _splits_of_card(root, every) or _splits(root, [file for file in data if not _BESIDE.fullmatch(file.name)])
     chosen = corpus.split or (corpus.usual_split if len(splits) > 1 else next(iter(splits), None))
     names = ", ".join(sorted(split for split in splits if split))
     if len(splits) > 1 and None in splits and not corpus.split:
@@ -131,6 +131,20 @@ def files_of(corpus: Corpus) -> Files:
         raise _unreadable(f"expected files of one form in the folder, found {kinds}", str(root))
     others = sorted({*every} - {*files})
     return Files(paths=files, split=chosen, others=[str(file.relative_to(root)) for file in others])
+
+
+def _splits_of_card(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
+    """As ``datasets`` reads the ``configs`` of a README.md; empty if there are none."""
+    card = root / "README.md"
+    if not card.is_file() or b"\nconfigs:" not in card.read_bytes().partition(b"\n---")[0]:
+        return {}
+    datasets, places = _datasets(), {file.resolve(): file for file in files}
+    try:
+        named = datasets.load_dataset_builder(str(root.resolve())).config.data_files or {}
+    except Exception as error:  # noqa: BLE001, a card can be wrong in any way
+        why, hint = f"datasets cannot choose files: {first_line(error)}", "assets.corpus names one of its files"
+        raise InputError(why, where=f"{card}: configs", hint=hint) from None
+    return {str(split): [places.get(Path(name).resolve(), Path(name)) for name in named[split]] for split in named}
 
 
 def _splits(root: Path, files: Sequence[Path]) -> dict[str | None, list[Path]]:
@@ -256,14 +270,19 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
         raise _unreadable(f"the JSON cannot be read: {error}", f"{file}:{line}") from None
 
 
-def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, Any]]:
+def _datasets() -> Any:
     try:
-        from datasets import load_dataset
+        import datasets
     except ImportError:
-        raise HostError(
-            "datasets, which reads Parquet, CSV and Arrow, is not installed", hint="run this inside a primus image"
-        ) from None
-    number = 0
+        why = "datasets, which reads Parquet, CSV and Arrow, is not installed"
+        raise HostError(why, hint="run this inside a primus image") from None
+    # It would print an error beside the one that it raises.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    return datasets
+
+
+def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, Any]]:
+    load_dataset, number = _datasets().load_dataset, 0
     try:
         for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
             yield f"{shown}: row {number}", {name: _without_nulls(value) for name, value in row.items()}

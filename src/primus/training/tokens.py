@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 # What thinking models' templates add to the prompt, and leave out of earlier answers.
 _OPEN_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-_THOUGHT = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Characters that are tokenized in one call.
 _BATCH = 1 << 20
 _EVERY = 1_000_000
@@ -154,16 +155,18 @@ class Encoder:
                 "chat_template",
             ) from None  # fmt: skip
         try:
-            if document.tools or any("tool_calls" in turn or not isinstance(turn["content"], str) for turn in messages):
-                _refuse_dropped(document, self._rendered([messages], options)[0])
             if reserved := sorted(self._arguments & {*document.options}):
                 raise ValueError(f"chat_template_kwargs has {reserved[0]}, which is no variable of a template")
-            if completions and _MARKED.search(template) and not document.first and all(map(_trains, messages)):
+            text: str = self._rendered([messages], options)[0]
+            _refuse_dropped(document, text)
+            marks = None
+            if completions and _MARKED.search(template) and not document.first:
                 encoded = self.tokenizer.apply_chat_template(
                     messages, return_dict=True, return_assistant_tokens_mask=True, **options
                 )
-                return encoded["input_ids"], encoded["assistant_masks"]
-            text: str = self._rendered([messages], options)[0]
+                marks = encoded["assistant_masks"]
+                if all(map(_trains, messages)):
+                    return encoded["input_ids"], marks
             spans = self._answers(text, messages, document.first, options) if completions else [(0, len(text))]
         except Exception as error:  # noqa: BLE001, a template can fail in any way
             sentence = f"the tokenizer's chat template refuses the messages: {first_line(error)}"
@@ -174,7 +177,8 @@ class Encoder:
                 "that the assistant's words cannot be told from the rest", where=where,
                 hint="data.train_on=all trains every token; or mark the words with {% generation %} in the template",
             )  # fmt: skip
-        return self._masked(text, spans)
+        tokens, mask = self._masked(text, spans)
+        return tokens, [*map(min, mask, marks)] if marks else mask
 
     def _rendered(self, chats: Sequence[Any], options: Mapping[str, Any], **more: Any) -> list[str]:
         texts: list[str] = self.tokenizer.apply_chat_template(list(chats), tokenize=False, **options, **more)
@@ -206,12 +210,18 @@ def _trains(turn: Mapping[str, Any]) -> bool:
 
 
 def _refuse_dropped(document: Document, text: str) -> None:
-    calls = [call for turn in document.messages or () for call in turn.get("tool_calls") or ()]
+    messages = document.messages or ()
+    for turn in messages[-1:]:
+        inline = _THOUGHT.match(str(turn.get("content")))
+        thoughts = [inline[1] if inline else "", *(str(turn.get(key) or "") for key in _THOUGHT_KEYS)]
+        if not all(thought.strip() in text for thought in thoughts):
+            raise ValueError("it leaves out the thoughts of the last answer")
+    calls = [call for turn in messages for call in turn.get("tool_calls") or ()]
     for tool in (*(document.tools or ()), *calls):
         name = tool.get("function", tool).get("name", "")
         if name not in text:
             raise ValueError(f"it leaves out the tool {name!r}")
-    for turn in document.messages or ():
+    for turn in messages:
         if not isinstance(content := turn.get("content"), str | None) and str(content) in text:
             raise ValueError(f"it has no form for content that is no text, {str(content)[:40]}")
 

@@ -13,6 +13,7 @@ import lzma
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -222,16 +223,19 @@ def linked(where: Path) -> Path:
     return folder
 
 
-def named(where: Path, *names: str) -> Path:
+def named(where: Path, *names: str, card: str = "") -> Path:
     for name in names:
         place = where / "data" / name
         written(place.parent, place.name, {"text": name})
+    if card:
+        (where / "data/README.md").write_text(f"---\n{card}---\n# About\n")
     return where / "data"
 
 
 def check_folder(case: str, where: Path) -> None:
     row = TABLE["folders"][case]
-    folder, tokenizer, split = named(where, *row["names"]), folder_of(where / "tokenizer"), row.get("split")
+    folder, tokenizer = named(where, *row["names"], card=row.get("card", "")), folder_of(where / "tokenizer")
+    split = row.get("split")
     authority = AutoTokenizer.from_pretrained(tokenizer)
     read = [authority.decode(ids[1:-1]) for ids, _ in ours(folder, tokenizer, **({"split": split} if split else {}))]
     assert read == row["reads"], read
@@ -300,7 +304,7 @@ def corpus_of(case: str, row: dict[str, Any], where: Path) -> Path:
     if case in CORPORA_REFUSED:
         return CORPORA_REFUSED[case](where)
     if "names" in row:
-        return named(where, *row["names"])
+        return named(where, *row["names"], card=row.get("card", ""))
     if "rows" in row:
         return written(where, "a.jsonl", *row["rows"])
     name, text = row["file"]
@@ -344,13 +348,17 @@ def check_a_turn_that_is_not_trained(case: str, where: Path) -> None:
     chat[1][key] = json.loads(value)
     names = {"user": "human", "assistant": "gpt"}
     share = [{"from": names[turn["role"]], "value": turn["content"], **{key: turn.get(key, 1)}} for turn in chat]
-    for number, row in enumerate(({"messages": chat}, {"conversations": share})):
-        for markers in (("", ""), ("{% generation %}", "{% endgeneration %}")):
-            text = TEMPLATES["chatml"].replace("«", markers[0]).replace("»", markers[1])
-            folder = folder_of(where / f"{number} {len(markers[0])}", CONFIG | {"chat_template": text})
-            ((ids, mask),) = ours(written(where, "rows.jsonl", row), folder)
-            said = AutoTokenizer.from_pretrained(folder).decode([n for n, part in zip(ids, mask, strict=True) if part])
-            assert said == "Three.<|im_end|>\n", said
+    marked = TEMPLATES["chatml"].replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
+    content = "{% generation %}{{ m.content }}{% endgeneration %}"
+    words = "{% for m in messages %}{% if m.role == 'assistant' %}A" + content + "<|im_end|>{% else %}U{{ m.content }}"
+    templates = {TEMPLATES["chatml"].replace("«", "").replace("»", ""): "Three.<|im_end|>\n",
+                 marked: "Three.<|im_end|>\n",
+                 words + "{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}": "Three."}  # fmt: skip
+    for row, (text, trained) in product(({"messages": chat}, {"conversations": share}), templates.items()):
+        folder = folder_of(Path(mkdtemp(dir=where)), CONFIG | {"chat_template": text})
+        ((ids, mask),) = ours(written(where, "rows.jsonl", row), folder)
+        said = AutoTokenizer.from_pretrained(folder).decode([n for n, part in zip(ids, mask, strict=True) if part])
+        assert said == trained, said
 
 
 def check_nulls_of_a_table(_case: str, where: Path) -> None:

@@ -237,6 +237,12 @@ def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
 def _files(path: Path, split: str | None) -> list[Path]:
     if not path.is_dir():
         return [path]
+    card = path / "README.md"
+    if card.is_file() and "\nconfigs:" in card.read_text().partition("\n---")[0]:
+        from datasets import load_dataset_builder
+
+        named = load_dataset_builder(str(path)).config.data_files
+        return [*map(Path, named[split or ("train" if len(named) > 1 else next(iter(named)))])]
     entered: dict[str, list[Path]] = {}
     for folder, _, names in os.walk(path, followlinks=True):
         entered.setdefault(os.path.realpath(folder), [Path(folder, name) for name in names])
@@ -354,11 +360,12 @@ class _Words:
         muted = {n for n, turn in enumerate(turns) if 0 in map(turn.get, switches)}
         options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
         marks = re.search(r"{%-?\s*generation\b", self._tokenizer.get_chat_template(None, tools))
-        if answers and not first and not muted and marks:
+        if by_template := answers and not first and marks is not None:
             marked = self._tokenizer.apply_chat_template(
                 turns, **options, return_dict=True, return_assistant_tokens_mask=True
             )
-            return marked["input_ids"], list(map(bool, marked["assistant_masks"]))
+            if not muted:
+                return marked["input_ids"], list(map(bool, marked["assistant_masks"]))
         text = self._rendered(turns, options)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = [
@@ -370,6 +377,8 @@ class _Words:
         for begin, last in spans:
             if tokens := {encoded.char_to_token(place) for place in range(begin, last)} - {None}:
                 inside[min(tokens) : max(tokens) + 1] = [True] * (max(tokens) + 1 - min(tokens))
+        if by_template:
+            inside = [mine and bool(its) for mine, its in zip(inside, marked["assistant_masks"], strict=True)]
         return encoded["input_ids"], inside if answers else None
 
     def _span(self, text: str, before: _Turns, turn: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:

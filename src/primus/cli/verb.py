@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -168,15 +169,20 @@ def path(text: str) -> Path:
         raise argparse.ArgumentTypeError("must not be empty")
     if re.search(r"[\x00-\x1f\x7f-\x9f]", text):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} must not contain control characters")
+    # The shell leaves ~ as it is after =, as in --output=~/runs.
+    with suppress(RuntimeError):  # the user has no home
+        return Path(text).expanduser()
     return Path(text)
 
 
 def folder(text: str) -> Path:
-    """Parse the path of a folder that exists or can be created."""
+    """Parse the path of a folder that exists or can be created, outside of the folders of the system."""
     target = path(text)
     nearest = next(part for part in (target, *target.parents) if os.path.lexists(part))
     if not nearest.is_dir():
         raise argparse.ArgumentTypeError(f"{nearest} is not a folder")
+    if re.fullmatch(r"/|/(proc|sys|dev(?!/shm/)|etc|boot|s?bin|lib|lib64)(/.*)?", os.path.normpath(target.absolute())):
+        raise argparse.ArgumentTypeError(f"{target} belongs to the system")
     return target
 
 

@@ -25,6 +25,15 @@ _FORWARDED = (
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,@:+-]*")
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}")
 _OPTION = re.compile("-.+", re.DOTALL)
+# Options of sbatch that would change what the plan shows, or that a requeued job could not continue with.
+_SET_BY_JOB = re.compile(
+    "-[NnatGZ].*|--(nodes|ntasks.*|array|gpus(-per-node)?|time|wrap|export(-file)?|signal|open-mode|no-requeue|"
+    "no-allocate|test-only)(=.*)?"
+)
+_FILE = re.compile(r"\.*/")
+_PROTOCOL = re.compile(r"^((docker|oras|library)://)?([^/@#]+@(?=.*#))?")
+# Pyxis takes an image from Docker Hub unless # follows the registry.
+_REGISTRY = re.compile(r"^(docker://)?(\w[^/#]*[.:][^/#]*|localhost)/")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", re.DOTALL)
 
 
@@ -62,21 +71,34 @@ class Site:
                 )
         for word in self.extra:
             refuse_unfit("sbatch", word or " ", _OPTION, "an option", "for example --sbatch=--qos=high")
+            if _SET_BY_JOB.fullmatch(word):
+                hint = "`primus launch --help` has the options"
+                raise InputError(f"--sbatch={word}: the job sets it itself", hint=hint)
         for text in (self.image, self.name, self.resume_from, *self.extra, str(self.output)):
             if not text.isprintable():
                 raise InputError(f"{text!r} contains a control character")
         secrets = (*self.environment, *self.extra, self.image)
         refuse_secrets(secrets, "export it, and pass its name only: --env HF_TOKEN")
-        # Pyxis and apptainer also accept image files.
-        if self.container in ("docker", "podman"):
-            refuse_unfit("image", self.image, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
-        if self.container != "none" and (odd := [path for path in self.mounts if {*":,"} & {*str(path)}]):
-            hint = "containers separate paths by : and , so mount a folder above it, or a link to it"
-            raise InputError(f"--mount: {odd[0]} contains : or ,", hint=hint)
+        if self.container != "none":
+            self._refuse_unfit_in_containers()
         if (limit := limit_of(self.time)) and self.grace >= limit:
             raise InputError(f"--grace {self.grace}: the job would be told to end at its start: --time is {self.time}")
         if self.port > 65535:
             raise InputError(f"--port: {self.port} is not a port", hint="at most 65535")
+
+    def _refuse_unfit_in_containers(self) -> None:
+        image = self.image
+        # Pyxis and apptainer also accept image files, and names with a protocol; pyxis a user and a registry before #.
+        if self.container in ("pyxis", "apptainer"):
+            image = "" if _FILE.match(image) else _PROTOCOL.sub("", image).replace("#", "/", 1)
+        refuse_unfit("image", image, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
+        mounts = [("mount", path) for path in self.mounts]
+        for option, path in (("output", self.output), ("resume-from", Path(self.resume_from)), *mounts):
+            if {*":,"} & {*(place := str(path))}:
+                hint = "containers separate paths by : and , so mount a folder above it, or a link to it"
+                raise InputError(f"--{option}: {place} contains : or ,", hint=hint)
+            if place == "/":
+                raise InputError(f"--{option}: / is that of the container", hint="name a folder below it")
 
 
 def limit_of(text: str) -> float | None:
@@ -168,7 +190,8 @@ def _srun(plan: Plan, site: Site) -> str:
     words += ["--kill-on-bad-exit=0", f"--wait={60 if plan.resumable else 0}", "--label"]
     if site.container == "pyxis":
         mounts = ",".join(f"{path}:{path}" for path in _mounts(plan, site))
-        words += [f"--container-image={shlex.quote(site.image)}", f"--container-mounts={mounts}"]
+        image = _REGISTRY.sub(r"\1\2#", site.image.removeprefix("docker.io/"))
+        words += [f"--container-image={shlex.quote(image)}", f"--container-mounts={mounts}"]
         words += ["--no-container-mount-home", f"--container-env={','.join(_names(site))}"]
     return " ".join([*words, 'bash -c "$task"'])
 

@@ -189,6 +189,17 @@ def test_containers_see_the_run_that_is_continued(capsys: pytest.CaptureFixture[
     assert "resume=/shared/run-7" in out
 
 
+@pytest.mark.parametrize(("image", "imported"), {
+    "rocm/primus:v1": "rocm/primus:v1", "docker.io/rocm/primus:v1": "rocm/primus:v1", "/data/a.sqsh": "/data/a.sqsh",
+    "registry.site/team/primus:v1": "registry.site#team/primus:v1", "node7:5000/primus": "node7:5000#primus",
+    "docker://ghcr.io/a/b:c": "docker://ghcr.io#a/b:c", "nvcr.io#nvidia/pytorch:1": "nvcr.io#nvidia/pytorch:1",
+    "me@ghcr.io#a/b": "me@ghcr.io#a/b",
+}.items())  # fmt: skip
+def test_pyxis_imports_an_image_from_its_registry(image: str, imported: str) -> None:
+    text = slurm.script(plan(), slurm.Site(container="pyxis", image=image))
+    assert re.search(r"--container-image=(\S+)", text)[1].strip("'") == imported  # type: ignore[index]
+
+
 def test_the_exit_code_of_the_ranks_is_the_jobs(tmp_path: Path) -> None:
     done = body(tmp_path, "[[ $* == *--overlap* ]] || exit 9")
     assert done.returncode == 9

@@ -273,8 +273,8 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
 def _datasets() -> Any:
     try:
         import datasets
-    except ImportError:
-        why = "datasets, which reads Parquet, CSV and Arrow, is not installed"
+    except ImportError as error:
+        why = f"datasets, which reads Parquet, CSV and Arrow, cannot be imported: {first_line(error)}"
         raise HostError(why, hint="run this inside a primus image") from None
     # It would print an error beside the one that it raises.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

@@ -39,8 +39,8 @@ _BATCH = 1 << 20
 _EVERY = 1_000_000
 
 
-def _not_installed() -> HostError:
-    return HostError("transformers is not installed", hint="run this inside a primus image")
+def _not_installed(error: ImportError) -> HostError:
+    return HostError(f"transformers cannot be imported: {first_line(error)}", hint="run this inside a primus image")
 
 
 def without_torch() -> None:
@@ -53,8 +53,8 @@ def without_torch() -> None:
     if "torch" not in sys.modules:
         try:
             import transformers.utils
-        except ImportError:
-            raise _not_installed() from None
+        except ImportError as error:
+            raise _not_installed(error) from None
         for module in (transformers.utils, transformers.utils.import_utils):
             module.is_torch_available = lambda: False
 
@@ -67,8 +67,8 @@ class Encoder:
         try:
             from transformers import AutoTokenizer
             from transformers.utils import logging
-        except ImportError:
-            raise _not_installed() from None
+        except ImportError as error:
+            raise _not_installed(error) from None
         logging.set_verbosity_error()
         self.name = name
         folder = corpora.tokenizer_folder(name)

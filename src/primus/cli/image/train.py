@@ -83,6 +83,10 @@ def _run(options: argparse.Namespace) -> int:
         recipe = _with_steps(recipe, options, memory, cache and cache.absolute())
     name = f"{Path(recipe.name).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = options.output = options.output or Path("runs") / name
+    sources = {"weights": recipe.weights, **{key: recipe.asset(key) for key in recipe.section("assets")}}
+    for key, source in sources.items():
+        if source is not None and output.absolute() == source.absolute():
+            raise InputError(f"--output {output} holds the {key} of the run", hint="choose another --output")
     checkpoint = newest_checkpoint(options.resume_from) if options.resume_from else None
     job = Job(
         name=output.name,

@@ -96,7 +96,7 @@ class Recipe:
         """The backend's entry in the table of backends."""
         return backends()[self.backend]
 
-    @property
+    @cached_property
     def architecture(self) -> Architecture:
         """The model's sizes."""
         return architecture(self.section("model"))

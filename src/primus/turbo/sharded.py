@@ -101,7 +101,8 @@ class Step:
             first += len(params)
         self._count += 1
         self._optimizer._opt_called = True
-        if scaled:
+        # PyTorch creates the states by a step at a rate of 0, and then loads other weights, which need other scales.
+        if scaled and any(float(group["lr"]) for group in self._optimizer.param_groups):
             # As torchao's precompute_float8_dynamic_scale_for_fsdp, with the kernel's maximum.
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             scales = (torch.finfo(scaled[0][0]._dtype).max / largest.double().clamp(min=1e-12)).float()

@@ -253,9 +253,10 @@ def adamw_(
         return
     aligned = all(address % _VECTOR == 0 for row in rows for address in row[:4])
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(clip.device, non_blocking=True)
+    # A product that is not rounded before the next sum would give other bits than gradients that were clipped before.
     _adamw[(_PROGRAMS, len(rows))](
         table, clip, lr, decay, beta1, beta2, eps, step_size, root,
-        ALIGNED=aligned, AMAX=any(row[4] for row in rows), BLOCK=2048, num_warps=8,
+        ALIGNED=aligned, AMAX=any(row[4] for row in rows), BLOCK=2048, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 import primus
-from primus.cli.main import VERBS, main
+from primus.cli.main import main
+from primus.cli.verb import VERBS
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
 from primus.plan.project import Project
@@ -64,7 +65,7 @@ class Kit:
     def primus(self, *words: str, timeout: int = 900, stdin: str = "") -> Result:
         """Run a command in a fork of this process, which has its modules already."""
         importlib.import_module(
-            f"primus.cli.{VERBS[words[0]][0].rpartition('.')[0]}" if words[0] in VERBS else "primus.cli.main"
+            f"primus.cli.{VERBS[words[0]].call.rpartition('.')[0]}" if words[0] in VERBS else "primus.cli.main"
         )
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(stdin.encode())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.site.published import outcomes
-from primus.cli.main import parser_of
+from primus.cli.verb import parser_of
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training.metrics import of_recipe_unit

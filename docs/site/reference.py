@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from docs.json_schema import json_schema
-from primus.cli.main import GROUPS, VERBS, parser_of
+from primus.cli.main import GROUPS
+from primus.cli.verb import VERBS, parser_of
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.plan.target import Target
@@ -32,9 +33,9 @@ def commands() -> Iterator[str]:
     yield "[Using primus](../using.md) has the exit codes.\n"
     for heading, room in GROUPS.items():
         yield f"## {heading.capitalize()}\n"
-        for verb, (function, _) in VERBS.items():
-            if function.startswith(room):
-                yield from _parser(parser_of(verb), 3)
+        for name, verb in VERBS.items():
+            if verb.call.startswith(room):
+                yield from _parser(parser_of(name), 3)
 
 
 def _parser(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:

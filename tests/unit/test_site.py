@@ -15,7 +15,8 @@ import pytest
 from docs.site.rocm import rocm_data
 
 from browser import CHROMIUM, Browser
-from primus.cli.main import VERBS, main
+from primus.cli.main import main
+from primus.cli.verb import VERBS
 from primus.compat.commands import requested
 from primus.recipes.schema import backends
 from proof_kit import finished_run

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import errno
 import gc
-import importlib
 import io
 import re
 import sys
@@ -19,11 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from primus import __version__
-from primus.cli.verb import Verb
+from primus.cli.verb import VERBS, Verb, parser_of, run
 from primus.errors import HostError, InputError, PrimusError, nearest
-from primus.yamlfile import read_values
 
-VERBS: dict[str, list[str]] = read_values(Path(__file__).with_name("verbs.yaml")).data
 _ADVICE = {
     errno.EACCES: "check its owner and permissions",
     errno.EPERM: "check its owner and permissions",
@@ -36,18 +33,18 @@ GROUPS = {"on the build host": "host.", "on the build host and in an image": "im
 signal.signal(signal.SIGINT, _handler)
 
 
-def installed_verbs() -> dict[str, list[str]]:
-    """Return verb → (function, one line) for the verbs of this installation."""
+def installed_verbs() -> dict[str, Verb]:
+    """Return the verbs of this installation by name."""
     has_host = (Path(__file__).parent / "host").is_dir()
-    return {verb: entry for verb, entry in VERBS.items() if has_host or not entry[0].startswith("host.")}
+    return {name: verb for name, verb in VERBS.items() if has_host or not verb.call.startswith("host.")}
 
 
 def _usage() -> str:
     installed = installed_verbs()
     lines = ["usage: primus VERB [options]"]
     for heading, room in GROUPS.items():
-        names = [verb for verb, (function, _) in installed.items() if function.startswith(room)]
-        lines += ["", f"{heading}:"] * bool(names) + [f"  {name:<10}  {installed[name][1]}" for name in names]
+        names = [name for name, verb in installed.items() if verb.call.startswith(room)]
+        lines += ["", f"{heading}:"] * bool(names) + [f"  {name:<10}  {installed[name].summary}" for name in names]
     return "\n".join([*lines, "", "Run `primus VERB --help` for options and an example."])
 
 
@@ -159,7 +156,7 @@ def _main(args: list[str]) -> int:
         except UnicodeEncodeError:
             message = f"argument {number} is not UTF-8 text: {word[:80]!a}"
             raise InputError(message, hint="write it in UTF-8, or rename the file") from None
-    return _verb(verb)(parser_of(verb).parse_args(words))
+    return run(verb, parser_of(verb).parse_args(words))
 
 
 def _complete() -> None:
@@ -170,20 +167,9 @@ def _complete() -> None:
     parser = argparse.ArgumentParser(prog="primus")
     parsers = parser.add_subparsers()
     typed = os.environ.get("COMP_LINE", "").split()[1:2]
-    for verb, (_, line) in installed_verbs().items():
-        parsers.add_parser(verb, help=line, parents=[parser_of(verb)] if verb in typed else [], add_help=False)
+    for name, verb in installed_verbs().items():
+        parsers.add_parser(name, help=verb.summary, parents=[parser_of(name)] if name in typed else [], add_help=False)
     argcomplete.autocomplete(parser)
-
-
-def _verb(name: str) -> Verb:
-    module, _, function = VERBS[name][0].rpartition(".")
-    verb: Verb = getattr(importlib.import_module(f"primus.cli.{module}"), function)
-    return verb
-
-
-def parser_of(verb: str) -> argparse.ArgumentParser:
-    """Return the parser of a verb's options."""
-    return _verb(verb).parser(verb)
 
 
 if __name__ == "__main__":

@@ -1,147 +1,129 @@
-"""A verb of the command line: a function with its options, and the types of options that several verbs share.
+"""The verbs of the command line with their options, as ``verbs.yaml`` declares them, and the types of options.
 
 The types are for argparse's ``type=``. They reject invalid values with a message that names the option.
 """
 
 import argparse
+import importlib
 import inspect
 import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from primus.errors import InputError
-
-Option: TypeAlias = Callable[[argparse.ArgumentParser], object]
+from primus.yamlfile import read_values
 
 
 class Verb(NamedTuple):
-    """One verb. Calling it with the parsed arguments runs it and returns its exit code."""
+    """One verb of ``verbs.yaml``, where the fields are explained."""
 
-    call: Callable[[argparse.Namespace], int]
-    options: tuple[Option, ...]
+    call: str
+    summary: str
     example: str
-
-    def __call__(self, args: argparse.Namespace) -> int:
-        """Run the verb and return its exit code. Raises PrimusError."""
-        return self.call(args)
-
-    def parser(self, name: str) -> argparse.ArgumentParser:
-        """Return the parser of the verb ``name``. Its description is the docstring of the verb's function."""
-        parser = argparse.ArgumentParser(
-            prog=f"primus {name}",
-            description=inspect.getdoc(self.call),
-            epilog=f"example: {self.example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        for declare in self.options:
-            declare(parser)
-        return parser
+    options: Sequence[Any] = ()
+    usage: str | None = None
+    rest: str = ""
 
 
-def verb(*options: Option, example: str) -> Callable[[Callable[[argparse.Namespace], int]], Verb]:
-    """Decorate a function: make it a verb with ``options``. Its docstring is shown by ``--help``."""
-    return lambda call: Verb(call, options, example)
+_DATA = read_values(Path(__file__).with_name("verbs.yaml")).data
+VERBS: dict[str, Verb] = {name: Verb(**row) for name, row in _DATA["verbs"].items()}
 
 
-def option(*names: str, complete: Callable[..., Iterable[str]] | None = None, **settings: Any) -> Option:
-    """Return an option or argument with argparse's ``settings``. ``complete`` returns the values for tab completion."""
-
-    def declare(parser: argparse.ArgumentParser) -> None:
-        action = parser.add_argument(*names, **settings)
-        if complete is not None:
-            action.completer = complete  # type: ignore[attr-defined]
-
-    return declare
+def run(verb: str, options: argparse.Namespace) -> int:
+    """Run a verb and return its exit code. Raises PrimusError."""
+    code: int = _named(f"cli.{VERBS[verb].call}")(options)
+    return code
 
 
-def flag(name: str, meaning: str, **settings: Any) -> Option:
-    """Return an option without a value."""
-    return option(name, action="store_true", help=meaning, **settings)
+def parser_of(name: str, prog: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a verb. ``prog`` is its name in messages (default: ``primus`` and the verb)."""
+    verb = VERBS[name]
+    parser = argparse.ArgumentParser(
+        prog=prog or f"primus {name}",
+        usage=verb.usage,
+        description=inspect.getdoc(_named(f"cli.{verb.call}")),
+        epilog=f"example: {verb.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add(parser, verb.options)
+    if verb.rest:
+        parser.parse_args = partial(_parse_before_rest, parser.parse_args, verb.rest)  # type: ignore[method-assign, assignment]
+    elif any(action.dest == "overrides" for action in parser._actions):
+        # Without intermixed parsing, argparse refuses a key=value argument that follows an option.
+        parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
+    return parser
 
 
-def count(name: str, meaning: str, metavar: str = "N", *, least: int | None = 0, default: int | None = None) -> Option:
-    """Return an option with a whole number of at least ``least``. Its help states the ``default``."""
-    shown = meaning if default is None else f"{meaning} (default: {default})"
-    return option(name, type=_whole(least), default=default, metavar=metavar, help=shown)
+def parser_of_shared(name: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that several verbs share under ``name``."""
+    parser = argparse.ArgumentParser(add_help=False)
+    _add(parser, _DATA["shared"][name])
+    return parser
 
 
-def several(name: str, meaning: str, metavar: str, *, short: str = "", **settings: Any) -> Option:
-    """Return an option that can be given several times. Its value is the list of all."""
-    names = (short, name) if short else (name,)
-    return option(*names, action="append", default=[], metavar=metavar, help=f"{meaning}; repeatable", **settings)
+def _add(parser: "argparse._ActionsContainer", options: Sequence[Any]) -> None:
+    for entry in options:
+        if isinstance(entry, list):
+            _add(parser, entry)
+            continue
+        for names, settings in entry.items():
+            if isinstance(settings, list):
+                _add(parser.add_argument_group(names), settings)
+            else:
+                _add_option(parser, names.split(), dict(settings))
 
 
-def rest(name: str, usage: str) -> Option:
-    """Put the words after ``--`` into the attribute ``name``; ``usage`` is the verb's own. They are not options of it.
+def _add_option(parser: "argparse._ActionsContainer", names: Sequence[str], settings: dict[str, Any]) -> None:
+    complete = settings.pop("complete", None)
+    limits = {key: settings.pop(key) for key in ("least", "suffix") if key in settings}
+    if "type" in settings:
+        settings["type"] = partial(_TYPES[settings["type"]], **limits)
+    if "choices" in settings:
+        settings["choices"] = _named(settings["choices"])
+    action = parser.add_argument(*names, **settings)
+    if complete:
+        action.completer = partial(_begun, complete)  # type: ignore[attr-defined]
+
+
+def _named(entry: Any) -> Any:
+    """Return what the dotted name ``entry`` below ``primus`` means; anything else means itself."""
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.rpartition(".")
+    return getattr(importlib.import_module(f"primus.{module}"), name)
+
+
+def _begun(complete: Any, prefix: str, **_: object) -> list[str]:
+    """Return the values to offer for what is typed: of a list, or of a function, whose arguments follow its name."""
+    name, *words = complete.split() if isinstance(complete, str) else [complete]
+    values = _named(name)
+    return [value for value in (values(*words) if callable(values) else values) if value.startswith(prefix)]
+
+
+def _parse_before_rest(parse: Callable[..., argparse.Namespace], rest: str, words: list[str]) -> argparse.Namespace:
+    """Parse the words before ``--``, and store those after it as ``rest``: they are not options of the verb.
 
     argparse would look for its own options there, and leaves a second positional argument empty if options stand
     between it and the first.
     """
-
-    def declare(parser: argparse.ArgumentParser) -> None:
-        parser.usage = usage
-        plain = parser.parse_args
-
-        def parse_args(words: list[str]) -> argparse.Namespace:
-            cut = words.index("--") if "--" in words else len(words)
-            options = plain(words[:cut])
-            setattr(options, name, words[cut + 1 :])
-            return options
-
-        parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
-
-    return declare
+    cut = words.index("--") if "--" in words else len(words)
+    options = parse(words[:cut])
+    setattr(options, rest, words[cut + 1 :])
+    return options
 
 
-def group(heading: str, *options: Option) -> Option:
-    """Return ``options`` as one, under a heading of the help."""
-
-    def declare(parser: argparse.ArgumentParser) -> None:
-        below = parser.add_argument_group(heading)
-        for declare_below in options:
-            declare_below(below)  # type: ignore[arg-type]  # it has add_argument, too
-
-    return declare
-
-
-def refuse_others(
-    options: argparse.Namespace, parser: argparse.ArgumentParser, chosen: str, headings: Iterable[str]
-) -> None:
-    """Raise InputError for an option under one of the ``headings`` of ``parser`` that is not the ``chosen`` one."""
-    for heading in parser._action_groups:
+def refuse_others(options: argparse.Namespace, verb: str, chosen: str, headings: Iterable[str]) -> None:
+    """Raise InputError for an option under one of the ``headings`` of a verb that is not the ``chosen`` one."""
+    for heading in parser_of(verb)._action_groups:
         for action in heading._group_actions if heading.title in set(headings) - {chosen} else ():
             if getattr(options, action.dest) != action.default:
-                raise InputError(f"{action.option_strings[-1]} cannot be used with {parser.prog} {chosen}")
-
-
-def matching(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
-    """Return a completer that offers those of ``names()`` that begin with what is typed."""
-    return lambda prefix, **_: [name for name in names() if name.startswith(prefix)]
-
-
-def _command(text: str) -> tuple[str, ...]:
-    try:
-        words = tuple(shlex.split(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a command: {str(error).lower()}") from None
-    if not words or words[0].startswith("-"):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} does not begin with a program")
-    return words
-
-
-WRAP = option(
-    "--wrap",
-    type=_command,
-    default=(),
-    metavar="COMMAND",
-    help="put this before the Python of each rank: a sanitizer, a profiler, a simulator of GPUs",
-)
-JSON = flag("--json", "print one JSON document instead of text")
+                raise InputError(f"{action.option_strings[-1]} cannot be used with primus {verb} {chosen}")
 
 
 def answer(options: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
@@ -150,20 +132,50 @@ def answer(options: argparse.Namespace, document: object, lines: Iterable[str]) 
         print(line)
 
 
-def _whole(least: int | None) -> Callable[[str], int]:
-
-    def read(text: str) -> int:
-        # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; YAML does not.
-        number = int(text) if re.fullmatch(r"-?[0-9]{1,64}", text) else None
-        if number is None or (least is not None and number < least):
-            limit = "" if least is None else f" of at least {least}"
-            raise argparse.ArgumentTypeError(f"must be a whole number{limit}, not {text[:40]!r}")
-        return number
-
-    return read
+def _command(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a command: {str(error).lower()}") from None
+    if not words or words[0].startswith("-"):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} does not begin with a program")
+    return words
 
 
-def path(text: str) -> Path:
+def _number(text: str) -> int:
+    # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; YAML does not.
+    if not re.fullmatch(r"-?[0-9]{1,64}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}")
+    return int(text)
+
+
+def _whole(text: str, least: int = 0) -> int:
+    if not re.fullmatch(r"[0-9]{1,64}", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text[:40]!r}")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text[:40]!r}")
+    return float(text)
+
+
+def _share(text: str) -> float:
+    if not re.fullmatch(r"[0-9]*\.?[0-9]{1,9}(e-?[0-9]{1,2})?", text) or float(text) >= 0.4:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 0.4, not {text[:40]!r}")
+    return float(text)
+
+
+def _duration(text: str) -> float:
+    """Parse a time with its unit, such as ``90m``, into seconds."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"must be a duration such as 90m, 12h or 2d, not {text[:40]!r}")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def _path(text: str) -> Path:
     """Parse a path, which must not be empty or contain control characters."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
@@ -175,9 +187,9 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def folder(text: str) -> Path:
+def _folder(text: str) -> Path:
     """Parse the path of a folder that exists or can be created, outside of the folders of the system."""
-    target = path(text)
+    target = _path(text)
     nearest = next(part for part in (target, *target.parents) if os.path.lexists(part))
     if not nearest.is_dir():
         raise argparse.ArgumentTypeError(f"{nearest} is not a folder")
@@ -186,18 +198,20 @@ def folder(text: str) -> Path:
     return target
 
 
-def new_file(suffix: str = "") -> Callable[[str], Path]:
-    """Return a parser for the path of a file that does not exist, in a folder that does. It ends with ``suffix``."""
+def _new_file(text: str, suffix: str = "") -> Path:
+    """Parse the path of a file that does not exist, in a folder that does."""
+    target = _path(text)
+    if os.path.lexists(target):
+        raise argparse.ArgumentTypeError(f"{target} already exists")
+    if not _folder(str(target.parent)).exists():
+        command = f"mkdir -p {shlex.quote(str(target.parent))}"
+        raise argparse.ArgumentTypeError(f"{target.parent} does not exist; create it: {command}")
+    if not target.name.endswith(suffix):
+        raise argparse.ArgumentTypeError(f"{target.name} does not end with {suffix}")
+    return target
 
-    def read(text: str) -> Path:
-        target = path(text)
-        if os.path.lexists(target):
-            raise argparse.ArgumentTypeError(f"{target} already exists")
-        if not folder(str(target.parent)).exists():
-            command = f"mkdir -p {shlex.quote(str(target.parent))}"
-            raise argparse.ArgumentTypeError(f"{target.parent} does not exist; create it: {command}")
-        if not target.name.endswith(suffix):
-            raise argparse.ArgumentTypeError(f"{target.name} does not end with {suffix}")
-        return target
 
-    return read
+_TYPES: Mapping[str, Callable[..., Any]] = {
+    "command": _command, "duration": _duration, "folder": _folder, "new_file": _new_file, "number": _number,
+    "path": _path, "rate": _rate, "share": _share, "whole": _whole,
+}  # fmt: skip

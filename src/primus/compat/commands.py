@@ -82,10 +82,14 @@ def requested(
     elif name == "pytorch_benchmark_setup.sh" and words:
         raise InputError(f"there is no option {words[0]!r}", where=name)
     else:
-        scripts = table("commands")["scripts"]
-        hint = f"commands: {', '.join(scripts)}"
-        raise InputError(f"there is no command {name!r}" + nearest(name, scripts), hint=hint)
+        hint = f"commands: {', '.join(scripts())}"
+        raise InputError(f"there is no command {name!r}" + nearest(name, scripts()), hint=hint)
     return replace(request, choices=replace(request.choices, precision=precision)) if precision else request
+
+
+def scripts() -> list[str]:
+    """Return the names of the scripts in the image."""
+    return list(table("commands")["scripts"])
 
 
 def documented(name: str) -> tuple[Request, Mapping[str, Any]]:

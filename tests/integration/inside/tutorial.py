@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from primus.cli.main import parser_of
+from primus.cli.verb import VERBS
 from primus.recipes.load import folder
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -41,7 +41,7 @@ with TemporaryDirectory() as name:
     blocks = re.findall(r"^```(sh|python)\n(.*?)^```", (DOCS / "chats.md").read_text(encoding="utf-8"), re.M | re.S)
     blocks.append(("python", 'import os; os.symlink("chats", "runs/mine")'))
     lines = re.findall(r"^primus (?:data|export) .+", (DOCS / "training.md").read_text(encoding="utf-8"), re.M)
-    lines += [(parser_of(verb).epilog or "").removeprefix("example: ") for verb in ("data", "export")]
+    lines += [VERBS[verb].example for verb in ("data", "export")]
     for kind, block in blocks + [("sh", line) for line in lines]:
         if block.startswith("docker "):  # opens the shell in which the others run
             continue

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primus.cli.main import VERBS, main
-from primus.cli.verb import option, verb as verb_with
+from primus.cli.main import main
+from primus.cli.verb import VERBS, Verb
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
 
 ROOT = Path(__file__).parents[3]
@@ -20,16 +20,16 @@ ROOT = Path(__file__).parents[3]
 def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A verb called ``fake`` whose ``run`` a test decides."""
     fake = types.ModuleType("primus.cli.host.fake")
-    number = option("--number", type=int, default=0)
+    number = {"--number": {"type": "whole", "default": 0}}
     fake.run = lambda args: args.number  # type: ignore[attr-defined]
 
     def run(args: argparse.Namespace) -> int:
         """Do nothing."""
         return int(fake.run(args))
 
-    fake.fake = verb_with(number, example="primus fake")(run)  # type: ignore[attr-defined]
+    fake.fake = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "primus.cli.host.fake", fake)
-    monkeypatch.setitem(VERBS, "fake", ("host.fake.fake", "do nothing"))
+    monkeypatch.setitem(VERBS, "fake", Verb("host.fake.fake", "do nothing", "primus fake", [number]))
     return fake
 
 

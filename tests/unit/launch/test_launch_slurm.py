@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.image.train import passed_on, train
+from primus.cli.image.train import passed_on
 from primus.cli.main import main
+from primus.cli.verb import parser_of
 from primus.launch import slurm
 from primus.launch.plan import Plan
 from primus.recipes.resolve import resolve
@@ -51,7 +52,7 @@ def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixtu
         "--accept-change", "data_parallel", "--resume-from", "/a/step-5", "--wrap", 'nsys profile -o "a b"', "--force",
         "--stall-timeout", "0", "--verify-steps", "7", "--log", "wandb", "--compile-cache", "/tmp", "--burn-in", "10m",
     ]  # fmt: skip
-    parser, rest = train.parser("train"), ["llama3.1-8b", *words[2:4]]
+    parser, rest = parser_of("train"), ["llama3.1-8b", *words[2:4]]
     passed = passed_on(parser.parse_args([*rest, *words]))
     assert parser.parse_args([*rest, *passed]) == parser.parse_args([*rest, *words])
     assert len(passed) == 8

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from primus.cli.image import compat, train
+from primus.cli.image import train
 from primus.cli.main import main
+from primus.cli.verb import parser_of
 from primus.plan.project import Project
 from primus.plan.resolve import resolve as resolve_target
 from primus.recipes.resolve import resolve
@@ -262,7 +263,7 @@ def test_the_old_script_appends_its_rows(
         options.output = folder
         return 0
 
-    monkeypatch.setattr(compat, "train", train.train._replace(call=trained))
+    monkeypatch.setattr(train, "train", trained)
     words = ["compat", "pytorch_benchmark_report.sh"]
     words += ["-t", "pretrain", "-m", "llama-3.1-8b", "-p", "BF16", "-s", "8192"]
     assert main(words) == main(words) == 0
@@ -295,7 +296,7 @@ def test_madengine_trains_every_recipe_of_a_target(name: str, tag: str, precisio
     assert {*target.target.recipes} - {"llama3-proxy"} <= models.keys()
     assert main(["train", *models[tag]["args"].split(), "--dry-run"]) == 0
     for model in models.values():
-        assert train.train.parser("train").parse_args(model["args"].split())
+        assert parser_of("train").parse_args(model["args"].split())
         assert any(path.startswith(model["dockerfile"] + ".") for path in files) and model["scripts"] in files
     (dockerfile,) = (text for path, text in files.items() if path.endswith(".Dockerfile"))
     vendor = {"cpu": "{}", "h200": "{'gpu_vendor': 'NVIDIA'}"}.get(name, "{'gpu_vendor': 'AMD'}")

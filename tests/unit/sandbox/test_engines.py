@@ -10,6 +10,7 @@ import pytest
 
 from primus import programs
 from primus.cli.host import run as run_verb
+from primus.cli.verb import parser_of
 from primus.engine.workshop import log_tail
 from primus.errors import HostError, InputError
 from primus.sandbox import engines, images
@@ -115,7 +116,7 @@ def test_a_user_without_subordinate_ids(monkeypatch):
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    return run_verb.run.parser("run").parse_args(list(words))
+    return parser_of("run").parse_args(list(words))
 
 
 def test_run_options():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from primus.cli.image import train
-from primus.cli.main import parser_of
+from primus.cli.verb import parser_of
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices

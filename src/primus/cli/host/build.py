@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SEVERAL, cache_of, resolved_targets
-from primus.cli.verb import answer, flag, verb
+from primus.cli.host.common import cache_of, resolved_targets
+from primus.cli.verb import answer
 from primus.gates.rules import rules_hash
 from primus.oci.store import Store
 from primus.plan.action import Built, ImagePlan, finished
@@ -24,7 +24,6 @@ def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
     return plans, workspace
 
 
-@verb(*SEVERAL, flag("--full", "list every layer, also for several targets"), CACHE, example="primus plan cpu")
 def plan(args: argparse.Namespace) -> int:
     """Show what a build would do, layer by layer: + build, < download from the cache, = reuse.
 
@@ -36,7 +35,6 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(*SEVERAL, example="primus explain cpu")
 def explain(args: argparse.Namespace) -> int:
     """Show the inputs that changed since the last build, old → new, with their lines.
 
@@ -49,15 +47,6 @@ def explain(args: argparse.Namespace) -> int:
     return 1 if any(changed.values()) else 0
 
 
-@verb(
-    *SEVERAL,
-    OFFLINE,
-    flag("--dry-run", "print the plan and stop, like `primus plan`"),
-    flag("--rehash", "verify every blob first and rebuild damaged ones"),
-    ENGINE,
-    CACHE,
-    example="primus build cpu",
-)
 def build(args: argparse.Namespace) -> int:
     """Build images. Rebuilds only what changed; the last line is the manifest digest.
 

@@ -1,11 +1,10 @@
-"""Options and steps that several host verbs share."""
+"""Steps that several host verbs share."""
 
 import argparse
 import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from primus.cli.verb import JSON, flag, folder, group, matching, option, path
 from primus.errors import InputError
 from primus.plan.project import Project, Workspace
 from primus.plan.resolve import ResolvedTarget, resolve
@@ -14,32 +13,9 @@ if TYPE_CHECKING:
     from primus.release.cache import Cache
 
 
-def _target_names() -> Sequence[str]:
+def target_names() -> Sequence[str]:
+    """Return the targets of the project in this folder."""
     return Project.find(None).target_names()
-
-
-TARGET = option("target", metavar="TARGET", help="name of the image, for example cpu", complete=matching(_target_names))
-TARGETS = (
-    option("target", nargs="*", metavar="TARGET", help="names of images", complete=matching(_target_names)),
-    flag("--all", "all targets in images/"),
-)
-PROJECT = option("--project", type=path, metavar="DIR", help="folder of versions.yaml (default: this one or a parent)")
-STORE = option("--store", type=folder, metavar="DIR", help="image store (default: .primus/store)")
-SOURCE = (
-    PROJECT,
-    STORE,
-    option("--channel", choices=("amd", "debian", "pypi"), help="source of files (default: the best one with a lock)"),
-)
-OFFLINE = flag("--offline", "use only downloaded files; contact no source")
-ENGINE = option("--engine", choices=("auto", "podman", "docker"), default="auto", help="container engine")
-CACHE = group(
-    "a registry as cache; needs cosign",
-    option("--cache", metavar="REPOSITORY", help="use results of other builds, also with --offline"),
-    option("--cache-key", metavar="KEY", help="public key of those whose results count: file or key service"),
-    option("--cache-sign", metavar="KEY", help="sign and send the results that it lacks; password in COSIGN_PASSWORD"),
-)
-SEVERAL = (*TARGETS, *SOURCE, JSON)
-SINGLE = (TARGET, *SOURCE, JSON)
 
 
 def open_project(args: argparse.Namespace) -> Project:
@@ -73,7 +49,7 @@ def resolved_targets(args: argparse.Namespace) -> tuple[list[ResolvedTarget], Wo
 
 
 def cache_of(args: argparse.Namespace) -> "Cache | None":
-    """Return the cache that the options :data:`CACHE` name, if any. Raises InputError, and HostError without cosign."""
+    """Return the cache that the options of the cache name, if any. Raises InputError, and HostError without cosign."""
     if not (args.cache or args.cache_key or args.cache_sign):
         return None
     # Seam "registry": most builds use no cache, and need none of the network libraries.

@@ -17,8 +17,8 @@ from typing import Any
 
 import zstandard
 
-from primus.cli.host.common import SEVERAL, SINGLE, SOURCE, open_project, resolved_target, resolved_targets
-from primus.cli.verb import JSON, answer, flag, folder, group, new_file, option, path, several, verb
+from primus.cli.host.common import open_project, resolved_target, resolved_targets
+from primus.cli.verb import answer
 from primus.errors import InputError, did_you_mean
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import Examined, examine
@@ -42,23 +42,8 @@ _SHARE = 0.005
 # A folder that contains this fraction of its parent is shown in its place.
 _NEARLY_ALL = 0.99
 _POLICY = "policy.yaml"
-_TO = option("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)")
-_SIGNER = (
-    option("--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"),
-    flag("--keyless", "sign with cosign by your identity instead, which enters the public transparency log"),
-)
-
-PUBLISHED = group(
-    "a published image; needs cosign and the registry only",
-    option("--image", metavar="REF", help="check the image's signatures, evidence and bytes in its registry"),
-    option("--key", metavar="KEY", help="public key of its signatures: file or key service"),
-    option("--identity", metavar="NAME", help="who signed it without a key, as cosign's --certificate-identity"),
-    option("--issuer", metavar="URL", help="who vouches for that identity"),
-    option("--policy", type=path, metavar="FILE", help="policy.yaml: what the image must have"),
-)
 
 
-@verb(*SEVERAL, example="primus check cpu")
 def check(args: argparse.Namespace) -> int:
     """Run every gate on a built image, using the contents of its layers.
 
@@ -74,11 +59,6 @@ def check(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-@verb(
-    *SINGLE,
-    flag("--cyclonedx", "print CycloneDX 1.6 instead of SPDX; implies --json"),
-    example="primus sbom cpu --json > cpu.spdx.json",
-)
 def sbom(args: argparse.Namespace) -> int:
     """List the files that a built image is made of, as in its lock, with the licences that they declare.
 
@@ -93,7 +73,6 @@ def sbom(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(*SEVERAL, PUBLISHED, example="primus verify --image registry.example.com/rocm/primus:v26.11-cpu --key cosign.pub")
 def verify(args: argparse.Namespace) -> int:
     """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
 
@@ -140,7 +119,6 @@ def verify(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-@verb(*SINGLE, example="primus why-size cpu")
 def why_size(args: argparse.Namespace) -> int:
     """Show what makes an image large: unpacked bytes per layer and folder, largest first.
 
@@ -159,14 +137,6 @@ def why_size(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(
-    several("--image", "also remove this image, for example v26.10-cpu", "NAME"),
-    flag("--caches", "also remove all downloaded files, unpacked layers and caches"),
-    flag("--dry-run", "show what would be removed"),
-    *SOURCE,
-    JSON,
-    example="primus clean --dry-run",
-)
 def clean(args: argparse.Namespace) -> int:
     """Free disk space: remove what no image, lock or last build needs.
 
@@ -241,17 +211,6 @@ def largest(layers: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int
     return [row for block in sorted(blocks, key=lambda block: -block[0][2]) for row in block]
 
 
-@verb(
-    *SEVERAL,
-    _TO,
-    flag("--preview", "publish as -preview: no validation on the GPU is needed, and the coverage gate may fail"),
-    option("--records", type=folder, metavar="DIR", help="validation records (default: out/validation)"),
-    option("--policy", type=path, metavar="FILE", help=f"what a release needs (default: {_POLICY})"),
-    *_SIGNER,
-    option("--sign-later", type=folder, metavar="DIR", help="push without the tag; `primus sign DIR` signs"),
-    flag("--dry-run", "check and print only; contact no registry"),
-    example="primus publish cpu --to registry.example.com/rocm/primus --dry-run",
-)
 def publish(args: argparse.Namespace) -> int:
     """Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
 
@@ -297,13 +256,6 @@ def publish(args: argparse.Namespace) -> int:
     return 1 if refused else 0
 
 
-@verb(
-    option("tag", metavar="TAG", help="tag that moves, such as latest-cpu"),
-    option("release", metavar="RELEASE", help="published release that it shall name, such as v26.11-cpu"),
-    _TO,
-    JSON,
-    example="primus tag latest-cpu v26.11-cpu --to registry.example.com/rocm/primus",
-)
 def tag(args: argparse.Namespace) -> int:
     """Move a tag to a published release, forwards after a publish or back to an earlier one.
 
@@ -322,12 +274,6 @@ def _check_repository(name: str, example: str) -> None:
     require_repository(name, "--to")
 
 
-@verb(
-    option("folder", type=path, metavar="DIR", help="folder that `primus publish --sign-later` wrote"),
-    *_SIGNER,
-    JSON,
-    example="primus sign to-sign --key cosign.key",
-)
 def sign(args: argparse.Namespace) -> int:
     """Sign the evidence of published images, attach it to them in the registry, and set their tags.
 
@@ -362,15 +308,6 @@ def _verify_published(args: argparse.Namespace) -> int:
     return 0 if result.passed else 1
 
 
-@verb(
-    option("what", metavar="SBOM|TARGET", help="SPDX file of `primus sbom --json`, or a built image"),
-    *SOURCE,
-    option("--osv", type=path, metavar="PATH", required=True, help="OSV data: file, folder or all.zip"),
-    option("--accepted", type=path, metavar="FILE", help="accepted ones, with reason and date"),
-    option("--vex", type=new_file(".json"), metavar="FILE", help="write the result as OpenVEX"),
-    JSON,
-    example="primus audit cpu --osv osv/ --accepted accepted.yaml",
-)
 def audit(args: argparse.Namespace) -> int:
     """Look up the packages of an image in OSV data of PyPI and Debian, without a network.
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from primus.cli.image.common import RECIPE, choices, duration, resolved
-from primus.cli.image.train import PASSED, passed_on, recipe_of
-from primus.cli.verb import JSON, Option, answer, count, flag, folder, group, option, path, refuse_others, several, verb
+from primus.cli.image.common import resolved
+from primus.cli.image.train import passed_on, recipe_of
+from primus.cli.verb import answer, refuse_others
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
@@ -21,67 +21,13 @@ from primus.launch.plan import Plan
 from primus.recipes.recipe import Recipe
 
 
-def _rate(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text[:40]!r}")
-    return float(text)
-
-
-def _text(name: str, meaning: str, metavar: str | None = None, *, default: str = "", **settings: Any) -> Option:
-    return option(name, default=default, metavar=metavar, help=meaning, **settings)
-
-
-@verb(
-    option("system", choices=("slurm", "k8s"), help="the scheduler: Slurm, or Kubernetes"),
-    *RECIPE,
-    *choices(gpu="generation of the nodes (default: the one in the image's name, otherwise the machine's)"),
-    _text("--image", "image that the nodes run"),
-    _text("--name", "name of the job (default: from the recipe)"),
-    several("--env", "variable for the ranks", "NAME[=VALUE]", dest="environment"),
-    _text("--resume-from", "checkpoint or run, as the nodes see it", "DIR"),
-    option("--train-for", type=duration, metavar="TIME", help="steps for this long at the measured rate, such as 12h"),
-    option("--rate", type=_rate, default=0.0, metavar="N", help="tokens (or images) per second and GPU, as measured"),
-    count("--restarts", "times to start again; on Kubernetes, with --claim", "N", default=20),
-    flag("--dry-run", "print what would be submitted, and do nothing"),
-    JSON,
-    group("as for `train`, on every node", *PASSED),
-    group(
-        "slurm",
-        option("--output", type=folder, default=Path("runs"), metavar="DIR", help="folder of all nodes"),
-        option("--container", choices=slurm.CONTAINERS, help="default: pyxis, or the first installed engine"),
-        several("--mount", "folder to mount", "DIR", type=path, dest="mounts"),
-        _text("--partition", "partition to run in"),
-        _text("--account", "account to charge"),
-        _text("--time", "time limit, for example 12:00:00", "LIMIT"),
-        count("--port", "port of the rendezvous; 0: from the job's number", default=0),
-        count("--grace", "seconds of warning before preemption or the limit", "S", default=60),
-        several("--sbatch", "option for sbatch", "OPTION", dest="extra"),
-        flag("--wait", "wait for the job, and exit with its exit code"),
-    ),
-    group(
-        "k8s",
-        _text("--namespace", "namespace (default: default)", default="default"),
-        _text("--queue", "local queue of Kueue", "NAME"),
-        _text("--claim", "volume claim for results, shared by all nodes", "NAME"),
-        _text("--hf-token-secret", "Secret with the Hugging Face token", "NAME[:KEY]", dest="token_secret"),
-        _text("--pull-secret", "Secret to pull the image with", "NAME"),
-        _text("--rdma", "network devices, for example rdma/hca=8", "RESOURCE[=N]"),
-        flag("--host-network", "use the node's network"),
-        several("--node-selector", "nodes to run on", "LABEL=VALUE", dest="selector"),
-        _text("--cpu", "CPUs of each node, for example 96"),
-        _text("--memory", "memory of each node, for example 1024Gi"),
-        _text("--shm", "size of /dev/shm (default: 64Gi)", default="64Gi"),
-        count("--ttl", "seconds to keep a finished job", "S", default=86400),
-    ),
-    example="primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run",
-)
 def launch(args: argparse.Namespace) -> int:
     """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes.
 
     A job that is preempted or loses a node continues from its newest checkpoint; on Kubernetes, with --claim.
     The plan is shown before anything is submitted: nodes, mesh, tokens per step.
     """
-    refuse_others(args, launch.parser("launch"), args.system, ("slurm", "k8s"))
+    refuse_others(args, "launch", args.system, ("slurm", "k8s"))
     return _kubernetes(args) if args.system == "k8s" else _slurm(args)
 
 
@@ -148,7 +94,7 @@ def _slurm(args: argparse.Namespace) -> int:
     plan = _plan(args)
     options = _of_class(slurm.Site, args) | {
         "container": args.container or (slurm.container_here() if args.image else "none"),
-        "output": args.output.absolute(),
+        "output": (args.output or Path("runs")).absolute(),
         "mounts": tuple(path.absolute() for path in args.mounts),
         "resume_from": args.resume_from and str(Path(args.resume_from).absolute()),
     }

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from primus import __version__
-from primus.cli.host.common import SEVERAL, SOURCE, open_project, targets_of
-from primus.cli.verb import JSON, answer, flag, option, several, verb
+from primus.cli.host.common import open_project, targets_of
+from primus.cli.verb import answer
 from primus.errors import HostError, InputError, PrimusError, did_you_mean
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve
@@ -40,15 +40,6 @@ class Change(NamedTuple):
     new: str | None
 
 
-@verb(
-    *SEVERAL,
-    flag("--check", "compare with versions.yaml only; contact no source"),
-    flag("--dry-run", "resolve, show what would change, and write nothing"),
-    flag("--refresh", "take the newest versions that match the pins"),
-    several("--refresh-package", "take the newest version of this package", "NAME"),
-    option("--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"),
-    example="primus lock cpu --check",
-)
 def lock(args: argparse.Namespace) -> int:
     """Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
 
@@ -64,7 +55,6 @@ def lock(args: argparse.Namespace) -> int:
         return _lock(targets, args)
 
 
-@verb(*SEVERAL, example="primus outdated --json")
 def outdated(args: argparse.Namespace) -> int:
     """List the pins that have newer versions: the newest that fits all other pins, and the newest of the index.
 
@@ -85,15 +75,6 @@ def outdated(args: argparse.Namespace) -> int:
     return HostError.exit_code if any(row.error for row in rows) else 0
 
 
-@verb(
-    option("component", nargs="*", metavar="COMPONENT[=VERSION]", help="what to move (default: all that can)"),
-    option("--release", metavar="NAME", help="also begin this release, dated today: v26.12"),
-    flag("--write", "write versions.yaml and the locks"),
-    flag("--commit", "write, and commit the change"),
-    *SOURCE,
-    JSON,
-    example="primus bump transformers --commit",
-)
 def bump(args: argparse.Namespace) -> int:
     """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held trains move together.
 

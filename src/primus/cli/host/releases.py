@@ -12,8 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from primus.cli.host.common import PROJECT, SOURCE, STORE, open_project
-from primus.cli.verb import JSON, answer, flag, folder, matching, option, rest, several, verb
+from primus.cli.host.common import open_project
+from primus.cli.verb import answer
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gates.rules.coherence import rocm_version
@@ -39,17 +39,11 @@ _SKIP, _MOST = 125, 127
 _UNLIKELY = 0.001
 
 
-@matching
-def _releases() -> list[str]:
+def names() -> list[str]:
+    """Return the names and tags of the published releases."""
     return sorted({name for release in load_history().releases for name in (release.name, release.tag)})
 
 
-@verb(
-    option("name", nargs="?", metavar="NAME", help="a release or tag: v26.4, primus:v25.10", complete=_releases),
-    PROJECT,
-    JSON,
-    example="primus releases v26.4",
-)
 def releases(args: argparse.Namespace) -> int:
     """List the published images, or show one: versions, sizes, digests, notes.
 
@@ -67,14 +61,6 @@ def releases(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(
-    *(option(name, metavar=name.upper(), help=f"the {name}er side", complete=_releases) for name in ("old", "new")),
-    PROJECT,
-    STORE,
-    flag("--markdown", "print release notes in Markdown"),
-    JSON,
-    example="primus diff v26.11-cpu v26.12-cpu",
-)
 def diff(args: argparse.Namespace) -> int:
     """Compare two releases: components, packages, sizes, files, environment, gates, recipes and golden curves.
 
@@ -102,15 +88,6 @@ def diff(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(
-    option("format", choices=("mad",), help="mad: models of madengine"),
-    option("folder", type=folder, metavar="DIR", help="new or empty folder to write"),
-    option("--target", metavar="NAME", help="target of the image (default: the only one that is built)"),
-    option("--from", dest="repository", default=IMAGE, metavar="REPOSITORY", help=f"where it is (default: {IMAGE})"),
-    *SOURCE,
-    JSON,
-    example="primus release mad MAD --target mi300x",
-)
 def release(args: argparse.Namespace) -> int:
     """Write what madengine needs to train the recipes of an image: models.json, a Dockerfile, and a script.
 
@@ -129,7 +106,7 @@ def release(args: argparse.Namespace) -> int:
     if args.folder.exists() and any(args.folder.iterdir()):
         raise InputError(f"{args.folder} is not empty", hint="name a new folder")
     # podman reads no name with both a tag and a digest.
-    reference = f"{args.repository}@{images[built[0].ref]['digest']}"
+    reference = f"{args.repository or IMAGE}@{images[built[0].ref]['digest']}"
     files = mad_files(built[0], reference)
     for name, text in files.items():
         (args.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -212,25 +189,6 @@ class _Trial:
         return None if code == _SKIP else code != 0
 
 
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share < 0.4:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 0.4, not {text}")
-    return share
-
-
-@verb(
-    option("good", metavar="GOOD", help="a git revision or release"),
-    option("bad", metavar="BAD", help="a later one"),
-    rest("oracle", "primus triage GOOD BAD [options] -- ORACLE ..."),
-    several("--target", "target to lock and build (default: that of GOOD or BAD, else all)", "NAME"),
-    flag("--locks", "search among the packages of the locks instead of the pins"),
-    option("--wrong", type=_share, default=0.1, metavar="P", help="assumed share of wrong answers (default: 0.1)"),
-    flag("--dry-run", "list the changes and the expected number of answers, and ask nothing"),
-    PROJECT,
-    JSON,
-    example="primus triage v26.11-cpu v26.12-cpu -- primus validate cpu --suite quick",
-)
 def triage(args: argparse.Namespace) -> int:
     """Find which moved pins make BAD worse than GOOD: one, or two that suffice alone or act together.
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from primus.cli.host.common import CACHE, ENGINE, OFFLINE, SINGLE, SOURCE, TARGET, cache_of, resolved_target
-from primus.cli.verb import WRAP, answer, flag, folder, option, rest, several, verb
+from primus.cli.host.common import cache_of, resolved_target
+from primus.cli.verb import answer
 from primus.engine.pipeline import Options, build
 from primus.engine.workshop import root_of_image
 from primus.errors import InputError
@@ -28,13 +28,11 @@ from primus.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
 from primus.sandbox.engines import choose
 from primus.terminal import Screen, counted
 from primus.training import suite
-from primus.training.suite import LEVELS
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-@verb(*SINGLE, example="primus load cpu")
 def load(args: argparse.Namespace) -> int:
     """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine of DOCKER_HOST (or of the default socket).
 
@@ -51,22 +49,6 @@ def load(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(
-    TARGET,
-    rest("command", "primus run TARGET [options] [-- COMMAND ...]"),
-    ENGINE,
-    several("--volume", "mount a path of this machine", "SRC:DST[:ro]", short="-v"),
-    several("--env", "set a variable; K alone takes its value from your environment", "K=V|K", short="-e"),
-    option("--gpus", default="none", metavar="all|N|none", help="GPUs: all, the first N or none (default: none)"),
-    several("--device", "add a device: a node or folder in /dev, or a CDI name such as amd.com/gpu=0", "DEV"),
-    option("--memory", metavar="SIZE", help="memory limit, e.g. 2g"),
-    option("--shm-size", metavar="SIZE", help="size of /dev/shm (default: 8g)"),
-    option("--user", metavar="NAME|UID[:GID]", help="user in the container (default: the image's)"),
-    option("--network", choices=("none", "host"), default="none", help="none: loopback only; host: this machine's"),
-    option("--no-entrypoint", action="store_false", dest="entrypoint", help="leave out the image's entrypoint"),
-    *SOURCE,
-    example="primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10",
-)
 def run(args: argparse.Namespace) -> int:
     """Run a command in an image, as it would run on a cluster.
 
@@ -122,26 +104,6 @@ def _image_root(args: argparse.Namespace) -> RootFs:
     return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)
 
 
-@verb(
-    *SINGLE,
-    OFFLINE,
-    option("--recipe", metavar="NAME", help="recipe to train (default: the target's)"),
-    option(
-        "--suite",
-        choices=LEVELS,
-        help="train every recipe of the target by every backend and in every mode that it supports. quick: one run; "
-        "standard: also repeated, resumed and with a split batch; full: also in another layout and every precision",
-    ),
-    flag("--again", "also run what has already passed for the same image and recipe"),
-    flag("--record-golden", "write the FP32 curves to benchmarks/golden; needs --suite, and implies --again"),
-    option("--output", type=folder, metavar="DIR", help="records and reports (default: out/validation)"),
-    ENGINE,
-    WRAP,
-    option("--gpus", metavar="all|N|none", help="GPUs to use (default: all if the target is for them)"),
-    flag("--dry-run", "print the jobs; build and train nothing"),
-    CACHE,
-    example="primus validate cpu --suite quick",
-)
 def validate(args: argparse.Namespace) -> int:
     """Build the image, train in it and check the results. Each job of the suite runs in its own container.
 
@@ -175,7 +137,7 @@ def validate(args: argparse.Namespace) -> int:
         again=args.again,
         recording=args.record_golden,
         hardware=hardware,
-        wrap=args.wrap,
+        wrap=tuple(args.wrap),
     )
     records = [cell.record for cell in validated]
     if args.record_golden:
@@ -197,7 +159,7 @@ def validate(args: argparse.Namespace) -> int:
 def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> None:
     recipes = resolved.root / "recipes"
     planned = [
-        (str(cell), level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes, args.wrap))
+        (str(cell), level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes, tuple(args.wrap)))
         for cell, level in cells
     ]
     rows = [

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from primus.cli.image.train import train
-from primus.cli.image.tune import tune
-from primus.cli.verb import JSON, answer, count, flag, new_file, option, path, verb
+from primus.cli.verb import answer, parser_of, run
 from primus.compat.commands import Request, requested
-from primus.compat.translate import read_experiment, recipe_text, table
+from primus.compat.translate import read_experiment, recipe_text
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.resolve import resolve
@@ -30,17 +28,6 @@ _OF_TORCHRUN = (
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-@verb(
-    option(
-        "command",
-        metavar="COMMAND",
-        help="name of a script, such as run_pretrain.sh",
-        complete=lambda **_: table("commands")["scripts"],
-    ),
-    # Without a default, argparse names it among the arguments that are required.
-    option("words", metavar="WORD", nargs=argparse.REMAINDER, default=[], help="the command's own options"),
-    example="primus compat pytorch_benchmark_report.sh -t pretrain -m Llama-3.1-8B -p FP8 -s 8192 --dry-run",
-)
 def compat(options: argparse.Namespace) -> int:
     """Run a command of older documents: find the recipe it asks for and train it.
 
@@ -72,9 +59,8 @@ def compat(options: argparse.Namespace) -> int:
         return 0
     more = [f"--{name.replace('_', '-')}" for name in ("dry_run", "json") if getattr(chosen, name)]
     more += ["--output", chosen.output] if chosen.output else []
-    runner = tune if request.stage else train
-    parsed = runner.parser(f"compat {command}").parse_args([*arguments[1:], *more])
-    code = runner(parsed)
+    parsed = parser_of(arguments[0], f"primus compat {command}").parse_args([*arguments[1:], *more])
+    code = run(arguments[0], parsed)
     if request.benchmark and not chosen.dry_run:
         _write_csv(command, *request.benchmark, parsed.output)
     return code
@@ -138,14 +124,6 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
         return
 
 
-@verb(
-    option("file", type=path, metavar="FILE", help="experiment file: modules.pre_trainer with overrides"),
-    option("--out", type=new_file(), metavar="FILE", help="file to write (default: standard output)"),
-    count("--nodes", "number of nodes it was written for (default: 1)", least=1),
-    flag("--allow-unmapped", "leave out keys that no recipe can express"),
-    JSON,
-    example="primus import-exp my-experiment.yaml --out my-recipe.yaml",
-)
 def import_exp(options: argparse.Namespace) -> int:
     """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location.
 

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from primus.cli.image.common import OVERRIDES, choices, resolved
-from primus.cli.image.train import RUN, newest_checkpoint, train
-from primus.cli.verb import JSON, answer, folder, option, path, verb
+from primus.cli.image.common import resolved
+from primus.cli.image.train import newest_checkpoint, train
+from primus.cli.verb import answer
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.recipe import MOCK, Recipe
@@ -30,13 +30,6 @@ _SAMPLES, _SHOWN = 5, 2000
 _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
 
-@verb(
-    option("weights", metavar="WEIGHTS", help="folder of weights, or hf:OWNER/NAME"),
-    option("data", metavar="DATA", help="file or folder of text or chats, or hf:OWNER/NAME"),
-    *OVERRIDES,
-    *RUN,
-    example="primus finetune /models/llama-3.1-8b chats.jsonl --mode lora lr=1e-4",
-)
 def finetune(options: argparse.Namespace) -> int:
     """Fine-tune a model on your data: the weights' folder decides the model, the tokenizer and the template.
 
@@ -103,13 +96,6 @@ def _batch(recipe: Recipe) -> int:
     return recipe.local_batch if not there or needed <= there else 0
 
 
-@verb(
-    option("recipe", metavar="RECIPE|WEIGHTS", help="name of a recipe, or folder of weights, or hf:OWNER/NAME"),
-    *OVERRIDES,
-    *choices(),
-    JSON,
-    example="primus data /models/llama-3.1-8b corpus=chats.jsonl seq_len=2048",
-)
 def data(options: argparse.Namespace) -> int:
     """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents with their mask.
 
@@ -145,14 +131,6 @@ def data(options: argparse.Namespace) -> int:
     return 0
 
 
-@verb(
-    option("checkpoint", type=path, metavar="CHECKPOINT", help="a checkpoint, or a run (its newest one)"),
-    option("folder", type=folder, metavar="DIR", help="new folder for the model"),
-    option("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as saved)"),
-    option("--tokenizer", type=folder, metavar="DIR", help="copy this tokenizer (default: that of the run)"),
-    JSON,
-    example="primus export runs/mine /models/mine --dtype bfloat16",
-)
 def export(options: argparse.Namespace) -> int:
     """Write the weights of a checkpoint as a model folder, which transformers and inference engines load.
 

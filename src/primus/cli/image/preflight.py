@@ -5,8 +5,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.image.common import choice, duration
-from primus.cli.verb import JSON, answer, count, flag, option, verb
+from primus.cli.verb import answer
 from primus.errors import InputError
 from primus.files import write_file
 from primus.recipes.choose import among, values_of
@@ -15,22 +14,6 @@ from primus.system.host import Finding, Host, name_here
 from primus.terminal import Screen, counted
 
 
-@verb(
-    flag("--quick", "only read files of the kernel; measure nothing"),
-    flag("--benchmark", "also measure the GPUs"),
-    option("--burn-in", type=duration, metavar="TIME", help="test all GPUs with known results for this long: 10m"),
-    count("--expect", "GPUs that the machine must have"),
-    choice("gpu", "generation that its GPUs must be of"),
-    count("--expect-nics", "RDMA devices that the machine must have"),
-    option("--root", type=Path, default=Path("/"), metavar="DIR", help="root folder of the machine (default: /)"),
-    option("--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"),
-    option(
-        "--nodes", type=Path, nargs="+", default=[], metavar="FILE", help="compare --json documents of several nodes"
-    ),
-    option("--html", type=Path, metavar="FILE", help="write the verdict as an HTML page"),
-    JSON,
-    example="primus preflight --quick --expect 8 --gpu mi300x",
-)
 def preflight(options: argparse.Namespace) -> int:
     """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
 

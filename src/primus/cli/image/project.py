@@ -14,8 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import primus.recipes
-from primus.cli.image.common import RECIPE, choice
-from primus.cli.verb import JSON, answer, count, option, verb
+from primus.cli.verb import answer
 from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.recipe import Recipe
@@ -27,7 +26,6 @@ from primus.training.metrics import of_recipe_unit
 from primus.turbo.optimizations import OFF, requested
 from primus.yamlfile import read_values
 
-_TOKENS = 10**12
 _MOST_NODES = 4096
 _DEGREES = (1, 2, 4, 8, 16)
 
@@ -41,17 +39,6 @@ class Projection(NamedTuple):
     sources: str
 
 
-@verb(
-    *RECIPE,
-    choice("backend", "torchtitan, megatron, finetune or fsdp"),
-    choice("mode", "pretrain or full"),
-    choice("precision", "bf16 or fp8"),
-    choice("gpu", "generation to project for (default: the machine's)"),
-    option("--nodes", metavar="N|N..M", default="1", help="machines, or a range in doublings (default: 1)"),
-    count("--tokens", "tokens to train on", least=1, default=_TOKENS),
-    JSON,
-    example="primus project llama3.1-8b --gpu mi355x --nodes 1..512",
-)
 def project(options: argparse.Namespace) -> int:
     """Predict memory, tokens per second, MFU and days of training for numbers of nodes, from published runs.
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, groupby
 
-from primus.cli.image.common import RECIPE, choice, choices, complete_recipe, resolved, short_origin
-from primus.cli.verb import JSON, answer, option, verb
+from primus.cli.image.common import resolved, short_origin
+from primus.cli.verb import answer
 from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.architecture import readable, size
@@ -38,12 +38,6 @@ _WHAT = {
 }
 
 
-@verb(
-    option("name", metavar="NAME", nargs="?", default="", help="part of a recipe's name", complete=complete_recipe),
-    *(choice(name, f"only with this {'GPU' if name == 'gpu' else name}") for name in _CHOICES),
-    JSON,
-    example="primus list llama --gpu mi355x --precision fp8",
-)
 def list_recipes(options: argparse.Namespace) -> int:
     """List the recipes with their backends, modes, precisions and the GPUs that support them.
 
@@ -73,7 +67,6 @@ def list_recipes(options: argparse.Namespace) -> int:
     return 0
 
 
-@verb(*RECIPE, *choices(), JSON, example="primus show llama3.1-8b --gpu mi355x --precision fp8")
 def show(options: argparse.Namespace) -> int:
     """Show a recipe as it would run: every setting with its source, and which optimizations are on, and why.
 
@@ -84,7 +77,6 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-@verb(*RECIPE, *choices(), JSON, example="primus fit llama3.1-70b --gpu mi325x --precision fp8")
 def fit(options: argparse.Namespace) -> int:
     """Predict the memory that a recipe needs on one GPU, and the largest micro batch that fits.
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.verb import JSON, answer, folder, option, path, verb
+from primus.cli.verb import answer
 from primus.errors import InputError
 from primus.report import html, sheets
 from primus.report.run import Run, read_all
@@ -14,12 +14,6 @@ from primus.system.host import lost_warning
 from primus.terminal import Screen, Styled
 
 
-@verb(
-    option("runs", metavar="RUN", nargs="+", type=path, help="folder of a run, or a record.json"),
-    option("--out", metavar="DIR", type=folder, default=Path("report"), help="folder (default: report)"),
-    JSON,
-    example="primus report runs/before runs/after --out report",
-)
 def report(options: argparse.Namespace) -> int:
     """Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html with curves.
 

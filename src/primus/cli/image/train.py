@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from primus.cli.image.common import RECIPE, choices, duration, resolved, short_origin
-from primus.cli.verb import JSON, WRAP, answer, count, flag, folder, option, path, several, verb
+from primus.cli.image.common import resolved, short_origin
+from primus.cli.verb import answer, parser_of_shared
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
@@ -26,38 +26,7 @@ from primus.training.backend import backend_of
 from primus.training.job import Job, step_of, steps
 from primus.training.outcome import Outcome
 
-# How a run is started, watched and judged; `launch` passes these on to its nodes.
-PASSED = (
-    several(
-        "--accept-change",
-        "resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
-        "FIELD",
-        complete=lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel"),
-    ),
-    count("--stall-timeout", "end the job after S seconds without output of a rank; 0: never", "S", default=1800),
-    WRAP,
-    count(
-        "--verify-steps", "every N steps, compute a micro batch twice and compare the gradients; 0: never", default=0
-    ),
-    option("--compile-cache", type=folder, metavar="DIR", help="keep compiled kernels here"),
-    option("--log", choices=start.TRACKERS, help="also write figures for this tracker (wandb, mlflow: offline)"),
-    flag("--no-preflight", "start without checking the machine"),
-    option("--burn-in", type=duration, metavar="TIME", help="first test all GPUs for this long, as `preflight` does"),
-    flag("--judge", "afterwards, repeat every step in float64 and compare"),
-    flag("--force", "start even if the predicted memory exceeds the GPU's"),
-)
-# The options of one run, whichever verb starts it.
-RUN = (
-    option("--output", type=folder, metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"),
-    *choices(),
-    option("--resume-from", type=path, metavar="DIR", help="a checkpoint, or a run (its newest one)"),
-    *PASSED,
-    flag("--dry-run", "print the resolved job and start nothing"),
-    JSON,
-)
 
-
-@verb(*RECIPE, *RUN, example="primus train llama3-proxy --steps 30 optimizer.lr=0.005")
 def train(options: argparse.Namespace) -> int:
     """Run a recipe on this machine: start its ranks, show the loss, and check the results.
 
@@ -95,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
         resume_from=checkpoint,
         judged=options.judge,
         compiled=cache and cache.absolute(),
-        wrap=options.wrap,
+        wrap=tuple(options.wrap),
         verify_steps=options.verify_steps,
     )
     if job.first_step > job.last_step:
@@ -151,23 +120,21 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def passed_on(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the words that set ``PASSED`` as in ``options``; none for what has its default."""
-    parser, words = argparse.ArgumentParser(add_help=False), list[str]()
-    for declare in PASSED:
-        declare(parser)
-    for action in parser._actions:
+    """Return the words that set the options ``passed`` as in ``options``; none for what has its default."""
+    words: list[str] = []
+    for action in parser_of_shared("passed")._actions:
         value, name = getattr(options, action.dest), action.option_strings[-1]
         if isinstance(value, bool):
             words += [name] * value
         elif value != action.default:
             # A command, and a time in seconds, are written otherwise than Python does.
-            text = shlex.join(value) if isinstance(value, tuple) else f"{value}s" if isinstance(value, float) else value
+            text = shlex.join(value) if name == "--wrap" else f"{value}s" if isinstance(value, float) else value
             words += [f"{name}={each}" for each in (text if isinstance(text, list) else [text])]
     return tuple(words)
 
 
 def recipe_of(options: argparse.Namespace, *, here: bool = True, memory: float | None = None) -> Recipe:
-    """Resolve the recipe of a run, as :func:`resolved`. Raises InputError if ``PASSED`` has options that it refuses."""
+    """Resolve the recipe of a run, as :func:`resolved`. Raises InputError for options that exclude each other."""
     recipe = resolved(options, here=here, memory=memory)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")

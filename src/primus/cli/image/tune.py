@@ -14,8 +14,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from primus.cli.image.common import RECIPE, choices, resolved
-from primus.cli.verb import JSON, answer, count, flag, folder, group, new_file, option, refuse_others, verb
+from primus.cli.image.common import resolved
+from primus.cli.verb import answer, refuse_others
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect, visible
@@ -35,27 +35,6 @@ _STAGES = ("dump", "tune", "use")
 _GIB = 2**30
 
 
-@verb(
-    option("what", choices=("gemm", "throughput"), help="what to tune"),
-    *RECIPE,
-    *choices(),
-    option("--folder", type=folder, metavar="DIR", help="results (default: output/tune_gemm|throughput)"),
-    group(
-        "gemm",
-        option("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)"),
-        count("--dump-steps", "steps of the stage dump", least=1, default=3),
-    ),
-    group(
-        "throughput",
-        option("--output", type=new_file(".yaml"), metavar="FILE", help="recipe file to write"),
-        flag("--dry-run", "print the candidates and run nothing"),
-        count("--pairs", "final runs of start and winner each", least=3, default=3),
-        count("--warmup", "first steps that do not count", least=1, default=5),
-        count("--limit", "seconds one run may take", "S", least=1, default=900),
-    ),
-    JSON,
-    example="primus tune gemm llama2-7b --stage tune",
-)
 def tune(options: argparse.Namespace) -> int:
     """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`).
 
@@ -66,7 +45,7 @@ def tune(options: argparse.Namespace) -> int:
     PyTorch's TunableOp, `use` trains with the result, which is valid for one version of PyTorch, GPU and recipe.
     Exit code 1: the recipe failed, or GEMMs could not be measured; 3: PyTorch or the GPUs are missing.
     """
-    refuse_others(options, tune.parser("tune"), options.what, ("gemm", "throughput"))
+    refuse_others(options, "tune", options.what, ("gemm", "throughput"))
     recipe = resolved(options)
     if options.what == "throughput":
         return _search(recipe, options)

@@ -175,7 +175,7 @@ def fit() -> None:
         run, noisy = added((1, own), (0.1, one), (1, drawn())), added((1, own), (1, drawn()))
         changed = [added((1, own), (0.1, one)), added((1, own), (0.1, other)), own]
         parts += models.products(run, own, noisy, changed)
-    rows = models.fit("fsdp", ("one", "other", "none"), parts)
+    rows = models.fit(("one", "other", "none"), parts)
     assert set(rows) == {"one", "other"}, rows
     assert abs(rows["one"]["share"] - 1) < 0.2 > abs(rows["other"]["share"]), rows
     assert all(abs(row["rounding"]) < 0.2 and 0.01 < row["deviation"] < 0.1 for row in rows.values()), rows

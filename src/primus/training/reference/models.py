@@ -15,6 +15,7 @@ from torch import Tensor
 from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import Architecture, RopeScaling
 from primus.recipes.choose import CPU
+from primus.recipes.family import family
 from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Constants, Dialect, Model, Transformer, is_narrow
 from primus.training.reference.names import BIAS, Tensors, kind_of
@@ -115,8 +116,8 @@ def _fp8(tensor: Tensor) -> Tensor:
 
 
 _ROUNDED = "rotary angles rounded to BF16"
-# The other backends round the angles of a BF16 run; that share is fitted, but not judged.
-_EXACT_ANGLES = "torchtitan"
+# Most backends round the angles of a BF16 run; that share is fitted, but not judged.
+_AS_BACKEND = "rotary angles rounded to BF16 by the backend"
 # Rounding errors add to the mean square of the states, as an epsilon does.
 _EPSILON = "norm epsilon + 0.001"
 _BOTH = {
@@ -163,6 +164,9 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
 
     for name, constants in _BOTH.items():
         change(name, "outputs", *(["head"] if name == _EPSILON else []), constants=constants)
+    # torchtitan's Qwen 3 rounds them (torchtitan 0.2.2: models/qwen3/model/model.py), its other models do not.
+    if backend != "torchtitan" or family(sizes.family).backends[backend].model == "qwen3":
+        variants[_AS_BACKEND] = variants.pop(_ROUNDED)
     if not isinstance(model, Model):
         return variants
     for name, constants in _LANGUAGE.items():
@@ -182,7 +186,7 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
         change("balancing loss of other groups of tokens", "gradients", rounds=True, dialect=other)
     for name, (constants, shows) in _OF_EIGHT.items() if model.eight is not None else ():
         change(name, shows, rounds=True, constants=constants)
-    if backend == _EXACT_ANGLES and model.eight is None:
+    if model.eight is None and _ROUNDED in variants:
         # The smallest of these changes needs all evidence. FP8 hides it in any case.
         variants[_ROUNDED] = replace(variants[_ROUNDED], shows=("outputs", "gradients"))
     return variants
@@ -231,7 +235,7 @@ def products(run: Gradients, exact: Gradients, noisy: Gradients, changed: Sequen
     return parts
 
 
-def fit(backend: str, names: Sequence[str], parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
+def fit(names: Sequence[str], parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
     """Fit all ``parts`` of the evidence by least squares. ``names`` are those of the changes.
 
     Returns name of a change → the ``share`` by which the run moved, how much of it is ``rounding``, and a
@@ -258,5 +262,5 @@ def fit(backend: str, names: Sequence[str], parts: Sequence[Part]) -> dict[str, 
             "biased": name == _EPSILON, "eight": name in _OF_EIGHT,
         }
         for name, share, alone, deviation in rows
-        if name != _ROUNDED or backend == _EXACT_ANGLES
+        if name != _AS_BACKEND
     }  # fmt: skip

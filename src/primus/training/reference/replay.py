@@ -122,9 +122,8 @@ class _Replay:
         self._of_weights: list[Part] = []
 
     def constants(self) -> dict[str, dict[str, Any]]:
-        backend = self._job["backend"]
-        of_blocks = models.fit(backend, [*models.trials(self._models.model(), backend)], self._of_blocks)
-        return of_blocks | models.fit(backend, [*self._of_weights_alone()], self._of_weights)
+        trials = models.trials(self._models.model(), self._job["backend"])
+        return models.fit([*trials], self._of_blocks) | models.fit([*self._of_weights_alone()], self._of_weights)
 
     def _of_weights_alone(self) -> dict[str, models.Trial]:
         trials = models.trials(self._models.model(), self._job["backend"])

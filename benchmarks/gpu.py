@@ -119,7 +119,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def _why(log: Path) -> str:
     """Return the log's errors and its end, because torchrun's own report follows the cause by many lines."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []  # the job may have been refused
     return "\n".join([*[line for line in lines if "Error" in line][:10], *lines[-20:]])
 
 

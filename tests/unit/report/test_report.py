@@ -204,13 +204,16 @@ def test_a_report_inside_a_container_says_how_to_keep_it(
     assert f"primus: {tmp_path / 'out'} is inside the container" in capsys.readouterr().err
 
 
-def test_too_many_runs_and_no_place_to_write(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_runs_and_a_system_folder(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(make("run"))
     out = ["--out", str(tmp_path / "out")]
     assert main(["report", *[folder] * 9, *out]) == 2
     assert "9 runs are too many\n  → compare at most 8" in capsys.readouterr().err
-    assert main(["report", folder, "--out", "/proc/report"]) == 3
-    assert "(/proc/report)" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", folder, "--out", "/proc/report"])
+    assert "--out: /proc/report belongs to the system" in capsys.readouterr().err
 
 
 # JSON values of other types; one number is infinite, one text holds what no file and no terminal can show.

@@ -369,7 +369,7 @@ def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_s
         assert words[at + 1 : at + 8] == [*wrap, "python", "-u", "-m"]
         assert "--wrap" in job.arguments()
         parsed = parser_of("train").parse_args(job.arguments()[1:])
-        assert parsed.wrap == wrap
+        assert tuple(parsed.wrap) == wrap
     record = suite.record(
         jobs, {}, (), target="cpu", image={}, gpu="none", time="", extra={"machine": {}, "not_run": []}
     )

@@ -1,11 +1,16 @@
 """Checks that need torch: each is a script of ``inside``, which ends with an assertion where something is wrong."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from training_kit import Python
 
 pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+# Unit tests that a Python without torch skips.
+KERNELS = ("selftest", "sharded", "turbo_attention", "turbo_experts", "turbo_kernels")
 
 SCRIPTS = (
     "tutorial", "models", "exports llama3.1-8b", "own_text", "collectives", "odd_weights", "reference_models", "data",
@@ -21,3 +26,18 @@ def test_every_script_ends_well(python: Python, name: str) -> None:
     script, *words = name.split()
     ended = python.run("-W", "ignore", str(Path(__file__).parent / f"inside/{script}.py"), *words, timeout=900)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_kernels_pass_their_unit_tests(python: Python, tmp_path: Path) -> None:
+    packages = Path(pytest.__file__).parents[1]
+    for name in ("_pytest", "pytest", "pluggy", "iniconfig"):
+        shutil.copytree(packages / name, tmp_path / name)
+    shutil.copy(packages / "py.py", tmp_path)
+    for folder in ("tests/unit/turbo", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "reports"))
+    files = [str(tmp_path / f"tests/unit/turbo/test_{name}.py") for name in KERNELS]
+    paths = ":".join(map(str, (Path(__file__).with_name("faults"), tmp_path, ROOT / "src")))
+    words = ("-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *files)
+    ended = python.run(*words, timeout=300, PYTHONPATH=paths)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert " passed" in ended.stdout and "error" not in ended.stdout

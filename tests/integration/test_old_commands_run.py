@@ -29,7 +29,6 @@ LINES = {
 QUICK = {
     ("primus-examples-readme.md", 81): " --training.steps 3",
     ("pytorch-training-v25.2.md", 128): "",
-    ("pytorch-training-v25.3.rst", 347): "",
 }
 
 

@@ -204,9 +204,7 @@ def test_a_report_inside_a_container_says_how_to_keep_it(
     assert f"primus: {tmp_path / 'out'} is inside the container" in capsys.readouterr().err
 
 
-def test_too_many_runs_and_a_system_folder(
-    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_runs_and_a_system_folder(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(make("run"))
     out = ["--out", str(tmp_path / "out")]
     assert main(["report", *[folder] * 9, *out]) == 2

@@ -14,9 +14,10 @@ from primus.training.checks import Verdict, relative_gap
 
 FOLDER = "benchmarks/golden"
 _WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
-# Relative tolerances between types of CPU, which add in different orders; training amplifies the difference. Measured
-# with and without vector instructions of later CPUs, over 20 steps: 2.5e-5 and 2.2e-4.
-_TOLERANCE = {"loss": 2e-4, "grad_norm": 2e-3}
+# Relative tolerances between types of CPU, which add in different orders, in the first steps and in the last: training
+# amplifies a difference of 1e-7 by about 2 in each step. Measured over 20 steps between CPUs of two makers: 2.4e-4 and
+# 1e-3 for FLUX, 1e-3 and 8e-2 for a mixture of experts, 2.5e-5 and 2.2e-4 for a dense model.
+_TOLERANCE = {"loss": (2e-4, 5e-3), "grad_norm": (2e-3, 0.2)}
 
 
 def load(root: Path, release: str) -> dict[str, Any] | None:
@@ -63,7 +64,7 @@ def compared(every: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any]) ->
     if curve is None:
         return f"the golden curve: {name} was recorded from another version of the recipe"
     gaps = _gaps(curve, _curve(evidence))
-    outside = [(step, key, gap) for step, key, gap in gaps if not gap <= _TOLERANCE[key]]
+    outside = [(step, key, gap) for step, key, gap in gaps if not gap <= _tolerance(key, step)]
     largest = max((gap for _, _, gap in gaps), default=math.inf)
     if outside:
         step, key, gap = outside[0]
@@ -72,9 +73,14 @@ def compared(every: Sequence[Mapping[str, Any]], evidence: Mapping[str, Any]) ->
         reason = f"{len(curve['loss'])} steps are equal to the last bit to those of {release}"
     else:
         reason = f"{len(curve['loss'])} steps agree with {release} within the tolerance between types of CPU"
-    limit = f"relative gap ≤ {_TOLERANCE['loss']:g} (loss), {_TOLERANCE['grad_norm']:g} (gradient norm)"
-    return Verdict(name="golden curve", passed=not outside and bool(gaps), reason=reason, measured=f"{largest:.1e}",
-                   limit=limit)  # fmt: skip
+    limits = ", ".join(f"{_WORDS[key]} {least:g} to {most:g}" for key, (least, most) in _TOLERANCE.items())
+    return Verdict("golden curve", not outside and bool(gaps), reason, measured=f"{largest:.1e}",
+                   limit=f"relative gap by step: {limits}")  # fmt: skip
+
+
+def _tolerance(key: str, step: int) -> float:
+    least, most = _TOLERANCE[key]
+    return min(max(least, least / 100 * 2.2 ** (step - 1)), most)
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tuple[str, ...]:
@@ -93,9 +99,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *names: str) -> tupl
             sentences.append(f"{name} has a curve in {(new if before is None else old)['release']} only")
             continue
         same_cpu = before["cpu"] and before["cpu"] == after["cpu"]
-        limits = dict.fromkeys(_WORDS, 0.0) if same_cpu else _TOLERANCE
         for step, key, gap in _gaps(before, after):
-            if not gap <= limits[key]:
+            if not gap <= (0 if same_cpu else _tolerance(key, step)):
                 recipe = "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
                 sentences.append(f"{_WORDS[key]} of {name} changed at step {step}, by {gap:.1e}{recipe}")
                 break

@@ -47,6 +47,21 @@ def test_another_cpu_may_differ_by_rounding(tmp_path: Path) -> None:
     assert "last bit" not in found.reason
 
 
+# Seen between CPUs of two makers, by step: a mixture of experts and FLUX.
+@pytest.mark.parametrize(
+    ("gaps", "passed"),
+    [
+        ([7e-8, 0, 0, 0, 4e-8, 0, 9e-8, 2e-6, 5e-6, 4e-6, 1e-5, 3e-5, 4e-5, 4e-5, 9e-5, 6e-4, 7e-4, 3e-4, 8e-5, 1e-3], 1),
+        ([0, 0, 0, 5e-8, 3e-7, 4e-6, 6e-6, 6e-6, 1e-4, 7e-5, 2.4e-4, 2e-5, 3e-5], 1),
+        ([0, 0, 3e-4], 0),  # a fault is there from its first step on
+        ([0, 0, 1e-4, 2e-4, 4e-4, 8e-4], 0),
+    ],
+)
+def test_a_difference_may_grow_only_as_rounding_does(tmp_path: Path, gaps: list[float], passed: int) -> None:
+    curves = kept(tmp_path, evidence([6.0] * len(gaps)))
+    assert verdict(curves, evidence([6.0 * (1 + gap) for gap in gaps])).passed == bool(passed)
+
+
 @pytest.mark.parametrize("losses", [[6.0, 5.5, 5.1, 4.5], [6.0, 5.5], [6.0, 5.5, float("nan"), 4.0]])
 def test_the_step_at_which_a_run_leaves_the_curve_is_named(tmp_path: Path, losses: list[float]) -> None:
     found = verdict(kept(tmp_path, evidence()), evidence(losses))

@@ -4,7 +4,11 @@ Every error that reaches the command line is a :class:`PrimusError`. Its class d
 failed check or job, 2 invalid input, 3 missing requirement). ``main`` prints it without a traceback.
 """
 
+import re
 from collections.abc import Iterable
+
+# Longer than names, digests and most paths are: a broken file may have a key of a megabyte.
+_LONG_WORD = re.compile(r"(\S{200})\S{100,}")
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, most: int = 1) -> str:
@@ -35,8 +39,8 @@ class PrimusError(Exception):
     def __init__(
         self, message: str, *, where: str | None = None, hint: str | None = None, about: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _LONG_WORD.sub(r"\1…", message)
+        super().__init__(self.message)
         self.about = about
         self.where = where
         self.hint = hint

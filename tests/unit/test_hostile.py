@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.cli.verb import Verb
 
 ROOT = Path(__file__).parents[2]
 PRIMUS = f"{sys.executable} -m primus.cli.main"
@@ -51,7 +50,6 @@ def test_an_interrupt_during_start_up_is_a_sentence(module: str, times: int) -> 
     program = f"""
 import os, signal, sys
 from primus.cli.main import main
-from primus.cli.verb import Verb
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
@@ -97,7 +95,7 @@ def test_a_file_that_cannot_be_used_comes_with_advice(
     def refuse(_options: object) -> int:
         raise OSError(number, os.strerror(number), "/srv/store/tmp")
 
-    monkeypatch.setattr("primus.cli.image.recipes.list_recipes", Verb(refuse, (), ""))
+    monkeypatch.setattr("primus.cli.image.recipes.list_recipes", refuse)
     assert main(["list"]) == 3
     assert f"(/srv/store/tmp)\n  → {hint}" in capsys.readouterr().err
 

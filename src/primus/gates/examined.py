@@ -166,7 +166,7 @@ def _cache_path(workspace: Workspace, layer: Layer) -> Path:
 def save(workspace: Workspace, layer: Layer, facts: LayerFacts) -> None:
     """Write the facts about the layer to the cache. Failures are ignored: the next check reads the blob."""
     path = _cache_path(workspace, layer)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, InputError):
         for old in path.parent.glob(path.name.partition("-")[0] + "-*"):
             old.unlink(missing_ok=True)
         write_sealed(path, asdict(facts))

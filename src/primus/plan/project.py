@@ -283,7 +283,7 @@ class StatIndex:
     def save(self) -> None:
         """Write the cache if it changed. Failures are ignored: the next run reads the files again."""
         if self._changed:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, InputError):
                 write_sealed(self._path, self._entries)
 
 

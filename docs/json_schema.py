@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Union, cast
 
-from primus.schema import fields_of, hints_of
+from primus.schema import fields_of, hints_of, notes_of
 
 # A YAML editor reads 26.11 as a number where primus reads text.
 _TYPES: dict[type, str | list[str]] = {str: ["string", "number"], int: "integer", float: "number", bool: "boolean"}
@@ -34,10 +34,10 @@ def _schema(hint: Any, defs: dict[str, Any], meta: Mapping[str, Any]) -> dict[st
         cls = cast(type, hint)
         if cls.__name__ not in defs:
             defs[cls.__name__] = {}
-            hints, required, properties = hints_of(cls), [], {}
+            hints, notes, required, properties = hints_of(cls), notes_of(cls), [], {}
             for word, field in fields_of(cls).items():
-                inner = _schema(hints[field.name], defs, field.metadata)
-                properties[word] = {"description": field.metadata.get("doc", ""), **inner}
+                inner = _schema(hints[field.name], defs, notes[word])
+                properties[word] = {"description": notes[word].get("doc", ""), **inner}
                 if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                     required.append(word)
             defs[cls.__name__] = {

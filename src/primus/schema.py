@@ -1,12 +1,12 @@
 """Strict conversion of plain data, such as a JSON file's, to frozen dataclasses.
 
-Each file format is declared once, as a dataclass. ``metadata["doc"]`` of a field is its description, and
-``metadata["pattern"]`` a regular expression for its text, with ``metadata["shape"]`` as its description in words. An
-unknown key, a missing one or a value of another type is an :class:`~primus.errors.InputError` with its place.
+Each file format is declared once, as a dataclass. Its fields are described by :func:`described`, or by ``fields.yaml``
+beside its module. An unknown key, a missing one or a value of another type is an InputError with its place.
 """
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
 import re
@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar, Union, cast
 
 from primus.errors import InputError, did_you_mean
 from primus.files import read_bytes
-from primus.yamlfile import LARGEST, MOST_DIGITS, Document, Key, Plain, conflict, parse, scalar
+from primus.yamlfile import LARGEST, MOST_DIGITS, Document, Key, Plain, conflict, parse, read_values, scalar
 
 T = TypeVar("T")
 
@@ -120,12 +120,12 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
             hint = did_you_mean(word, names) or "known here: " + ", ".join(names)
             raise InputError(f"unknown key {word!r}", where=doc.where((*key, word)), hint=hint)
     values: dict[str, object] = {}
-    hints = hints_of(cls)
+    hints, notes = hints_of(cls), notes_of(cls)
     for word, field in names.items():
         if word in data:
-            values[field.name] = _value(hints[field.name], data[word], doc, (*key, word), field.metadata)
+            values[field.name] = _value(hints[field.name], data[word], doc, (*key, word), notes[word])
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise InputError(f"{word!r} is missing here", where=doc.where(key), hint=field.metadata.get("doc"))
+            raise InputError(f"{word!r} is missing here", where=doc.where(key), hint=notes[word].get("doc"))
     try:
         return cls(**values)
     except ValueError as error:
@@ -137,6 +137,19 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
 def fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     """Return key in the file → field. A Python keyword has a trailing underscore in the code (``for_`` → ``for``)."""
     return {f.name.rstrip("_"): f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")}
+
+
+@cache
+def notes_of(cls: type) -> dict[str, Mapping[str, Any]]:
+    """Return key in the file → what describes it: ``doc``, ``pattern`` and ``shape``, ``least``, and a format's own."""
+    rows = _notes_in(Path(inspect.getfile(cls)).with_name("fields.yaml")).get(cls.__name__, {})
+    rows = {word: {"doc": row} if isinstance(row, str) else row for word, row in rows.items()}
+    return {word: rows.get(word, field.metadata) for word, field in fields_of(cls).items()}
+
+
+@cache
+def _notes_in(file: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], read_values(file).data) if file.exists() else {}
 
 
 def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | None = None) -> InputError:

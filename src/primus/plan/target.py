@@ -1,11 +1,11 @@
-"""images/<target>.yaml: the contents of one image, and its requirements for the pins."""
+"""images/<target>.yaml: the contents of one image (fields.yaml describes them), and its requirements for the pins."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from primus.errors import InputError, did_you_mean
-from primus.schema import WrongValue, described
+from primus.schema import WrongValue
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import BaseRequest, Commit, Request, normalised
 
@@ -14,49 +14,32 @@ from primus.versions.lock import BaseRequest, Commit, Request, normalised
 class Variable:
     """One environment variable of the image."""
 
-    name: str = described("Name of the variable.", pattern=r"[A-Z_][A-Z0-9_]*", shape="like HF_HOME")
-    value: str = described("Its value.")
-    why: str = described("The reason it is set; shown in the docs.")
+    name: str
+    value: str
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """One image."""
 
-    description: str = described("One line on what the image is for.")
-    channels: tuple[Literal["amd", "debian", "pypi", "local"], ...] = described(
-        "Channels that can build it, best first."
-    )
-    components: tuple[str, ...] = described("Components of versions.yaml that enter it; each becomes a layer.")
-    more: Mapping[str, tuple[str, ...]] = described(
-        "Components per channel that enter it beside `components`.", default_factory=dict
-    )
-    base: str | None = described("Base of versions.yaml below the layers; none for an empty one.", default=None)
-    extras: Mapping[str, tuple[str, ...]] = described(
-        "Optional layers per channel, by their names under `extras` of the base in versions.yaml.",
-        default_factory=dict,
-    )
-    gpu: str | None = described(
-        "Generation of the GPU table; its environment is baked in, under that of this file.", default=None
-    )
-    bases: Mapping[str, str] = described("Base per channel, where it is not `base`.", default_factory=dict)
-    previews: Mapping[str, str] = described(
-        "Channels whose images are previews, with the sentence that says what they lack.", default_factory=dict
-    )
-    environment: tuple[Variable, ...] = described("Environment of every container.", default=())
-    entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
-    command: tuple[str, ...] = described("Command line when none is given.", default=())
-    recipes: tuple[str, ...] = described(
-        "Recipes that validate it, the default first. `all` stands for the other recipes of the project.", default=()
-    )
-    trained_in: tuple[Literal["fp32", "bf16", "fp8", "mxfp8"], ...] = described(
-        "Precisions in which `validate` trains every recipe once, besides the first recipe's own suite; a recipe is "
-        "left out where it, its backend or the machine has no such precision. None: the first recipe alone.",
-        default=(),
-    )
-    workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
-    budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
-    budgets_gb: Mapping[str, float] = described("Budget per channel, where it is not that.", default_factory=dict)
+    description: str
+    channels: tuple[Literal["amd", "debian", "pypi", "local"], ...]
+    components: tuple[str, ...]
+    more: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    base: str | None = None
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gpu: str | None = None
+    bases: Mapping[str, str] = field(default_factory=dict)
+    previews: Mapping[str, str] = field(default_factory=dict)
+    environment: tuple[Variable, ...] = ()
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
+    trained_in: tuple[Literal["fp32", "bf16", "fp8", "mxfp8"], ...] = ()
+    workdir: str = "/"
+    budget_gb: float | None = None
+    budgets_gb: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.channels:

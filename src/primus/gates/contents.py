@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from mmap import MADV_DONTNEED, mmap
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal
 
 import msgpack
 
@@ -33,38 +33,13 @@ Kind = Literal["wheel", "deb", "header", "library"]
 Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
 Form = Literal["fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack"]
 
-# A package vendored in another one (setuptools/_vendor) does not count; one from a deb is judged as a deb.
-_METADATA = re.compile(r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA")
-# Nine of ten requirements are for an extra, and parsing them is slow. Markers with `or` are left to the parser.
-_OF_EXTRA = r"^(?!.*\sor\s).*;.*\bextra\s*==\s*[\"']"
-_ROWS = r"^(Name|Version|Requires-Dist|License-Expression|License|Classifier): (.+?)\s*$"
-_STATUS = "var/lib/dpkg/status"
-# The text is in the folder of a package, which may be a link to that of another package from the same source.
-COPYRIGHT = re.compile(r"usr/share/doc/([^/]+)(/copyright)?")
-# One file per package, in images whose dpkg database belongs to another layer.
-_STATUS_OF_PACKAGE = f"{_STATUS}.d/"
-_VERSION_IN_NAME = r"lib(hipblaslt|MIOpen)\.so\.([0-9]+\.[0-9]+(?:\.[0-9]{1,3})?)(?:\..*)?"
-_TEMPORARY = rb"tmp/(?:pip-[a-z][\w./+-]*|build-env-[\w./+-]+)"
-# In text, home folders are usually examples; in a compiled file, they are where it was compiled.
-_HOMES = rb"(?<![\w.]/)(?:home/[\w.-]+/[\w./+-]+|root/[\w./+-]+)"
+PATTERNS: Mapping[str, Any] = read_values(Path(__file__).with_name("patterns.yaml")).data
+NAMES = {name: re.compile(pattern) for name, pattern in PATTERNS["names"].items()}
 ELF = b"\x7fELF"
 _PART = 1 << 20
 # The longest match: a private key with header lines before its body.
 _AHEAD = 1 << 14
 _PACK = b"KPAK"
-_KERNEL_ENDINGS = (
-    ".co", ".hsaco", ".dat", ".dat.gz", ".kpack", ".kdb", ".kdb.bz2", ".db", "db.txt", ".tn.model", ".model",
-)  # fmt: skip
-_LIBRARY = r"lib[^/]*\.so(\.[0-9.]+)?"
-# Python opens an extension module by its path and keeps its symbols private.
-_MODULE = r".*\.(?:cpython-[^/]+|abi3)\.so"
-_SITE = r".*/(?:site|dist)-packages/([^/]+)"
-
-
-@cache
-def patterns() -> Mapping[str, Any]:
-    """Return ``patterns.yaml``, which explains its parts."""
-    return cast(Mapping[str, Any], read_values(Path(__file__).with_name("patterns.yaml")).data)
 
 
 def _matches(pattern: re.Pattern[bytes], data: bytes | mmap) -> Iterator[re.Match[bytes]]:
@@ -98,12 +73,13 @@ class Stated:
 
 def states_versions(path: str) -> bool:
     """Whether :func:`stated_in` reads files with this name."""
-    return _is_status(path) or bool(_METADATA.fullmatch(path)) or _file_name(path) in patterns()["headers"]
+    known = NAMES["status"].fullmatch(path) or NAMES["metadata"].fullmatch(path)
+    return known is not None or _file_name(path) in PATTERNS["headers"]
 
 
 def stated_in(path: str, text: str) -> list[Stated]:
     """Return the versions in the file's text; none for other files."""
-    if _is_status(path):
+    if NAMES["status"].fullmatch(path):
         packages = [
             dict(re.findall(r"^(Package|Version|Status|Source): (.+)$", block, re.M)) for block in text.split("\n\n")
         ]
@@ -112,16 +88,17 @@ def stated_in(path: str, text: str) -> list[Stated]:
             for p in packages
             if p.get("Status", "").endswith(" installed")
         ]
-    if _METADATA.fullmatch(path):
-        rows = re.findall(_ROWS, text.partition("\n\n")[0], re.M)
+    if NAMES["metadata"].fullmatch(path):
+        rows = re.findall(PATTERNS["metadata_rows"], text.partition("\n\n")[0], re.M)
         head = dict(rows)
         if not {"Name", "Version"} <= set(head):
             return []
-        requires = tuple(value for name, value in rows if name == "Requires-Dist" and not re.search(_OF_EXTRA, value))
+        of_extra = PATTERNS["of_extra"]
+        requires = tuple(value for name, value in rows if name == "Requires-Dist" and not re.search(of_extra, value))
         licence = tuple((n, v) for n, v in rows if n.startswith("License") or v.startswith("License ::"))
         name, version = normalised(head["Name"]), head["Version"]
         return [Stated(kind="wheel", name=name, version=version, path=path, requires=requires, licence=licence)]
-    component, prefix = patterns()["headers"].get(_file_name(path), ("", ""))
+    component, prefix = PATTERNS["headers"].get(_file_name(path), ("", ""))
     numbers = dict(re.findall(rf"^\s*#\s*define\s+{prefix}_(MAJOR|MINOR|PATCH)\s+(\d+)", text, re.M)) if prefix else {}
     if len(numbers) < 3:
         return []
@@ -138,15 +115,11 @@ def _source(package: Mapping[str, str]) -> str:
 def stated_in_library(path: str, data: bytes | mmap) -> list[Stated]:
     """Return the version in a library's own text; none for other libraries, and if the text has no version or two."""
     file_name = _file_name(path)
-    if match := re.fullmatch(_VERSION_IN_NAME, file_name):
+    if match := NAMES["library_version"].fullmatch(file_name):
         return [Stated(kind="library", name=match[1].lower(), version=match[2], path=path)]
-    name, pattern = patterns()["libraries"].get(file_name[: file_name.find(".so") + 3], ("", None))
+    name, pattern = PATTERNS["libraries"].get(file_name[: file_name.find(".so") + 3], ("", None))
     versions = {match[1].decode() for match in _matches(re.compile(pattern.encode()), data)} if pattern else set()
     return [Stated(kind="library", name=name, version=v, path=path) for v in versions] if len(versions) == 1 else []
-
-
-def _is_status(path: str) -> bool:
-    return path == _STATUS or path.startswith(_STATUS_OF_PACKAGE)
 
 
 def _file_name(path: str) -> str:
@@ -178,14 +151,15 @@ def traces_in(path: str, data: bytes | mmap, machine_paths: Sequence[bytes] = ()
 def _path_pattern(machine_paths: tuple[bytes, ...], elf: bool) -> re.Pattern[bytes]:
     # The longest path first: a folder of this machine may lie in another one.
     machine = b"|".join(re.escape(path[1:]) for path in sorted(machine_paths, key=len, reverse=True)) or rb"(?!)"
-    return re.compile(rb"/(?:(?P<machine>" + machine + rb")|" + _TEMPORARY + (rb"|" + _HOMES if elf else b"") + rb")")
+    others = [PATTERNS["build_paths"][kind].encode() for kind in ("temporary", "homes")[: 1 + elf]]
+    return re.compile(rb"/(?:(?P<machine>" + machine + rb")|" + b"|".join(others) + rb")")
 
 
 def secrets_in(data: bytes | mmap) -> list[str]:
     """Return the kind of each secret in ``data``."""
     return [
         kind
-        for kind, pattern in patterns()["secrets"].items()
+        for kind, pattern in PATTERNS["secrets"].items()
         for match in _matches(re.compile(pattern.encode()), data)
         # Placeholders repeat themselves or call themselves examples.
         if b"EXAMPLE" not in (body := next(filter(None, match.groups()))).upper() and len(set(body)) >= 8
@@ -198,28 +172,27 @@ def reads_text(path: str) -> bool:
 
 
 def _may_hold_login(path: str) -> bool:
-    of_apt = path == "etc/apt/auth.conf" or path.startswith("etc/apt/auth.conf.d/")
-    return of_apt or f"/{path}".endswith(tuple(patterns()["login_files"]))
+    return NAMES["apt_login"].fullmatch(path) is not None or f"/{path}".endswith(tuple(PATTERNS["login_files"]))
 
 
 def text_traces(path: str, text: str) -> list[Trace]:
     """Return what the settings in a small file allow or reveal."""
     traces = [
         Trace(rule="insecure apt", path=path, seen=match[0].strip()[:120])
-        for pattern in (patterns()["insecure_apt"] if path.startswith("etc/apt/") else ())
+        for pattern in (PATTERNS["insecure_apt"] if path.startswith("etc/apt/") else ())
         for match in re.finditer(pattern, text)
         if "false" not in match[0].lower() or "verify-peer" in match[0].lower()
     ]
-    if _may_hold_login(path) and re.search(patterns()["login"], text):
+    if _may_hold_login(path) and re.search(PATTERNS["login"], text):
         traces.append(Trace(rule="credentials", path=path, seen="a login"))
     return traces
 
 
 def path_traces(path: str, kind: str) -> list[Trace]:
     """Return the litter that a path's name alone identifies; empty folders do not count."""
-    if kind == "dir" or re.fullmatch(patterns()["no_cache"], path):
+    if kind == "dir" or re.fullmatch(PATTERNS["no_cache"], path):
         return []
-    caches = (meaning for pattern, meaning in patterns()["caches"].items() if re.fullmatch(pattern, path))
+    caches = (meaning for pattern, meaning in PATTERNS["caches"].items() if re.fullmatch(pattern, path))
     return [Trace(rule="cache", path=path, seen=meaning) for meaning in caches][:1]
 
 
@@ -243,7 +216,7 @@ class Code:
 
 def is_kernel_file(path: str) -> bool:
     """Whether files with this name contain only GPU code or tuning data for one architecture."""
-    return path.endswith(_KERNEL_ENDINGS)
+    return path.endswith(tuple(PATTERNS["kernel_files"]))
 
 
 def code_in(path: str, stream: IO[bytes], size: int) -> Code | None:
@@ -346,9 +319,8 @@ class Library:
     def names(self) -> set[str]:
         """The names by which a loader may find it: its soname and, if it is named like a library, its file name."""
         file = self.path.rpartition("/")[2]
-        return {
-            n for n in (self.soname, file if re.fullmatch(_LIBRARY, file) else "") if n and not re.fullmatch(_MODULE, n)
-        }
+        names = (self.soname, file if NAMES["library"].fullmatch(file) else "")
+        return {name for name in names if name and not NAMES["module"].fullmatch(name)}
 
 
 def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
@@ -362,5 +334,5 @@ def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
 
 def owner_of(layer: str, path: str) -> str:
     """Return the owner of a path: its layer or, in site-packages, its top folder."""
-    match = re.match(_SITE, path)
+    match = NAMES["site"].match(path)
     return f"{layer} ({match[1]})" if match else layer

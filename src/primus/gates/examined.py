@@ -108,7 +108,7 @@ def observe(members: Iterable[Member], machine_paths: Sequence[bytes] = (), scra
     for member in members:
         path, size = member.path, member.size
         traces += contents.path_traces(path, member.kind)
-        documented = contents.COPYRIGHT.fullmatch(path)
+        documented = contents.NAMES["copyright"].fullmatch(path)
         if documented and member.kind == "symlink" and not documented[2]:
             copyrights[documented[1]] = member.link.rpartition("/")[2]
         if member.kind != "file":

@@ -139,7 +139,7 @@ class _Planner:
             name=name,
             kind="debs",
             inputs=(self.tool, *inputs, *_locked(debs, where)),
-            spec={"suite": self.base.suite, "trim": list(chain(*skeleton.trim().values())), **spec},
+            spec={"suite": self.base.suite, "trim": list(chain(*skeleton.TRIM.values())), **spec},
             files=debs,
         )
 

@@ -5,15 +5,14 @@ Entries are plain data (path → text or link, mode), because they are part of a
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from primus import __version__
 from primus.oci.tar import Entry
 from primus.plan.resolve import ResolvedTarget
 from primus.versions.lock import normalised
-from primus.yamlfile import read_values
+from primus.yamlfile import filled, read_values
 
 Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"
@@ -21,7 +20,6 @@ WORKSPACE = "workspace"
 CONSTRAINTS = "etc/primus/constraints.txt"
 # Commands of older documents that no other program of the image has.
 _COMMANDS = f"/{WORKSPACE}/bin"
-_SOURCE = "https://github.com/AMD-AGI/Primus"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
 # mmdebstrap unpacks the packages of the variant itself, and dpkg then unpacks them again, so use the smallest one.
 VARIANT = "essential"
@@ -32,13 +30,9 @@ ORDER = Path(__file__).with_name("sorted_folders.py")
 _SHELL = Path(__file__).with_name("shell")
 # Builds a wheel from a source archive ($1) with the Python of the build root ($2).
 BUILD_WHEEL = _SHELL / "build_wheel.sh"
-
-
-@cache
-def trim() -> Mapping[str, tuple[str, ...]]:
-    """Return what of its packages a base does not contain: the patterns of skeleton.yaml, in its order."""
-    data = read_values(Path(__file__).with_name("skeleton.yaml")).data
-    return {name: tuple(patterns) for name, patterns in cast("Mapping[str, Sequence[str]]", data).items()}
+_DATA: Any = read_values(Path(__file__).with_name("skeleton.yaml")).data
+# What of its packages a base does not contain: patterns.
+TRIM: Mapping[str, Sequence[str]] = _DATA["trim"]
 
 
 class Prefix(NamedTuple):
@@ -149,36 +143,20 @@ def image_config(resolved: ResolvedTarget, prefix: Prefix | None, held: str) -> 
         labels["io.primus.preview"] = preview
     if resolved.extras:
         labels["io.primus.extras"] = " ".join(resolved.extras)
-    return {
-        "architecture": "amd64",
-        "os": "linux",
-        "created": _created(resolved),
-        "config": {
-            "Env": [f"{name}={value}" for name, value in sorted(env.items())],
-            "Entrypoint": list(target.entrypoint),
-            "Cmd": list(target.command),
-            "WorkingDir": target.workdir,
-            "Labels": labels,
-        },
-    }
+    lists = {"entrypoint": list(target.entrypoint), "command": list(target.command)}
+    variables = [f"{name}={value}" for name, value in sorted(env.items())]
+    return _form("config", resolved, environment=variables, workdir=target.workdir, labels=labels, **lists)
 
 
 def manifest_annotations(resolved: ResolvedTarget) -> dict[str, str]:
     """Return the annotations of the image's manifest."""
-    choice = resolved.choice
-    return {
-        "org.opencontainers.image.created": _created(resolved),
-        "org.opencontainers.image.title": f"primus {resolved.name}",
-        "org.opencontainers.image.description": resolved.target.description,
-        "org.opencontainers.image.version": resolved.versions.release,
-        "org.opencontainers.image.source": _SOURCE,
-        "org.opencontainers.image.ref.name": resolved.ref,
-        "io.primus.target": resolved.name,
-        "io.primus.channel": choice.channel,
-        **({"io.primus.preview": choice.preview} if choice.preview else {}),
-    }
+    about = {"title": f"primus {resolved.name}", "description": resolved.target.description, "ref": resolved.ref}
+    channel = {"channel": resolved.choice.channel, "preview": resolved.choice.preview or None}
+    release = resolved.versions.release
+    return _form("annotations", resolved, target=resolved.name, release=release, **about, **channel)
 
 
-def _created(resolved: ResolvedTarget) -> str:
+def _form(name: str, resolved: ResolvedTarget, **values: object) -> dict[str, Any]:
     # The date of the release stands for the time of every build.
-    return f"{resolved.versions.created}T00:00:00Z"
+    form: dict[str, Any] = filled(_DATA[name], {"created": f"{resolved.versions.created}T00:00:00Z", **values})
+    return form

@@ -41,6 +41,7 @@ _IMAGE = "SPDXRef-image"
 _WORDS = {"CONTAINS": "inside", "GENERATED_FROM": "built from", "BUILD_TOOL_OF": "needed by a build"}
 _GNU = r"(A?GPL|LGPL|GFDL)[- ]?v?([0-9](?:\.[0-9])?)(?:\.0)?(\+|-or-later)?"
 _SHORT = 60
+_FORMS: Any = read_values(Path(__file__).with_name("documents.yaml")).data
 _spdx = cache(get_spdx_licensing)
 
 
@@ -229,13 +230,8 @@ def _package(
 
 def form(name: str, /, **values: object) -> dict[str, Any]:
     """Return the form ``name`` of ``documents.yaml`` with these values. A key whose value is None is left out."""
-    document: dict[str, Any] = filled(_forms()[name], values)
+    document: dict[str, Any] = filled(_FORMS[name], values)
     return document
-
-
-@cache
-def _forms() -> Any:
-    return read_values(Path(__file__).with_name("documents.yaml")).data
 
 
 def _relation(element: str, kind: str, related: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from debian.debian_support import NativeVersion
 from packaging.version import InvalidVersion, Version
 
 from primus.errors import CheckFailed, InputError
-from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION
+from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form
 from primus.release.registry import Document
 from primus.schema import build, described
 from primus.terminal import some
@@ -329,20 +329,13 @@ def openvex(findings: Sequence[Vulnerability], name: str, now: str) -> dict[str,
     """Return the findings as OpenVEX 0.2.0, at the time ``now``."""
     statements = []
     for finding in findings:
-        acceptance = finding.accepted
-        affected = acceptance is None or acceptance.status == "affected"
-        update = f"update to {finding.fixed}" if finding.fixed else "no version mends it"
-        statements.append(
-            {
-                "vulnerability": {"name": finding.id, "aliases": list(finding.aliases)},
-                "products": [{"@id": finding.purl}],
-                "status": "affected" if affected else "not_affected",
-                "action_statement" if affected else "impact_statement": acceptance.reason if acceptance else update,
-            }
-        )
-    about = {"author": "primus-images", "timestamp": now, "version": 1}
+        accepted, update = finding.accepted, f"update to {finding.fixed}" if finding.fixed else "no version mends it"
+        reason, status = (accepted.reason, accepted.status) if accepted else (update, "affected")
+        action, impact = (reason, None) if status == "affected" else (None, reason)
+        about = {"id": finding.id, "aliases": list(finding.aliases), "purl": finding.purl}
+        statements.append(form("vex_statement", **about, status=status, action=action, impact=impact))
     identity = f"https://openvex.dev/docs/primus-{re.sub(r'[^A-Za-z0-9.-]', '-', name)}-{now}"
-    return {"@context": "https://openvex.dev/ns/v0.2.0", "@id": identity, **about, "statements": statements}
+    return form("vex", identity=identity, now=now, statements=statements)
 
 
 def forbidden_in(documents: Sequence[Document], policy: Policy) -> list[str]:

@@ -55,10 +55,7 @@ def statements(documents: Sequence[Document], tag: str, digest: str) -> list[dic
 
 def statement_about(name: str, digest: str, kind: str, predicate: Mapping[str, Any]) -> dict[str, Any]:
     """Return the in-toto statement of the type ``kind`` about the artifact ``digest``."""
-    subject = [{"name": name, "digest": {"sha256": digest.removeprefix("sha256:")}}]
-    return {
-        "_type": "https://in-toto.io/Statement/v1", "subject": subject, "predicateType": kind, "predicate": predicate
-    }  # fmt: skip
+    return form("statement", name=name, sha256=digest.removeprefix("sha256:"), kind=kind, predicate=predicate)
 
 
 def test_result(record: Mapping[str, Any], data: bytes) -> dict[str, Any]:

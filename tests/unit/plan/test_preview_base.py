@@ -19,7 +19,7 @@ from primus.gpucode import FORMAT
 from primus.oci.tar import Entry
 from primus.plan.project import Project
 from primus.plan.resolve import resolve, with_lock
-from primus.plan.skeleton import trim
+from primus.plan.skeleton import TRIM
 from primus.versions.lock import Lock, LockedFile
 from project_kit import plan_over
 from tables import text_of
@@ -167,7 +167,7 @@ def test_a_stale_lock_names_the_line_of_the_pin(project: Project) -> None:
     ],
 )
 def test_bytecode_that_imports_leave_behind_stays_out(path: str, left_out: bool) -> None:
-    assert any(fnmatch.fnmatchcase(path, pattern) for pattern in trim()["left_out"]) is left_out
+    assert any(fnmatch.fnmatchcase(path, pattern) for pattern in TRIM["left_out"]) is left_out
 
 
 def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

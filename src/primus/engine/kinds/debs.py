@@ -33,7 +33,7 @@ from primus.oci.layer import KINDS, members
 from primus.oci.store import Layer, storage_error
 from primus.oci.tar import MTIME, Entry, part
 from primus.plan.action import Action
-from primus.plan.skeleton import VARIANT, trim
+from primus.plan.skeleton import TRIM, VARIANT
 from primus.programs import lacks_ids, need, tracked
 from primus.versions.lock import LockedFile
 
@@ -83,8 +83,8 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
             f"--variant={VARIANT}",
             "--format=tar",
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
-            *(f"--dpkgopt=path-exclude={path}" for path in trim()["not_unpacked"]),
-            *(f"--dpkgopt=path-include={path}" for path in trim()["unpacked_still"]),
+            *(f"--dpkgopt=path-exclude={path}" for path in TRIM["not_unpacked"]),
+            *(f"--dpkgopt=path-include={path}" for path in TRIM["unpacked_still"]),
             *(f"--dpkgopt=path-exclude={path}" for patterns in kernels.values() for path in patterns),
             "--include=" + ",".join(deb.name for deb in debs),
             suite,
@@ -109,7 +109,7 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
         raise full
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
-    entries = list(tar_entries(tar, trim()["left_out"]))
+    entries = list(tar_entries(tar, TRIM["left_out"]))
     if kernels and (packages := unlisted(entries, kernels)):
         raise CheckFailed(
             f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
@@ -223,8 +223,8 @@ def _merged(path: str) -> str:
 
 
 def _unpacked(path: str) -> bool:
-    left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in trim()["not_unpacked"])
-    return not left_out or any(fnmatch.fnmatchcase(path, pattern) for pattern in trim()["unpacked_still"])
+    left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in TRIM["not_unpacked"])
+    return not left_out or any(fnmatch.fnmatchcase(path, pattern) for pattern in TRIM["unpacked_still"])
 
 
 def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from packaging.version import Version
 
 from primus.errors import CheckFailed
-from primus.gates.contents import patterns
+from primus.gates.contents import PATTERNS
 from primus.gates.examined import Examined, Finding, GateReport
 from primus.plan.resolve import ResolvedTarget
 from primus.terminal import some
@@ -19,7 +19,7 @@ from primus.versions.lock import name_of, normalised, upstream
 
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
 # Names and versions of packages of the ROCm train.
-_TRAIN = {name: re.compile(pattern) for name, pattern in patterns()["train"].items()}
+_TRAIN = {name: re.compile(pattern) for name, pattern in PATTERNS["train"].items()}
 
 
 class Package(NamedTuple):

@@ -7,11 +7,11 @@ the others only make every download longer.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from primus.gates.contents import Library, owner_of, patterns
+from primus.gates.contents import PATTERNS, Library, owner_of
 from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.terminal import bytes_text
 
-_TOOLKITS = {name: tuple(map(re.compile, pair)) for name, pair in patterns()["toolkits"].items()}
+_TOOLKITS = {name: tuple(map(re.compile, pair)) for name, pair in PATTERNS["toolkits"].items()}
 _IMAGE = 62
 _SEVERITIES = ("error", "warning", "note")
 
@@ -22,14 +22,14 @@ def judge(examined: Examined) -> GateReport:
     """
     rows = [(layer, library) for layer, facts in examined.facts.items() for library in facts.libraries]
     names = {name for _, library in rows for name in (library.soname, library.path.rpartition("/")[2])}
-    toolkits, of_the_host = _toolkits(names), re.compile(patterns()["driver_libraries"])
+    toolkits, of_the_host = _toolkits(names), re.compile(PATTERNS["driver_libraries"])
     paths = {library.path for _, library in rows}
     groups: dict[tuple[Severity, str, str], list[tuple[str, Library]]] = {}
     for layer, library in rows:
         severity: Severity
         if library.machine not in (_IMAGE, 0):
             severity = "warning"
-            name = patterns()["processors"].get(str(library.machine), library.machine)
+            name = PATTERNS["processors"].get(str(library.machine), library.machine)
             message = f"is for {name} processors"
         elif variant := _other_variant(library.path, toolkits, paths):
             severity = "error"

@@ -7,20 +7,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from primus.errors import InputError
 from primus.files import below
 from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.load import beside
 from primus.recipes.schema import Backend, backends
-from primus.recipes.setting import WORDS, Choices, Setting, Value
+from primus.recipes.setting import CHOICES, WORDS, Choices, Setting, Value
 from primus.yamlfile import section
 
 # An asset of this name is not a file: its tokens are made from the seed.
 MOCK = "mock"
 
 Kind = TypeVar("Kind", str, int, float, bool)
+
+
+class _Property(Generic[Kind]):
+    """A property of recipes: the value of a choice, or of a setting that every backend has under the name ``what``."""
+
+    def __init__(self, what: str, default: Kind, doc: str) -> None:
+        self._what = what
+        self._default: Kind = default
+        self.__doc__ = doc
+
+    def __get__(self, recipe: "Recipe", _: type) -> Kind:
+        return recipe.find(self._what if self._what in CHOICES else recipe.knows.key(self._what), self._default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +83,15 @@ class Recipe:
         typed = self.settings[key].origin.startswith("command line")
         return here if typed and (here.exists() or not there.exists()) else there
 
-    @property
-    def backend(self) -> str:
-        """The name of the backend."""
-        return self.get("backend", str)
-
-    @property
-    def mode(self) -> str:
-        """``pretrain``, ``full`` or ``lora``."""
-        return self.get("mode", str)
-
-    @property
-    def precision(self) -> str:
-        """The precision of matrix products: ``fp32``, ``bf16``, ``fp8`` or ``mxfp8``."""
-        return self.get("precision", str)
-
-    @property
-    def gpu(self) -> str:
-        """The GPU generation that the recipe is resolved for, or ``cpu``."""
-        return self.get("gpu", str)
+    backend = _Property("backend", "", "The name of the backend.")
+    mode = _Property("mode", "", "``pretrain``, ``full`` or ``lora``.")
+    precision = _Property("precision", "", "That of matrix products: ``fp32``, ``bf16``, ``fp8`` or ``mxfp8``.")
+    gpu = _Property("gpu", "", "The GPU generation that the recipe is resolved for, or ``cpu``.")
+    steps = _Property("steps", 0, "Optimizer steps of the whole run.")
+    seq_len = _Property("seq_len", 0, "Tokens of one sequence.")
+    local_batch = _Property("local_batch", 0, "Sequences (or images) per rank and forward pass.")
+    seed = _Property("seed", -1, "Seed of weights and data; −1 if none is set.")
+    deterministic = _Property("deterministic", False, "Whether the recipe requests deterministic kernels only.")
 
     @property
     def knows(self) -> Backend:
@@ -100,31 +102,6 @@ class Recipe:
     def architecture(self) -> Architecture:
         """The model's sizes."""
         return architecture(self.section("model"))
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.get(self.knows.key("steps"), int)
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of one sequence."""
-        return self.get(self.knows.key("seq_len"), int)
-
-    @property
-    def seed(self) -> int:
-        """Seed of weights and data; −1 if none is set."""
-        return self.find(self.knows.key("seed"), -1)
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether the recipe requests deterministic kernels only."""
-        return self.find(self.knows.key("deterministic"), False)
-
-    @property
-    def local_batch(self) -> int:
-        """Sequences (or images) per rank and forward pass."""
-        return self.get(self.knows.key("local_batch"), int)
 
     @property
     def global_batch(self) -> int:

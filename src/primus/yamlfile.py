@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -39,9 +40,9 @@ LARGEST = 2**63 - 1
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _NUMBER = (
-    r"(?P<int>[-+]?[0-9]+)|0o(?P<oct>[0-7]+)|0x(?P<hex>[0-9a-fA-F]+)"
+    r"(?P<int>[-+]?[0-9]+)|(?P<prefixed>0o[0-7]+|0x[0-9a-fA-F]+)"
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
-    r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 # What to do about a problem, by words of libyaml and of PyYAML's own parser.
 _REMEDIES = {
@@ -92,16 +93,6 @@ def _nearest(name: str, places: dict[Key, tuple[int, int]], key: Key) -> str:
     return f"{name}:{line}:{column}"
 
 
-def read(path: Path, name: str | None = None) -> Document:
-    """Read ``path`` with scalars as text; ``name`` is its name in messages. Raises InputError with the place."""
-    return parse(read_text(path, name), name or str(path))
-
-
-def read_values(path: Path, name: str | None = None) -> Document:
-    """Read ``path`` with typed scalars; ``name`` is its name in messages. Raises InputError with the place."""
-    return parse_values(read_text(path, name), name or str(path))
-
-
 def read_text(path: Path, name: str | None = None) -> str:
     """Return the text of the file at ``path``. Raises InputError if it cannot be read, or is not UTF-8."""
     shown = name or str(path)
@@ -116,14 +107,20 @@ def read_text(path: Path, name: str | None = None) -> str:
         raise InputError(sentence, where=shown) from None
 
 
-def parse(text: str, name: str) -> Document:
-    """Parse ``text`` with scalars as text. Raises InputError with the place of the first error."""
-    return _Builder(name, typed=False).build(text)
+def parse(text: str, name: str, *, typed: bool = False) -> Document:
+    """Parse ``text``, with ``typed`` scalars or with scalars as text. Raises InputError with the place of the first
+    error.
+    """
+    return _Builder(name, typed=typed).build(text)
 
 
-def parse_values(text: str, name: str) -> Document:
-    """Parse ``text`` with typed scalars. Raises InputError with the place of the first error."""
-    return _Builder(name, typed=True).build(text)
+def read(path: Path, name: str | None = None, *, typed: bool = False) -> Document:
+    """Read ``path`` as :func:`parse` does; ``name`` is its name in messages."""
+    return parse(read_text(path, name), name or str(path), typed=typed)
+
+
+parse_values = partial(parse, typed=True)
+read_values = partial(read, typed=True)
 
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
@@ -163,16 +160,12 @@ def scalar(text: str) -> Scalar:
     match number.lastgroup:
         case "int":
             return int(text)
-        case "oct":
-            return int(number["oct"], 8)
-        case "hex":
-            return int(number["hex"], 16)
+        case "prefixed":
+            return int(text, 0)
         case "float":
             return float(text)
-        case "inf":
-            return float("-inf" if text.startswith("-") else "inf")
         case _:
-            return float("nan")
+            return float(text.replace(".", ""))
 
 
 def spell(data: Scalar | list[Scalar]) -> str:

@@ -19,7 +19,7 @@ from primus.gates.rules import rules_hash
 from primus.gates.rules.coherence import check_pins
 from primus.oci.layer import check_overlap, read_paths
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Store
-from primus.plan.action import Action, Built, ImagePlan, compose, finished, judged_by, tree_record
+from primus.plan.action import Action, Built, ImagePlan, compose, finished, judged_by, ordered, tree_record
 from primus.plan.project import Workspace
 from primus.programs import stop_all
 from primus.progress import choose_progress
@@ -80,21 +80,22 @@ def build(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) ->
     if options.judge:
         for plan in plans:
             check_pins(plan.resolved)
+    layers = [action for plan in plans for action in plan.layers]
     with choose_progress(options.quiet) as progress:
         workshop = Workshop(workspace=workspace, progress=progress, engine=options.engine, judge=options.judge)
         with options.stage("cache"):
-            _pull(workshop, plans, options)
+            _pull(workshop, layers, options)
         with options.stage("fetch"):
-            _fetch_files(workshop, plans, offline=options.offline)
+            _fetch_files(workshop, plans, ordered(layers, workshop.done), offline=options.offline)
         with options.stage("build"):
-            ran = _run_actions(workshop, _missing(workshop, plans))
+            ran = _run_actions(workshop, ordered(layers, workshop.done))
         with options.stage("check"):  # compose → gates → index
             return [complete.get(plan.key) or _image(workshop, plan, ran, rules) for plan in plans]
 
 
-def _pull(workshop: Workshop, plans: Sequence[ImagePlan], options: Options) -> None:
+def _pull(workshop: Workshop, layers: Iterable[Action], options: Options) -> None:
     # First the layers, then what those need that the cache lacks.
-    level = {action.key: action for plan in plans for action in plan.layers}
+    level = {action.key: action for action in layers}
     while todo := [action for action in level.values() if not workshop.done(action)]:
         options.pull(todo, workshop)
         missing = [action for action in todo if not workshop.done(action)]
@@ -133,8 +134,7 @@ def _check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
                 check(folder)
 
 
-def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: bool) -> None:
-    todo = _missing(workshop, plans)
+def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], todo: Sequence[Action], *, offline: bool) -> None:
     for kind in {action.kind: None for action in todo}:
         KINDS[kind].prepare([action for action in todo if action.kind == kind], workshop)
     inputs = {file.sha256: file for action in todo for file in action.files}
@@ -149,22 +149,6 @@ def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], *, offline: boo
     requests = {file: request for lock, request in locks if lock for file in lock.files}
     wanted = {file: requests[file] for file in absent}
     fetch(wanted, workshop.workspace.files, offline=offline, progress=workshop.progress)
-
-
-def _missing(workshop: Workshop, plans: Sequence[ImagePlan]) -> list[Action]:
-    # What only finished actions depend on is skipped.
-    todo: dict[str, Action] = {}
-
-    def visit(action: Action) -> None:
-        if action.key not in todo and not workshop.done(action):
-            for needed in (*action.needs, *action.tools):
-                visit(needed)
-            todo[action.key] = action
-
-    for plan in plans:
-        for action in plan.layers:
-            visit(action)
-    return list(todo.values())
 
 
 def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> dict[str, float]:

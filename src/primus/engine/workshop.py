@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.examined import LayerFacts, machine_paths, observe, save
@@ -90,14 +91,10 @@ class Workshop:
                 # A file that a pin requests is wrong, so report the pin's line.
                 where = error.where or next((i.where for i in action.inputs if i.where), None)
                 raise InputError(f"{action.name}: {error.message}", where=where, hint=error.hint) from None
-            record = {"name": action.name, "kind": action.kind}
             seconds = round(time.monotonic() - begin, 3)
-            if isinstance(result, Wheel):
-                store.save("actions", action.key, {**record, "wheel": asdict(result)})
-                self.progress.finish(action.key, f"{result.file}, {seconds:.1f} s")
-            else:
-                store.save("actions", action.key, {**record, "layer": asdict(result)})
-                self.progress.finish(action.key, f"{result.blob.size / 1e6:.1f} MB, {seconds:.1f} s")
+            store.save("actions", action.key, record_of(action, result))
+            what = result.file if isinstance(result, Wheel) else f"{result.blob.size / 1e6:.1f} MB"
+            self.progress.finish(action.key, f"{what}, {seconds:.1f} s")
         return seconds
 
     def write(self, action: Action, entries: Sequence[Entry]) -> Layer:
@@ -198,6 +195,11 @@ class Workshop:
             if full := disk_is_full(log, store.root):
                 raise full
             raise CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
+
+
+def record_of(action: Action, result: Layer | Wheel) -> dict[str, Any]:
+    """Return the record of a finished action."""
+    return {"name": action.name, "kind": action.kind, type(result).__name__.lower(): asdict(result)}
 
 
 def wheel_of(store: Store, key: str) -> Wheel | None:

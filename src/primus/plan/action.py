@@ -3,7 +3,7 @@
 The key of an action is a hash of everything that can affect its bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -90,17 +90,24 @@ class ImagePlan:
 
     def actions(self) -> list[Action]:
         """Return every action once, each after those that it needs."""
-        ordered: dict[str, Action] = {}
+        return ordered(self.layers, lambda _: False)
 
-        def visit(action: Action) -> None:
-            if action.key not in ordered:
-                for needed in (*action.needs, *action.tools):
-                    visit(needed)
-                ordered[action.key] = action
 
-        for action in self.layers:
-            visit(action)
-        return list(ordered.values())
+def ordered(actions: Iterable[Action], done: Callable[[Action], bool]) -> list[Action]:
+    """Return ``actions`` and those that they need, each once and after its own needs; none that is ``done``, and none
+    that only these need.
+    """
+    result: dict[str, Action] = {}
+
+    def visit(action: Action) -> None:
+        if action.key not in result and not done(action):
+            for needed in (*action.needs, *action.tools):
+                visit(needed)
+            result[action.key] = action
+
+    for action in actions:
+        visit(action)
+    return list(result.values())
 
 
 def tree_record(plan: ImagePlan) -> dict[str, Any]:

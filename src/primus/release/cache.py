@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.pool import ThreadPool
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
-from primus.engine.workshop import Wheel, Workshop, wheel_of
+from primus.engine.workshop import Wheel, Workshop, record_of, wheel_of
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import sha256_of
 from primus.gates.examined import LayerFacts, examine_layer, save
@@ -154,7 +154,7 @@ class Cache:
                 raise CheckFailed("its statement describes another layer than its bytes are")
             elif entry.facts:
                 save(shop.workspace, value, entry.facts)
-            store.save("actions", action.key, _record(action, value))
+            store.save("actions", action.key, record_of(action, value))
         shop.progress.finish(action.key, bytes_text(blob.size))
         return entry
 
@@ -176,7 +176,7 @@ class Cache:
         manifest = artifact_of(RESULT, blob.descriptor)
         subject = Blob.of(manifest, MANIFEST_TYPE)
         facts = examine_layer(workspace, action.name, value, Progress()) if isinstance(value, Layer) else LayerFacts()
-        predicate = {"key": action.key, "platform": _PLATFORM, "record": _record(action, value)}
+        predicate = {"key": action.key, "platform": _PLATFORM, "record": record_of(action, value)}
         predicate |= {"rules": rules_hash(), "facts": asdict(facts)}
         statement = statement_about(action.name, subject.digest, RESULT, predicate)
         self.there.tag(subject.digest, manifest)
@@ -191,10 +191,6 @@ def _each(actions: Iterable[Action], call: Callable[[Action], T | None]) -> dict
     todo = list(actions)
     with ThreadPool(_WORKERS) as pool:
         return {action.key: result for action, result in zip(todo, pool.map(call, todo), strict=True) if result}
-
-
-def _record(action: Action, value: Layer | Wheel) -> dict[str, Any]:
-    return {"name": action.name, "kind": action.kind, type(value).__name__.lower(): asdict(value)}
 
 
 def _blob(value: Layer | Wheel) -> Blob:

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from primus.training import gloo
 from primus.training.loop.config import ShardingConfig
-from primus.training.loop.process import Process
 from primus.training.loop.session import shard
 
 
@@ -42,7 +41,7 @@ def compiled(recompute: str) -> list[list[str]]:
     given = SimpleNamespace(turbo=(), training=training, section=lambda *_: ShardingConfig())
     blocks = [Block() for _ in range(3)]
     model = nn.Sequential(*blocks)
-    shard(model, blocks, given, Process(rank=0, world_size=1, device=torch.device("cpu")))
+    shard(model, blocks, given, torch.device("cpu"))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
     with mock.patch.object(torch._inductor.compile_fx, "compile_fx", compile_fx):

@@ -16,6 +16,7 @@ from primus.training.flux.backend import FluxConfig
 from primus.training.flux.latents import Images, packed
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.data import Documents, Mock, Stream
+from primus.training.loop.session import terms_of
 from primus.training.reference.data import samples as reference_samples
 from primus.training.tokens import Tokens, packs
 
@@ -29,7 +30,7 @@ def check_a_pass_sees_every_sample_once() -> None:
         starts = sorted(batch["input_ids"][:, 0].tolist())
         assert starts == list(range(0, 100, 10)), starts
         assert torch.equal(batch["labels"], batch["input_ids"] + 1), "labels are not the next tokens"
-        assert data.terms(batch) == 100
+        assert terms_of(batch) == 100
     assert not torch.equal(passes[0]["input_ids"], passes[1]["input_ids"]), "both passes have one order"
     again = Stream(np.arange(101, dtype=np.uint32), seq_len=10, seed=3).batch(13, 1)
     assert torch.equal(again["input_ids"], passes[1]["input_ids"][3:4]), "a sample depends on those before it"
@@ -75,7 +76,7 @@ def check_cached_latents_are_read_with_their_own_noise() -> None:
     found = {tuple(one.flatten().tolist()) for one in batch["latents"]}
     assert found == {tuple(packed(one).flatten().tolist()) for one in stored["latents"]}, "a pass misses an image"
     assert batch["latents"].shape == batch["noise"].shape == (3, 16, 16)
-    assert data.terms(batch) == 3
+    assert terms_of(batch) == 3
     assert ((batch["time"] > 0) & (batch["time"] < 1)).all()
     noises = torch.cat([batch["noise"], again["noise"]]).flatten(1)
     assert len({tuple(noise.tolist()) for noise in noises}) == 6, "noise is used twice"
@@ -92,7 +93,7 @@ def check_answers_are_samples_of_their_own() -> None:
         ([100, 101, 102, 103, 104, 0, 0, 0], [-100, 102, 103, 104, 105, -100, -100, -100]),
         ([109, 110, 111, 112, 113, 114, 115, 116], [-100, 111, 112, 113, 114, 115, 116, 117]),
     ], rows
-    assert data.terms(batch) == 11
+    assert terms_of(batch) == 11
 
 
 FAMILIES = {
@@ -123,7 +124,7 @@ def check_packed_documents_are_trained_as_alone(attention: Any, *, masked: bool)
             model.zero_grad()
             loss = model(**batch)
             loss.backward()
-            results.append((data.terms(batch), loss, *(parameter.grad for parameter in model.parameters())))
+            results.append((terms_of(batch), loss, *(parameter.grad for parameter in model.parameters())))
         for alone, packed_ones in zip(*results[-2:], strict=True):
             torch.testing.assert_close(packed_ones, alone, rtol=1e-5, atol=1e-5)
 

@@ -33,7 +33,6 @@ from primus.training.fsdp.llama import Llama
 from primus.training.job import Job
 from primus.training.loop import weights
 from primus.training.loop.config import read_job
-from primus.training.loop.process import Process
 from primus.training.megatron import cpu
 from primus.training.reference.names import to_canonical
 from primus.training.torchtitan import cpu as on_cpu, entry, render
@@ -98,7 +97,7 @@ def built(where: Path, recipe: Recipe) -> Model:
         from primus.training.megatron.session import MegatronSession
 
         parallel_state.destroy_model_parallel()
-        session = MegatronSession(job, Process(rank=0, world_size=1, device=torch.device("cpu")))
+        session = MegatronSession(job, torch.device("cpu"))
         (part,) = session.model_parts
         places = torch.arange(LENGTH).expand_as(TOKENS)
         return part, session.state_dict(), lambda: part(TOKENS, places, None)

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from primus.recipes.recipe import MOCK
@@ -12,12 +13,11 @@ from primus.training.finetune import models
 from primus.training.finetune.backend import FinetuneConfig, source_of
 from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
-from primus.training.loop.process import Process
 from primus.training.loop.session import Sharded, shard
 from primus.turbo.attention import FLASH, attend_in_transformers
 
 
-def main(job: RankJob, here: Process) -> None:
+def main(job: RankJob, device: torch.device) -> None:
     """Train in mode ``full`` or ``lora``."""
     config = job.section(FinetuneConfig)
     source = source_of(config.weights, offline=True)
@@ -28,7 +28,7 @@ def main(job: RankJob, here: Process) -> None:
     model = kind(models.adapted(causal, config.lora) if job.mode == "lora" else causal, config.loss_chunk)
     model.choose_loss(job)
     # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
-    shard(model, list(model.causal.model.layers), job, here, wide=lambda name: "lm_head" in name or "lora_" in name)
+    shard(model, list(model.causal.model.layers), job, device, wide=lambda name: "lm_head" in name or "lora_" in name)
     models.init(model, job.training.seed, weights.Files(source) if source else None, 1.0 - job.model.norm_offset)
     if "frozen-weights" in job.turbo and job.training.fp8 == "tensorwise":
         from primus.turbo import fp8
@@ -40,10 +40,10 @@ def main(job: RankJob, here: Process) -> None:
         adapters.attach(model)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     seen = {"mode": job.mode, "trained_outside_adapters": sum(".lora_" not in name for name in trained)}
-    sharded = Sharded(model, job, here, seen)
+    sharded = Sharded(model, job, device, seen)
     packing = config.packing
     evaluation = train.Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None
-    train.run(job, here, sharded, data.text(job, packing=packing), evaluation)
+    train.run(job, device, sharded, data.text(job, packing=packing), evaluation)
     if config.save_weights or config.export == "merged":
         if evaluation and evaluation.best:
             train.load_checkpoint(evaluation.best, sharded)

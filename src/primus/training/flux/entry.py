@@ -13,12 +13,11 @@ from primus.training.flux import latents
 from primus.training.flux.backend import FluxConfig, config_of
 from primus.training.loop import process, train, weights
 from primus.training.loop.config import RankJob
-from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Sharded, shard
 from primus.turbo.attention import attend_in_diffusers
 
 
-def main(job: RankJob, here: Process) -> None:
+def main(job: RankJob, device: torch.device) -> None:
     """Train the transformer."""
     config = job.section(FluxConfig)
     # With cuDNN's attention on an H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU reported an illegal
@@ -31,7 +30,7 @@ def main(job: RankJob, here: Process) -> None:
     if "flash-attention-4" in job.turbo:
         attend_in_diffusers()
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
-    shard(model, blocks, job, here, wide=lambda name: "transformer_blocks" not in name or "norm" in name)
+    shard(model, blocks, job, device, wide=lambda name: "transformer_blocks" not in name or "norm" in name)
     if config.weights == "random":
         draw(model, job.training.seed)
     else:
@@ -44,7 +43,7 @@ def main(job: RankJob, here: Process) -> None:
         return flow_matching(model, batch, side, config.guidance if job.model.dit.guidance else None)
 
     facts = {"weights": config.weights, "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled()}
-    train.run(job, here, Sharded(model, job, here, facts, loss), data)
+    train.run(job, device, Sharded(model, job, device, facts, loss), data)
 
 
 def transformer(model: Architecture) -> Any:

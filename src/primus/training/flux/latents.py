@@ -27,15 +27,13 @@ class Images(Data):
     images are small variations. The noise of a sample and its level depend on the sample's number.
     """
 
-    images_per_sample = 1
-
     def __init__(self, job: RankJob, config: FluxConfig) -> None:
         from safetensors import safe_open
 
         dit, corpus = job.model.dit, job.assets["corpus"]
         self._seed = job.training.seed
         self._uniform = config.times == "uniform"
-        self.tokens_per_sample = tokens = dit.image_tokens + dit.text_tokens
+        tokens = dit.image_tokens + dit.text_tokens
         if job.training.seq_len != tokens:
             raise SystemExit(f"seq_len is {job.training.seq_len}, but image and text have {tokens} tokens")
         self._places: list[tuple[list[Any], int]] = []
@@ -75,7 +73,3 @@ class Images(Data):
             level = draw((), generator=generator)
             samples.append({**sample, "noise": noise, "time": level if self._uniform else level.sigmoid()})
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-    @override
-    def terms(self, batch: Batch) -> int:
-        return len(batch["latents"])

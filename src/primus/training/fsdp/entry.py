@@ -2,24 +2,25 @@
 
 import sys
 
+import torch
+
 from primus.training.fsdp.llama import FsdpConfig, Llama
 from primus.training.loop import data, process, train, weights
 from primus.training.loop.config import RankJob
-from primus.training.loop.process import Process
 from primus.training.loop.session import Sharded, shard
 from primus.turbo.attention import FLASH
 
 
-def main(job: RankJob, here: Process) -> None:
+def main(job: RankJob, device: torch.device) -> None:
     """Train from random weights."""
     config = job.section(FsdpConfig)
     with weights.empty():
         attend = next((name for name in (*FLASH, "flex-attention") if name in job.turbo), "torch")
         model = Llama(job.model, job.training.seq_len, config.loss_chunk, attend)
     model.choose_loss(job)
-    shard(model, list(model.layers), job, here, wide=lambda name: name == "output")
+    shard(model, list(model.layers), job, device, wide=lambda name: name == "output")
     weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
-    train.run(job, here, Sharded(model, job, here, {}), data.text(job))
+    train.run(job, device, Sharded(model, job, device, {}), data.text(job))
 
 
 if __name__ == "__main__":

@@ -34,10 +34,6 @@ def text(job: RankJob, *, packing: bool = False) -> Data:
 
 
 class _Tokens(Data):
-    def __init__(self, seq_len: int) -> None:
-        self._seq_len = self.tokens_per_sample = seq_len
-        self.images_per_sample = 0
-
     def sample(self, number: int) -> Tensor:
         """Return ``seq_len + 1`` tokens, int64."""
         raise NotImplementedError
@@ -47,17 +43,12 @@ class _Tokens(Data):
         tokens = torch.stack([self.sample(number) for number in range(first, first + count)])
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
-    @override
-    def terms(self, batch: Batch) -> int:
-        return int((batch["labels"] != _IGNORED).sum())
-
 
 class Stream(_Tokens):
     """A stream of tokens, cut into consecutive samples."""
 
     def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
-        super().__init__(seq_len)
-        self.samples, self._seed = (len(tokens) - 1) // seq_len, seed
+        self.samples, self._seed, self._seq_len = (len(tokens) - 1) // seq_len, seed, seq_len
         self._stream = tokens
 
     @override
@@ -66,7 +57,7 @@ class Stream(_Tokens):
         return torch.from_numpy(self._stream[start : start + self._seq_len + 1].astype(np.int64))
 
 
-class Documents(_Tokens):
+class Documents(Data):
     """Documents of which each is trained on its own: one per sample, or with ``packing`` several.
 
     Without a mask, long documents are several; with one, they are cut, and those without a trained label are left out.
@@ -79,8 +70,7 @@ class Documents(_Tokens):
         self._pieces = tokens.pieces(seq_len)
         lengths = self._pieces[1] - self._pieces[0] - 1
         self._packs = packs(lengths.tolist(), seq_len) if packing else None
-        super().__init__(seq_len)
-        self.samples, self._seed = len(lengths if self._packs is None else self._packs), seed
+        self.samples, self._seed, self._seq_len = len(self._packs or lengths), seed, seq_len
 
     @override
     def batch(self, first: int, count: int) -> Batch:
@@ -107,8 +97,7 @@ class Mock(_Tokens):
     """Random walks on a ring of symbols with four step sizes: a Markov chain with an entropy of ln 4 per token."""
 
     def __init__(self, seed: int, seq_len: int, vocabulary: int) -> None:
-        super().__init__(seq_len)
-        self._seed = seed
+        self._seed, self._seq_len = seed, seq_len
         self._symbols = min(_MOCK_SYMBOLS, vocabulary)
         self._spread = vocabulary // self._symbols
 

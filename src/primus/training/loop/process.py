@@ -3,7 +3,6 @@
 import os
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,38 +17,26 @@ from primus.training.loop.config import RankJob, read_job
 _PATIENCE = timedelta(minutes=30)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """This rank: its number, the number of ranks, and its device."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the rank computes on a CPU."""
-        return str(self.device.type) == "cpu"
-
-
-def main(folder: str, train: Callable[[RankJob, Process], None]) -> None:
-    """Run one rank of the job in the output folder ``folder``: set up, call ``train``, and exit."""
+def main(folder: str, train: Callable[[RankJob, torch.device], None]) -> None:
+    """Run one rank of the job in the output folder ``folder``: set up, call ``train`` with its device, and exit."""
     with noting(Path(folder)):
         job = read_job(Path(folder))
-        process = start(job)
-        train(job, process)
+        device = start(job)
+        train(job, device)
         dist.barrier()
         dist.destroy_process_group()
-    if process.on_cpu:
+    if device.type == "cpu":
         gloo.leave()
 
 
-def start(job: RankJob) -> Process:
-    """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable."""
-    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+def start(job: RankJob) -> torch.device:
+    """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable.
+
+    Returns the device of this rank.
+    """
     gloo.choose_store(job.output)
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, timeout=_PATIENCE)
     else:
@@ -62,7 +49,7 @@ def start(job: RankJob) -> Process:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.manual_seed(job.training.seed)
-    return Process(rank=rank, world_size=world_size, device=device)
+    return device
 
 
 def use_cpu() -> None:
@@ -73,14 +60,14 @@ def use_cpu() -> None:
     gloo.complete()
 
 
-def peak_memory(process: Process) -> tuple[float, float]:
+def peak_memory(device: torch.device) -> tuple[float, float]:
     """Return the peak memory of this rank, in GiB and in percent of the device's. On a CPU: resident memory."""
-    if process.on_cpu:
+    if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         peak = torch.cuda.max_memory_reserved()
-        whole = torch.cuda.get_device_properties(process.device).total_memory
+        whole = torch.cuda.get_device_properties(device).total_memory
     return peak / 2**30, 100 * peak / whole
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from primus.training.loop import weights
 from primus.training.loop.config import RankJob, ShardingConfig
-from primus.training.loop.process import Process, keep_graphs
+from primus.training.loop.process import keep_graphs
 from primus.training.witness import Taken, whole_parameters
 from primus.turbo.optimizations import CALLS
 
@@ -26,16 +26,15 @@ Batch = Mapping[str, Tensor]
 
 
 class Data(Protocol):
-    """Samples accessed by number. ``tokens_per_sample`` and ``images_per_sample`` (0 for text) are for throughput."""
-
-    tokens_per_sample: int
-    images_per_sample: int
+    """Samples accessed by number."""
 
     def batch(self, first: int, count: int) -> Batch:
         """Return samples ``first`` … ``first + count − 1`` on the CPU. The data repeats, so any number is valid."""
 
-    def terms(self, batch: Batch) -> int:
-        """Return the number of terms in the loss of ``batch``: labels that are not ignored, or samples."""
+
+def terms_of(batch: Batch) -> int:
+    """Return the number of terms in the loss of ``batch``: labels that are not ignored, or images."""
+    return int((batch["labels"] != -100).sum()) if "labels" in batch else len(batch["latents"])
 
 
 class Session(Protocol):
@@ -139,7 +138,7 @@ def _summed(head: nn.Linear, states: Tensor, labels: Tensor) -> Tensor:
 
 
 def shard(
-    model: nn.Module, blocks: Sequence[nn.Module], job: RankJob, process: Process, *,
+    model: nn.Module, blocks: Sequence[nn.Module], job: RankJob, device: torch.device, *,
     wide: Callable[[str], bool] = lambda _name: False,
 ) -> None:  # fmt: skip
     """Set up recomputation, compilation and sharding of ``model``, built inside :func:`weights.empty`, and allocate it.
@@ -164,16 +163,16 @@ def shard(
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         # CPUs do not support FP8. There, numbers are rounded to FP8 and multiplied in float32.
-        scaling = Float8LinearConfig(emulate=process.on_cpu)
+        scaling = Float8LinearConfig(emulate=device.type == "cpu")
         convert_to_float8_training(model, module_filter_fn=lambda _module, name: not wide(name), config=scaling)
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
     )
-    shape: tuple[int, ...] = (process.world_size,)
+    shape: tuple[int, ...] = (dist.get_world_size(),)
     names: tuple[str, ...] = ("shard",)
     if sharding.replicas > 1:
-        shape, names = (sharding.replicas, process.world_size // sharding.replicas), ("replicate", "shard")
-    mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=names)
+        shape, names = (sharding.replicas, dist.get_world_size() // sharding.replicas), ("replicate", "shard")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     if config.compile:
         keep_graphs()
     for block in blocks:
@@ -191,7 +190,7 @@ def shard(
         from primus.turbo.sharded import attach
 
         attach([model], kept=not sharding.reshard_after_forward)
-    weights.materialize(model, process.device)
+    weights.materialize(model, device)
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -219,17 +218,17 @@ class Sharded(Session):
     linear_types = (nn.Linear,)
 
     def __init__(
-        self, model: nn.Module, job: RankJob, process: Process, facts: Mapping[str, Any],
+        self, model: nn.Module, job: RankJob, device: torch.device, facts: Mapping[str, Any],
         loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: model(**batch),
     ) -> None:  # fmt: skip
         self._model = model.train()
         self.model_parts = [self._model]
         self._summed = loss
         self._config = job.training
-        self._process = process
+        self._device = device
         self._facts = facts
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        implementation = {"foreach": True} if process.on_cpu else {"fused": True}
+        implementation = {"foreach": True} if device.type == "cpu" else {"fused": True}
         self._optimizer = torch.optim.AdamW(
             self._trained, lr=self._config.lr, betas=(self._config.beta1, self._config.beta2), eps=self._config.eps,
             weight_decay=self._config.weight_decay, **implementation,
@@ -240,16 +239,16 @@ class Sharded(Session):
 
             self._fused_step = Step(self._optimizer)
         # Ranks have different seeds, so that dropout differs between them.
-        torch.manual_seed(self._config.seed + process.rank)
+        torch.manual_seed(self._config.seed + dist.get_rank())
 
     @property
     @override
     def data_rank(self) -> int:
-        return self._process.rank
+        return int(dist.get_rank())
 
     @override
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:
-        total = torch.zeros((), device=self._process.device)
+        total = torch.zeros((), device=self._device)
         for batch in batches:
             loss = self._loss(self._model, batch)
             (loss / terms).backward()
@@ -257,7 +256,7 @@ class Sharded(Session):
         return total
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        placed = {name: tensor.to(self._process.device, non_blocking=True) for name, tensor in batch.items()}
+        placed = {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
         return self._summed(model, placed)
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -22,8 +22,8 @@ from primus.training.failure import text_of
 from primus.training.job import step_of
 from primus.training.loop.config import RankJob, learning_rate
 from primus.training.loop.data import Documents
-from primus.training.loop.process import Process, peak_memory
-from primus.training.loop.session import Batch, Data, Session, Sharded
+from primus.training.loop.process import peak_memory
+from primus.training.loop.session import Batch, Data, Session, Sharded, terms_of
 from primus.training.metrics import of_recipe_unit, perplexity
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
@@ -88,38 +88,25 @@ def _set_random_state(state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state[host:])
 
 
-class _Trackers:
-    """TensorBoard, Weights & Biases and MLflow, as requested, on rank 0."""
+def _trackers(job: RankJob) -> Iterator[tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]]:
+    """Yield what records the figures of a step, and what ends it, of each tracker that the job asks for."""
+    if job.training.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, job: RankJob, process: Process) -> None:
-        self._trackers: list[tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]] = []
-        if process.rank:
-            return
-        if job.training.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        board = SummaryWriter(str(job.output / "tensorboard"))
+        yield partial(_add_to, board), board.close
+    if job.training.wandb:
+        import wandb
 
-            board = SummaryWriter(str(job.output / "tensorboard"))
-            self._trackers.append((partial(_add_to, board), board.close))
-        if job.training.wandb:
-            import wandb
+        run = wandb.init(project="primus", name=job.output.name, dir=str(job.output), config=dict(job.config))
+        yield lambda figures, step: run.log(dict(figures), step=step), run.finish
+    if job.training.mlflow:
+        import mlflow
 
-            run = wandb.init(project="primus", name=job.output.name, dir=str(job.output), config=dict(job.config))
-            self._trackers.append((lambda figures, step: run.log(dict(figures), step=step), run.finish))
-        if job.training.mlflow:
-            import mlflow
-
-            mlflow.set_experiment("primus")
-            mlflow.start_run(run_name=job.output.name)
-            mlflow.log_params(dict(job.config))
-            self._trackers.append((lambda figures, step: mlflow.log_metrics(dict(figures), step), mlflow.end_run))
-
-    def track(self, figures: Mapping[str, float], step: int) -> None:
-        for track, _ in self._trackers:
-            track(figures, step)
-
-    def end(self) -> None:
-        for _, end in self._trackers:
-            end()
+        mlflow.set_experiment("primus")
+        mlflow.start_run(run_name=job.output.name)
+        mlflow.log_params(dict(job.config))
+        yield lambda figures, step: mlflow.log_metrics(dict(figures), step), mlflow.end_run
 
 
 def _add_to(board: Any, figures: Mapping[str, float], step: int) -> None:
@@ -133,14 +120,14 @@ class Report:
     is the number of weights that LoRA trains, or None if all weights are trained.
     """
 
-    def __init__(self, job: RankJob, process: Process, data: Data, adapters: int | None = None) -> None:
-        self._process = process
+    def __init__(self, job: RankJob, device: torch.device, adapters: int | None = None) -> None:
+        self._device = device
         # Tensor-parallel ranks share samples. Dividing by all ranks gives a figure per rank for any layout.
-        samples = job.global_batch / process.world_size
-        self._tokens = samples * data.tokens_per_sample
-        self._images = samples * data.images_per_sample
+        samples = job.global_batch / job.world_size
+        self._tokens = samples * job.training.seq_len
+        self._images = samples if job.model.of_images else 0.0
         self._exact = job.output / "exact.jsonl"
-        self.trackers = _Trackers(job, process)
+        self._trackers = [] if dist.get_rank() else [*_trackers(job)]
         self.start()
         # FLOPs of one token or image, if they are known.
         self.per_unit = None
@@ -155,7 +142,7 @@ class Report:
         """Report a finished step of this rank."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        memory, share = peak_memory(self._process)
+        memory, share = peak_memory(self._device)
         speed, units = self._tokens / seconds, (self._images or self._tokens) / seconds
         # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
         rates = {key: each * units / 1e12 for key, each in asdict(self.per_unit).items()} if self.per_unit else {}
@@ -168,7 +155,7 @@ class Report:
             line += f"  images/s: {units:.3f}"
         # A single write, because several ranks write to the same pipe.
         print(f"{line}\n", end="", flush=True)
-        if self._process.rank:
+        if dist.get_rank():
             return
         with self._exact.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
@@ -176,11 +163,21 @@ class Report:
             "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory,
             **{f"tflops_{convention}": rate for convention, rate in rates.items()},
         }  # fmt: skip
-        self.trackers.track(figures | ({"images_per_second": units} if self._images else {}), step)
+        self.track(figures | ({"images_per_second": units} if self._images else {}), step)
+
+    def track(self, figures: Mapping[str, float], step: int) -> None:
+        """Record figures after ``step`` with the trackers."""
+        for track, _ in self._trackers:
+            track(figures, step)
+
+    def end(self) -> None:
+        """End the trackers."""
+        for _, end in self._trackers:
+            end()
 
     def say(self, text: str) -> None:
         """Print a line from rank 0."""
-        if self._process.rank == 0:
+        if dist.get_rank() == 0:
             print(f"{text}\n", end="", flush=True)
 
 
@@ -210,7 +207,7 @@ class Evaluation:
             # Where a rank has no samples left, it takes others that do not count.
             batch["labels"][max(0, data.samples - start - mine) :] = -100
             loss = session.loss(batch).double()
-            sums.append(torch.stack([loss, loss.new_tensor(data.terms(batch))]))
+            sums.append(torch.stack([loss, loss.new_tensor(terms_of(batch))]))
         total, terms = session.total(torch.stack(sums).sum(0)).tolist()
         return float(total / terms)
 
@@ -229,7 +226,7 @@ class Evaluation:
                 shutil.rmtree(before)
         best = "" if self._worse else ", the best so far"
         report.say(f"primus: evaluation after step {step}: loss {loss:.5f}, perplexity {perplexity(loss):.4g}{best}")
-        report.trackers.track({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step)
+        report.track({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step)
         if self.over:
             report.say(f"primus: the last {self._worse} evaluations were no better, so the run ends after step {step}")
 
@@ -238,14 +235,14 @@ class Evaluation:
 _COLLECT_EVERY = 50
 
 
-def run(job: RankJob, process: Process, session: Session, data: Data, evaluation: Evaluation | None = None) -> None:
+def run(job: RankJob, device: torch.device, session: Session, data: Data, evaluation: Evaluation | None = None) -> None:
     """Train all steps of the job, and write log, facts and checkpoints to the output folder."""
     config = job.training
     observed = {
-        **facts.static(session.model_parts, process.device.type), "seed": config.seed,
+        **facts.static(session.model_parts, device.type), "seed": config.seed,
         "vocab_size": job.model.vocab_size, **session.facts(),
     }  # fmt: skip
-    report = Report(job, process, data, observed["trainable_parameters"] if job.mode == "lora" else None)
+    report = Report(job, device, observed["trainable_parameters"] if job.mode == "lora" else None)
     observed |= {"flops_per_unit": report.per_unit.non_causal} if report.per_unit else {}
     if job.resume_from is not None:
         load_checkpoint(job.resume_from, session)
@@ -256,7 +253,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
     batches = _batches(job, session, data, job.first_step)
     for step in range(job.first_step, job.last_step + 1):
         rate = learning_rate(config, step)
-        trace = job.output / "profile.json" if process.rank == 0 and step == config.profile_step else None
+        trace = job.output / "profile.json" if dist.get_rank() == 0 and step == config.profile_step else None
         if witness:
             for batch in batches:
                 witness.batch(**{"inputs" if name == "input_ids" else name: part for name, part in batch.items()})
@@ -268,7 +265,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
         if step == job.first_step:
             report.start()
         with watched as seen:
-            loss, norm, batches = _step(job, process, session, data, batches, step)
+            loss, norm, batches = _step(job, device, session, data, batches, step)
         report.step(step, loss, norm, rate)
         if step == job.first_step:
             inputs = batches[0]
@@ -298,7 +295,7 @@ def run(job: RankJob, process: Process, session: Session, data: Data, evaluation
                 break
         if step % _COLLECT_EVERY == 0:
             gc.collect()
-    report.trackers.end()
+    report.end()
     observed |= facts.final(session.model_parts, step) | active(job.turbo)
     facts.write(job.output / "facts.json", observed)
 
@@ -321,10 +318,10 @@ def _witness(job: RankJob, session: Session) -> Witness:
 
 
 def _step(
-    job: RankJob, process: Process, session: Session, data: Data, batches: list[Batch], step: int
+    job: RankJob, device: torch.device, session: Session, data: Data, batches: list[Batch], step: int
 ) -> tuple[float, float, list[Batch]]:
     """Train ``batches``. Return the loss, the gradient norm and the batches of the next step."""
-    mine = torch.tensor(sum(data.terms(batch) for batch in batches), dtype=torch.float64, device=process.device)
+    mine = torch.tensor(sum(map(terms_of, batches)), dtype=torch.float64, device=device)
     terms = round(session.total(mine).item())
     loss = session.forward_backward(batches, terms)
     loss = session.total(loss.to(torch.float64)) / terms

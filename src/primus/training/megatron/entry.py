@@ -29,10 +29,10 @@ def main(folder: str) -> None:
         cpu.apply()
     from primus.training.loop import data, process, train
 
-    def run(job: "RankJob", here: process.Process) -> None:
+    def run(job: "RankJob", device: torch.device) -> None:
         from primus.training.megatron.session import MegatronSession
 
-        train.run(job, here, MegatronSession(job, here), data.text(job))
+        train.run(job, device, MegatronSession(job, device), data.text(job))
 
     process.main(folder, run)
 

@@ -16,7 +16,6 @@ from megatron.core.utils import get_model_config
 
 from primus.training.finetune.backend import source_of
 from primus.training.loop.config import RankJob
-from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
 from primus.training.megatron import cpu, render, weights
 from primus.training.megatron.model import build, layers_of
@@ -28,22 +27,22 @@ from primus.yamlfile import section
 class MegatronSession:
     """One rank's part of a GPT model, trained by Megatron's schedules and optimizer."""
 
-    def __init__(self, job: RankJob, process: Process) -> None:
-        config, choices = job.config, job.section(MegatronConfig)
+    def __init__(self, job: RankJob, device: torch.device) -> None:
+        config, choices, on_cpu = job.config, job.section(MegatronConfig), device.type == "cpu"
         degrees = {k: value for k, value in section(config, "model").items() if k in render.TABLES["degrees"]}
         parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
-        if process.on_cpu:
+        if on_cpu:
             cpu.apply_after_import()
         else:
             model_parallel_cuda_manual_seed(job.training.seed)
         if job.training.deterministic:
             # Transformer Engine's attention refuses to run beside Megatron's deterministic mode without this variable.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-        self._device = process.device
+        self._device = device
         self._training = job.training
         self._tied = job.model.tied_embeddings
         self.model_parts: Sequence[torch.nn.Module] = build(
-            job.model, job.training, config, choices, job.turbo, on_cpu=process.on_cpu,
+            job.model, job.training, config, choices, job.turbo, on_cpu=on_cpu,
             source=source_of(choices.weights, offline=True),
         )  # fmt: skip
         self._ddp = self.model_parts[0].ddp_config
@@ -61,7 +60,7 @@ class MegatronSession:
         for group in self._optimizer.param_groups:
             # Norms and biases do not decay. Megatron leaves that factor to its scheduler, which is not used here.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
-        for inner in self._inner() if not process.on_cpu else ():
+        for inner in self._inner() if not on_cpu else ():
             # The default implementation of torch's AdamW needs memory for another copy of all states.
             for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
                 group |= {"fused": True, "foreach": False}

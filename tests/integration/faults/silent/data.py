@@ -68,12 +68,14 @@ def balancing_loss_takes_tokens_for_samples_first(module: Any) -> None:
 def _predicted(module: Any, change: Callable[[Any, Any], Any]) -> None:
     """Put ``change`` of prediction and target between FLUX and its loss."""
 
-    def init(run: Any, self: Any, model: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+    def init(run: Any, self: Any, *args: Any) -> None:
+        *others, loss = args
+
         def changed(model: Any, batch: Any) -> Any:
             target = batch["noise"] - batch["latents"]
             return loss(lambda **inputs: (change(model(**inputs)[0], target),), batch)
 
-        run(self, model, changed, *args, **kwargs)
+        run(self, *others, changed)
 
     wrap(module.Sharded, "__init__", init)
 

@@ -21,20 +21,9 @@ from primus.yamlfile import read_values
 _FOLDER = "failures"
 _LONGEST = 600
 _TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("failure.yaml")).data
-_DERIVED = re.compile(_TABLE["derived"])
-_WAITING = re.compile(_TABLE["waiting"])
+_PATTERNS = {name: re.compile(text) for name, text in _TABLE["patterns"].items()}
+_DERIVED, _EXCEPTION = _PATTERNS["derived"], _PATTERNS["exception"]
 _DISK_FULL = re.compile(_TABLE["advice"]["disk"]["text"])
-_EXCEPTION = re.compile(
-    r"^(?:\[(?:rank|default)\d+\]: ?)*"
-    r"(?P<text>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$"
-)
-# torchrun's report of a rank that was ended by a signal.
-_SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
-_RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d+)")
-_EXITED = re.compile(r"Root Cause .*?^ *rank *: (?P<rank>\d+).*?^ *exitcode *: (?P<code>\d+)", re.DOTALL | re.MULTILINE)
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# After this text, PyTorch's message adds a share of memory, advice and a link.
-_AFTER_FREE_MEMORY = re.compile(r"(?<= is free\.) .*", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +37,7 @@ class Failure:
         who = f"rank {self.rank}: " if self.rank is not None else ""
         rows = _TABLE["advice"].values()
         advice = next((f" ({row['do']})" for row in rows if re.search(row["text"], self.text)), "")
-        return f"{who}{_AFTER_FREE_MEMORY.sub('', self.text)}{advice}"
+        return f"{who}{_PATTERNS['after_free_memory'].sub('', self.text)}{advice}"
 
 
 # For a job whose files do not contain the cause.
@@ -152,14 +141,14 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
 
 
 def _lines(log: Path) -> list[str]:
-    return [_COLOUR.sub("", line) for line in text_if_readable(log).splitlines()]
+    return [_PATTERNS["colour"].sub("", line) for line in text_if_readable(log).splitlines()]
 
 
 def _by_code(exit_code: int, lines: list[str]) -> Failure:
     number = -exit_code if exit_code < 0 else exit_code - 128
     with suppress(ValueError):
         return Failure(text=f"ended by signal {number} ({signal.Signals(number).name})")
-    if ended := _EXITED.search("\n".join(lines)):
+    if ended := _PATTERNS["exited"].search("\n".join(lines)):
         return Failure(text=f"ended with exit code {ended['code']}, without an exception", rank=int(ended["rank"]))
     last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
     text = f"exit code {exit_code}" + (f"; the log ends with: {last_line}" if last_line else "")
@@ -178,13 +167,10 @@ def _notes(output: Path) -> list[Failure]:
 def _signalled(lines: list[str]) -> Iterator[Failure]:
     rank: int | None = None
     for line in lines:
-        if match := _RANK.match(line):
+        if match := _PATTERNS["rank"].match(line):
             rank = int(match["rank"])
-        elif (match := _SIGNALLED.search(line)) and match["name"] != "SIGTERM":  # torchrun's own
+        elif (match := _PATTERNS["signalled"].search(line)) and match["name"] != "SIGTERM":  # torchrun's own
             yield Failure(text=f"ended by signal {match['number']} ({match['name']})", rank=rank)
-
-
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 def end_ranks(launcher: int, output: Path, seconds: float) -> None:
@@ -217,8 +203,8 @@ def name_hung(output: Path, seconds: float) -> list[int]:
     hung = []
     for rank, text in stacks(output).items():
         # Other threads can come first. The main thread is the one that receives the signal.
-        frames = list(_FRAME.finditer(text.partition("Current thread 0x")[2].partition("\n\n")[0]))
-        if frames and not any(_WAITING.search(frame["file"]) for frame in frames):
+        frames = list(_PATTERNS["frame"].finditer(text.partition("Current thread 0x")[2].partition("\n\n")[0]))
+        if frames and not any(_PATTERNS["waiting"].search(frame["file"]) for frame in frames):
             top = frames[0]
             place = f"{top['function']} ({Path(top['file']).name}:{top['line']})"
             note(output, rank, f"hung: no progress for {seconds:g} s; it is in {place}")

@@ -32,8 +32,6 @@ _WRITABLE = {
     errno.EROFS: 'in a container, mount a folder with -v "$PWD/runs:/workspace/runs" (without :ro); '
     "or choose another --output",
 }
-# Settings of every backend, and the packages that each needs.
-TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 def check_backend(job: Job) -> None:
@@ -42,7 +40,6 @@ def check_backend(job: Job) -> None:
         raise HostError(f"--wrap: there is no program {job.wrap[0]} here", hint="install it, or name its path")
     knows = job.recipe.knows
     optional = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
-    optional += [name for name in TRACKERS if name in knows.keys and job.recipe.find(knows.key(name), False)]
     missing = [name for name in (*knows.packages, *optional) if not importable(name)]
     if missing:
         raise HostError(

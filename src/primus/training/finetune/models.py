@@ -39,7 +39,6 @@ OUTER = ("lm_head.weight", "model.embed_tokens.weight")
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 _EXPERTS = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_MIXTRALS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 def config_of(model: Architecture, attention: str) -> Any:
@@ -237,21 +236,16 @@ def init(model: nn.Module, seed: int, files: weights.Files | None, norm: float =
 
 
 def stored(files: weights.Files, name: str) -> weights.Rows:
-    """Return the rows of a parameter of transformers' model from files, also those of a model without its head."""
-    for written in (name, name.removeprefix("model.")):
-        if written in files:
-            return files.rows_of(written)
+    """Return the rows of a parameter of transformers' model from files."""
     experts, packed = _EXPERTS.match(name), [f"{name}{part}" for part in MXFP4]
     if packed[0] in files:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         return lambda first, last: convert_moe_packed_tensors(*(files.rows_of(part)(first, last) for part in packed))
-    if not experts:
-        return files.rows_of(name.replace(".mlp.gate.", ".block_sparse_moe.gate."))
-    # Files have three matrices per expert, Mixtral's under other names. transformers stacks those of all experts.
+    if name in files or not experts:
+        return files.rows_of(name)
+    # Files have three matrices per expert. transformers stacks those of all experts.
     head, places = f"{experts[1]}.mlp.experts", _PARTS[experts[2]]
-    if f"{head}.0.{places[0]}.weight" not in files:
-        head, places = f"{experts[1]}.block_sparse_moe.experts", _MIXTRALS[experts[2]]
 
     def rows(first: int, last: int) -> torch.Tensor:
         experts = range(first, last)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from primus.patch import replace
-from primus.recipes.tensors import canonical_name, tensor_files, text_name
+from primus.recipes.tensors import canonical_name, tensor_files
 
 _STD = 0.02
 _ALL = 2**62
@@ -100,7 +100,9 @@ def normal(name: str, parameter: Tensor, seed: int, std: float) -> Rows:
 
 
 class Files:
-    """The safetensors files of a folder, read by rows and by name in the language model. InputError without files."""
+    """The safetensors files of a folder, read by rows and by the names that weights have in transformers' model, with a
+    matrix per expert. InputError without files.
+    """
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -108,22 +110,16 @@ class Files:
         self._open = {}
         for file in tensor_files(folder):
             handle = safe_open(file, framework="pt")
-            self._open.update({text_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118, no mapping
-
-        self._canonical = {canonical_name(name): name for name in self._open}
-
-    def canonical(self, name: str) -> Tensor:
-        """Return one weight by its name in transformers' model, with a matrix per expert. Raises SystemExit."""
-        return self.whole(self._canonical.get(name, name))
+            self._open.update({canonical_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118, no mapping
 
     def __contains__(self, name: str) -> bool:
-        return name in self._open
+        return canonical_name(name) in self._open
 
     def rows_of(self, name: str) -> Rows:
         """Return the rows of one weight. Raises SystemExit if the files do not contain it."""
         if name not in self:
             raise SystemExit(f"the weights lack {name}")
-        handle, written = self._open[name]
+        handle, written = self._open[canonical_name(name)]
         part = handle.get_slice(written)
         return lambda first, last: part[first:last]
 

@@ -152,7 +152,7 @@ def build(
         cpu.apply_without_te()
     transformer = _configured(model, training, config, layers, on_cpu=on_cpu)
     methods = weights.defer(transformer)
-    look_up = partial(from_canonical, "megatron", model, look_up=Files(source).canonical) if source else None
+    look_up = partial(from_canonical, "megatron", model, look_up=Files(source).whole) if source else None
     ddp = distributed.DistributedDataParallelConfig(**render.ddp(config))
     virtual = transformer.virtual_pipeline_model_parallel_size
     # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts

@@ -5,8 +5,10 @@ shows how far the constant is changed: 0 is not at all, 1 as far as in the trial
 """
 
 import math
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Constants, Dialect, Model, Transformer, is_narrow
 from primus.training.reference.names import BIAS, Tensors, kind_of
 from primus.training.reference.rounding import LIMITS, bfloat, exact
+from primus.yamlfile import read_values
 
 if TYPE_CHECKING:
     from primus.training.reference.blocks import Result
@@ -115,29 +118,11 @@ def _fp8(tensor: Tensor) -> Tensor:
     return tensor + (tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype) - tensor.detach())
 
 
+_ROUNDINGS = {"bf16": bfloat, "fp8": _fp8}
+_TRIALS: Mapping[str, Any] = read_values(Path(__file__).with_name("trials.yaml")).data
 _ROUNDED = "rotary angles rounded to BF16"
 # Most backends round the angles of a BF16 run; that share is fitted, but not judged.
 _AS_BACKEND = "rotary angles rounded to BF16 by the backend"
-# Rounding errors add to the mean square of the states, as an epsilon does.
-_EPSILON = "norm epsilon + 0.001"
-_BOTH = {
-    _EPSILON: Constants(norm_eps=1e-3),
-    "attention scale × 1.01": Constants(attention=1.01),
-    "rotary angles rounded to FP8": Constants(angles=_fp8),
-    "positions × frequencies rounded to BF16": Constants(phases=bfloat),
-    "shares of attention rounded to FP8": Constants(shares=_fp8),
-    _ROUNDED: Constants(angles=bfloat),
-}
-# These changes concern the rounding to FP8, not the values that are rounded: the change, and where it shows.
-_OF_EIGHT = {
-    "outputs not rounded to FP8": (Constants(wide="outputs"), "outputs"),
-    "gradients of states not rounded to FP8": (Constants(wide="gradients of states"), "gradients"),
-    "gradients of products rounded to E4M3": (Constants(one_format=True), "gradients"),
-    "gradients of weights not rounded to FP8": (Constants(wide="gradients of weights"), "weights"),
-}
-_LANGUAGE = {"z-loss of 0.0003": Constants(z_loss=3e-4), "labels smoothed by 0.01": Constants(smoothing=0.01)}
-# The opposite of these changes is no fault: a negative z-loss, or less rounding than the reference's.
-_ONE_SIDED = {*_LANGUAGE, _ROUNDED, "rotary angles rounded to FP8", "shares of attention rounded to FP8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,15 +147,18 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
         changed = replace(model if rounds else plain, sent={}, choices={}, closest=math.inf, **changes)
         variants[name] = Trial(model=changed, shows=shows, rounds=rounds)
 
-    for name, constants in _BOTH.items():
-        change(name, "outputs", *(["head"] if name == _EPSILON else []), constants=constants)
+    def change_constants(of: str) -> None:
+        for name, row in _TRIALS[of].items():
+            constants = {key: _ROUNDINGS.get(value, value) for key, value in row["constants"].items()}
+            change(name, *row["shows"], rounds=of == "eight", constants=Constants(**constants))
+
+    change_constants("all")
     # torchtitan's Qwen 3 rounds them (torchtitan 0.2.2: models/qwen3/model/model.py), its other models do not.
     if backend != "torchtitan" or family(sizes.family).backends[backend].model == "qwen3":
         variants[_AS_BACKEND] = variants.pop(_ROUNDED)
     if not isinstance(model, Model):
         return variants
-    for name, constants in _LANGUAGE.items():
-        change(name, "loss", constants=constants)
+    change_constants("language")
     change("rotary base × 1.05", "outputs", sizes=replace(sizes, rope_theta=sizes.rope_theta * 1.05))
     if sizes.window:
         change("window + 1", "outputs", sizes=replace(sizes, window=sizes.window + 1))
@@ -184,9 +172,9 @@ def trials(model: Transformer, backend: str) -> dict[str, Trial]:
         other = replace(model.dialect, balance="sequence" if model.dialect.balance == "batch" else "batch")
         change("balancing loss × 1.5", "gradients", rounds=True, sizes=more)
         change("balancing loss of other groups of tokens", "gradients", rounds=True, dialect=other)
-    for name, (constants, shows) in _OF_EIGHT.items() if model.eight is not None else ():
-        change(name, shows, rounds=True, constants=constants)
-    if model.eight is None and _ROUNDED in variants:
+    if model.eight is not None:
+        change_constants("eight")
+    elif _ROUNDED in variants:
         # The smallest of these changes needs all evidence. FP8 hides it in any case.
         variants[_ROUNDED] = replace(variants[_ROUNDED], shows=("outputs", "gradients"))
     return variants
@@ -255,11 +243,12 @@ def fit(names: Sequence[str], parts: Sequence[Part]) -> dict[str, dict[str, Any]
     shares, rounding = inverse @ errors.sum(0), inverse @ noise.sum(0)
     # A run in which one rank or some steps are wrong disagrees with itself, and that must not widen its limit.
     deviations = ((noise - squares @ rounding) @ inverse).square().sum(0).sqrt()
+    rule: Mapping[str, Any] = ChainMap(*_TRIALS.values())
     rows = zip([names[n] for n in seen], shares.tolist(), rounding.tolist(), deviations.tolist(), strict=True)
     return {
         name: {
-            "share": share, "rounding": alone, "deviation": deviation, "one_sided": name in _ONE_SIDED,
-            "biased": name == _EPSILON, "eight": name in _OF_EIGHT,
+            "share": share, "rounding": alone, "deviation": deviation, "eight": name in _TRIALS["eight"],
+            **{key: bool(rule.get(name, {}).get(key)) for key in ("one_sided", "biased")},
         }
         for name, share, alone, deviation in rows
         if name != _AS_BACKEND

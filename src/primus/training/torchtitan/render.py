@@ -26,7 +26,13 @@ def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
         values["max_seq_len"] = model.max_seq_len
     name = model_name(model)
     if name == "llama3":
-        return values | _llama(model)
+        scaled = model.rope_scaling.kind == "llama3"
+        # Its model always scales; a factor of 1 changes nothing.
+        turned = arguments_of(model, _ARGUMENTS, "llama_rope") if scaled else {"scaling_factor": 1.0}
+        # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiplier, it is the multiple.
+        return (
+            values | arguments_of(model, _ARGUMENTS, name) | {"ffn_dim_multiplier": 0.01, "rope_scaling_args": turned}
+        )
     values |= arguments_of(model, _ARGUMENTS, name)
     if name == "deepseek_v3":
         scaling, rope = model.rope_scaling, {"rope_factor": 1.0}
@@ -42,18 +48,6 @@ def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
 def model_name(model: Architecture) -> str:
     """Return torchtitan's name of the model's class."""
     return family(model.family).backends["torchtitan"].model
-
-
-def _llama(model: Architecture) -> dict[str, Any]:
-    scaled = model.rope_scaling.kind == "llama3"
-    return {
-        "n_kv_heads": model.kv_heads,
-        # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiple, it is the width itself.
-        "multiple_of": model.ffn_size,
-        "ffn_dim_multiplier": 0.01,
-        # Its model always scales; a factor of 1 changes nothing.
-        "rope_scaling_args": arguments_of(model, _ARGUMENTS, "llama_rope") if scaled else {"scaling_factor": 1.0},
-    }
 
 
 def _experts(model: Architecture, precision: str) -> dict[str, Any]:

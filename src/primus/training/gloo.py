@@ -117,8 +117,7 @@ def choose_store(folder: Path) -> None:
     """Choose the kind and port of the store, before the process groups are created.
 
     If torch has no libuv, as Debian's, the store does without it. If all ranks are on this machine, rank 0 opens it at
-    a free port that the others read from the job's ``folder``: torchrun does not reserve the port that it chooses, and
-    of 20 jobs that start together, one in 40 lost it.
+    a free port that the others read from the job's ``folder``, so that jobs that start together never choose the same.
     """
     try:
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
@@ -134,7 +133,7 @@ def _open(folder: Path) -> None:
     size = int(os.environ["WORLD_SIZE"])
     notes = dist.FileStore(str(folder / "cache" / "store"), size)
     # Different in each attempt, because the file of an attempt that was killed stays.
-    key = f"{os.getppid()} {os.environ['MASTER_PORT']}"
+    key = os.environ["PRIMUS_LAUNCH"]
     if os.environ["RANK"] == "0":
         # With multi_tenant, init_process_group finds this server in place of starting its own.
         store = dist.TCPStore(

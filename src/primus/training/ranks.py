@@ -68,15 +68,15 @@ def files(job: Job) -> dict[str, str]:
 
 def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
     """Return the command that starts all ranks of ``job`` on this machine, in the environment ``variables``."""
-    # With several nodes, each rank also writes its own files, because the log of a node mixes the lines of its ranks.
-    tee = ["--tee", "3"] if job.recipe.get("nodes", int) > 1 else []
+    module = ["-m", f"primus.training.{job.recipe.backend}.entry", *backend_of(job.recipe).arguments(job)]
+    count = str(job.recipe.get("ranks", int))
+    if job.recipe.get("nodes", int) == 1:
+        return [python, "-m", "primus.training.launcher", count, *job.wrap, python, "-u", *module]
     return [
-        python, "-m", "torch.distributed.run",
-        "--nproc-per-node", str(job.recipe.get("ranks", int)),
-        *_meeting(job, variables),
-        *tee, "--log-dir", str(folder_of_node(job, variables) / "cache" / "torchrun"),
-        *(["--no-python", *job.wrap, python, "-u"] if job.wrap else []),
-        "-m", f"primus.training.{job.recipe.backend}.entry", *backend_of(job.recipe).arguments(job),
+        python, "-m", "torch.distributed.run", "--nproc-per-node", count, *_meeting(job, variables),
+        # Each rank also writes its own files, because the log of a node mixes the lines of its ranks.
+        "--tee", "3", "--log-dir", str(folder_of_node(job, variables) / "cache" / "torchrun"),
+        *(["--no-python", *job.wrap, python, "-u"] if job.wrap else []), *module,
     ]  # fmt: skip
 
 
@@ -111,13 +111,6 @@ def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:
 
 def _meeting(job: Job, variables: Mapping[str, str]) -> list[str]:
     nodes = job.recipe.get("nodes", int)
-    if nodes == 1:
-        # A file of the job, so that parallel jobs never meet; torchrun's own store of the other kind needs a torch with
-        # libuv. The address is given so that no host name is looked up.
-        return [
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", str(job.output / "cache" / "rendezvous"),
-            "--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1",
-        ]  # fmt: skip
     first = node_rank(job, variables) == 0
     address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT") or "29500"
     if not address:

@@ -1,7 +1,6 @@
 """Ranks over gloo: collectives of 16-bit floats, gathered tensors, and a store that finds its own port."""
 
 import os
-import socket
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -133,13 +132,11 @@ def gather(folder: Path, number: int) -> None:
     end()
 
 
-def check_ranks_meet_although_torchruns_port_is_taken(folder: Path) -> None:
-    """Also after an attempt that ended."""
+def check_ranks_meet_also_after_an_attempt_that_ended(folder: Path) -> None:
     (folder / "cache").mkdir()
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-            ranks(partial(meet, folder))
+    for launch in ("1", "2"):
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PRIMUS_LAUNCH": launch}
+        ranks(partial(meet, folder))
 
 
 def meet(folder: Path, number: int) -> None:
@@ -170,7 +167,7 @@ def check_a_torch_without_libuv(_: Path) -> None:
 
 for check in (
     check_a_completed_gloo_gives_the_same, check_every_layout_is_gathered_whole,
-    check_ranks_meet_although_torchruns_port_is_taken, check_a_torch_without_libuv,
+    check_ranks_meet_also_after_an_attempt_that_ended, check_a_torch_without_libuv,
 ):  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         check(Path(name))

@@ -1,7 +1,7 @@
 """Runs Python commands in forks of a process that has imported torch, which takes seconds.
 
 Each line of standard input is a command, ``{"words": [...], "variables": {...}}``, and its answer is a line of standard
-output, ``{"code": …, "out": …, "err": …}``. Python that a command starts, such as torchrun, is forked, too.
+output, ``{"code": …, "out": …, "err": …}``. Python that a command starts, such as a rank, is forked, too.
 """
 
 import gc
@@ -22,7 +22,7 @@ from typing import Any
 FAULTS = str(Path(__file__).parents[1] / "faults")
 # torchtitan, Megatron and primus look at the environment when they are imported, so each process does that itself.
 MODULES = (
-    "torch.distributed.run", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torchao.float8",
+    "torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torchao.float8",
     "torchdata.stateful_dataloader", "torch.utils.benchmark", "datasets", "diffusers", "peft",
     "transformers.models.llama.modeling_llama", "torch._inductor.compile_fx", "torch.utils.tensorboard",
 )  # fmt: skip
@@ -37,9 +37,6 @@ def warm() -> None:
     for name in MODULES:
         with suppress(ImportError):
             importlib.import_module(name)
-    # torchrun names each of its events by a walk through the sources of all loaded modules: seconds of every run.
-    rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-    rendezvous.get_method_name = lambda depth=2: ""
     # A collection in a child would copy all pages of these modules.
     gc.collect()
     gc.freeze()

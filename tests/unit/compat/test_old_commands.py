@@ -70,8 +70,8 @@ def test_every_command_that_works_here_is_a_dry_run_on_a_machine_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a user types it in the image: the script is there, no option is needed, and it says what it does."""
-    monkeypatch.setattr("primus.cli.image.compat.detect", Found)
-    monkeypatch.setattr("primus.gpus.detect.detect", Found)
+    monkeypatch.setattr("primus.cli.image.compat.detect", lambda *_: Found())
+    monkeypatch.setattr("primus.gpus.detect.detect", lambda *_: Found())
     entries = [entry for entry in COMMANDS if not {"resolves", "tuned"}.isdisjoint(entry)]
     for entry in entries:
         script, words, given = spoken(entry)
@@ -84,7 +84,7 @@ def test_every_command_that_works_here_is_a_dry_run_on_a_machine_without_a_gpu(
         assert code == 0, (entry, err)
         verb = f"tune gemm --stage={entry['tuned']} llama2-7b --backend=megatron" if "tuned" in entry else "train "
         assert f"→ primus {verb}" in err
-        assert ("torch.distributed.run" in out) == ("tuned" not in entry)
+        assert (".entry " in out) == ("tuned" not in entry)
     assert len(entries) > 70
 
 
@@ -152,7 +152,7 @@ def test_a_machine_without_a_gpu_refuses_and_says_how_to_run_the_proxy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EXP", "examples/torchtitan/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml")
-    monkeypatch.setattr("primus.gpus.detect.detect", Found)
+    monkeypatch.setattr("primus.gpus.detect.detect", lambda *_: Found())
     assert main(["compat", "run_pretrain.sh", "--training.local_batch_size", "4"]) == 2
     assert "--proxy" in capsys.readouterr().err
     assert main(["compat", "run_pretrain.sh", "--training.local_batch_size", "4", "--proxy", "--dry-run"]) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.training import launch
+from primus.training import failure, launch
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -153,7 +153,7 @@ def test_the_launcher_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     code = f"""
         import os, sys
         from pathlib import Path
-        from primus.training import launch
+        from primus.training import failure, launch
         launch.run([sys.executable, "-c", {launcher!r}], log=Path({str(tmp_path / "log")!r}), environment=os.environ)
     """
     command = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"PYTHONPATH": str(SRC)})
@@ -266,3 +266,12 @@ def test_variables_of_another_torchrun_are_dropped() -> None:
     kept = {"NODE_RANK": "0", "MASTER_ADDR": "a", "PETS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}
     assert launch.dropped(theirs | kept) == sorted(theirs)
     assert launch.clean(theirs | kept) == kept | {"PYTHONSAFEPATH": "1"}
+
+
+def test_the_first_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(600)"
+    words = [sys.executable, "-m", "primus.training.launcher", "3", sys.executable, "-c", code]
+    ended = launch.run(words, log=tmp_path / "log.txt", environment=os.environ | {"PYTHONPATH": str(SRC)})
+    assert ended.exit_code == 1
+    assert ended.seconds < 10
+    assert str(failure.cause(tmp_path, 1)).startswith("rank 1: ended by signal 9 (SIGKILL) (")

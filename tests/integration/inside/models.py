@@ -4,11 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from primus.recipes import load
 from primus.recipes.architecture import (
@@ -63,6 +64,11 @@ def check_same_logits_and_loss(name: str, model: Architecture) -> None:
     torch.testing.assert_close(own(tokens, labels), whole, rtol=1e-5, atol=0.0)
     in_chunks = models.FineTuned(hub, 24)
     torch.testing.assert_close(in_chunks(tokens, labels), whole, rtol=1e-5, atol=0.0)
+
+
+def check_a_default_of_dropout_is_not_trained() -> None:
+    with patch.object(AutoConfig, "for_model", lambda *_, **_settings: LlamaConfig(attention_dropout=0.1)):
+        assert models.config_of(SMALL, "sdpa").attention_dropout == 0.0
 
 
 def check_mixtrals_files_are_read() -> None:
@@ -187,6 +193,7 @@ def _images(count: int) -> dict[str, torch.Tensor]:
 torch.manual_seed(0)
 for label, small in SAME.items():
     check_same_logits_and_loss(label, small)
+check_a_default_of_dropout_is_not_trained()
 check_mixtrals_files_are_read()
 check_balance_is_trained_on_and_not_reported()
 check_adapters_alone_are_trained()

@@ -53,7 +53,12 @@ def config_of(model: Architecture, attention: str) -> Any:
         settings |= {"router_aux_loss_coef": model.moe.auxiliary_loss}
     # The special tokens are unknown here, and some defaults are outside of a small vocabulary.
     marks = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return AutoConfig.for_model(known.transformers, **settings, **marks, use_cache=False, attn_implementation=attention)
+    config = AutoConfig.for_model(known.transformers, **settings, **marks, use_cache=False)
+    # Recipes have no dropout, but some defaults do.
+    for name in [name for name in config.to_dict() if name.endswith(("dropout", "pdrop"))]:
+        setattr(config, name, 0.0)
+    config._attn_implementation = attention
+    return config
 
 
 def causal_model(model: Architecture, attention: str, source: Path | None = None) -> Any:

@@ -43,10 +43,10 @@ def test_the_first_cause_is_told(python: Python, tmp_path: Path, fault: str, tol
 def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: Python, tmp_path: Path) -> None:
     job = proxy(tmp_path / "job")
     # Executed, because /proc does not show the rank of a fork.
-    execute = "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    words = ["-m", "primus.cli.main", *job.arguments(), "--stall-timeout", "30"]
-    set_fault = "import os; os.environ['PRIMUS_FAULT'] = 'loop_hangs'; "
-    assert subprocess.run([*python.command, "-c", set_fault + execute, *words], check=False).returncode == 1
+    execute = "os.execv(sys.executable, sys.orig_argv[:1] + sys.argv[1:])"
+    code = f"import os, sys; os.putenv('PRIMUS_FAULT', 'loop_hangs'); {execute}"
+    words = [*python.command, "-c", code, "-m", "primus.cli.main", *job.arguments(), "--stall-timeout", "30"]
+    assert subprocess.run(words, check=False).returncode == 1
     left = outcome.read(job, 1)
     assert re.match(r"rank 1: hung: no progress for 30 s; it is in hanging \(sitecustomize.py:\d+\)", left.cause), left
     log = (job.output / "log.txt").read_text()

@@ -365,8 +365,7 @@ def test_a_wrapper_precedes_the_python_of_each_rank_and_is_named_in_record_and_s
     jobs = suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True, gpu="cpu"), wrap=wrap)
     for job in jobs:
         words = ranks.argv(job, "python", {})
-        at = words.index("nsys")
-        assert words[at : at + 7] == [*wrap, "python", "-u", "-m"]
+        assert words[words.index("nsys") :][:7] == [*wrap, "python", "-u", "-m"]
         assert "--wrap" in job.arguments()
         parsed = parser_of("train").parse_args(job.arguments()[1:])
         assert tuple(parsed.wrap) == wrap

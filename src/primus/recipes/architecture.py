@@ -1,4 +1,7 @@
-"""The sizes of a model, which each backend translates to its own arguments, and its number of parameters."""
+"""The sizes of a model, which each backend translates to its own arguments, and its number of parameters.
+
+``meanings.yaml`` explains the fields. Sizes count elements, and lengths count tokens.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,9 +20,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary positions beyond ``original_max_position`` tokens; kind "none": no scaling. "linear" scales all
-    positions alike. ``truncate``: YaRN's ramp begins and ends at whole dimensions.
-    """
+    """Scaling of rotary positions beyond the context of the first training."""
 
     kind: Literal["none", "linear", "llama3", "yarn"] = "none"
     factor: float = bounded(1.0, "[1, inf)")
@@ -35,13 +36,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """Routed experts; ``experts`` 0: a dense model. The first ``dense_layers`` layers are always dense.
-
-    ``ffn_size`` is the width of one expert. ``shared_experts`` is the number of experts that process every token.
-    ``groups`` and ``top_groups`` limit the experts that a token can be routed to. ``auxiliary_loss`` is the coefficient
-    of the balancing loss; 0: no such loss. ``bias``: router and experts have biases. ``weighted_inputs``: a token's
-    weights multiply what enters its experts, not what they return.
-    """
+    """Routed experts. The first ``dense_layers`` layers are always dense."""
 
     experts: int = bounded(0, "[0, 65536]")
     top_k: int = bounded(0, "[0, moe.experts]")
@@ -90,20 +85,7 @@ class DiffusionTransformer:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The sizes of one model. Which of them a family has, and with which values, is in ``families/``.
-
-    ``parameters`` is the number of a model of the family "other", which has no formula.
-    ``qkv_bias``: the projections to queries, keys and values have biases. ``qk_norm``: each head of queries and of keys
-    is normalized before it is rotated. ``head_dim`` 0 means hidden_size ÷ heads; ``query_scalar`` 0: attention divides
-    by the root of a head's size. ``window`` 0 means full causal attention, which every ``window_pattern``-th layer has
-    in any case. If ``local_rope_theta`` is not 0, layers with a window rotate by it, without scaling.
-    ``sandwich_norms``: what attention and feed-forward return is normalized as well. ``norm_offset``: norms multiply by
-    1 + weight. ``out_bias``: attention's output has a bias. ``sinks``: a logit of each head gets a share of attention
-    and has no value. ``interleaved_rope``: Llama 4's attention. Windows are chunks that do not see each other; heads
-    are normalized after their rotation, without weights; layers without a window do not rotate. ``scaled_embedding``:
-    embeddings are multiplied by the root of their size. ``vocab_size`` is the number of rows of the embedding. Sizes
-    count elements; ``max_seq_len`` and ``window`` count tokens.
-    """
+    """The sizes of one model. Which of them a family has, and with which values, is in ``families/``."""
 
     family: str = field(metadata={"choices": families()})
     hf_repo: str = ""

@@ -21,12 +21,9 @@ FULL = "full_attention"
 _NEAR = ("sliding_attention", "chunked_attention")
 # The family of the models that no other one computes, which transformers alone defines.
 OTHER = "other"
+_COMMON = cast(Mapping[str, Any], read_values(_FOLDER / f"{_DECODER}.yaml").data)
 # Keys of rope scaling in config.json, with transformers' values where one is omitted, by its kind.
-STRETCH: Mapping[str, Mapping[str, float]] = {
-    "linear": {},
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "truncate": True},
-}
+STRETCH: Mapping[str, Mapping[str, float]] = _COMMON["stretch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +123,7 @@ def _read(name: str) -> dict[str, Any]:
     above = own.pop("like", None if own.get("images") else _DECODER)
     if above is None:
         return own
-    common = {key: _decoder()[key] for key in ("fields", "config", "defaults", "computes", "ignored", "linears")}
+    common = {key: _COMMON[key] for key in ("fields", "config", "defaults", "computes", "ignored", "linears")}
     base = common if above == _DECODER else _read(above)
     both = {key: {**base[key], **own[key]} for key in base.keys() & own.keys() if isinstance(own[key], dict)}
     longer = {key: [*base[key], *own.get(key, ())] for key in ("fields", "ignored")}
@@ -134,14 +131,9 @@ def _read(name: str) -> dict[str, Any]:
 
 
 @cache
-def _decoder() -> Mapping[str, Any]:
-    return cast(Mapping[str, Any], read_values(_FOLDER / f"{_DECODER}.yaml").data)
-
-
-@cache
 def _weights(part: str, images: str = "") -> tuple[Weight, ...]:
     rows = []
-    for name, row in (_read(images)["weights"] if images else _decoder())[part].items():
+    for name, row in (_read(images)["weights"] if images else _COMMON)[part].items():
         names = {key: [value] if isinstance(value, str) else value for key, value in row.items()}
         shape, when = names.pop("shape"), names.pop("when", ())
         rows.append(Weight(name=name, shape=shape, when=when, names=names))

@@ -44,18 +44,6 @@ _NUMBER = (
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
-# What to do about a problem, by words of libyaml and of PyYAML's own parser.
-_REMEDIES = {
-    "cannot start any token": "put the value in quotes",
-    "mapping values are not allowed": "put a value that contains ': ' in quotes, or correct the indentation",
-    "block end": "give the entries of a list or a mapping the same indentation",
-    "expected '-' indicator": "give the entries of a list or a mapping the same indentation",
-    "expected key": "give the entries of a list or a mapping the same indentation",
-    "',' or": "close the bracket, and separate its values by commas",
-    "unexpected end of stream": "close the quotes",
-    "alphabetic or numeric": "put a value that begins with '*' or '&' in quotes",
-    "unknown escape character": "use single quotes, or write the backslash twice",
-}
 # Characters that YAML does not allow.
 _UNREADABLE = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]"
 # git's markers in a file that it could not merge.
@@ -254,7 +242,8 @@ class _Builder:
         if "nesting depth" in problem:
             return InputError(_TOO_DEEP, where=where)
         line = (text.split("\n")[mark.line :] or [""])[0] if mark else ""
-        hint = next((hint for part, hint in _REMEDIES.items() if part in problem), None)
+        remedies = read_values(Path(__file__).with_name("remedies.yaml")).data
+        hint = next((hint for part, hint in remedies.items() if part in problem), None)
         if "\t" in line[: len(line) - len(line.lstrip())]:
             problem, hint = "a tab cannot indent a line", "use spaces instead of tabs"
         return InputError(f"this is not YAML: {problem}", where=where, hint=hint)

@@ -182,16 +182,8 @@ class Workshop:
         layers = [layer for tool in action.tools if (layer := store.layer(tool.key))]
         if len(layers) < len(action.tools):
             raise HostError(f"a layer that {action.name} needs is not in the store", hint="build again")
-        code = run_isolated(
-            root_of_layers(store, self.workspace.unpacked, layers),
-            argv,
-            inputs=inputs,
-            outputs=outputs,
-            env=env,
-            log=log,
-            engine=choose(self.engine),
-        )
-        if code != 0:
+        root, engine = root_of_layers(store, self.workspace.unpacked, layers), choose(self.engine)
+        if code := run_isolated(root, argv, inputs=inputs, outputs=outputs, env=env, log=log, engine=engine):
             if full := disk_is_full(log, store.root):
                 raise full
             raise CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
@@ -226,14 +218,11 @@ def require_space_for(workspace: Workspace, todo: Sequence[Action], absent: Iter
     """Raise HostError if ``todo`` and the files in ``absent``, which must be fetched, need more space than is free."""
     bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
     scratch = max((_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0)
-    require_space(
-        [
-            (workspace.folder / "files", sum(file.size for file in absent)),
-            (workspace.store.root, int(_LAYER * sum(f.size for a in todo if a.kind != "build" for f in a.files))),
-            # An ordinary user's mmdebstrap works in the folder for temporary files.
-            (Path(tempfile.gettempdir()) if os.geteuid() else workspace.store.root, scratch),
-        ]
-    )
+    layers = int(_LAYER * sum(f.size for a in todo if a.kind != "build" for f in a.files))
+    # An ordinary user's mmdebstrap works in the folder for temporary files.
+    place = Path(tempfile.gettempdir()) if os.geteuid() else workspace.store.root
+    files = (workspace.folder / "files", sum(file.size for file in absent))
+    require_space([files, (workspace.store.root, layers), (place, scratch)])
 
 
 def require_space(needs: Iterable[tuple[Path, int]]) -> None:

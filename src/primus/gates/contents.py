@@ -225,23 +225,18 @@ def code_in(path: str, stream: IO[bytes], size: int) -> Code | None:
     Raises ValueError if the file begins like one of the forms but is damaged.
     """
     try:
-        return _code(path, stream, size)
+        stream.seek(0)
+        head = stream.read(64)
+        if head.startswith(ELF):
+            return _of_elf(path, stream, size)
+        if head.startswith((PLAIN, COMPRESSED)):
+            return Code(path=path, form="bundle", targets=_bundle_targets(stream, 0, size), size=size)
+        if head.startswith(_PACK):
+            return _of_pack(path, stream, size)
     except (OverflowError, struct.error) as error:
         # Offsets in a damaged file may exceed the largest offset of a file.
         raise ValueError(f"a damaged file: {error}") from None
-
-
-def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
-    stream.seek(0)
-    head = stream.read(64)
-    if head.startswith(b"\x7fELF"):
-        return _of_elf(path, stream, size)
-    if head.startswith((PLAIN, COMPRESSED)):
-        return Code(path=path, form="bundle", targets=_bundle_targets(stream, 0, size), size=size)
-    if head.startswith(_PACK):
-        return _of_pack(path, stream, size)
-    named = in_path(path)
-    if named and is_kernel_file(path):
+    if is_kernel_file(path) and (named := in_path(path)):
         return Code(path=path, form="kernel file", targets=named[-1:], size=size)
     return None
 

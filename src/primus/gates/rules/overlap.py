@@ -21,15 +21,9 @@ def judge(examined: Examined) -> GateReport:
     for name in sorted(places):
         if len(places[name]) > 1:
             groups.setdefault(tuple(places[name].values()), []).append(name)
-    findings = tuple(
-        Finding(
-            severity="warning",
-            layer=where[0][0],
-            path=where[0][1],
-            message=f"{' and '.join(names)} is also in "
-            + ", ".join(f"{layer} as /{path}" for layer, path in where[1:])
-            + ": a process that loads both gets one of them for both",
-        )
-        for where, names in groups.items()
-    )
-    return GateReport(summary=f"{count} shared libraries", findings=findings)
+    findings = []
+    for ((layer, path), *others), names in groups.items():
+        beside = ", ".join(f"{other} as /{where}" for other, where in others)
+        message = f"{' and '.join(names)} is also in {beside}: a process that loads both gets one of them for both"
+        findings.append(Finding(severity="warning", layer=layer, path=path, message=message))
+    return GateReport(summary=f"{count} shared libraries", findings=tuple(findings))

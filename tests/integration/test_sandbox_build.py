@@ -17,8 +17,7 @@ from primus.errors import HostError
 from primus.oci.store import MANIFEST_TYPE
 from primus.sandbox import engines
 from primus.sandbox.container import Command, RootFs
-from primus.sandbox.engines import choose
-from primus.sandbox.images import docker, load
+from primus.sandbox.engines import choose, docker, load_image
 from project_kit import Kit
 
 pytestmark = [pytest.mark.integration, needs_busybox]
@@ -201,11 +200,11 @@ def test_the_verb_load(tmp_path, monkeypatch, capfd, binary):
         # Every kind of layer arrives.
         for kind in ("tar", "tar+gzip"):
             other = image(tmp_path / kind, kind=kind, Cmd=[kind])
-            assert load(other, f"x:{kind[-3:]}")[0] == f"sha256:{other.id}"
+            assert load_image(other, f"x:{kind[-3:]}")[0] == f"sha256:{other.id}"
         bad = image(tmp_path / "bad", [Entry(name="x", data=os.urandom(100_000))])
         blob = tmp_path / "bad/blobs/sha256" / bad.layers[1].digest.removeprefix("sha256:")
         blob.write_bytes(blob.read_bytes()[:-10])
         with pytest.raises(HostError, match="damaged"):
-            load(bad, "x:bad")
+            load_image(bad, "x:bad")
     assert main(["load", "cpu"]) == 3
     assert "no Docker engine answers" in capfd.readouterr().err

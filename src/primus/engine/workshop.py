@@ -26,22 +26,13 @@ from primus.sandbox.engines import Engine, choose
 from primus.schema import build_typed
 from primus.terminal import bytes_text
 from primus.versions.lock import LockedFile
+from primus.yamlfile import read_values
 
 # Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
 # at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
 _LAYER, _BASE_SCRATCH = 0.8, 5
 _NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't have enough free space in")
-
-
-# 1980-01-01 is the earliest time that a zip archive, and so a wheel, supports.
-BUILD_ENV: Mapping[str, str] = {
-    "HOME": "/tmp/home",
-    "LC_ALL": "C.UTF-8",
-    "PYTHONHASHSEED": "0",
-    "SOURCE_DATE_EPOCH": "315532800",
-    "TZ": "UTC",
-}
-
+ENVIRONMENT: Mapping[str, Mapping[str, str]] = read_values(Path(__file__).with_name("environment.yaml")).data
 # The home directory is created inside: /tmp belongs to the image, which has no home. podman sets two variables.
 _PRELUDE = 'unset container TERM; umask 022 && mkdir -p "$HOME" && exec "$@"'
 
@@ -274,7 +265,7 @@ def run_isolated(
     log.parent.mkdir(parents=True, exist_ok=True)
     command = Command(
         argv=("/bin/sh", "-c", _PRELUDE, "build", *argv),
-        env={**BUILD_ENV, **env},
+        env={**ENVIRONMENT["every"], **env},
         cwd="/",
         mounts=(
             *(Mount(source=source, target=target) for target, source in sorted(inputs.items())),

@@ -3,8 +3,6 @@
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Literal
 
@@ -45,32 +43,15 @@ def plan_images(targets: Sequence[ResolvedTarget], stats: StatIndex) -> list[Ima
     return [plan_image(with_lock(target), stats) for target in targets]
 
 
-@dataclass(frozen=True)
 class _Planner:
-    resolved: ResolvedTarget
-    stats: StatIndex
-
-    @cached_property
-    def tool(self) -> Input:
-        return Input(name="assembler", value=assembler())
-
-    @property
-    def base_name(self) -> str:
-        return self.resolved.choice.base or ""
-
-    # Only a target with a base has what follows.
-
-    @property
-    def base(self) -> Base:
-        return self.resolved.versions.bases[self.base_name]
-
-    @cached_property
-    def prefix(self) -> skeleton.Prefix:
-        return skeleton.Prefix(python=".".join(self.base.python.split(".")[:2]))
-
-    @cached_property
-    def root(self) -> tuple[Action, ...]:
-        return self.root_called(self.base_name) if self.base_name else ()
+    def __init__(self, resolved: ResolvedTarget, stats: StatIndex) -> None:
+        self.resolved, self.stats = resolved, stats
+        self.tool = Input(name="assembler", value=assembler())
+        self.base_name, self.root = resolved.choice.base or "", tuple[Action, ...]()
+        if self.base_name:
+            self.base = resolved.versions.bases[self.base_name]
+            self.prefix = skeleton.Prefix(python=".".join(self.base.python.split(".")[:2]))
+            self.root = self.root_called(self.base_name)
 
     @property
     def lock(self) -> Lock:

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from primus.errors import InputError, did_you_mean
 from primus.plan.resolve import ResolvedTarget
-from primus.schema import build, described
+from primus.schema import build
 from primus.system.preflight import amdgpu_drivers
 from primus.versions.components import Versions
 from primus.yamlfile import read
@@ -23,26 +23,18 @@ IMAGE = "rocm/primus"
 # This name always means the pins, even if the history has a release with the name of the pinned one.
 PINS = "versions.yaml"
 _FILE = Path(__file__).with_name("history.yaml")
-_DIGEST = r"sha256:[0-9a-f]{64}"
 _NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One published image tag, or pins or an image in the same form, with their ``origin``.
-
-    ``date`` is the day on which the image was built, or that of the pins. ``size_gb`` is unpacked,
-    ``content_size_bytes`` compressed. ``confidence`` is "published" for a page, its data or a release note, "draft" for
-    a README or unpublished data, and "image" if AMD read it from inside the image. ``same_as`` is another tag with an
-    identical table. ``locked`` are the versions of unpinned packages in the locks of the current pins. ``drivers`` are
-    the kernel drivers that support it.
-    """
+    """One published image tag, or pins or an image in the same form, with their ``origin``. See fields.yaml."""
 
     image: str
     tag: str
     date: str | None = None
-    digest: str | None = described("Digest on Docker Hub.", pattern=_DIGEST, shape="sha256:<64 hex>", default=None)
-    image_id: str | None = described("Short image id.", pattern=r"[0-9a-f]{12}", shape="12 hex digits", default=None)
+    digest: str | None = None
+    image_id: str | None = None
     gpus: tuple[str, ...] | None = None
     gfx: tuple[str, ...] | None = None
     size_gb: float | None = None

@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 from primus.errors import CheckFailed, InputError
 from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form
 from primus.release.registry import Document
-from primus.schema import build, described
+from primus.schema import build
 from primus.terminal import some
 from primus.yamlfile import read
 
@@ -31,22 +31,17 @@ _SOURCE = re.compile(r"source package (\S+) (\S+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a release needs. Without a file, the defaults apply."""
+    """What a release needs; fields.yaml describes it. Without a file, the defaults apply."""
 
-    runs: tuple[str, ...] = described(
-        "runs that at least one validation has: a quick suite proves neither that runs repeat nor that they resume",
-        default=("base", "repeat", "resume", "accumulation"),
-    )
-    forgiven: tuple[str, ...] = described(
-        "gates that a preview may fail: Debian's ROCm has no code for some GPUs", default=("coverage",)
-    )
-    driver: str | None = described("driver of every validation on a GPU", default=None)
-    firmware: str | None = described("firmware of every validation on a GPU", default=None)
-    found: float = described("least share of injected faults that the suite finds", default=0.0)
-    alarms: float = described("largest share of healthy runs that the suite refuses", default=1.0)
-    refused_licences: tuple[str, ...] = described("SPDX licences that no package of the image has", default=())
-    osv: str | None = described("file or folder of OSV data: no package has a vulnerability of it", default=None)
-    accepted: str | None = described("file of accepted vulnerabilities, with reasons and dates", default=None)
+    runs: tuple[str, ...] = ("base", "repeat", "resume", "accumulation")
+    forgiven: tuple[str, ...] = ("coverage",)
+    driver: str | None = None
+    firmware: str | None = None
+    found: float = 0.0
+    alarms: float = 1.0
+    refused_licences: tuple[str, ...] = ()
+    osv: str | None = None
+    accepted: str | None = None
 
 
 def load(path: Path) -> Policy:
@@ -183,16 +178,16 @@ def _passed(record: Mapping[str, Any], policy: Policy, preview: bool) -> bool:
 class Accepted:
     """A vulnerability that a release may have, until somebody has looked again."""
 
-    id: str = described("its OSV id or an alias, such as CVE-2026-1234")
-    package: str = described("only in this package", default="")
-    status: Literal["not_affected", "affected"] = described("whether the image is affected", default="not_affected")
-    reason: str = described("why it is accepted", pattern=r"(?s).{10,}", shape="a sentence")
-    review: str = described("day on which it must be reviewed", pattern=r"\d{4}-\d\d-\d\d", shape="a date: 2027-01-31")
+    id: str
+    package: str = ""
+    status: Literal["not_affected", "affected"] = "not_affected"
+    reason: str
+    review: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class _List:
-    accepted: tuple[Accepted, ...] = described("accepted vulnerabilities", default=())
+    accepted: tuple[Accepted, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

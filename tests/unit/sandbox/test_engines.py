@@ -13,7 +13,7 @@ from primus.cli.host import run as run_verb
 from primus.cli.verb import parser_of
 from primus.engine.workshop import log_tail
 from primus.errors import HostError, InputError
-from primus.sandbox import engines, images
+from primus.sandbox import engines
 from primus.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
 from primus.sandbox.engines import Docker, Podman, choose
 
@@ -101,7 +101,7 @@ def test_a_silent_engine_costs_three_seconds(monkeypatch):
     def silent(*_: str, timeout: float | None = None) -> None:
         raise subprocess.TimeoutExpired("docker", timeout or 0)
 
-    monkeypatch.setattr(images, "docker", silent)
+    monkeypatch.setattr(engines, "docker", silent)
     assert Docker().available() == "no Docker engine answers: it is silent for 3 s (look at its log)"
 
 

@@ -23,9 +23,8 @@ from primus.recipes.choose import CPU
 from primus.release import golden
 from primus.release.cells import NO_GPU, Cell, cells_of, choose as choose_gpus, cpu_model
 from primus.release.validation import outcome_text, table, validate as run_suites
-from primus.sandbox import images
 from primus.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
-from primus.sandbox.engines import choose
+from primus.sandbox.engines import choose, load_image
 from primus.terminal import Screen, counted
 from primus.training import suite
 
@@ -40,7 +39,7 @@ def load(args: argparse.Namespace) -> int:
     """
     root = _image_root(args)
     tag = f"rocm/primus:{root.name}"
-    image_id, sent = images.load(root, tag)
+    image_id, sent = load_image(root, tag)
     document = {"image_id": image_id, "tag": tag, "manifest": digest_of(root.manifest), "bytes_sent": sent}
     if not args.json:
         note = f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"

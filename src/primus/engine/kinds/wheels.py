@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from primus.engine.workshop import Wheel, Workshop, own_code
+from primus.engine.workshop import ENVIRONMENT, Wheel, Workshop, own_code
 from primus.errors import CheckFailed, InputError
 from primus.files import path_fault, sha256_of
 from primus.oci.layer import require_sane
@@ -127,13 +127,7 @@ def _environment() -> dict[str, str]:
     (line,) = [m for m in Path("/proc/meminfo").read_text().splitlines() if m.startswith("MemAvailable:")]
     memory = 1024 * int(line.split()[1])
     jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // _JOB_BYTES)))
-    return {
-        "CMAKE_BUILD_PARALLEL_LEVEL": jobs,
-        "MAX_JOBS": jobs,
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_ROOT_USER_ACTION": "ignore",
-        "PYTHONPATH": "/in/order",
-    }
+    return {"CMAKE_BUILD_PARALLEL_LEVEL": jobs, "MAX_JOBS": jobs, **ENVIRONMENT["wheel"]}
 
 
 # zipfile, csv and configparser raise all of these for archives and texts that are damaged on purpose. KeyError's text

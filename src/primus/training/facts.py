@@ -38,6 +38,7 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
         dist.all_gather_object(counts, counts[0], stages)
     count, trainable = map(sum, zip(*counts, strict=True))
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
+    trained = (name for part in parts for name, parameter in part.named_parameters() if parameter.requires_grad)
     versions = {}
     for name in _NAMES["packages"]:
         with suppress(metadata.PackageNotFoundError):
@@ -52,6 +53,7 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "parameters": count,
         "trainable_parameters": trainable,
+        "trained_outside_adapters": sum(".lora_" not in name for name in trained),
     }
 
 

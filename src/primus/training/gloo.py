@@ -14,12 +14,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# torch's operations over all ranks of a group. The first argument of each gets the result.
-_OPERATIONS = (
-    "allreduce_", "allreduce_coalesced_", "reduce_", "reduce_scatter_", "_reduce_scatter_base_",
-    "reduce_scatter_tensor_coalesced_", "broadcast_", "allgather_", "_allgather_base_", "allgather_coalesced_",
-    "allgather_into_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_",
-)  # fmt: skip
+from primus.yamlfile import read_values
+
+_OPERATIONS: Any = read_values(Path(__file__).with_name("gloo.yaml")).data
 _DTYPES = (torch.bfloat16, torch.float16)
 # The replacement calls the CUDA implementation, which does the same as the CPU's: it passes the tensors to the group's
 # backend, and gloo is registered for both. Called by its dispatch key, it runs without the GIL. If the GIL is held,

@@ -38,9 +38,7 @@ def main(job: RankJob, device: torch.device) -> None:
         from primus.turbo import adapters
 
         adapters.attach(model)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    seen = {"mode": job.mode, "trained_outside_adapters": sum(".lora_" not in name for name in trained)}
-    sharded = Sharded(model, job, device, seen)
+    sharded = Sharded(model, job, device)
     packing = config.packing
     evaluation = train.Evaluation(job, sharded, data.held_out(job, packing=packing)) if job.evaluation else None
     train.run(job, device, sharded, data.text(job, packing=packing), evaluation)

@@ -29,6 +29,7 @@ from primus.training.corpus import TOKENIZER_FILES
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
 from primus.training.tokens import Encoder
+from primus.yamlfile import read_values
 
 if TYPE_CHECKING:
     from primus.training.finetune.backend import FinetuneConfig, LoraConfig
@@ -259,16 +260,7 @@ def stored(files: weights.Files, name: str) -> weights.Rows:
     return rows
 
 
-# Fields of a config that change nothing of what is trained, or that a run sets itself.
-_FREE = {
-    "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache",
-    "initializer_range", "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "transformers_version",
-    "max_window_layers", "use_sliding_window", "head_dim", "id2label", "label2id",
-    "hidden_act",  # transformers honours it in training, the reference does not: such a run is not judged
-}  # fmt: skip
-# What transformers takes for YaRN if a config does not say it.
-_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-
+_CONFIG: Any = read_values(Path(__file__).with_name("config.yaml")).data
 Objection = dict[str, str]
 
 
@@ -320,10 +312,12 @@ def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
 
 def _other_settings(file: Path, mine: dict[str, Any], config: Any) -> Iterator[Objection]:
     theirs = config.to_dict()
-    theirs["rope_parameters"] = _YARN | {k: v for k, v in (theirs["rope_parameters"] or {}).items() if k != "type"}
-    mine["rope_parameters"] = _YARN | mine["rope_parameters"]
+    theirs["rope_parameters"] = _CONFIG["yarn"] | {
+        k: v for k, v in (theirs["rope_parameters"] or {}).items() if k != "type"
+    }
+    mine["rope_parameters"] = _CONFIG["yarn"] | mine["rope_parameters"]
     for key in sorted(mine.keys() | type(config)().to_dict().keys()):
-        if key not in _FREE and not key.startswith("_") and not _same(mine.get(key), theirs.get(key)):
+        if key not in _CONFIG["free"] and not key.startswith("_") and not _same(mine.get(key), theirs.get(key)):
             why = f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the recipe's model"
             yield {"why": why, "where": f"{file}: {key}"}
 

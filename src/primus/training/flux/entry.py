@@ -42,8 +42,7 @@ def main(job: RankJob, device: torch.device) -> None:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         return flow_matching(model, batch, side, config.guidance if job.model.dit.guidance else None)
 
-    facts = {"weights": config.weights, "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled()}
-    train.run(job, device, Sharded(model, job, device, facts, loss), data)
+    train.run(job, device, Sharded(model, job, device, loss), data)
 
 
 def transformer(model: Architecture) -> Any:

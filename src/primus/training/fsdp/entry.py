@@ -20,7 +20,7 @@ def main(job: RankJob, device: torch.device) -> None:
     model.choose_loss(job)
     shard(model, list(model.layers), job, device, wide=lambda name: name == "output")
     weights.draw_all(model, job.training.seed, outer=("embedding.weight", "output.weight"))
-    train.run(job, device, Sharded(model, job, device, {}), data.text(job))
+    train.run(job, device, Sharded(model, job, device), data.text(job))
 
 
 if __name__ == "__main__":

@@ -79,9 +79,6 @@ class Session(Protocol):
         """Return the last update, if the backend does not use torch's optimizers on the parameters; otherwise None."""
         return None
 
-    def facts(self) -> dict[str, Any]:
-        """Return facts that only the backend knows: optimizer, parallel degrees, adapters."""
-
 
 class LanguageModel(nn.Module):
     """A transformer and its output layer. Logits are computed for ``chunk`` tokens at a time, and again for the
@@ -218,7 +215,7 @@ class Sharded(Session):
     linear_types = (nn.Linear,)
 
     def __init__(
-        self, model: nn.Module, job: RankJob, device: torch.device, facts: Mapping[str, Any],
+        self, model: nn.Module, job: RankJob, device: torch.device,
         loss: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: model(**batch),
     ) -> None:  # fmt: skip
         self._model = model.train()
@@ -226,7 +223,6 @@ class Sharded(Session):
         self._summed = loss
         self._config = job.training
         self._device = device
-        self._facts = facts
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         implementation = {"foreach": True} if device.type == "cpu" else {"fused": True}
         self._optimizer = torch.optim.AdamW(
@@ -305,18 +301,6 @@ class Sharded(Session):
         # PyTorch also loads the settings, such as weight decay. Those of this run count.
         for group, settings in zip(self._optimizer.param_groups, ours, strict=True):
             group.update(settings)
-
-    @override
-    def facts(self) -> dict[str, Any]:
-        return {
-            "optimizer": {
-                "name": type(self._optimizer).__name__,
-                "parameters": sum(parameter.numel() for parameter in self._trained),
-                "dtypes": sorted({str(parameter.dtype) for parameter in self._trained}),
-            },
-            "fsdp": sum(isinstance(module, FSDPModule) for module in self._model.modules()),
-            **self._facts,
-        }
 
 
 # Frozen weights are not saved; a resumed run reads them from their source again.

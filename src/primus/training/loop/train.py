@@ -240,7 +240,7 @@ def run(job: RankJob, device: torch.device, session: Session, data: Data, evalua
     config = job.training
     observed = {
         **facts.static(session.model_parts, device.type), "seed": config.seed,
-        "vocab_size": job.model.vocab_size, **session.facts(),
+        "vocab_size": job.model.vocab_size, "mode": job.mode,
     }  # fmt: skip
     report = Report(job, device, observed["trainable_parameters"] if job.mode == "lora" else None)
     observed |= {"flops_per_unit": report.per_unit.non_causal} if report.per_unit else {}

@@ -71,8 +71,7 @@ class MegatronSession:
             transformer.no_sync_func = functions if len(functions) > 1 else functions[0]
         self._separate_weights = transformer.bf16
         self.linear_types: tuple[type[torch.nn.Module], ...] = (ColumnParallelLinear, RowParallelLinear)
-        self._layers = layers_of(choices)
-        if self._layers != "local":
+        if layers_of(choices) != "local":
             from megatron.core.extensions import transformer_engine as te
 
             self.linear_types = (te.TELinear, te.TELayerNormColumnParallelLinear)
@@ -184,10 +183,6 @@ class MegatronSession:
     def _held(self, *of: Callable[[torch.Tensor], torch.Tensor]) -> weights.Values:
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         return weights.held(self._optimizers, parameters, *of)
-
-    def facts(self) -> dict[str, Any]:
-        """Return which library's layers ran."""
-        return {"layers": self._layers}
 
     def _places(self) -> tuple[str, str, str]:
         stage = parallel_state.get_pipeline_model_parallel_rank()

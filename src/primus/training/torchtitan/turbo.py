@@ -20,23 +20,15 @@ from primus.turbo.optimizations import CALLS
 
 def patch(names: Sequence[str]) -> None:
     """Patch libraries in this process. Call it before torchtitan creates its process group."""
-    for name, apply in (
-        ("real-rope", _rotate_in_real_numbers),
-        ("fp8-weight-cast", _cast_weights),
-        ("fp8-linear", _replace_linears),
-        ("fp8-projections", _replace_projections),
-        ("fp8-feed-forward", _replace_feed_forward),
-        ("reduce-scatter-copy-in", sharded.lay_out_gradients),
-        ("expert-routing", _route_directly),
-        ("turbo-fp8-linear", _convert_linears),
-        ("turbo-grouped-gemm", _group_experts),
-        ("expert-products", _multiply_experts),
-    ):
-        if name in names:
-            apply()
+    # What patches them for an optimization has its name.
+    for apply in filter(None, (globals().get(f"_{name.replace('-', '_')}") for name in names)):
+        apply()
 
 
-def _convert_linears() -> None:
+_reduce_scatter_copy_in = sharded.lay_out_gradients
+
+
+def _turbo_fp8_linear() -> None:
     from torchtitan.protocols import model_converter
 
     class Converter:
@@ -52,7 +44,7 @@ def _convert_linears() -> None:
     model_converter._registry_model_converter_cls["quantize.linear.float8"] = Converter
 
 
-def _group_experts() -> None:
+def _turbo_grouped_gemm() -> None:
     from torchtitan.models.moe import moe
 
     def _run_experts_grouped_mm_dynamic(*args: Any) -> torch.Tensor:
@@ -66,13 +58,13 @@ def _group_experts() -> None:
         replace(moe, name, _run_experts_grouped_mm_dynamic, takes="w1, w2, w3, x, num_tokens_per_expert")
 
 
-def _multiply_experts() -> None:
+def _expert_products() -> None:
     from torchtitan.models.moe import moe
 
     replace(moe, "_run_experts_grouped_mm", grouped_experts, takes="w1, w2, w3, x, num_tokens_per_expert")
 
 
-def _route_directly() -> None:
+def _expert_routing() -> None:
     """Copy each token once to the padded rows of its experts. The gradient of that copy is a sum of rows."""
     from torchtitan.models.moe import moe
 
@@ -98,7 +90,7 @@ def _route_directly() -> None:
     replace(moe.MoE, "forward", forward, takes="self, x")
 
 
-def _rotate_in_real_numbers() -> None:
+def _real_rope() -> None:
     """Rotate without complex numbers, for which the compiler generates one kernel per operation."""
     from torchtitan.models.deepseek_v3.model import model as deepseek
     from torchtitan.models.llama3.model import model
@@ -121,7 +113,7 @@ def _rotate_in_real_numbers() -> None:
     CALLS["rotated"] += 1
 
 
-def _cast_weights() -> None:
+def _fp8_weight_cast() -> None:
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
     def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
@@ -133,7 +125,7 @@ def _cast_weights() -> None:
     original = replace(Weight, "fsdp_pre_all_gather", fsdp_pre_all_gather, takes="self, mesh")
 
 
-def _replace_linears() -> None:
+def _fp8_linear() -> None:
     from torchao.float8.float8_linear import Float8Linear
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch.nn.Linear
@@ -143,7 +135,7 @@ def _replace_linears() -> None:
     replace(Float8Linear, "forward", forward, takes="self, input")
 
 
-def _replace_projections() -> None:
+def _fp8_projections() -> None:
     from torchtitan.models.llama3.model import model
 
     def forward(self: Any, x: torch.Tensor, freqs_cis: Any, attention_masks: Any, positions: Any = None) -> Any:
@@ -160,7 +152,7 @@ def _replace_projections() -> None:
     original = replace(model.Attention, "forward", forward, takes="self, x, freqs_cis, attention_masks, positions")
 
 
-def _replace_feed_forward() -> None:
+def _fp8_feed_forward() -> None:
     from torchtitan.models.llama3.model.model import FeedForward
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -128,8 +128,7 @@ def adapted(
     """
     firsts, seconds = zip(*adapters, strict=True)
     flat = [tensor for weight in weights for tensor in weight]
-    out: tuple[torch.Tensor, ...] = _Adapted.apply(x, factor, config, len(adapters), *firsts, *seconds, *flat)
-    return out
+    return _Adapted.apply(x, factor, config, len(adapters), *firsts, *seconds, *flat)
 
 
 class _Group:

@@ -78,8 +78,7 @@ def flash_attention_4(
     NVIDIA sm_90 and later.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: torch.Tensor = _forward(q, k, v, scale, window if causal else _EVERYTHING)[0]
-    return out
+    return _forward(q, k, v, scale, window if causal else _EVERYTHING)[0]
 
 
 def flash_attention_2(
@@ -90,8 +89,7 @@ def flash_attention_2(
 
     CALLS["flash_attention_2"] += 1
     seen = (window - 1, 0) if window else (-1, -1)
-    out: torch.Tensor = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=seen)
-    return out
+    return flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=seen)
 
 
 FLASH: Mapping[str, Callable[..., torch.Tensor]] = {

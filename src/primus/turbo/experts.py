@@ -181,8 +181,7 @@ class _Combine(torch.autograd.Function):
 def dispatch(x: torch.Tensor, routing: Routes) -> torch.Tensor:
     """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``routing``. Padding is zero."""
     CALLS["moe_dispatch"] += 1
-    out: torch.Tensor = _Dispatch.apply(x, *routing)
-    return out
+    return _Dispatch.apply(x, *routing)
 
 
 def combine(experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base: torch.Tensor | None) -> torch.Tensor:
@@ -192,8 +191,7 @@ def combine(experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base:
     once.
     """
     CALLS["moe_combine"] += 1
-    out: torch.Tensor = _Combine.apply(experts, weights, base, *routing)
-    return out
+    return _Combine.apply(experts, weights, base, *routing)
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **groups: torch.Tensor) -> None:

@@ -40,10 +40,9 @@ def _product(
     """Return ``a @ b.T`` of scaled FP8 factors, both with the summed dimension contiguous."""
     if not a.is_cuda:
         return ((a.float() @ b.float().t()) / (a_scale * b_scale)).to(out)
-    results: torch.Tensor = torch._scaled_mm(
+    return torch._scaled_mm(
         a, b.t(), scale_a=a_scale.reciprocal(), scale_b=b_scale.reciprocal(), out_dtype=out, use_fast_accum=fast
     )
-    return results
 
 
 class _Formats:
@@ -187,22 +186,19 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
     """Return ``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one scale per tensor."""
-    out: torch.Tensor = _Linear.apply(_computed(x), weight, config)
-    return out
+    return _Linear.apply(_computed(x), weight, config)
 
 
 def projections(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any) -> tuple[torch.Tensor, ...]:
     """Return ``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is torchao's."""
-    out: tuple[torch.Tensor, ...] = _Projections.apply(_computed(x), config, *weights)
-    return out
+    return _Projections.apply(_computed(x), config, *weights)
 
 
 def feed_forward(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, config: Any
 ) -> torch.Tensor:
     """Return ``(silu(x @ gate.T) · (x @ up.T)) @ down.T``, computed in FP8 as in :func:`linear`."""
-    out: torch.Tensor = _FeedForward.apply(_computed(x), gate, up, down, config)
-    return out
+    return _FeedForward.apply(_computed(x), gate, up, down, config)
 
 
 @torch._dynamo.allow_in_graph
@@ -251,8 +247,7 @@ def frozen(weight: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tenso
 
 def frozen_linear(x: torch.Tensor, weight: Sequence[torch.Tensor], config: Any) -> torch.Tensor:
     """Return ``x @ weight.T`` in FP8, for a ``weight`` from :func:`frozen`, which gets no gradient."""
-    out: torch.Tensor = _Frozen.apply(_computed(x), *weight, config)
-    return out
+    return _Frozen.apply(_computed(x), *weight, config)
 
 
 def freeze(model: torch.nn.Module) -> None:

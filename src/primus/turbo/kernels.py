@@ -301,8 +301,7 @@ def linear_cross_entropy(
     gradients are computed in the forward pass, so that only the logits of ``chunk`` tokens exist at any time;
     ``backward`` works once. A frozen ``weight`` gets no gradient, which saves a third of the work.
     """
-    loss: torch.Tensor = _LinearCrossEntropy.apply(x, weight, labels, chunk)
-    return loss
+    return _LinearCrossEntropy.apply(x, weight, labels, chunk)
 
 
 class LossHead(torch.nn.Linear):

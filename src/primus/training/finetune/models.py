@@ -178,8 +178,7 @@ class FineTuned(LanguageModel):
     @property
     @override
     def head(self) -> nn.Linear:
-        head: nn.Linear = self.causal.lm_head
-        return head
+        return self.causal.lm_head
 
     @override
     def hidden(

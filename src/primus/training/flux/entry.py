@@ -80,8 +80,7 @@ def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | N
         guidance=None if guidance is None else torch.full_like(time, guidance),
         return_dict=False,
     )[0]
-    errors: torch.Tensor = (velocity.float() - (noise - clean)).square().mean((1, 2)).sum()
-    return errors
+    return (velocity.float() - (noise - clean)).square().mean((1, 2)).sum()
 
 
 def draw(model: nn.Module, seed: int) -> None:

@@ -117,8 +117,7 @@ class _Attention(nn.Module):
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
             ).transpose(1, 2)
-        out: Tensor = self.out(mixed.flatten(-2))
-        return out
+        return self.out(mixed.flatten(-2))
 
 
 def _turned(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -304,10 +304,9 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         rows = load_dataset(kind, data_files=glob.escape(str(file)), split="train", streaming=True, **options)
         # A table has all columns in each row, and so have the messages in it.
         text = json.dumps(list(rows), default=str)
-        filled: list[dict[str, Any]] = json.loads(
+        return json.loads(
             text, object_hook=lambda part: {key: value for key, value in part.items() if value is not None}
         )
-        return filled
     if content[:2] == b"\x28\xb5":
         from pyarrow import BufferReader, CompressedInputStream
 
@@ -407,8 +406,7 @@ def settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of a JSON file in ``folder``; nothing if there is none."""
     file = folder / name
     with suppress(OSError, ValueError):
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return content
+        return json.loads(file.read_text(encoding="utf-8"))
     return {}
 
 

@@ -92,8 +92,7 @@ def multiplied(states: Tensor, weight: Tensor, eight: torch.dtype, *, one_format
     ``one_format`` and ``wide`` are those of :class:`.model.Constants`.
     """
     back = eight if one_format else _OF_GRADIENTS[eight]
-    out: Tensor = _EightBits.apply(states, weight, eight, back, wide)
-    return out
+    return _EightBits.apply(states, weight, eight, back, wide)
 
 
 class _EightBits(torch.autograd.Function):

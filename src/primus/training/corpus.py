@@ -189,7 +189,10 @@ def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
             kind = _TABLE["tables"].get(form, "parquet")
             yield from _table_rows(str(file), kind, data_files=escape(str(file)), split="train", **options)
         elif form == ".txt":
-            yield from ((where, {"text": text}) for where, text in _paragraphs(_lines(file, head)))
+            for blank, paragraph in groupby(_lines(file, head), key=lambda line: not line[1].strip()):
+                if not blank:
+                    places, texts = zip(*paragraph, strict=True)
+                    yield places[0], {"text": "".join(texts).strip("\r\n")}
         else:
             yield from _json_rows(file, head)
 
@@ -237,13 +240,6 @@ def _decoded(where: str, line: bytes) -> str:
     if "\0" in text:
         raise _unreadable("expected text, found binary data", where)
     return text
-
-
-def _paragraphs(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    for blank, paragraph in groupby(lines, key=lambda line: not line[1].strip()):
-        if not blank:
-            places, texts = zip(*paragraph, strict=True)
-            yield places[0], "".join(texts).strip("\r\n")
 
 
 def _json_rows(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:

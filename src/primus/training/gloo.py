@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from primus.yamlfile import read_values
 
@@ -78,8 +79,8 @@ def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., 
             return copies[-1][1]
 
         # Do not copy back tensors that are only read, because they may share memory with a result.
-        first = _each(arguments[0], lambda tensor: widen(tensor, results))
-        rest = [_each(argument, lambda tensor: widen(tensor, [])) for argument in arguments[1:]]
+        first = tree_map_only(torch.Tensor, lambda tensor: widen(tensor, results), arguments[0])
+        rest = tree_map_only(torch.Tensor, lambda tensor: widen(tensor, []), arguments[1:])
         result = operation._op_dk(_ORIGINAL, first, *rest)
         whole = isinstance(result, (tuple, list))
         if results:
@@ -90,12 +91,6 @@ def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., 
         return (arguments[0], result[-1]) if whole else result
 
     return run
-
-
-def _each(argument: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return change(argument)
-    return [_each(item, change) for item in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 @cache

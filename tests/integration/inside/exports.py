@@ -84,7 +84,7 @@ def built(where: Path, recipe: Recipe) -> Model:
     if recipe.backend == "torchtitan":
         spec = get_train_spec(render.model_name(job.model))
         kind = type(next(iter(spec.model_args.values())))
-        arguments = entry._arguments(kind, render.model_arguments(job.model, job.precision))
+        arguments = entry._arguments(kind, render.model_arguments(job.model, recipe.precision))
         arguments.update_from_config(ConfigManager().parse_args(["--job.config_file", str(where / render.FILE)]))
         model = spec.model_cls(arguments)
         if recipe.find(render.INITIAL, False):

@@ -90,10 +90,13 @@ def _config_of_weights(source: Path) -> Any:
     return configuration
 
 
-def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
-    """Prepare the configuration for export: enable the cache, and set the special tokens of ``tokenizer``.
+def write(
+    model: FineTuned, folder: Path, state: Mapping[str, torch.Tensor], tokenizer: Path | None,
+    source: Path | None = None,
+) -> None:  # fmt: skip
+    """Write ``state`` as the weights of ``model`` or its adapters, with the files and special tokens of ``tokenizer``.
 
-    Special tokens from the original weights are kept.
+    The special tokens and ``generation_config.json`` of the initial weights in ``source`` are kept.
     """
     encoder = Encoder(str(tokenizer)) if tokenizer else None
     marks = {"bos_token_id": encoder.tokenizer.bos_token_id, "eos_token_id": encoder.end} if encoder else {}
@@ -102,17 +105,6 @@ def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
         for key, number in marks.items():
             if getattr(holder, key, None) is None and number is not None:
                 setattr(holder, key, number)
-
-
-def write(
-    model: FineTuned, folder: Path, state: Mapping[str, torch.Tensor], tokenizer: Path | None,
-    source: Path | None = None,
-) -> None:  # fmt: skip
-    """Write ``state`` as the weights of ``model`` or its adapters, with the files of ``tokenizer``.
-
-    The special tokens and ``generation_config.json`` of the initial weights in ``source`` are kept.
-    """
-    ready_to_generate(model, tokenizer)
     model.model.save_pretrained(folder, state_dict=dict(state))
     copied = [source.glob("generation_config.json")] if source else []
     copied += [tokenizer.glob(pattern) for pattern in TOKENIZER_FILES] if tokenizer else []

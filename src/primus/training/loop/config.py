@@ -91,12 +91,9 @@ class RankJob:
     """
 
     output: Path
-    backend: str
     mode: str
-    precision: str
     model: Architecture
     assets: Mapping[str, str]
-    data: Mapping[str, Value]
     config: Mapping[str, Value]
     training: LoopConfig
     first_step: int

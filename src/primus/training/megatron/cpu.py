@@ -6,7 +6,6 @@ GPU.
 
 import os
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,31 +22,18 @@ def apply() -> None:
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     # torch.compile, which decorates small functions of Megatron, would search for a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    for name, stand_in in {
-        # Buffers and gradients are created on the current device.
-        "current_device": lambda: torch.device("cpu"),
-        # Groups, pipelines and the token dispatcher wait for the device.
-        "synchronize": lambda *_: None,
-        # The token dispatcher copies token counts to the host on a stream of its own.
-        "Stream": _Stream,
-        "current_stream": lambda *_: _Stream(),
-        "stream": lambda _: nullcontext(),
-    }.items():
-        replace(torch.cuda, name, stand_in)
+    # Buffers and gradients are created on the current device.
+    replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    # Groups, pipelines and the token dispatcher wait for the device, and the latter copies numbers on its own stream.
+    replace(torch.cuda, "Stream", _Stream)
+    for name in ("synchronize", "current_stream", "stream"):
+        replace(torch.cuda, name, getattr(torch.cpu, name))
     _AsCuda().__enter__()
 
 
-class _Stream:
-    """A stream whose work is done when each call returns, so that there is nothing to wait for."""
-
-    def __init__(self, *_of_device: object, **_of_priority: object) -> None: ...
-
-    def wait_stream(self, _other: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self) -> "_Stream":
-        return self
+class _Stream(torch.cpu.Stream):  # type: ignore[misc,unused-ignore]
+    def record_event(self) -> torch.cpu.Event:  # torch's own returns nothing that one could wait for
+        return torch.cpu.Event()
 
 
 class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]

@@ -42,7 +42,11 @@ class Models:
         if self.sizes.of_images:
             guidance = float(self._job["config"].get("guidance", 1.0))
             return Diffusion(self.sizes, guidance=guidance, entering=exact if self.exact else bfloat)
-        return Model(self.sizes, dialect=self.dialect, eight=_eight(self._job))
+        eight = None
+        if self._job["precision"] == "fp8":
+            name = "e4m3fn" if self._job["gpu"] == CPU else arch_of(generation(self._job["gpu"])).fp8
+            eight = getattr(torch, f"float8_{name}")
+        return Model(self.sizes, dialect=self.dialect, eight=eight)
 
     def rounding(self, grid: float = 1.0) -> Transformer:
         """Return the model that rounds as the run's precision does, to a ``grid`` scaled by 1 to 2."""
@@ -78,11 +82,6 @@ def scale_of(job: Mapping[str, Any]) -> float:
     """Return the factor of what adapters add to their layers."""
     config = job["config"]
     return float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
-
-
-def _eight(job: Mapping[str, Any]) -> Any:
-    name = "e4m3fn" if job["gpu"] == CPU else arch_of(generation(job["gpu"])).fp8
-    return getattr(torch, f"float8_{name}") if job["precision"] == "fp8" else None
 
 
 def _dialect(job: Mapping[str, Any]) -> Dialect:

@@ -59,11 +59,11 @@ def norms_not_loaded(module: Any) -> None:
     "checkpoint", "finetune --mode=lora finetune.save_weights=true", "primus.training.finetune.models", "saved files"
 )
 def adapters_saved_with_another_scale(module: Any) -> None:
-    def ready(original: Any, model: Any, *args: Any) -> None:
-        original(model, *args)
+    def write(original: Any, model: Any, *args: Any) -> None:
         model.model.peft_config["default"].lora_alpha *= 2
+        original(model, *args)
 
-    wrap(module, "ready_to_generate", ready)
+    wrap(module, "write", write)
 
 
 @silent("checkpoint", "flux", "primus.training.loop.session", "update")

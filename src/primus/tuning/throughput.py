@@ -25,6 +25,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.rules import predict
 from primus.recipes.setting import CHOICES
 from primus.training import failure, launch
+from primus.training.logs import read_run
 from primus.training.outcome import RunResult, read_result
 from primus.turbo.optimizations import AUTO, OFF, chosen, requested, usable
 
@@ -160,12 +161,6 @@ def different(losses: Sequence[float], reference: Sequence[float], tolerance: fl
     return "" if losses else "it reported no loss"
 
 
-def gain(start: Sequence[float], winner: Sequence[float]) -> tuple[float, float]:
-    """Return the winner's gain in tokens/s (0.1: 10 % faster) and the spread, the larger (max − min) ÷ median."""
-    spread = max((max(rates) - min(rates)) / statistics.median(rates) for rates in (start, winner))
-    return statistics.median(winner) / statistics.median(start) - 1, spread
-
-
 def overlay(source: str, winner: Recipe, leave: Sequence[str], because: str, command: str, file: Path) -> str:
     """Return the text of a recipe ``file`` that uses the recipe of ``winner`` and sets the values that were found.
 
@@ -238,8 +233,11 @@ class Search:
         self.rows.append((point, result))
         return None if result.reason else result.tokens_per_second
 
-    def pairs(self, winner: Point) -> tuple[float, float] | None:
-        """Run the start and ``winner`` in turns; return gain and spread. Raises CheckFailed if a run fails."""
+    def pairs(self, winner: Point) -> tuple[float, float]:
+        """Run the start and ``winner`` in turns. Raises CheckFailed if a run fails.
+
+        Returns the winner's gain in tokens/s (0.1: 10 % faster), and the spread, the larger (max − min) ÷ median.
+        """
         for number in range(1, self._pairs + 1):
             for point, rates in zip((self._start, winner), self.finals, strict=True):
                 result = self._result(point, number)
@@ -249,7 +247,8 @@ class Search:
                         hint=f"the log is in {self._folder}; delete that folder to search again",
                     )
                 rates.append(result.tokens_per_second)
-        return gain(*self.finals)
+        before, after = map(statistics.median, self.finals)
+        return after / before - 1, max((max(rates) - min(rates)) / statistics.median(rates) for rates in self.finals)
 
     def _result(self, point: Point, number: int) -> Result:
         if point.recipe is None:
@@ -306,10 +305,10 @@ class Search:
         )  # fmt: skip
         try:
             run = read_result(output)
-            steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError, InputError):
-            run, steps = RunResult(exit_code=1), []
-        rates = [float(step["tokens_per_second"]) for step in steps[self._warmup :] if step.get("tokens_per_second")]
+        except (OSError, InputError):
+            run = RunResult(exit_code=1)
+        series = read_run(output)
+        rates = [step.tokens_per_second for step in series.steps[self._warmup :]]
         reason, late = run.cause, ended.seconds > self._limit
         if late:
             reason = f"it took longer than {self._limit:g} s"
@@ -322,8 +321,8 @@ class Search:
             reason = f"no step was left to measure after {self._warmup} of warm-up"
         result = Result(
             tokens_per_second=statistics.median(rates) if rates and not reason else None,
-            memory_gib=max((step["memory_gib"] for step in steps if step.get("memory_gib") is not None), default=None),
-            losses=tuple(step["loss"] for step in steps if step.get("loss") is not None),
+            memory_gib=max((step.memory_gib for step in series.steps), default=None),
+            losses=series.losses,
             reason=reason,
             seconds=round(ended.seconds, 1),
         )

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,12 +251,9 @@ def adapter_of(adapter: Any, model: Architecture) -> Any:
 
 
 def _arguments(cls: type[Any], values: Mapping[str, Any]) -> Any:
-    nested = {entry.name: entry.default_factory for entry in fields(cls)}
-    arguments = {
-        key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator]
-        for key, value in values.items()
-    }
-    return cls(**arguments)
+    usual = cls()
+    nested = {key: replace(getattr(usual, key), **value) for key, value in values.items() if isinstance(value, dict)}
+    return replace(usual, **{**values, **nested})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -126,10 +127,17 @@ def refuse_others(options: argparse.Namespace, verb: str, chosen: str, headings:
                 raise InputError(f"{action.option_strings[-1]} cannot be used with primus {verb} {chosen}")
 
 
-def answer(options: argparse.Namespace, document: object, lines: Iterable[str]) -> None:
-    """Print ``document`` with ``--json``, and ``lines`` otherwise."""
+def answer(options: argparse.Namespace, document: object, lines: Iterable[str], *, passed: bool = True) -> int:
+    """Print ``document`` with ``--json``, and ``lines`` otherwise. Return the exit code: 0, or 1 if not ``passed``."""
     for line in [json.dumps(document, indent=2, ensure_ascii=False)] if options.json else lines:
         print(line)
+    return 0 if passed else 1
+
+
+def note(options: argparse.Namespace, *lines: str) -> None:
+    """Print lines to standard error, unless ``--json`` asks for one document instead of text."""
+    if not options.json:
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _command(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from primus.cli.host.common import cache_of, resolved_targets
-from primus.cli.verb import answer
+from primus.cli.verb import answer, note
 from primus.gates.rules import rules_hash
 from primus.oci.store import Store
 from primus.plan.action import Built, ImagePlan, finished
@@ -31,8 +31,7 @@ def plan(args: argparse.Namespace) -> int:
     counts the layers to reuse. --full lists every layer.
     """
     plans, workspace = _planned(args)
-    _print_plans(plans, workspace.store, args, full=args.full)
-    return 0
+    return _print_plans(plans, workspace.store, args, full=args.full)
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -43,8 +42,8 @@ def explain(args: argparse.Namespace) -> int:
     plans, workspace = _planned(args)
     changed = {plan.resolved.name: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
     document = {target: [change._asdict() for change in rows] for target, rows in changed.items()}
-    answer(args, document, (explain_text(p, changed[p.resolved.name], workspace.store, Screen.of()) for p in plans))
-    return 1 if any(changed.values()) else 0
+    texts = (explain_text(p, changed[p.resolved.name], workspace.store, Screen.of()) for p in plans)
+    return answer(args, document, texts, passed=not any(changed.values()))
 
 
 def build(args: argparse.Namespace) -> int:
@@ -62,8 +61,7 @@ def build(args: argparse.Namespace) -> int:
             print(f"{target.name}: channel {target.choice.channel}, {target.choice.reason}", file=sys.stderr)
     plans = plan_images(targets, workspace.stats)
     if args.dry_run:
-        _print_plans(plans, workspace.store, args)
-        return 0
+        return _print_plans(plans, workspace.store, args)
     rules, spent = rules_hash(), dict[str, float]()
     # With --rehash, the store may be damaged, and is mended first.
     there = () if args.rehash else plans
@@ -77,16 +75,14 @@ def build(args: argparse.Namespace) -> int:
         images = build_images(plans, workspace, options)
     workspace.stats.save()
     seconds = time.monotonic() - begin
-    if not args.json:
-        print(_summary(images, seconds, spent), file=sys.stderr, flush=True)
+    note(args, _summary(images, seconds, spent))
     if cache:
         cache.push(plans, workspace)
     document = {"images": [built.as_json() for built in images], "seconds": round(seconds, 3)}
-    answer(args, document, [built.image.digest for built in images])
-    return 0
+    return answer(args, document, [built.image.digest for built in images])
 
 
-def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False) -> None:
+def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namespace, *, full: bool = False) -> int:
     cache = cache_of(args)
     missing = {a.key: a for plan in plans for a in plan.layers if store.layer(a.key) is None}.values()
     cached = cache.look_up(missing) if cache else {}
@@ -104,7 +100,7 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namesp
         known = [screen.wrap(f"known issue: {i}", "  ! ", "    ") for i in plan.resolved.known_issues if full]
         shown = outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full)
         texts.append("\n".join([shown, *(line for lines in known for line in lines)]))
-    answer(args, document, [("\n\n" if full else "\n").join(texts)])
+    return answer(args, document, [("\n\n" if full else "\n").join(texts)])
 
 
 def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import zstandard
 
 from primus.cli.host.common import open_project, resolved_target, resolved_targets
-from primus.cli.verb import answer
+from primus.cli.verb import answer, note
 from primus.errors import InputError, did_you_mean
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import Examined, examine
@@ -55,8 +55,8 @@ def check(args: argparse.Namespace) -> int:
         outcomes = [judge(examine(plan, workspace, progress)) for plan in plans]
     passed = all(outcome.passed for outcome in outcomes)
     document = {"images": [outcome.as_json() for outcome in outcomes], "passed": passed}
-    answer(args, document, ["\n\n".join(outcome_text(outcome, Screen.of()) for outcome in outcomes)])
-    return 0 if passed else 1
+    text = "\n\n".join(outcome_text(outcome, Screen.of()) for outcome in outcomes)
+    return answer(args, document, [text], passed=passed)
 
 
 def sbom(args: argparse.Namespace) -> int:
@@ -113,10 +113,9 @@ def verify(args: argparse.Namespace) -> int:
         rows.append({**row, "gates": outcome.as_json()["gates"]})
         verdict = f"differs: {difference}" if difference else "both builds are identical"
         lines += [f"{image.plan.ref} {image.digest}: {verdict}", outcome_text(outcome, Screen.of()).partition("\n")[2]]
-    answer(args, {"images": rows, "passed": passed}, lines)
-    if failed and not args.json:
-        print(f"the second store is {scratch}", file=sys.stderr)
-    return 0 if passed else 1
+    if failed:
+        note(args, f"the second store is {scratch}")
+    return answer(args, {"images": rows, "passed": passed}, lines, passed=passed)
 
 
 def why_size(args: argparse.Namespace) -> int:
@@ -133,8 +132,7 @@ def why_size(args: argparse.Namespace) -> int:
         (bytes_text(size), f"{100 * size / max(total, 1):.1f} %", f"  {folder}" if folder else Styled(layer, "bold"))
         for layer, folder, size in rows
     ]
-    answer(args, document, Screen.of().table([(bytes_text(total), "", resolved.ref), *table], right=(0, 1)))
-    return 0
+    return answer(args, document, Screen.of().table([(bytes_text(total), "", resolved.ref), *table], right=(0, 1)))
 
 
 def clean(args: argparse.Namespace) -> int:
@@ -163,8 +161,7 @@ def clean(args: argparse.Namespace) -> int:
     table = [(item.kind, f"{len(item.paths):,}", bytes_text(item.size)) for item in waste]
     total = f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove"
     head = ("what", "number", "size") if waste else ()
-    answer(args, document, [*Screen.of().table(table, head=head, right=(1, 2)), total])
-    return 0
+    return answer(args, document, [*Screen.of().table(table, head=head, right=(1, 2)), total])
 
 
 def _difference(first: tuple[Store, Composed], second: tuple[Store, Composed]) -> str:
@@ -245,15 +242,14 @@ def publish(args: argparse.Namespace) -> int:
         sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
         sent = f"sent {sizes}" if image["new"] or image["bytes_sent"] else "already published"
         lines.append(f"{image['ref']}: {sent}, {len(image['attached'])} documents attached")
-        if image["to_sign"] and not args.json:
-            print(f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`", file=sys.stderr)
+        if image["to_sign"]:
+            note(args, f"! not signed and not tagged: run `primus sign {args.sign_later} --key KEY`")
         lines.append(f"{args.to}@{image['digest']}")
     judged = []
     for ready in every:
         row = {"tag": ready.tag, "digest": ready.image.digest, "objections": ready.objections}
         judged.append({**row, "documents": [document.name for document in ready.documents]})
-    answer(args, {"published": done, "judged": judged, "passed": not refused}, lines)
-    return 1 if refused else 0
+    return answer(args, {"published": done, "judged": judged, "passed": not refused}, lines, passed=not refused)
 
 
 def tag(args: argparse.Namespace) -> int:
@@ -264,8 +260,7 @@ def tag(args: argparse.Namespace) -> int:
     _check_repository(args.to, "primus tag latest-cpu v26.11-cpu --to docker.io/rocm/primus")
     before, digest = move_tag(Repository(args.to), args.tag, args.release)
     line = f"{args.to}:{args.tag}: {before or 'new'} → {digest} ({args.release})"
-    answer(args, {"tag": f"{args.to}:{args.tag}", "old": before, "new": digest}, [line])
-    return 0
+    return answer(args, {"tag": f"{args.to}:{args.tag}", "old": before, "new": digest}, [line])
 
 
 def _check_repository(name: str, example: str) -> None:
@@ -287,8 +282,7 @@ def sign(args: argparse.Namespace) -> int:
         there = Repository(name)
         done.append({"ref": ref, "digest": subject["digest"], "signed": finish(there, tag, subject, about, signer)})
     lines = (f"{row['ref']}: {row['signed']} statements signed\n{row['ref']}@{row['digest']}" for row in done)
-    answer(args, {"signed": done}, lines)
-    return 0
+    return answer(args, {"signed": done}, lines)
 
 
 def _verify_published(args: argparse.Namespace) -> int:
@@ -304,8 +298,8 @@ def _verify_published(args: argparse.Namespace) -> int:
     rules = policy.load(args.policy) if args.policy else None
     with choose_progress(args.json) as progress:
         result = verify_image(args.image, trust, policy=rules, say=progress.say)
-    answer(args, {**asdict(result), "passed": result.passed}, [verified_text(args.image, result)])
-    return 0 if result.passed else 1
+    document = {**asdict(result), "passed": result.passed}
+    return answer(args, document, [verified_text(args.image, result)], passed=result.passed)
 
 
 def audit(args: argparse.Namespace) -> int:
@@ -331,8 +325,7 @@ def audit(args: argparse.Namespace) -> int:
     lines = [f"{'✗' if finding in unsafe else '–'} {finding.sentence(today.date())}" for finding in findings]
     verdict = f"{'FAILED' if unsafe else 'passed'}: {counted(len(unsafe), 'finding')} to act on"
     document = {"findings": [asdict(finding) for finding in findings], "passed": not unsafe}
-    answer(args, document, [*lines, f"{verdict}, {len(findings) - len(unsafe)} accepted"])
-    return 1 if unsafe else 0
+    return answer(args, document, [*lines, f"{verdict}, {len(findings) - len(unsafe)} accepted"], passed=not unsafe)
 
 
 def _examined_target(args: argparse.Namespace) -> tuple[ResolvedTarget, Examined]:

@@ -12,7 +12,7 @@ import yaml
 
 from primus.cli.image.common import resolved
 from primus.cli.image.train import passed_on, recipe_of
-from primus.cli.verb import answer, refuse_others
+from primus.cli.verb import answer, note, refuse_others
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
@@ -38,15 +38,12 @@ def _kubernetes(args: argparse.Namespace) -> int:
     if args.dry_run:
         text = yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True).rstrip("\n")
         document = {"plan": plan.document(), "manifests": objects}
-        answer(args, document, [*(f"# {line}" for line in plan.lines()), text])
-        return 0
-    if not args.json:
-        print("\n".join(plan.lines()), file=sys.stderr)
+        return answer(args, document, [*(f"# {line}" for line in plan.lines()), text])
+    note(args, *plan.lines())
     kubernetes.create(objects)
     name = kubernetes.name_of(plan, site)
     document = {"plan": plan.document(), "name": name, "namespace": site.namespace}
-    answer(args, document, [f"applied job {name} in namespace {site.namespace}"])
-    return 0
+    return answer(args, document, [f"applied job {name} in namespace {site.namespace}"])
 
 
 def _of_class(cls: type, args: argparse.Namespace) -> dict[str, Any]:
@@ -102,10 +99,8 @@ def _slurm(args: argparse.Namespace) -> int:
     text = slurm.script(plan, site)
     document: dict[str, Any] = {"plan": plan.document(), "container": site.container, "script": text}
     if args.dry_run:
-        answer(args, document, [text.rstrip("\n")])
-        return 0
-    if not args.json:
-        print("\n".join(plan.lines()), file=sys.stderr)
+        return answer(args, document, [text.rstrip("\n")])
+    note(args, *plan.lines())
     code, number = slurm.submit(text, site.output, wait=args.wait)
     document |= {"job": int(number), "exit_code": code if args.wait else None}
     answer(args, document, [f"job {number} → {site.output / number}, log {site.output}/slurm-{number}.txt"])

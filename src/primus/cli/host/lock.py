@@ -8,7 +8,6 @@ import logging
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from primus import __version__
 from primus.cli.host.common import open_project, targets_of
-from primus.cli.verb import answer
+from primus.cli.verb import answer, note
 from primus.errors import HostError, InputError, PrimusError, did_you_mean
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve
@@ -187,10 +186,9 @@ def _check(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
             changed = f"{component or drift.pin}: {drift.locked or 'nothing'} → {drift.wanted or 'nothing'}"
             lines.append(f"{where}: {name} is stale: {changed}")
         lines += [] if drifts else [f"✓ {name} matches versions.yaml"]
-    answer(args, {"fresh": not stale, "stale": stale}, lines)
-    if stale and not args.json:
-        print("  → primus lock " + " ".join(sorted({resolved.name for resolved in targets})), file=sys.stderr)
-    return 1 if stale else 0
+    if stale:
+        note(args, "  → primus lock " + " ".join(sorted({resolved.name for resolved in targets})))
+    return answer(args, {"fresh": not stale, "stale": stale}, lines, passed=not stale)
 
 
 def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
@@ -206,8 +204,7 @@ def _lock(targets: Sequence[ResolvedTarget], args: argparse.Namespace) -> int:
             outcome.append({"lock": name, "files": len(new.distinct), "changes": [c._asdict() for c in changes]})
             if not args.json:
                 progress.say(_table(name, new, changes))
-    answer(args, outcome, ())
-    return 1 if args.dry_run and any(row["changes"] for row in outcome) else 0
+    return answer(args, outcome, (), passed=not (args.dry_run and any(row["changes"] for row in outcome)))
 
 
 def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:

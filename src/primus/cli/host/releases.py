@@ -57,8 +57,7 @@ def releases(args: argparse.Namespace) -> int:
     else:
         shown = (*([_pinned(project, project.versions.release)] if project else []), *history.releases)
         text = release_list(shown, Screen.of())
-    answer(args, {"releases": [asdict(release) for release in shown]}, [text])
-    return 0
+    return answer(args, {"releases": [asdict(release) for release in shown]}, [text])
 
 
 def diff(args: argparse.Namespace) -> int:
@@ -84,8 +83,7 @@ def diff(args: argparse.Namespace) -> int:
     known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
     difference = compare(old, new, known_issues)
     text = notes(difference) if args.markdown else diff_page(difference, Screen.of())
-    answer(args, asdict(difference), [text])
-    return 0
+    return answer(args, asdict(difference), [text])
 
 
 def release(args: argparse.Namespace) -> int:
@@ -112,8 +110,7 @@ def release(args: argparse.Namespace) -> int:
         (args.folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_file(args.folder / name, text)
     paths = [str(args.folder / name) for name in files]
-    answer(args, {"image": reference, "files": paths}, [reference, *(f"  → {path}" for path in paths)])
-    return 0
+    return answer(args, {"image": reference, "files": paths}, [reference, *(f"  → {path}" for path in paths)])
 
 
 def _project(args: argparse.Namespace) -> Project | None:
@@ -220,8 +217,7 @@ def triage(args: argparse.Namespace) -> int:
     least = bound(len(names), args.wrong)
     if args.dry_run:
         lines = [*(f"  {name}" for name in names), f"{counted(len(names), 'change')}; at least {least:.0f} answers"]
-        answer(args, {"changes": names, "bound": least, "answers": answers}, lines)
-        return 0
+        return answer(args, {"changes": names, "bound": least, "answers": answers}, lines)
     if args.locks and world.run("plan"):
         raise CheckFailed(f"{args.bad} itself cannot be planned", hint="the reason is above")
     while (point := search.next()) is not None:
@@ -265,8 +261,7 @@ def _report(args: argparse.Namespace, search: Search, names: list[str], answers:
         "bound": least,
         "answers": answers,
     }
-    answer(args, document, lines)
-    return 0 if sure and verdict.hypothesis.changes else 1
+    return answer(args, document, lines, passed=sure and bool(verdict.hypothesis.changes))
 
 
 def _commit(root: Path, word: str) -> str:

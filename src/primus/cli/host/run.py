@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from primus.cli.host.common import cache_of, resolved_target
-from primus.cli.verb import answer
+from primus.cli.verb import answer, note
 from primus.engine.pipeline import Options, build
 from primus.engine.workshop import root_of_image
 from primus.errors import InputError
@@ -41,11 +41,8 @@ def load(args: argparse.Namespace) -> int:
     tag = f"rocm/primus:{root.name}"
     image_id, sent = load_image(root, tag)
     document = {"image_id": image_id, "tag": tag, "manifest": digest_of(root.manifest), "bytes_sent": sent}
-    if not args.json:
-        note = f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"
-        print(f"{tag}: {note}", file=sys.stderr)
-    answer(args, document, [image_id])
-    return 0
+    note(args, f"{tag}: " + (f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"))
+    return answer(args, document, [image_id])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,12 +110,11 @@ def validate(args: argparse.Namespace) -> int:
         raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
     resolved, workspace = resolved_target(args)
     hardware = choose_gpus(args.gpus, resolved.gpu)
-    if not args.json and (hardware.names or hardware.why):
-        print(f"GPUs: {', '.join(hardware.names) or f'none ({hardware.why})'}", file=sys.stderr)
+    if hardware.names or hardware.why:
+        note(args, f"GPUs: {', '.join(hardware.names) or f'none ({hardware.why})'}")
     cells = _cells(resolved, hardware.gpu, recipe=args.recipe, level=args.suite)
     if args.dry_run:
-        _show(cells, resolved, args)
-        return 0
+        return _show(cells, resolved, args)
     options = Options(offline=args.offline, engine=args.engine, quiet=args.json)
     cache = cache_of(args)
     options = replace(options, pull=cache.pull) if cache else options
@@ -151,11 +147,10 @@ def validate(args: argparse.Namespace) -> int:
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
     text = outcome_text(records[0], validated[0].folder) if len(validated) == 1 else table(validated)
     document = records if len(cells) > 1 or args.suite else records[0]
-    answer(args, document, [Screen.of().fit(text)])
-    return 0 if all(record["passed"] for record in records) else 1
+    return answer(args, document, [Screen.of().fit(text)], passed=all(record["passed"] for record in records))
 
 
-def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> None:
+def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> int:
     recipes = resolved.root / "recipes"
     planned = [
         (str(cell), level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes, tuple(args.wrap)))
@@ -167,7 +162,7 @@ def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: arg
     ]
     table = [(cell, level, str(len(jobs))) for cell, level, jobs in planned]
     lines = Screen.of().table(table, head=("recipe", "suite", "jobs"), right=(2,))
-    answer(args, rows, [*lines, f"{counted(sum(len(jobs) for *_, jobs in planned), 'job')} in {resolved.ref}"])
+    return answer(args, rows, [*lines, f"{counted(sum(len(jobs) for *_, jobs in planned), 'job')} in {resolved.ref}"])
 
 
 def _cells(

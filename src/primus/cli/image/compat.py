@@ -146,5 +146,4 @@ def import_exp(options: argparse.Namespace) -> int:
     document = {"recipe": source.recipe, "backend": source.backend, "nodes": nodes, "text": text, **asdict(done)}
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")
-    answer(options, document, [] if options.out else [text.rstrip("\n")])
-    return 0
+    return answer(options, document, [] if options.out else [text.rstrip("\n")])

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from primus.cli.image.common import resolved
 from primus.cli.image.train import newest_checkpoint, train
-from primus.cli.verb import answer
+from primus.cli.verb import answer, note
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.recipe import MOCK, Recipe
@@ -44,9 +44,8 @@ def finetune(options: argparse.Namespace) -> int:
     recipe, batch = _fitting(options)
     if batch and not given & {"local_batch", "training.micro_batch_size"}:
         options.overrides = [*options.overrides, f"local_batch={batch}"]
-    if not options.json:
-        same = shlex.join(["primus", "train", recipe.name, *recipe.choices.words(), *options.overrides])
-        print(f"primus: the recipe is {recipe.name}, mode {recipe.mode}; the same run: {same}", file=sys.stderr)
+    same = shlex.join(["primus", "train", recipe.name, *recipe.choices.words(), *options.overrides])
+    note(options, f"primus: the recipe is {recipe.name}, mode {recipe.mode}; the same run: {same}")
     return train(options)
 
 
@@ -127,8 +126,7 @@ def data(options: argparse.Namespace) -> int:
     }  # fmt: skip
     screen = Screen.of()
     head = screen.wrap(reader.sentence(figures, recipe.seq_len))
-    answer(options, document, [*head, *(_marked(parts, screen) for parts in samples)])
-    return 0
+    return answer(options, document, [*head, *(_marked(parts, screen) for parts in samples)])
 
 
 def export(options: argparse.Namespace) -> int:
@@ -149,8 +147,7 @@ def export(options: argparse.Namespace) -> int:
     missing = write_model(checkpoint, options.folder, options.dtype, options.tokenizer)
     document = {"checkpoint": str(checkpoint), "folder": str(options.folder), "missing": missing}
     lines = [f"{checkpoint.name} → {options.folder} for transformers", *(f"– {text}" for text in missing)]
-    answer(options, document, lines)
-    return 0
+    return answer(options, document, lines)
 
 
 def _marked(parts: list[tuple[str, bool]], screen: Screen) -> str:

@@ -1,11 +1,11 @@
 """Check a machine, or compare several."""
 
 import argparse
-import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from primus.cli.verb import answer
+from primus.cli.verb import answer, note
 from primus.errors import InputError
 from primus.files import write_file
 from primus.recipes.choose import among, values_of
@@ -43,16 +43,15 @@ def preflight(options: argparse.Namespace) -> int:
         more, measurements = nodes.benchmark(host)
         findings += more
     if options.burn_in:
-        findings += nodes.burn_in(host, options.burn_in, lambda line: options.json or print(line, file=sys.stderr))
+        findings += nodes.burn_in(host, options.burn_in, partial(note, options))
     node = nodes.Node(
         name=name_here(), gpus=host.gpus.names, driver=host.gpus.driver, findings=tuple(findings),
         measurements=tuple(measurements),
     )  # fmt: skip
     verdict = f"{node.name}: " + (counted(len(node.problems), "problem") if node.problems else "ready")
-    answer(options, node.document(), [*_lines(findings), verdict])
     if options.html:
         write_file(options.html, nodes.page([node], []))
-    return 1 if node.problems else 0
+    return answer(options, node.document(), [*_lines(findings), verdict], passed=not node.problems)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -69,8 +68,8 @@ def _compare(options: argparse.Namespace) -> int:
     table = nodes.rows(compared, between)
     bad = sum(row[0] != nodes.MARKS["ok"] for row in table)
     verdict = f"{counted(len(compared), 'node')}: " + (f"{bad} with problems" if bad else "ready")
-    answer(options, document, [*Screen.of().table(table, head=("", "node", "GPUs", "verdict")), verdict])
-    return 0 if passed else 1
+    lines = Screen.of().table(table, head=("", "node", "GPUs", "verdict"))
+    return answer(options, document, [*lines, verdict], passed=passed)
 
 
 def _lines(findings: list[Finding]) -> list[str]:

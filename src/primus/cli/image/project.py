@@ -56,8 +56,7 @@ def project(options: argparse.Namespace) -> int:
             why = "throughput is projected for language models with all weights trained, on a GPU"
             raise InputError(why, hint="name a GPU, as in --gpu mi355x, and a recipe that `primus list` shows with it")
         rows.append(_row(recipe, next(_layouts(recipe, USABLE * total), None), options.tokens))
-    answer(options, rows, _lines(rows, options.tokens))
-    return 0 if any(row["layout"] for row in rows) else 1
+    return answer(options, rows, _lines(rows, options.tokens), passed=any(row["layout"] for row in rows))
 
 
 def projected(recipe: Recipe) -> Projection:

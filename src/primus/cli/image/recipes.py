@@ -63,8 +63,7 @@ def list_recipes(options: argparse.Namespace) -> int:
         rows = [_short_row(list(several)) for _, several in groupby(shown, lambda entry: entry.recipe)]
         lines = Screen.of().table(rows, head=("RECIPE", "SIZE", "BACKENDS", "PRECISIONS"))
         lines.append("`primus list NAME` shows modes and GPUs")
-    answer(options, [{**asdict(entry), "path": str(entry.path)} for entry in shown], lines)
-    return 0
+    return answer(options, [{**asdict(entry), "path": str(entry.path)} for entry in shown], lines)
 
 
 def show(options: argparse.Namespace) -> int:
@@ -73,8 +72,7 @@ def show(options: argparse.Namespace) -> int:
     Nothing is started and no GPU is needed: --gpu names the GPU to resolve the recipe for.
     """
     recipe = resolved(options)
-    answer(options, _document(recipe), _lines(recipe, Screen.of()))
-    return 0
+    return answer(options, _document(recipe), _lines(recipe, Screen.of()))
 
 
 def fit(options: argparse.Namespace) -> int:
@@ -90,8 +88,8 @@ def fit(options: argparse.Namespace) -> int:
     memory, available = predict(recipe), USABLE * total
     largest = largest_batch(recipe, available)
     document = _fit_document(recipe, memory, available, largest)
-    answer(options, document, _fit_lines(recipe, memory, available, largest, Screen.of()))
-    return 0 if fits(memory, available) else 1
+    lines = _fit_lines(recipe, memory, available, largest, Screen.of())
+    return answer(options, document, lines, passed=fits(memory, available))
 
 
 def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:

@@ -37,8 +37,7 @@ def report(options: argparse.Namespace) -> int:
     ]
     verdicts = [Styled(f"✓ {r.label}", "green") if r.passed else Styled(f"✗ {r.label}", "red") for r in runs]
     lines = Screen.of().table([("", *verdicts), *html.figures(runs)])
-    answer(options, {"files": paths, "runs": shown}, [*lines, *(f"  → {path}" for path in paths)])
-    return 0
+    return answer(options, {"files": paths, "runs": shown}, [*lines, *(f"  → {path}" for path in paths)])
 
 
 def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from primus.cli.image.common import resolved, short_origin
-from primus.cli.verb import answer, parser_of_shared
+from primus.cli.verb import answer, note, parser_of_shared
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
@@ -82,18 +82,17 @@ def _run(options: argparse.Namespace) -> int:
     if not options.no_preflight:
         _preflight(job, options.burn_in)
     tokens.without_torch()
-    job = start.prepare(job, lambda line: None if options.json else print(f"primus: {line}", file=sys.stderr))
+    job = start.prepare(job, lambda line: note(options, f"primus: {line}"))
     if others := launch.dropped(os.environ):
         print(f"primus: not passed to the ranks: {', '.join(others)} (of another torchrun)", file=sys.stderr)
     if lost := lost_warning(job.output):
         print(f"primus: {lost}", file=sys.stderr)
-    if not options.json:
-        if recipe.gpu != CPU and not recipe.get("proxy", bool) and not recipe.find("tuned", ""):
-            faster = f"`primus tune throughput {recipe.name}` finds the fastest"
-            print(f"primus: nobody has tuned these settings on {recipe.gpu}; {faster}", file=sys.stderr)
-        print(_headline(job), file=sys.stderr)
-        if recipe.gpu != CPU and job.trial:
-            print("\n".join(Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  ")), file=sys.stderr)
+    if recipe.gpu != CPU and not recipe.get("proxy", bool) and not recipe.find("tuned", ""):
+        faster = f"`primus tune throughput {recipe.name}` finds the fastest"
+        note(options, f"primus: nobody has tuned these settings on {recipe.gpu}; {faster}")
+    note(options, _headline(job))
+    if recipe.gpu != CPU and job.trial:
+        note(options, *Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  "))
     progress = _Progress(job, quiet=options.json)
     try:
         ended = start.start(job, progress.line, options.stall_timeout)
@@ -115,8 +114,7 @@ def _run(options: argparse.Namespace) -> int:
         "verdicts": [asdict(verdict) for verdict in run.verdicts],
     }
     lines = _success(job, ended) if run.passed else _failure(job, ended)
-    answer(options, document, map(Screen.of().fit, lines))
-    return 0 if run.passed else 1
+    return answer(options, document, map(Screen.of().fit, lines), passed=bool(run.passed))
 
 
 def passed_on(options: argparse.Namespace) -> tuple[str, ...]:
@@ -171,9 +169,8 @@ def _with_steps(recipe: Recipe, options: argparse.Namespace, memory: float | Non
         samples = tokens.stored(folder / "cache").samples(recipe.seq_len, packing=packing)
     epochs = recipe.get("epochs", float)
     steps = math.ceil(epochs * samples / recipe.global_batch)
-    if not options.json:
-        each = f"{counted(samples, 'sample')}, {recipe.global_batch} a step"
-        print(f"primus: {epochs:g} epochs of {each}: {counted(steps, 'step')}", file=sys.stderr)
+    each = f"{counted(samples, 'sample')}, {recipe.global_batch} a step"
+    note(options, f"primus: {epochs:g} epochs of {each}: {counted(steps, 'step')}")
     options.overrides = [*(word for word in options.overrides if not word.startswith("epochs=")), f"steps={steps}"]
     return recipe_of(options, memory=memory)
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from primus.cli.image.common import resolved
-from primus.cli.verb import answer, refuse_others
+from primus.cli.verb import answer, note, refuse_others
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect, visible
@@ -68,15 +68,13 @@ def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> in
     shapes, gpus, key = read_shapes(place.shapes), _gpus(), _key_here(recipe)
     work = place.work(key)
     with alone(work.parent):
-        if not options.json:
-            print(f"{counted(len(shapes), 'shape')}; {counted(len(gpus), 'GPU')}", file=sys.stderr)
+        note(options, f"{counted(len(shapes), 'shape')}; {counted(len(gpus), 'GPU')}")
         validators, rows = measure(shapes, work, gpus)
         merge(place, key, [*validators, *rows])
     changed = sum(row.split(",")[2] != "Default" for row in rows)
     document = {"tuned": str(place.tuned), "shapes": rows, "changed": changed}
     line = f"{changed} of {len(rows)} GEMMs are faster with another implementation than the default"
-    answer(options, document, [line, f"→ {place.tuned}"])
-    return 0
+    return answer(options, document, [line, f"→ {place.tuned}"])
 
 
 def _key_here(recipe: Recipe) -> Key:
@@ -96,9 +94,8 @@ def _train(
     if steps:
         key = recipe.knows.key("steps")
         words = [*(word for word in words if word.partition("=")[0] not in ("steps", key)), f"{key}={steps}"]
-    if not options.json:
-        variables = " ".join(f"{name}={value}" for name, value in environment.items())
-        print(f"primus tune: {variables} primus train {recipe.name} {' '.join(words)}", file=sys.stderr)
+    variables = " ".join(f"{name}={value}" for name, value in environment.items())
+    note(options, f"primus tune: {variables} primus train {recipe.name} {' '.join(words)}")
     command = [sys.executable, "-m", "primus.cli.main", "train", recipe.name, *words, *["--json"] * options.json]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")}
     # With several stages, the document is that of the stage "tune".
@@ -125,8 +122,7 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
     unchecked = options.dry_run and not detect().names
     points = candidates(options.recipe, recipe, available, (lambda _: ()) if unchecked else missing_packages)
     if options.dry_run:
-        _show_plan(points, available, options)
-        return 0
+        return _show_plan(points, available, options)
     machine.check(recipe, force=True, memory=machine.unlisted_memory())
     start.check_backend(Job(name="start", recipe=recipe, output=Path()))
     distributions = importlib.metadata.packages_distributions()
@@ -142,7 +138,7 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
     with alone(folder):
         rows = Search(
             points, options.recipe, folder, limit=options.limit, warmup=options.warmup, pairs=options.pairs,
-            say=(lambda _: None) if options.json else partial(print, file=sys.stderr, flush=True),
+            say=partial(note, options),
         )  # fmt: skip
         winner = search(points, rows.measure)
         if winner is None:
@@ -166,24 +162,24 @@ def _search(requested: Recipe, options: argparse.Namespace) -> int:
         command = f"primus tune throughput {words}"
         text = overlay(options.recipe, winner.recipe, list(only_here), because, command, options.output)
         write_file(options.output, text)
-    _show_end(rows, winner, evidence, better, versions, options)
-    return 0
+    return _show_end(rows, winner, evidence, better, versions, options)
 
 
-def _show_plan(points: Sequence[Point], available: float | None, options: argparse.Namespace) -> None:
+def _show_plan(points: Sequence[Point], available: float | None, options: argparse.Namespace) -> int:
     rows = []
     for point in points:
         peak = f"{point.peak / _GIB:,.1f} GiB" if point.peak else "–"
         rows.append((str(point.batch), point.checkpointing, point.turbo, peak, point.out or "to try"))
     plan = [{name: value for name, value in point._asdict().items() if name != "recipe"} for point in points]
     head = ("micro batch", "checkpointing", "turbo", "predicted", "")
-    answer(options, {"available_bytes": available, "plan": plan}, Screen.of().table(rows, head=head, right={0, 3}))
+    lines = Screen.of().table(rows, head=head, right={0, 3})
+    return answer(options, {"available_bytes": available, "plan": plan}, lines)
 
 
 def _show_end(
     rows: Search, winner: Point, evidence: tuple[float, float] | None, better: bool, versions: dict[str, str],
     options: argparse.Namespace,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     written = str(options.output) if better and options.output else None
     document = {
         "versions": versions,
@@ -215,4 +211,4 @@ def _show_end(
     else:
         gain = f"{evidence[0]:.1%} faster, spread {evidence[1]:.1%}, {len(rows.finals[0])} pairs of runs"
         lines += [f"{winner.title}: {gain}", f"use it with: {' '.join(winner.words)}"]
-    answer(options, document, [*lines, *([f"→ {written}"] if written else [])])
+    return answer(options, document, [*lines, *([f"→ {written}"] if written else [])])

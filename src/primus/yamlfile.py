@@ -184,12 +184,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def filled(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Return the form ``tree`` with the value of each text ``$NAME``. A key whose value is None is left out."""
+    """Return the form ``tree`` with the value of each text ``$NAME``. Keys and items without a value are left out."""
     if isinstance(tree, dict):
         pairs = ((key, filled(below, values)) for key, below in tree.items())
         return {key: value for key, value in pairs if value is not None}
     if isinstance(tree, list):
-        return [filled(below, values) for below in tree]
+        return [value for below in tree if (value := filled(below, values)) is not None]
     return values[tree[1:]] if isinstance(tree, str) and tree.startswith("$") else tree
 
 

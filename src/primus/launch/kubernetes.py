@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from primus.errors import HostError, InputError
 from primus.gpus.table import generation
-from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secrets, refuse_unfit, vendor
+from primus.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
 from primus.waits import answer_of
@@ -52,11 +52,7 @@ class Cluster:
             raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x")
         secrets = (*self.environment, self.image, self.token_secret, self.pull_secret)
         refuse_secrets(secrets, "create a Secret in the cluster, and pass its name: --hf-token-secret NAME")
-        refuse_unfit("image", self.image, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
-        for field, (option, pattern, what, hint) in _COMMON["options"].items():
-            value = getattr(self, field)
-            for word in (value,) if isinstance(value, str) else value:
-                refuse_unfit(option, word, re.compile(pattern), what, hint)
+        refuse_unfit(vars(self), "kubernetes")
 
 
 def name_of(plan: Plan, cluster: Cluster) -> str:
@@ -71,58 +67,32 @@ def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
     Raises InputError for data, weights or files of the recipe that pods would not see.
     """
     _refuse_unseen(plan.recipe)
-    name = name_of(plan, cluster)
-    values = {
-        "name": name, "namespace": cluster.namespace, "nodes": plan.nodes, "ttl": cluster.ttl, "shm": cluster.shm,
+    name, maker = name_of(plan, cluster), vendor(plan.recipe.gpu)
+    device, _, count = cluster.rdma.partition("=")
+    secret, _, key = cluster.token_secret.partition(":")
+    limits = {f"{maker}.com/gpu": plan.ranks if maker else 0, device: int(count or 1), "memory": cluster.memory}
+    requests = {"cpu": cluster.cpu, "memory": cluster.memory}
+    values: dict[str, Any] = {option: None if text == "" else text for option, text in vars(cluster).items()} | {
+        "name": name, "nodes": plan.nodes, "script": _script(plan, cluster, name), "address": f"{name}-0.{name}",
         # The pods of all nodes end together, and each counts.
         "failures": plan.nodes * cluster.restarts if cluster.claim else 0,
-        "image": cluster.image, "script": _script(plan, cluster, name), "address": f"{name}-0.{name}",
+        "limits": {resource: amount for resource, amount in limits.items() if resource and amount},
+        "requests": {resource: amount for resource, amount in requests.items() if amount},
+        "maker": maker, "secret": secret, "secret_key": key or "token",
+        "selector": dict(word.split("=", 1) for word in cluster.selector) or None,
     }  # fmt: skip
-    service, job = filled(_COMMON["service"], values), filled(_COMMON["job"], values)
-    if cluster.queue:
-        # Kueue starts the job when its quota allows.
-        job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
-        job["spec"]["suspend"] = True
-    _add_options(job["spec"]["template"]["spec"], plan, cluster)
-    return [service, job]
-
-
-def _add_options(pod: Manifest, plan: Plan, cluster: Cluster) -> None:
-    (container,) = pod["containers"]
-    limits, requests = container["resources"]["limits"], container["resources"]["requests"]
-    if cluster.claim:
-        pod["volumes"].append({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}})
-        container["volumeMounts"].append({"name": "runs", "mountPath": RUNS})
-    if maker := vendor(plan.recipe.gpu):
-        gpu, resource = generation(plan.recipe.gpu), _COMMON["makers"][maker]["resource"]
-        limits[resource] = plan.ranks
-        pod["tolerations"] = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
-        # AMD's node labeller names the device id, NVIDIA's feature discovery the product.
-        ids = [number.removeprefix("0x") for number in gpu.device_ids]
-        values = ids if maker == "amd" else [product.replace(" ", "-") for product in gpu.names]
-        match = {"key": _COMMON["makers"][maker]["label"], "operator": "In", "values": values}
-        terms = {"nodeSelectorTerms": [{"matchExpressions": [match]}]}
-        pod["affinity"]["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
-    if cluster.rdma:
-        resource, _, count = cluster.rdma.partition("=")
-        limits[resource] = int(count or 1)
-    if cluster.cpu:
-        requests["cpu"] = cluster.cpu
-    if cluster.memory:
-        requests["memory"] = limits["memory"] = cluster.memory
+    if maker:
+        gpu = generation(plan.recipe.gpu)
+        products = [number.removeprefix("0x") for number in gpu.device_ids] if maker == "amd" else gpu.names
+        values |= {"gpu": f"{maker}.com/gpu", "label": _COMMON["labels"][maker]}
+        values["products"] = [product.replace(" ", "-") for product in products]
+    for option, parts in _COMMON["parts"].items():
+        values |= {part: filled(form, values) if values[option] else None for part, form in parts.items()}
     variables = dict(word.split("=", 1) for word in cluster.environment)
-    container["env"] = [row for row in container["env"] if row["name"] not in variables]
-    container["env"] += [{"name": name, "value": value} for name, value in variables.items()]
-    if cluster.token_secret:
-        secret, _, key = cluster.token_secret.partition(":")
-        source = {"secretKeyRef": {"name": secret, "key": key or "token"}}
-        container["env"].append({"name": "HF_TOKEN", "valueFrom": source})
-    if cluster.selector:
-        pod["nodeSelector"] = dict(word.split("=", 1) for word in cluster.selector)
-    if cluster.pull_secret:
-        pod["imagePullSecrets"] = [{"name": cluster.pull_secret}]
-    if cluster.host_network:
-        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    values["env"] = [row for row in filled(_COMMON["env"], values) if row["name"] not in variables]
+    values["env"] += [{"name": variable, "value": text} for variable, text in variables.items()]
+    values["env"] += [values["token"]] if cluster.token_secret else []
+    return [filled(_COMMON[kind], values) for kind in ("service", "job")]
 
 
 def _script(plan: Plan, cluster: Cluster, name: str) -> str:

@@ -13,11 +13,13 @@ from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import gpu_bytes, predict
 from primus.recipes.setting import CHOICES
+from primus.yamlfile import read_values
 
 # Patterns of secrets, which must not be written to a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer tokens.
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|\b[0-9a-f]{40}\b|Bearer \S+")
 _SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)$", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OPTIONS: Any = read_values(Path(__file__).with_name("options.yaml")).data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,21 +162,16 @@ def vendor(gpu: str) -> str:
     return "" if gpu == CPU else arch_of(generation(gpu)).vendor
 
 
-# An image's name as container engines read it: [HOST[:PORT]/]PATH[:TAG][@DIGEST].
-REFERENCE = re.compile(
-    r"([A-Za-z0-9.-]+(:\d+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
-    r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
-    re.ASCII,
-)
-EXAMPLE_IMAGE = "for example rocm/primus:v26.11-mi300x"
+def refuse_unfit(options: Mapping[str, object], job: str) -> None:
+    """Raise InputError for an option that does not match its pattern below ``job`` in ``options.yaml``.
 
-
-def refuse_unfit(option: str, text: str, pattern: re.Pattern[str], what: str, hint: str) -> None:
-    """Raise InputError if the text of ``option`` does not match ``pattern``, because it is not ``what``. It may be
-    empty.
+    An empty text is no option, and always matches.
     """
-    if text and not pattern.fullmatch(text):
-        raise InputError(f"--{option}: {text!r} is not {what}", hint=hint)
+    for field, pattern, message, hint in _OPTIONS[job]:
+        several = options[field]
+        for word in map(str, several if isinstance(several, tuple) else filter(None, [several])):
+            if not re.fullmatch(pattern, word):
+                raise InputError(message.format(word), hint=hint)
 
 
 def refuse_secrets(words: Sequence[str], hint: str) -> None:

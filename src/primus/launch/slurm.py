@@ -7,34 +7,20 @@ import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from primus.errors import HostError, InputError
-from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, bash, refuse_secrets, refuse_unfit, vendor
+from primus.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, vendor
 from primus.waits import answer_of
+from primus.yamlfile import read_values
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
-# Passed into a container by name if set when the job runs: what each task needs to find the others, and what the ranks
-# read. Their values are never written to the script.
-_FORWARDED = (
-    "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME",
-    "NODE_ADDR", "HF_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX",
-    "NCCL_DEBUG",
-)  # fmt: skip
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,@:+-]*")
-_TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}")
-_OPTION = re.compile("-.+", re.DOTALL)
-# Options of sbatch that would change what the plan shows, or that a requeued job could not continue with.
-_SET_BY_JOB = re.compile(
-    "-[NnatGZ].*|--(nodes|ntasks.*|array|gpus(-per-node)?|time|wrap|export(-file)?|signal|open-mode|no-requeue|"
-    "no-allocate|test-only)(=.*)?"
-)
+_DATA: Any = read_values(Path(__file__).with_name("slurm.yaml")).data
 _FILE = re.compile(r"\.*/")
 _PROTOCOL = re.compile(r"^((docker|oras|library)://)?([^/@#]+@(?=.*#))?")
 # Pyxis takes an image from Docker Hub unless # follows the registry.
 _REGISTRY = re.compile(r"^(docker://)?(\w[^/#]*[.:][^/#]*|localhost)/")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,51 +45,26 @@ class Site:
     def __post_init__(self) -> None:
         if self.container != "none" and not self.image:
             raise InputError(f"--container {self.container} needs --image", hint="--image rocm/primus:v26.11-mi300x")
-        for option, text in (("partition", self.partition), ("account", self.account)):
-            refuse_unfit(option, text, _WORD, "a name of Slurm", "letters, digits and _.,@:+-")
-        refuse_unfit("time", self.time, _TIME, "a duration of Slurm", "MINUTES, HH:MM:SS or D-HH:MM:SS")
-        for word in self.environment:
-            if not _VARIABLE.fullmatch(word):
-                raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")
-            if "=" in word and word.partition("=")[0] in _FORWARDED[:8]:
-                raise InputError(
-                    f"--env {word}: the job sets it itself", hint="--port N sets the port of the rendezvous"
-                )
-        for word in self.extra:
-            refuse_unfit("sbatch", word or " ", _OPTION, "an option", "for example --sbatch=--qos=high")
-            if _SET_BY_JOB.fullmatch(word):
-                hint = "`primus launch --help` has the options"
-                raise InputError(f"--sbatch={word}: the job sets it itself", hint=hint)
+        refuse_unfit(vars(self), "slurm")
         for text in (self.image, self.name, self.resume_from, *self.extra, str(self.output)):
             if not text.isprintable():
                 raise InputError(f"{text!r} contains a control character")
         secrets = (*self.environment, *self.extra, self.image)
         refuse_secrets(secrets, "export it, and pass its name only: --env HF_TOKEN")
         if self.container != "none":
-            self._refuse_unfit_in_containers()
+            image = self.image
+            # Pyxis and apptainer also accept image files, and names with a protocol; pyxis a user and a registry
+            # before #.
+            if self.container in ("pyxis", "apptainer"):
+                image = "" if _FILE.match(image) else _PROTOCOL.sub("", image).replace("#", "/", 1)
+            refuse_unfit({**vars(self), "image": image}, "containers")
         if (limit := limit_of(self.time)) and self.grace >= limit:
             raise InputError(f"--grace {self.grace}: the job would be told to end at its start: --time is {self.time}")
-        if self.port > 65535:
-            raise InputError(f"--port: {self.port} is not a port", hint="at most 65535")
-
-    def _refuse_unfit_in_containers(self) -> None:
-        image = self.image
-        # Pyxis and apptainer also accept image files, and names with a protocol; pyxis a user and a registry before #.
-        if self.container in ("pyxis", "apptainer"):
-            image = "" if _FILE.match(image) else _PROTOCOL.sub("", image).replace("#", "/", 1)
-        refuse_unfit("image", image, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
-        mounts = [("mount", path) for path in self.mounts]
-        for option, path in (("output", self.output), ("resume-from", Path(self.resume_from)), *mounts):
-            if {*":,"} & {*(place := str(path))}:
-                hint = "containers separate paths by : and , so mount a folder above it, or a link to it"
-                raise InputError(f"--{option}: {place} contains : or ,", hint=hint)
-            if place == "/":
-                raise InputError(f"--{option}: / is that of the container", hint="name a folder below it")
 
 
 def limit_of(text: str) -> float | None:
     """Return the seconds of a time limit as Slurm reads it; None for 0, which is no limit, and a text that is none."""
-    if not _TIME.fullmatch(text):
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
@@ -153,7 +114,7 @@ def _task(plan: Plan, site: Site) -> str:
 
 
 def _names(site: Site) -> list[str]:
-    return list(dict.fromkeys([*_FORWARDED, *(word.partition("=")[0] for word in site.environment)]))
+    return list(dict.fromkeys([*_DATA["forwarded"], *(word.partition("=")[0] for word in site.environment)]))
 
 
 def _mounts(plan: Plan, site: Site) -> list[str]:
@@ -163,23 +124,14 @@ def _mounts(plan: Plan, site: Site) -> list[str]:
 
 
 def _engine(plan: Plan, site: Site) -> str:
-    """Return the command that runs a container on this node, with only the rights that its GPUs need."""
-    image, maker = shlex.quote(site.image), vendor(plan.recipe.gpu)
-    if site.container == "apptainer":
-        gpus = {"amd": ["--rocm"], "nvidia": ["--nv"]}.get(maker, [])
-        binds = [word for path in _mounts(plan, site) for word in ("--bind", path)]
-        source = image if re.match(r"[./]|\w+://", site.image) else f"docker://{image}"
-        return " ".join(["apptainer", "exec", *gpus, *binds, source])
-    words = [site.container, "run", "--rm", "--network", "host", "--ipc", "host", "--ulimit", "memlock=-1"]
-    if maker == "amd":
-        words += ["--device", "/dev/kfd", "--device", "/dev/dri"]
-        words += ["$(stat -c '--group-add %g' /dev/kfd /dev/dri/renderD* | sort -u)"]
-    elif maker == "nvidia":
-        words += ["--gpus", "all"] if site.container == "docker" else ["--device", "nvidia.com/gpu=all"]
-    words += ["$([[ ! -e /dev/infiniband ]] || echo --device /dev/infiniband)"]
-    words += [word for path in _mounts(plan, site) for word in ("-v", f"{path}:{path}")]
-    words += [word for name in _names(site) for word in ("-e", name)]
-    return " ".join([*words, image])
+    """Return the command that runs a container on this node."""
+    image, words = shlex.quote(site.image), _DATA["engines"][site.container]
+    if site.container == "apptainer" and not re.match(r"[./]|\w+://", site.image):
+        image = f"docker://{image}"
+    own = (words.get(name, "") for name in ("run", vendor(plan.recipe.gpu), "fabric"))
+    folders = (words["folder"].format(path) for path in _mounts(plan, site))
+    variables = (words["variable"].format(name) for name in _names(site))
+    return " ".join(filter(None, [site.container, *own, *folders, *variables, image]))
 
 
 def _srun(plan: Plan, site: Site) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from primus.compat.translate import is_experiment, options, read_experiment, recipe_of, table, translate
+from primus.compat.translate import is_experiment, listed, options, read_experiment, recipe_of, table, translate
 from primus.errors import HostError, InputError, nearest
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
@@ -78,7 +78,7 @@ def requested(
             path = "examples/{}/configs/{}/{}.yaml".format(*match.groups())
             request = _pretrain([], {"EXP": path}, allow_unmapped=False)
         else:
-            request = _of_row(tags[_listed(tag, tags, "--tags")])
+            request = _of_row(tags[_in_any_case(tag, tags, "--tags")])
     elif name == "pytorch_benchmark_setup.sh" and words:
         raise InputError(f"there is no option {words[0]!r}", where=name)
     else:
@@ -107,16 +107,13 @@ def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
         )  # fmt: skip
     backend = paths["frameworks"][parts[start]]
     folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
-    rows = paths["stems"][backend]
-    for what, word, listed in (("folder", "/".join(folders), paths["gpus"]), ("model", match[1], rows)):
-        if word and word not in listed:
-            message = f"no document has a {what} {word!r}" + nearest(word, listed)
-            raise InputError(message, where=name, hint=f"there are: {', '.join(listed)}")
-    recipe, settings = recipe_of(backend, match[1])
+    gpu = listed("/".join(folders), paths["gpus"], name, "no document has a folder") if folders else None
+    stem = listed(match[1], paths["stems"][backend], name, "no document has a model")
+    recipe, settings = recipe_of(backend, stem)
     request = Request(
         recipe=recipe,
         choices=Choices(backend=backend, mode="pretrain", precision=paths["precisions"].get(match[2], "bf16")),
-        gpu_of_path=paths["gpus"][folders[0]] if folders else None,
+        gpu_of_path=paths["gpus"].get(gpu),
         says=tuple(filter(None, [paths["says"].get("/".join(parts[max(start - 1, 0) :]))])),
     )
     return request, settings
@@ -132,10 +129,7 @@ def _pretrain(
     frameworks = table("paths")["frameworks"]
     backend = environment.get("BACKEND")
     if backend and backend not in frameworks:
-        raise InputError(
-            f"there is no backend {backend!r}" + nearest(backend, ["megatron", "torchtitan"]),
-            where=f"BACKEND={backend}", hint="there are: megatron, torchtitan",
-        )  # fmt: skip
+        listed(backend, dict.fromkeys(frameworks.values()), f"BACKEND={backend}", "there is no backend")
     if (path := Path(name)).is_dir():
         raise InputError("this is a folder, not a file", where=f"EXP={name}")
     if path.is_file() and is_experiment(path):
@@ -185,21 +179,17 @@ def _report(words: Sequence[str]) -> Request:
     parser.add_argument("-p", default="bf16")
     parser.add_argument("-s", type=_positive)
     args, rows = parser.parse_args(words), table("commands")["report"]
-    mode = rows["modes"][_listed(args.t, rows["modes"], "-t")]
-    model = _listed(args.m, rows["models"], "-m")
-    precision = rows["precisions"][_listed(args.p.lower(), rows["precisions"], "-p")]
-    backends = rows["models"][model]["backends"]
-    if mode not in backends:
-        hint = f"there are: {', '.join(word for word, kind in rows['modes'].items() if kind in backends)}"
+    mode, model = rows["modes"][_in_any_case(args.t, rows["modes"], "-t")], _in_any_case(args.m, rows["models"], "-m")
+    precision, runs = listed(args.p.lower(), rows["precisions"], "-p"), rows["models"][model]["runs"]
+    if mode not in runs:
+        hint = f"there are: {', '.join(word for word, kind in rows['modes'].items() if kind in runs)}"
         raise InputError(f"{model} has no {args.t}", where=f"-t {args.t}", hint=hint)
-    # For FLUX, the page's "pretrain" fine-tunes all weights.
-    flux = backends[mode] == "flux"
-    says = rows["says"].get(f"{model} {args.t} {precision}")
+    run = runs[mode]
     return Request(
         recipe=rows["models"][model]["recipe"],
-        choices=Choices(backend=backends[mode], mode="full" if flux else mode, precision=precision),
-        words=(f"{backends[mode]}.training.seq_len={args.s}",) if args.s and not flux else (),
-        says=(says,) if says else (),
+        choices=Choices(backend=run["backend"], mode=run.get("mode", mode), precision=precision),
+        words=(f"{run['length']}={args.s}",) if args.s and "length" in run else (),
+        says=tuple(filter(None, [run.get("says", {}).get(precision)])),
         benchmark=(model, args.t),
     )
 
@@ -214,7 +204,7 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     for name in ("enable_fp8", "enable_compile"):
         parser.add_argument(f"--{name}", type=str.lower, choices=("true", "false"))
     args, configs = parser.parse_args(words), table("commands")["configs"]
-    row = configs[_listed(args.config.removeprefix("./"), configs, parser.prog)]
+    row = configs[_in_any_case(args.config.removeprefix("./"), configs, parser.prog)]
     if args.family != row["family"]:
         message = f"{args.config} is of the family {row['family']}, not {args.family!r}"
         raise InputError(message, where=parser.prog)
@@ -249,12 +239,8 @@ def _of_row(row: Mapping[str, str]) -> Request:
     return Request(recipe=row["recipe"], choices=choices, says=(row["says"],) if "says" in row else ())
 
 
-def _listed(word: str, rows: Mapping[str, Any], where: str) -> str:
-    spelling = next((name for name in rows if name.lower() == word.lower()), None)
-    if spelling is None:
-        hint = f"there are: {', '.join(rows)}"
-        raise InputError(f"there is no {word!r}" + nearest(word, rows), where=where, hint=hint)
-    return spelling
+def _in_any_case(word: str, rows: Mapping[str, Any], where: str) -> str:
+    return listed(next((name for name in rows if name.lower() == word.lower()), word), rows, where)
 
 
 def _positive(text: str) -> int:

@@ -4,7 +4,7 @@ A Primus experiment file becomes a recipe: that of its model, with what the file
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -116,6 +116,13 @@ def typed(text: str) -> Value:
 def table(name: str) -> dict[str, Any]:
     """Return the contents of ``NAME.yaml`` of this package."""
     return cast("dict[str, Any]", read_values(Path(__file__).with_name(f"{name}.yaml")).data)
+
+
+def listed(word: str, rows: Collection[str], where: str, what: str = "there is no") -> str:
+    """Return ``word``. Raises InputError, whose message begins with ``what``, if ``rows`` do not have it."""
+    if word not in rows:
+        raise InputError(f"{what} {word!r}" + nearest(word, rows), where=where, hint=f"there are: {', '.join(rows)}")
+    return word
 
 
 @cache
@@ -240,16 +247,10 @@ def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     def text(name: str) -> str:
         return str(_filled(getattr(trainer, name), document.where((*_PLACE, name)), environment))
 
-    backend, model = text("framework"), re.sub(r"\.ya?ml$", "", text("model"))
-    stem = model.removesuffix("-fp8")
-    stems = table("paths")["stems"]
-    for name, word, what, choices in (
-        ("framework", backend, "framework", stems),
-        ("model", stem, "recipe for the model", stems.get(backend, ())),
-    ):
-        if word not in choices:
-            message = f"there is no {what} {word!r}" + nearest(word, choices)
-            raise InputError(message, where=document.where((*_PLACE, name)), hint=f"there are: {', '.join(choices)}")
+    stems, model = table("paths")["stems"], re.sub(r"\.ya?ml$", "", text("model"))
+    backend = listed(text("framework"), stems, document.where((*_PLACE, "framework")), "there is no framework")
+    place = document.where((*_PLACE, "model"))
+    stem = listed(model.removesuffix("-fp8"), stems[backend], place, "there is no recipe for the model")
     if re.sub(r"\.ya?ml$", "", config := text("config")) != "pre_trainer":
         where = document.where((*_PLACE, "config"))
         hint = "write what it sets under overrides"
@@ -258,7 +259,7 @@ def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     overrides = () if trainer.overrides is None else _flat(document, (), trainer.overrides, environment)
     return Experiment(
         path=path, backend=backend, recipe=recipe, settings=settings, overrides=tuple(overrides),
-        precision="bf16" if model == stem else "fp8",
+        precision="fp8" if model.endswith("-fp8") else "bf16",
         name=str(_filled(file.exp_name or path.stem, document.where(("exp_name",)), environment)),
     )  # fmt: skip
 
@@ -268,8 +269,13 @@ def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
 
     ``nodes`` is the number of nodes that the experiment was written for. Its global batch is that of all of them.
     """
-    settings, several = dict(done.settings), f", nodes: {nodes}" if nodes > 1 else ""
-    case = f"  - when: {{backend: {source.backend}, proxy: false"
+    usual, exact, several = dict(done.settings), {}, f", nodes: {nodes}" if nodes > 1 else ""
+    key = f"{source.backend}.{backends()[source.backend].keys['global_batch']}"
+    if several and isinstance(batch := usual.get(key), int) and batch > 0:
+        exact = {key: usual.pop(key)}
+        if batch % nodes == 0:
+            # A recipe's global batch is that of one node, and grows with their number.
+            usual[key] = batch // nodes
     lines = [
         f"# Imported from {source.path.name} by `primus import-exp`. What the file does not set is the recipe's.",
         f"uses: [{source.recipe}.yaml]",
@@ -277,18 +283,12 @@ def recipe_text(source: Experiment, done: Translation, nodes: int) -> str:
         f"description: {spell(f'{source.recipe} as {source.path.name} has it')}",
         f"default: {{backend: {source.backend}, mode: pretrain, precision: {done.precision}{several}}}",
     ]
-    key = f"{source.backend}.{backends()[source.backend].keys['global_batch']}"
-    exact: list[str] = []
-    if several and isinstance(batch := settings.get(key), int) and batch > 0:
-        exact = [f"{case}{several}}}", f"    {key}: {spell(settings.pop(key))}"]
-        if batch % nodes == 0:
-            # A recipe's global batch is that of one node, and grows with their number.
-            settings[key] = batch // nodes
-    if settings:
-        lines += ["cases:", f"{case}}}", *(f"    {name}: {spell(setting)}" for name, setting in settings.items())]
-    elif exact:
-        lines.append("cases:")
-    lines += [*exact, *(f"# {sentence}" for sentence in done.left_out)]
+    lines += ["cases:"] if usual or exact else []
+    for nodes_of_case, settings in (("", usual), (several, exact)):
+        if settings:
+            lines.append(f"  - when: {{backend: {source.backend}, proxy: false{nodes_of_case}}}")
+            lines += [f"    {name}: {spell(setting)}" for name, setting in settings.items()]
+    lines += [f"# {sentence}" for sentence in done.left_out]
     lines += [f"# not expressible: {option.key}: {spell(option.value)}" for option, _ in done.unmapped]
     return "\n".join(lines) + "\n"
 

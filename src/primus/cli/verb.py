@@ -7,6 +7,7 @@ import argparse
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import shlex
@@ -61,9 +62,9 @@ def parser_of(name: str, prog: str = "") -> argparse.ArgumentParser:
     return parser
 
 
-def parser_of_shared(name: str) -> argparse.ArgumentParser:
-    """Return a parser of the options that several verbs share under ``name``."""
-    parser = argparse.ArgumentParser(add_help=False)
+def parser_of_shared(name: str, prog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser of the options that several verbs share under ``name``, without their abbreviations."""
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     _add(parser, _DATA["shared"][name])
     return parser
 
@@ -150,29 +151,12 @@ def _command(text: str) -> list[str]:
     return words
 
 
-def _number(text: str) -> int:
-    # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; YAML does not.
-    if not re.fullmatch(r"-?[0-9]{1,64}", text):
-        raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}")
-    return int(text)
-
-
-def _whole(text: str, least: int = 0) -> int:
-    if not re.fullmatch(r"[0-9]{1,64}", text) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text[:40]!r}")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text[:40]!r}")
-    return float(text)
-
-
-def _share(text: str) -> float:
-    if not re.fullmatch(r"[0-9]*\.?[0-9]{1,9}(e-?[0-9]{1,2})?", text) or float(text) >= 0.4:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 0.4, not {text[:40]!r}")
-    return float(text)
+def _number(text: str, *, what: str, pattern: str, least: float = -math.inf, below: float = math.inf) -> float:
+    """Parse a number that is at least ``least``, below ``below``, and ``what``. An ``int`` has no point."""
+    # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; the patterns do not.
+    if not re.fullmatch(pattern, text) or not least <= float(text) < below:
+        raise argparse.ArgumentTypeError(f"must be {what.format(least=least)}, not {text[:40]!r}")
+    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def _duration(text: str) -> float:
@@ -220,6 +204,6 @@ def _new_file(text: str, suffix: str = "") -> Path:
 
 
 _TYPES: Mapping[str, Callable[..., Any]] = {
-    "command": _command, "duration": _duration, "folder": _folder, "new_file": _new_file, "number": _number,
-    "path": _path, "rate": _rate, "share": _share, "whole": _whole,
+    "command": _command, "duration": _duration, "folder": _folder, "new_file": _new_file, "path": _path,
+    **{name: partial(_number, **settings) for name, settings in _DATA["numbers"].items()},
 }  # fmt: skip

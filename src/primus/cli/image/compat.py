@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from primus.cli.verb import answer, parser_of, run
+from primus.cli.verb import answer, parser_of, parser_of_shared, run
 from primus.compat.commands import Request, requested
 from primus.compat.translate import read_experiment, recipe_text
 from primus.errors import HostError, InputError
@@ -42,7 +42,7 @@ def compat(options: argparse.Namespace) -> int:
     if command == "pytorch_benchmark_setup.sh" and not options.words:
         print("nothing to install: the image has the libraries of all its recipes")
         return 0
-    chosen, words = _primus_options(command).parse_known_args(options.words)
+    chosen, words = parser_of_shared("old", command).parse_known_args(options.words)
     request = requested(command, words, environment, allow_unmapped=chosen.allow_unmapped, precision=chosen.precision)
     request = _for_this_machine(request, chosen)
     for sentence in request.says:
@@ -64,15 +64,6 @@ def compat(options: argparse.Namespace) -> int:
     if request.benchmark and not chosen.dry_run:
         _write_csv(command, *request.benchmark, parsed.output)
     return code
-
-
-def _primus_options(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=command, add_help=False, allow_abbrev=False)
-    for name in ("--dry-run", "--proxy", "--json", "--allow-unmapped"):
-        parser.add_argument(name, action="store_true")
-    for name in ("--precision", "--output", "--gpu"):
-        parser.add_argument(name)
-    return parser
 
 
 def _for_this_machine(request: Request, chosen: argparse.Namespace) -> Request:

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from primus.cli.image.project import Projection, projected
+from primus.cli.image.recipes import Projection, projected
 from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes.resolve import resolve

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from primus.cli.image.common import resolved
+from primus.cli.image.recipes import resolved
 from primus.cli.image.train import passed_on, recipe_of
 from primus.cli.verb import answer, note, refuse_others
 from primus.errors import InputError

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from primus.cli.image.common import resolved
+from primus.cli.image.recipes import resolved
 from primus.cli.image.train import newest_checkpoint, train
 from primus.cli.verb import answer, note
 from primus.errors import HostError, InputError

@@ -1,11 +1,21 @@
-"""Verbs about recipes: list them, show one with every setting, and predict its memory."""
+"""Verbs about recipes: list them, show one with every setting, and predict its memory, and its speed on many nodes.
+
+The model of speed is the share of the GPU's peak that published and measured runs reach
+(``recipes/throughput.yaml``).
+"""
 
 import argparse
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, groupby
+from functools import cache
+from itertools import chain, groupby, product
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
-from primus.cli.image.common import resolved, short_origin
+import primus.recipes
 from primus.cli.verb import answer
 from primus.errors import InputError
 from primus.gpus.table import generation
@@ -13,20 +23,23 @@ from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU, among, values_of
 from primus.recipes.load import Entry, entries, folder, names, no_recipes
 from primus.recipes.recipe import Recipe
-from primus.recipes.resolve import runs_on
+from primus.recipes.resolve import resolve, runs_on
 from primus.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_batch, predict
 from primus.recipes.rules.loop import Memory
-from primus.recipes.setting import CHOICES
+from primus.recipes.setting import CHOICES, Choices
 from primus.recipes.weights import another_model, origin_of_sizes
 from primus.system.host import Host
 from primus.terminal import Screen, Styled, counted
-from primus.turbo.optimizations import reasons as optimization_reasons
-from primus.yamlfile import spell
+from primus.training.metrics import of_recipe_unit
+from primus.turbo.optimizations import OFF, chosen, optimizations, reasons as optimization_reasons, requested
+from primus.yamlfile import read_values, spell
 
 _CHOICES = ("backend", "mode", "precision", "gpu")
 _WIDTH = 110
 _TOP = "what and where"
 _GIB = 2**30
+_MOST_NODES = 4096
+_DEGREES = (1, 2, 4, 8, 16)
 _WHAT = {
     "weights": "the rank's part of the weights",
     "gradients": "the rank's part of the gradients",
@@ -36,6 +49,27 @@ _WHAT = {
     "loss": "logits and their gradients",
     "reused": "gradients' memory that activations and logits use before",
 }
+
+
+def short_origin(origin: str, recipe: Recipe) -> str:
+    """Return ``origin`` with paths relative to the recipe's folder."""
+    return origin.replace(f"{recipe.path.parent}/", "")
+
+
+def turbo_names() -> Sequence[str]:
+    """Return the values of ``--turbo``."""
+    return ("auto", "require", "off", *optimizations())
+
+
+def resolved(options: argparse.Namespace, *, here: bool = True, memory: float | None = None) -> Recipe:
+    """Resolve the recipe that the options ask for. Raises InputError. ``here`` and ``memory``: as for ``resolve``."""
+    named = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
+    choices = Choices(**{name: getattr(options, name) for name in named})
+    single = ("ranks", "steps", "seed", "turbo")
+    words = [f"{option}={value}" for option in single if (value := getattr(options, option)) is not None]
+    recipe = resolve(options.recipe, [*options.overrides, *words], choices, here=here, memory=memory)
+    chosen(recipe)  # refuses names that are none
+    return recipe
 
 
 def list_recipes(options: argparse.Namespace) -> int:
@@ -86,10 +120,22 @@ def fit(options: argparse.Namespace) -> int:
     if total is None:
         raise InputError(f"--gpu {CPU}: memory is predicted for GPUs only", hint="name one, as in --gpu mi300x")
     memory, available = predict(recipe), USABLE * total
-    largest = largest_batch(recipe, available)
-    document = _fit_document(recipe, memory, available, largest)
-    lines = _fit_lines(recipe, memory, available, largest, Screen.of())
-    return answer(options, document, lines, passed=fits(memory, available))
+    document = {
+        "recipe": recipe.name,
+        **{name: getattr(recipe, name) for name in _CHOICES},
+        "world_size": recipe.world_size,
+        "micro_batch": recipe.local_batch,
+        "max_micro_batch": largest_batch(recipe, available),
+        "fits": fits(memory, available),
+        "tight": memory.peak > available and fits(memory, available),
+        "bytes": {name: round(value) for name, value in memory.terms.items()},
+        "peak_bytes": round(memory.peak),
+        "least_bytes": round(memory.least),
+        "available_bytes": round(available),
+        "error_band": recipe.knows.memory_error,
+    }
+    lines = _fit_lines(recipe, memory, document, Screen.of())
+    return answer(options, document, lines, passed=bool(document["fits"]))
 
 
 def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
@@ -230,24 +276,7 @@ def _rest(key: str) -> str:
     return rest if dot else head
 
 
-def _fit_document(recipe: Recipe, memory: Memory, available: float, largest: int) -> dict[str, object]:
-    return {
-        "recipe": recipe.name,
-        **{name: getattr(recipe, name) for name in _CHOICES},
-        "world_size": recipe.world_size,
-        "micro_batch": recipe.local_batch,
-        "max_micro_batch": largest,
-        "fits": fits(memory, available),
-        "tight": memory.peak > available and fits(memory, available),
-        "bytes": {name: round(value) for name, value in memory.terms.items()},
-        "peak_bytes": round(memory.peak),
-        "least_bytes": round(memory.least),
-        "available_bytes": round(available),
-        "error_band": recipe.knows.memory_error,
-    }
-
-
-def _fit_lines(recipe: Recipe, memory: Memory, available: float, largest: int, screen: Screen) -> Iterator[str]:
+def _fit_lines(recipe: Recipe, memory: Memory, document: Mapping[str, object], screen: Screen) -> Iterator[str]:
     gpu, band = generation(recipe.gpu), recipe.knows.memory_error
     yield (
         f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, {recipe.backend} {recipe.mode} "
@@ -257,11 +286,123 @@ def _fit_lines(recipe: Recipe, memory: Memory, available: float, largest: int, s
         yield f"  {other}"
     rows = [(name, f"{value / _GIB:,.1f} GiB", _WHAT[name]) for name, value in memory.terms.items()]
     yield from screen.table([*rows, ("peak", f"{memory.peak / _GIB:,.1f} GiB", f"± {band:.0%}")], indent="  ")
-    there = f"{available / _GIB:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gib:,g}"
-    if memory.peak <= available:
-        yield f"fits: {there}"
-    elif fits(memory, available):
+    there = f"{USABLE * gpu.memory.gib:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gib:,g}"
+    if document["tight"]:
         yield f"tight: more than {there}; the allocator must give memory back in every step, which costs speed"
     else:
-        yield f"does not fit: more than {there}"
+        yield f"fits: {there}" if document["fits"] else f"does not fit: more than {there}"
+    largest = document["max_micro_batch"]
     yield f"largest micro batch that fits: {largest}" if largest else "no micro batch fits"
+
+
+class Projection(NamedTuple):
+    """What one number of nodes reaches. ``calibrated``: runs on this GPU, in this precision, are known."""
+
+    tokens_per_second: float
+    mfu: float
+    calibrated: bool
+    sources: str
+
+
+def project(options: argparse.Namespace) -> int:
+    """Predict memory, tokens per second, MFU and days of training for numbers of nodes, from published runs.
+
+    Nothing is started and no GPU is needed. If the recipe's own layout does not fit, the first of TP and PP that does
+    is taken. Exit code 0: a layout fits on some number of nodes; 1: on none; 2: invalid input.
+    """
+    rows = []
+    for nodes in _nodes(options.nodes):
+        choices = Choices(
+            backend=options.backend, mode=options.mode, precision=options.precision, gpu=options.gpu, nodes=nodes
+        )
+        recipe = resolve(options.recipe, options.overrides, choices)
+        total = gpu_bytes(recipe.gpu)
+        if total is None or recipe.architecture.of_images or recipe.mode == "lora":
+            why = "throughput is projected for language models with all weights trained, on a GPU"
+            raise InputError(why, hint="name a GPU, as in --gpu mi355x, and a recipe that `primus list` shows with it")
+        rows.append(_projection_row(recipe, next(_layouts(recipe, USABLE * total), None), options.tokens))
+    return answer(options, rows, _projection_lines(rows, options.tokens), passed=any(row["layout"] for row in rows))
+
+
+def projected(recipe: Recipe) -> Projection:
+    """Return what ``recipe`` reaches. Raises InputError if the GPU's peak in its precision, or any run, is unknown."""
+    peak = next((row.tflops for row in generation(recipe.gpu).peaks if row.dtype == recipe.precision), None)
+    kind = (recipe.precision, bool(recipe.architecture.moe.experts), OFF if requested(recipe) == OFF else "auto")
+    alike = {
+        row["gpu"]: row for row in _throughput()["shares"] if (row["precision"], row["experts"], row["turbo"]) == kind
+    }
+    if peak is None or not alike:
+        why = f"no run in {recipe.precision} is published from which {recipe.gpu} could be projected"
+        raise InputError(why, where=recipe.settings["precision"].origin, hint="--precision bf16")
+    rows = [alike[recipe.gpu]] if recipe.gpu in alike else [*alike.values()]
+    share = median(row["share"] for row in rows)
+    share *= _throughput()["per_doubling"] ** math.log2(max(1.0, recipe.world_size / 8))
+    flops = of_recipe_unit(recipe.architecture, recipe.seq_len).causal
+    sources = "; ".join(dict.fromkeys(row["from"] for row in rows))
+    return Projection(share * peak * 1e12 / flops, share, recipe.gpu in alike, sources)
+
+
+@cache
+def _throughput() -> Any:
+    return read_values(Path(primus.recipes.__file__).with_name("throughput.yaml")).data
+
+
+def _nodes(word: str) -> list[int]:
+    match = re.fullmatch(r"([1-9]\d{0,3})(?:\.\.([1-9]\d{0,3}))?", word)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if not first <= last <= _MOST_NODES:
+        hint = f"a number from 1 to {_MOST_NODES}, or a range such as 1..512"
+        raise InputError(f"no number of nodes: {word!r}", where=f"--nodes {word}", hint=hint)
+    doubled = [first * 2**power for power in range(13) if first * 2**power < last]
+    return [*doubled, last]
+
+
+def _layouts(recipe: Recipe, available: float) -> Iterator[Recipe]:
+    """Yield the recipe with its own layout, then with others that share layers among more ranks, where it fits."""
+    if fits(predict(recipe), available):
+        yield recipe
+    kinds = [kind for kind in ("tp", "pp") if kind in recipe.knows.degrees]
+    for degrees in sorted(product(_DEGREES, repeat=len(kinds)), key=lambda each: (math.prod(each), each[1:])):
+        layout = [f"{kind}={degree}" for kind, degree in zip(kinds, degrees, strict=True)]
+        try:
+            other = resolve(str(recipe.path), recipe.overrides, recipe.choices, replacing=layout)
+        except InputError:
+            continue  # the ranks, the heads or the batch do not divide
+        if fits(predict(other), available):
+            yield other
+
+
+def _projection_row(asked: Recipe, recipe: Recipe | None, tokens: int) -> dict[str, Any]:
+    nodes, ranks = asked.get("nodes", int), asked.world_size
+    if recipe is None:
+        return {"nodes": nodes, "gpus": ranks, "layout": ""}
+    reached = projected(recipe)
+    degrees = {kind: recipe.degree(kind) for kind in ("tp", "pp", "cp", "ep")}
+    return {
+        "nodes": nodes,
+        "gpus": ranks,
+        "layout": " ".join([f"dp{recipe.data_parallel}", *(f"{k}{n}" for k, n in degrees.items() if n > 1)]),
+        "micro_batch": recipe.local_batch,
+        "global_batch": recipe.global_batch,
+        "peak_bytes": round(predict(recipe).peak),
+        "tokens_per_second_per_gpu": round(reached.tokens_per_second, 1),
+        "mfu_causal": round(reached.mfu, 4),
+        "days": round(tokens / reached.tokens_per_second / ranks / 86400, 2),
+        "calibrated": reached.calibrated,
+        "sources": reached.sources,
+    }
+
+
+def _projection_lines(rows: list[dict[str, Any]], tokens: int) -> Iterator[str]:
+    head = ("NODES", "GPUS", "LAYOUT", "BATCH", "MEMORY", "TOKENS/S/GPU", "MFU", f"DAYS FOR {tokens:.3g} TOKENS")
+    table = []
+    for row in rows:
+        words = [str(row["nodes"]), str(row["gpus"]), row["layout"] or "no layout fits"]
+        if row["layout"]:
+            words += [str(row["micro_batch"]), f"{row['peak_bytes'] / _GIB:.1f} GiB"]
+            words += [f"{row['tokens_per_second_per_gpu']:,.0f}", f"{row['mfu_causal']:.1%}", f"{row['days']:,.1f}"]
+        table.append(tuple(words + [""] * (len(head) - len(words))))
+    yield from Screen.of().table(table, head=head)
+    if known := next((row for row in rows if row["layout"]), None):
+        of = "this GPU" if known["calibrated"] else "other GPUs, since no such run on this GPU is known"
+        yield from Screen.of().wrap(f"share of the peak: the median of runs on {of} ({known['sources']})", hanging="  ")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from primus.cli.image.common import resolved, short_origin
+from primus.cli.image.recipes import resolved, short_origin
 from primus.cli.verb import answer, note, parser_of_shared
 from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect

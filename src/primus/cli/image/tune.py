@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from primus.cli.image.common import resolved
+from primus.cli.image.recipes import resolved
 from primus.cli.verb import answer, note, refuse_others
 from primus.errors import CheckFailed, HostError, InputError
 from primus.files import write_file

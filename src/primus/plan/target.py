@@ -146,28 +146,20 @@ def request_of(
     root = versions.bases[base] if base else None
     builds = {build_root(p.source): p.build for p in pins.values() if p.source and p.build}
     indexes = {n: index.url for n, index in versions.indexes.items() if index.channel == channel}
-    debs: dict[str, tuple[str, ...]] = {base: ()} if base else {}
-    debs |= {root: build.debs for root, build in builds.items() if base and build.debs}
+    bases: dict[str, BaseRequest] = {}
     if root and base:
-        debs |= {extra_root(base, extra): root.extras[extra] for extra in extras}
-    over = {extra_root(base, extra): base for extra in extras} if base else {}
+        whole = BaseRequest(suite=root.suite, python=root.python, packages=root.packages, image=root.image)
+        more = {base: (), **{name: build.debs for name, build in builds.items() if build.debs}}
+        more |= {extra_root(base, extra): root.extras[extra] for extra in extras}
+        bases = {n: whole._replace(packages=tuple(dict.fromkeys((*root.packages, *more[n])))) for n in more}
+        bases |= {name: bases[name]._replace(over=base) for name in (extra_root(base, extra) for extra in extras)}
     wheels = {normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel}
     requires = [normalised(name) for p in pins.values() for name in p.requires]
     return Request(
         target=name,
         channel=channel,
         python=".".join(root.python.split(".")[:2]) if root else "",
-        bases={
-            name: BaseRequest(
-                suite=root.suite,
-                python=root.python,
-                packages=tuple(dict.fromkeys((*root.packages, *more))),
-                image=root.image,
-                over=over.get(name),
-            )
-            for name, more in debs.items()
-            if root
-        },
+        bases=bases,
         wheels=wheels | {name: "" for name in requires if name not in wheels},
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
         pure=tuple(normalised(p.wheel) for p in pins.values() if p.wheel and p.pure),

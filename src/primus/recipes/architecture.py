@@ -121,9 +121,12 @@ class Architecture:
 
     def objections(self) -> Iterator[tuple[str, str, str | None]]:
         """Yield a recipe's key, the reason and a remedy of each size that does not fit; the first may cause more."""
-        for key, switch in self._needed():
-            if (size := attrgetter(key)(self)) < 1:
-                yield f"model.{key}", f"must be at least 1, not {size}{f', where {switch}' if switch else ''}", None
+        for switch, keys in family(self.family).needed.items():
+            value = attrgetter(switch)(self) if switch else None
+            where = f", where model.{switch} is {value}" if switch else ""
+            for key in keys if value not in (0, "none", "linear") else ():
+                if (size := attrgetter(key)(self)) < 1:
+                    yield f"model.{key}", f"must be at least 1, not {size}{where}", None
         if not self.head_dim and self.hidden_size % self.heads:
             size = max(1, self.hidden_size // self.heads) * self.heads
             hint = f"model.hidden_size={size}, or name model.head_dim"
@@ -145,21 +148,6 @@ class Architecture:
         if self.moe.experts and self.moe.experts % self.moe.groups:
             why = f"{self.moe.groups} groups do not divide model.moe.experts = {self.moe.experts}"
             yield "model.moe.groups", why, f"model.moe.groups={math.gcd(self.moe.groups, self.moe.experts)}"
-
-    def _needed(self) -> Iterator[tuple[str, str]]:
-        """Yield the keys of sizes that this kind of model requires, and the setting that requires each."""
-        if self.of_images:
-            sizes = ("double_layers", "single_layers", "in_channels", "text_dim", "pooled_dim", "image_size")
-            yield from [("heads", ""), *((f"dit.{size}", f"model.family is {self.family}") for size in sizes)]
-        else:
-            yield from ((size, "") for size in ("heads", "layers", "hidden_size", "kv_heads", "ffn_size", "vocab_size"))
-        if self.moe.experts:
-            yield from ((f"moe.{size}", f"model.moe.experts is {self.moe.experts}") for size in ("top_k", "ffn_size"))
-        if rank := self.mla.kv_lora_rank:
-            for size in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                yield f"mla.{size}", f"model.mla.kv_lora_rank is {rank}"
-        if (kind := self.rope_scaling.kind) not in ("none", "linear"):
-            yield "rope_scaling.original_max_position", f"model.rope_scaling.kind is {kind}"
 
     @property
     def of_images(self) -> bool:

@@ -80,6 +80,7 @@ class Family:
     computes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     ignored: Sequence[str] = ()
     linears: Sequence[str] = ()
+    needed: Mapping[str, Sequence[str]] = field(default_factory=lambda: _COMMON["needed"])
     backends: Mapping[str, Support] = field(default_factory=dict)
 
     def has(self, key: str, backend: str = "") -> bool:

@@ -45,6 +45,7 @@ class Backend:
     bounds: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     inside: Sequence[str] = ()
+    refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     checkpointing: Sequence[Mapping[str, Scalar]] = ()
 
     def key(self, what: str) -> str:

@@ -17,6 +17,7 @@ ROWS = (
     "primus_turbo", "aiter",
 )  # fmt: skip
 Values = Mapping[str, str | None]
+Kind = Literal["added", "removed", "changed"]
 NONE = "–"
 # What is said of a missing value: of a release that AMD published, and of pins or an image.
 _ABSENT = ("not published", "not there")
@@ -33,7 +34,7 @@ class Change:
     """One value that differs. ``old`` or ``new`` is None if that side does not state it."""
 
     what: str
-    kind: Literal["added", "removed", "changed"]
+    kind: Kind
     old: str | None
     new: str | None
 
@@ -126,21 +127,15 @@ def _listed(names: tuple[str, ...] | None) -> str | None:
 
 
 def _compare(name: str, old: Values, new: Values, entries: Iterable[str]) -> Section:
-    pairs = {entry: (old.get(entry), new.get(entry)) for entry in entries}
-    return Section(
-        name=name,
-        changes=tuple(
-            Change(
-                what=entry,
-                kind="added" if before is None else "removed" if after is None else "changed",
-                old=before,
-                new=after,
-            )
-            for entry, (before, after) in pairs.items()
-            if before != after
-        ),
-        same={entry: before for entry, (before, after) in pairs.items() if before == after and before is not None},
-    )
+    changes, same = [], {}
+    for entry in entries:
+        before, after = old.get(entry), new.get(entry)
+        kind: Kind = "added" if before is None else "removed" if after is None else "changed"
+        if before != after:
+            changes.append(Change(what=entry, kind=kind, old=before, new=after))
+        elif before is not None:
+            same[entry] = before
+    return Section(name=name, changes=tuple(changes), same=same)
 
 
 def _heading(text: str, screen: Screen) -> list[str]:

@@ -369,12 +369,8 @@ class Repository:
             raise HostError(f"the registry of {self.name} denied access", hint=f"docker login {self._host}")
         if answer.status_code >= 400:
             reason = "; ".join(filter(None, (f"status {answer.status_code}", " ".join(answer.text.split())[:200])))
-            later = "run the command again later; what was sent is kept"
-            hint = (
-                later
-                if answer.status_code in _PASSING
-                else "check its name, and that it accepts OCI images and lets this tag move"
-            )
+            hint = "check its name, and that it accepts OCI images and lets this tag move"
+            hint = "run the command again later; what was sent is kept" if answer.status_code in _PASSING else hint
             raise HostError(f"the registry of {self.name} refuses {bare_url(path)}: {reason}", hint=hint)
         return answer
 

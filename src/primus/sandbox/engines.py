@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from primus import programs
 from primus.errors import HostError, InputError
-from primus.files import write_file
+from primus.files import json_if_readable, write_file
 from primus.programs import finally_run, received_signals, stop_all, tracked
 from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, layer_folder, with_settings
 from primus.terminal import counted, say
@@ -305,11 +305,8 @@ def _runtimes() -> list[str]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    valid = settings["folder"] == str(folder) and Path(settings["runtime"]).exists() and "file_system" in settings
+    settings = json_if_readable(folder / "settings.json")
+    valid = settings.get("folder") == str(folder) and Path(settings["runtime"]).exists() and "file_system" in settings
     return settings if valid else {}
 
 

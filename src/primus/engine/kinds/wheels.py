@@ -41,13 +41,8 @@ _MOST_TEXT = 64 << 20
 # Memory that one compiler process may need. A pin whose compilers need more sets MAX_JOBS in its `environment`.
 _JOB_BYTES = 2_000_000_000
 _OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_SCRIPT = """#!{python}
-import sys
-from {module} import {top}
-if __name__ == "__main__":
-    sys.argv[0] = sys.argv[0].removesuffix(".exe")
-    sys.exit({call}())
-"""
+# A command of a package, as pip writes it.
+_SCRIPT = Path(__file__).with_name("command.py.txt").read_text(encoding="utf-8")
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:

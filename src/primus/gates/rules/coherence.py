@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from primus.errors import CheckFailed
 from primus.gates.contents import PATTERNS
-from primus.gates.examined import Examined, Finding, GateReport
+from primus.gates.examined import Examined, Finding, GateReport, Severity
 from primus.plan.resolve import ResolvedTarget
 from primus.terminal import some
 from primus.versions.lock import name_of, normalised, upstream
@@ -122,20 +122,17 @@ def _versions(train: list[tuple[Package, Version]]) -> list[Finding]:
         key=lambda v: (sum(agree(v, other) for _, other in train), v in itself, len(v.release), str(v)),
     )
     like = [p.name for p, v in train if agree(v, meant)]
-    findings = [
-        Finding(
-            severity="warning" if _beside(p, v, meant, train) else "error",
-            path=p.where,
-            message=f"{p.name} {p.version} is of ROCm {v}, {some(like, 3)} of {meant}",
-        )
-        for p, v in train
-        if not agree(v, meant)
-    ]
-    return findings + [
-        Finding(severity="error", path=p.where, message=f"{p.name} is made for ROCm {major[1]}, the image has {meant}")
-        for p, v in train
-        if (major := _TRAIN["major"].search(p.name)) and int(major[1]) != meant.major and agree(v, meant)
-    ]
+    findings = []
+    for package, version in train:
+        severity: Severity = "warning" if _beside(package, version, meant, train) else "error"
+        major = _TRAIN["major"].search(package.name)
+        if not agree(version, meant):
+            message = f"{package.name} {package.version} is of ROCm {version}, {some(like, 3)} of {meant}"
+            findings.append(Finding(severity=severity, path=package.where, message=message))
+        elif major and int(major[1]) != meant.major:
+            message = f"{package.name} is made for ROCm {major[1]}, the image has {meant}"
+            findings.append(Finding(severity="error", path=package.where, message=message))
+    return findings
 
 
 def _beside(package: Package, version: Version, meant: Version, train: list[tuple[Package, Version]]) -> bool:

@@ -157,8 +157,10 @@ class Rules:
         return recipe.find(f"{recipe.backend}.training.compile", False)
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
-        """Return what the recipe asks for and the backend does not compute: key, reason and remedy."""
-        return ()
+        """Yield what the recipe asks for and the backend does not compute: key, reason and remedy."""
+        for key, row in recipe.knows.refused.items():
+            if recipe.find(full := f"{recipe.backend}.{key}", row["but"]) != row["but"]:
+                yield full, row["why"], row.get("remedy")
 
     def unjudged(self, recipe: Recipe) -> str | None:
         """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""

@@ -48,14 +48,7 @@ class Megatron(Rules):
             yield "model.moe.score", why, "model.moe.normalize_top_k=true"
         if recipe.degree("cp") > 1:
             yield keys["cp"], "Megatron splits sequences in Transformer Engine alone", "use TP"
-        if recipe.find(by_layer := "megatron.model.apply_query_key_layer_scaling", False):
-            yield by_layer, "attention by torch has no scaling by layer", None
-        if recipe.find("megatron.training.fp8", "none") != "none":
-            yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
-        if recipe.find("megatron.training.compile", False):
-            yield "megatron.training.compile", "Megatron compiles its own small functions and nothing else", None
-        if recipe.find("megatron.training.master_dtype", "float32") != "float32":
-            yield "megatron.training.master_dtype", "Megatron's optimizer keeps float32 weights", None
+        yield from super().faults(recipe)
         # A file's number may be of the whole model, of which the command line takes fewer layers.
         again = recipe.settings.get("megatron.model.recompute_num_layers")
         if again and again.origin.startswith("command") and int(str(again.value)) > model.layers:

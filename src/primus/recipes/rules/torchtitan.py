@@ -61,9 +61,7 @@ class Torchtitan(Rules):
         if recipe.unsharded and recipe.precision in ("fp8", "mxfp8") and recipe.find(_DTYPE, "float32") == "float32":
             why = "where ranks share layers and none shards them, all but the FP8 products would be in float32"
             yield "precision", why, "leave ranks to data or context parallelism"
-        if recipe.find("torchtitan.optimizer.early_step_in_backward", False):
-            why = "torchtitan steps before it can clip gradients or measure their norm"
-            yield "torchtitan.optimizer.early_step_in_backward", why, "optimizer.early_step_in_backward=false"
+        yield from super().faults(recipe)
         if recipe.find("torchtitan.training.enable_cpu_offload", False) and recipe.gpu == CPU:
             key = "training.enable_cpu_offload"
             yield f"torchtitan.{key}", "the weights are on the CPU already", f"{key}=false"

@@ -89,17 +89,20 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip() not in ("", "-1")]
 
 
+def kfd_gpus(root: Path) -> dict[Path, dict[str, str]]:
+    """Return the nodes of AMD GPUs in KFD's topology, with their properties. CPUs are nodes without SIMDs."""
+    nodes = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6))
+    facts = {node: properties(node / "properties") for node in nodes}
+    return {node: about for node, about in facts.items() if int(about.get("simd_count", "0")) > 0}
+
+
 def _amd(root: Path) -> Found | None:
     names, generations = [], set()
-    nodes = root / "sys/class/kfd/kfd/topology/nodes"
-    for node in sorted(nodes.glob("*"), key=lambda path: path.name.zfill(6)):
-        facts = properties(node / "properties")
-        # CPUs are also nodes of the topology, but only GPUs have SIMDs.
-        if (simds := int(facts.get("simd_count", "0"))) > 0:
-            version = int(facts.get("gfx_target_version", "0"))
-            name, generation = _product(version, int(facts.get("device_id", "0")), simds)
-            names.append(name)
-            generations.add(generation)
+    for facts in kfd_gpus(root).values():
+        version, device = int(facts.get("gfx_target_version", "0")), int(facts.get("device_id", "0"))
+        name, generation = _product(version, device, int(facts["simd_count"]))
+        names.append(name)
+        generations.add(generation)
     if not names:
         return None
     files = [

@@ -18,7 +18,7 @@ from typing import IO, Any
 from primus import yamlfile
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
-from primus.gpus.detect import detect, properties
+from primus.gpus.detect import detect, kfd_gpus
 
 GIB = 1 << 30
 
@@ -236,12 +236,10 @@ def _check_count(count: int | None, available: int) -> None:
 
 def _amd(root: Path, count: int | None) -> Devices:
     cards = []
-    for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6)):
-        facts = properties(node / "properties")
-        if int(facts.get("simd_count", "0")) > 0:
-            render = f"renderD{facts.get('drm_render_minor', '')}"
-            beside = (root / "sys/class/drm" / render / "device/drm").glob("card*")
-            cards.append([render, *sorted(path.name for path in beside)])
+    for facts in kfd_gpus(root).values():
+        render = f"renderD{facts.get('drm_render_minor', '')}"
+        beside = (root / "sys/class/drm" / render / "device/drm").glob("card*")
+        cards.append([render, *sorted(path.name for path in beside)])
     nodes = [root / "dev/kfd", *(root / "dev/dri" / name for names in cards[:count] for name in names)]
     present = [node for node in nodes if _is_device(node)]
     if not present:

@@ -35,6 +35,7 @@ from primus.programs import finally_run, received_signals, stop_all, tracked
 from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, layer_folder, with_settings
 from primus.terminal import counted, say
 from primus.waits import answer_of, lock
+from primus.yamlfile import read_values
 
 ENGINES = ("auto", "podman", "docker")
 _PATIENCE_S = 3
@@ -42,21 +43,8 @@ _PATIENCE_S = 3
 # A client with its first arguments, its environment, and its arguments that name a root file system.
 _Client = tuple[list[str], dict[str, str], list[str]]
 
-# Variables that the engines' clients read themselves. Their values go into the arguments, all others stay out of them.
-_READ_BY_CLIENTS = re.compile(
-    r"PATH|HOME|USER|TMPDIR|TERM|(XDG|DBUS|LD|_?CONTAINERS?|STORAGE|NOTIFY|LISTEN)_.*|GO[A-Z]+"
-    r"|DOCKER_(HOST|CONFIG|CONTEXT|CERT_PATH|API_VERSION|TLS.*)"
-)
-_CLIENT_ENVIRONMENT = re.compile(r"PATH|HOME|USER|TMPDIR|TERM|XDG_RUNTIME_DIR|DBUS_SESSION_BUS_ADDRESS|DOCKER_.*")
-
-# Shell scripts that run in the folder of podman's files. GNU tar does not write through a link of its own archive, and
-# no folder gets the files of two archives.
-_UNPACK = """\
-umask 022 && mkdir "$1" && exec tar --extract --file=- --directory="$1" --preserve-permissions --numeric-owner \
-    --xattrs --xattrs-include='*'
-"""
-_MOUNT = 'cd layers && umask 022 && mkdir -p "$1/upper" "$1/work" "$1/root" && shift && exec "$@"'
-_UNMOUNT = 'umount "$1/root"; rm -rf --one-file-system "$1"'
+_DATA: Mapping[str, str] = read_values(Path(__file__).with_name("engines.yaml")).data
+_READ_BY_CLIENTS, _CLIENT_ENVIRONMENT = re.compile(_DATA["read_by_clients"]), re.compile(_DATA["client_environment"])
 
 
 class Engine:
@@ -208,7 +196,7 @@ class Podman(Engine):
         def unpack(path: Path) -> None:
             partial, env = path.with_suffix(".tmp"), _client_environment(folder)
             remove_tree(partial)
-            argv = [*_inside(folder), "sh", "-c", _UNPACK, "sh", f"layers/{partial.name}"]
+            argv = [*_inside(folder), "sh", "-c", _DATA["unpack"], "sh", f"layers/{partial.name}"]
             with tempfile.TemporaryFile("w+", errors="replace") as log:
                 streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
                 process: Any = subprocess.Popen(argv, env=env, start_new_session=True, **streams)
@@ -344,9 +332,20 @@ def _mounted(
         "copy": ["cp", "-a", "--reflink=auto", "--remove-destination", *(f"{path}/." for path in reversed(layers))],
     }[file_system]
     remove = shlex.join([*_podman(folder), "rm", "--force", "--ignore", "--time=0", name])
-    unmount = shlex.join([*_inside(folder), "sh", "-c", _UNMOUNT, "sh", f"containers/{name}"])
+    unmount = shlex.join([*_inside(folder), "sh", "-c", _DATA["unmount"], "sh", f"containers/{name}"])
     # It ends with this process, so that it cannot mount after the removal.
-    argv = ["setpriv", "--pdeathsig=KILL", *_inside(folder), "sh", "-c", _MOUNT, "sh", place, *words, f"{place}/root"]
+    argv = [
+        "setpriv",
+        "--pdeathsig=KILL",
+        *_inside(folder),
+        "sh",
+        "-c",
+        _DATA["mount"],
+        "sh",
+        place,
+        *words,
+        f"{place}/root",
+    ]
     with finally_run(["sh", "-c", f"{remove}; {unmount}"], env):
         yield _captured(argv, env)
 

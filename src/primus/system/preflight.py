@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from primus.gpus.detect import properties
+from primus.gpus.detect import kfd_gpus, properties
 from primus.system import fabric
 from primus.system.host import IMAGE_FILE, Finding, Host, Level, finding
 from primus.yamlfile import read_values
@@ -190,9 +190,7 @@ def health(host: Host) -> Iterator[Finding]:
 
 
 def _links(host: Host) -> Iterator[Finding]:
-    nodes = host.glob("sys/class/kfd/kfd/topology/nodes/*")
-    gpus = [node for node in nodes if int(properties(node / "properties").get("simd_count", "0")) > 0]
-    links = [[properties(link / "properties") for link in gpu.glob("io_links/*")] for gpu in gpus]
+    links = [[properties(link / "properties") for link in gpu.glob("io_links/*")] for gpu in kfd_gpus(host.root)]
     counts = [sum(link.get("type") == _XGMI and link.get("weight") != "0" for link in each) for each in links]
     if any(counts) and min(counts) < len(counts) - 1:
         yield finding("few_links", gpu=counts.index(min(counts)), links=min(counts), of=len(counts) - 1)

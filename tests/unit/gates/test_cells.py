@@ -12,8 +12,7 @@ from primus.plan.project import Project
 from primus.plan.resolve import resolve as pinned
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
-from primus.release.cells import cells_of
-from primus.release.validation import Validated, _passed_before, table
+from primus.release.validation import Validated, _passed_before, cells_of, table
 from primus.training import suite
 from primus.training.job import Job
 from tables import table_of

@@ -9,9 +9,8 @@ from primus.errors import HostError, InputError
 from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation
 from primus.recipes.resolve import resolve
-from primus.release import cells
-from primus.release.cells import Hardware, cells_of, choose, ran_on
-from primus.release.validation import _enough
+from primus.release import validation
+from primus.release.validation import Hardware, _enough, cells_of, choose_gpus, ran_on
 from primus.sandbox.container import Devices
 from primus.training.job import Job
 from primus.training.logs import Series
@@ -28,15 +27,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what this machine shows; the devices are then named after what is asked."""
 
     def show(found: Found) -> None:
-        monkeypatch.setattr(cells, "detect", lambda: found)
-        monkeypatch.setattr("primus.release.cells.gpus", lambda count: Devices(names=(f"amd.com/gpu={count}",)))
+        monkeypatch.setattr(validation, "detect", lambda: found)
+        monkeypatch.setattr("primus.release.validation.gpus", lambda count: Devices(names=(f"amd.com/gpu={count}",)))
 
     return show
 
 
 def test_a_target_gets_the_gpu_that_it_is_for(machine: Any) -> None:
     machine(EIGHT)
-    found = choose(None, MI300X)
+    found = choose_gpus(None, MI300X)
     assert (found.gpu, len(found.names), found.driver) == ("mi300x", 8, "amdgpu 6.14.14")
     assert found.devices.names == ("amd.com/gpu=all",)
 
@@ -51,7 +50,7 @@ def test_a_target_gets_the_gpu_that_it_is_for(machine: Any) -> None:
 )
 def test_another_machine_validates_on_its_cpu_and_says_why(machine: Any, shown: Found, why: str) -> None:
     machine(shown)
-    found = choose(None, generation("mi355x"))
+    found = choose_gpus(None, generation("mi355x"))
     assert (found.gpu, found.devices) == ("none", Devices())
     assert "MI355X" in found.why
     assert why in found.why
@@ -59,26 +58,26 @@ def test_another_machine_validates_on_its_cpu_and_says_why(machine: Any, shown: 
 
 def test_a_target_for_the_cpu_gets_no_gpu_unless_asked(machine: Any) -> None:
     machine(EIGHT)
-    assert choose(None, None) == Hardware()
-    assert choose("none", None) == Hardware()
-    assert choose("none", MI300X).gpu == "none"
-    two = choose("2", None)
+    assert choose_gpus(None, None) == Hardware()
+    assert choose_gpus("none", None) == Hardware()
+    assert choose_gpus("none", MI300X).gpu == "none"
+    two = choose_gpus("2", None)
     assert (two.gpu, len(two.names), two.devices.names) == ("mi300x", 2, ("amd.com/gpu=2",))
 
 
 def test_an_unknown_gpu_is_never_recorded(machine: Any) -> None:
     machine(Found(vendor="amd", names=("unknown AMD GPU",)))
     with pytest.raises(HostError, match="cannot be identified: 1 × unknown AMD GPU"):
-        choose("all", MI300X)
+        choose_gpus("all", MI300X)
     machine(Found())
     with pytest.raises(HostError, match="its driver reports none"):
-        choose("all", MI300X)
+        choose_gpus("all", MI300X)
 
 
 def test_bad_numbers_and_absent_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "detect", lambda: EIGHT)
+    monkeypatch.setattr(validation, "detect", lambda: EIGHT)
     with pytest.raises(InputError, match="--gpus 'many'"):
-        choose("many", MI300X)
+        choose_gpus("many", MI300X)
 
 
 def outcome(**facts: str) -> Outcome:

@@ -20,9 +20,7 @@ from primus.oci.store import digest_of
 from primus.plan.layers import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
-from primus.release import golden
-from primus.release.cells import NO_GPU, Cell, cells_of, choose as choose_gpus, cpu_model
-from primus.release.validation import outcome_text, table, validate as run_suites
+from primus.release import golden, validation
 from primus.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
 from primus.sandbox.engines import choose, load_image
 from primus.terminal import Screen, counted
@@ -109,7 +107,7 @@ def validate(args: argparse.Namespace) -> int:
     if args.record_golden and not args.suite:
         raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
     resolved, workspace = resolved_target(args)
-    hardware = choose_gpus(args.gpus, resolved.gpu)
+    hardware = validation.choose_gpus(args.gpus, resolved.gpu)
     if hardware.names or hardware.why:
         note(args, f"GPUs: {', '.join(hardware.names) or f'none ({hardware.why})'}")
     cells = _cells(resolved, hardware.gpu, recipe=args.recipe, level=args.suite)
@@ -122,7 +120,7 @@ def validate(args: argparse.Namespace) -> int:
     workspace.stats.save()
     if cache:
         cache.push([built.image.plan], workspace)
-    validated = run_suites(
+    validated = validation.validate(
         built.image.plan,
         workspace,
         cells,
@@ -141,16 +139,18 @@ def validate(args: argparse.Namespace) -> int:
             resolved.ref,
             records,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
-            cpu=cpu_model(),
+            cpu=validation.cpu_model(),
             keep=args.recipe is not None,
         )
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
-    text = outcome_text(records[0], validated[0].folder) if len(validated) == 1 else table(validated)
+    text = (
+        validation.outcome_text(records[0], validated[0].folder) if len(validated) == 1 else validation.table(validated)
+    )
     document = records if len(cells) > 1 or args.suite else records[0]
     return answer(args, document, [Screen.of().fit(text)], passed=all(record["passed"] for record in records))
 
 
-def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> int:
+def _show(cells: Sequence[tuple[validation.Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> int:
     recipes = resolved.root / "recipes"
     planned = [
         (str(cell), level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes, tuple(args.wrap)))
@@ -167,16 +167,16 @@ def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: arg
 
 def _cells(
     resolved: ResolvedTarget, gpu: str, *, recipe: str | None, level: str | None
-) -> tuple[tuple[Cell, str], ...]:
+) -> tuple[tuple[validation.Cell, str], ...]:
     target = resolved.target
     if not target.recipes and not recipe:
         raise InputError(
             f"target {resolved.name} names no recipe", where=resolved.place(), hint="primus validate --recipe NAME"
         )
     names = (recipe,) if recipe else target.recipes
-    device = CPU if gpu == NO_GPU else gpu
+    device = CPU if gpu == validation.NO_GPU else gpu
     # The folder from which the image's recipes layer is made; this code may be installed elsewhere.
-    find = partial(cells_of, gpu=device, among=resolved.root / "recipes")
+    find = partial(validation.cells_of, gpu=device, among=resolved.root / "recipes")
     if level:
         return tuple((cell, level) for cell in find(names, every=True, precisions=target.trained_in))
     # One recipe is enough to check that runs repeat and resume. The others only have to train.

@@ -14,14 +14,9 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.rules.loop import Memory, Rules
 from primus.recipes.rules.megatron import Megatron
 from primus.recipes.rules.torchtitan import Torchtitan
+from primus.recipes.schema import backends
 
-RULES: Mapping[str, Rules] = {
-    "torchtitan": Torchtitan(),
-    "megatron": Megatron(),
-    "finetune": Rules(),
-    "flux": Rules(),
-    "fsdp": Rules(),
-}
+RULES: Mapping[str, Rules] = {**dict.fromkeys(backends(), Rules()), "torchtitan": Torchtitan(), "megatron": Megatron()}
 # The share of a GPU's memory that training can use. The rest is for the context, NCCL and fragmentation.
 USABLE = 0.95
 _MOST = 8192

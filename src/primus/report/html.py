@@ -64,12 +64,6 @@ def _figure(form: str, run: Run, first: Run) -> str:
     return text.replace("%", " %")
 
 
-def _mark(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
-    if verdict["passed"]:
-        return "pass-mark", "✓", "pass"
-    return ("sub", "–", "skipped") if verdict.get("skipped") else ("fail-mark", "✗", "fail")
-
-
 def _by_job(verdicts: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Mapping[str, Any]]:
     return {tuple(verdict["name"].split(": ", 1)): verdict for verdict in verdicts if ": " in verdict["name"]}
 
@@ -109,6 +103,6 @@ def _templates() -> Any:
     templates.globals |= {
         "asset": lambda name: Markup((Path(__file__).parent / name).read_text(encoding="utf-8")),
         "chart": lambda *arguments: Markup(chart(*arguments)),
-        "mark_of": _mark, "by_job": _by_job, "shown": shlex.join,
+        "by_job": _by_job, "shown": shlex.join,
     }  # fmt: skip
     return templates

@@ -53,7 +53,9 @@ def write_model(checkpoint: Path, folder: Path, dtype: str | None, tokenizer: Pa
             tensor = from_canonical("finetune", model, f"model.{name}", empty.shape, tensors.__getitem__)
             state[name] = tensor if dtype is None or name.endswith(BIAS) else tensor.to(getattr(torch, dtype))
     biases = [tensor for name, tensor in tensors.items() if name.endswith(BIAS) and name not in state]
-    tokenizer = tokenizer or _tokenizer_of_run(checkpoint)
+    name = json_if_readable(checkpoint.parents[1] / "job.json").get("assets", {}).get("tokenizer", MOCK)
+    if tokenizer is None and name != MOCK and tokenizer_folder(name).is_dir():
+        tokenizer = tokenizer_folder(name)
     models.write(whole, folder, state, tokenizer)
     return list(_differences(backend, model, biases, tokenizer))
 
@@ -88,9 +90,3 @@ def _weights(checkpoint: Path, backend: str, model: Architecture) -> Mapping[str
 
         return joined(model, inner)
     return inner
-
-
-def _tokenizer_of_run(checkpoint: Path) -> Path | None:
-    name = json_if_readable(checkpoint.parents[1] / "job.json").get("assets", {}).get("tokenizer", MOCK)
-    folder = tokenizer_folder(name) if name != MOCK else None
-    return folder if folder and folder.is_dir() else None

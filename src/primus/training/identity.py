@@ -84,7 +84,7 @@ def seal(folder: Path, identity: Mapping[str, Any]) -> None:
         "step": step_of(folder.with_name(folder.name.removeprefix("."))),
         "identity": dict(identity),
         "files": files,
-        "metadata_sha256": _digest(folder),
+        "metadata_sha256": sha256_of(folder / _METADATA),
     }
     write_file(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -206,16 +206,12 @@ def _content(folder: Path) -> dict[str, Any]:
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise _Damage(f"{name} has {status.st_size:,} of {size:,} bytes")
     try:
-        digest = _digest(folder)
+        digest = sha256_of(folder / _METADATA)
     except (OSError, InputError) as error:
         raise _Damage(f"{_METADATA} cannot be read") from error
     if digest != content.get("metadata_sha256"):
         raise _Damage(f"{_METADATA} has changed")
     return content
-
-
-def _digest(folder: Path) -> str:
-    return sha256_of(folder / _METADATA)
 
 
 def verify_tensors(folder: Path, names: Container[str] | None = None) -> None:

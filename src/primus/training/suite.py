@@ -197,12 +197,6 @@ def digest_of_suite(number: int, jobs: Sequence[str], limits: Mapping[str, Any])
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def reference_version() -> str:
-    """Return a hash of the reference's code and limits. Another reference proves something else."""
-    files = sorted(path for path in Path(reference.__file__).parent.iterdir() if path.suffix in (".py", ".yaml"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
-
-
 def record(
     jobs: Sequence[Job], outcomes: Mapping[str, Outcome], verdicts: Sequence[Verdict], *, target: str,
     image: Mapping[str, Any], gpu: str, time: str, extra: Mapping[str, Any] | None = None,
@@ -213,6 +207,9 @@ def record(
     """
     recipe = recipe_of(jobs)
     base = outcomes.get(jobs[0].name)
+    # Another reference proves something else.
+    code = sorted(path for path in Path(reference.__file__).parent.iterdir() if path.suffix in (".py", ".yaml"))
+    version = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
     ran = all(job.name in outcomes and outcomes[job.name].series.steps for job in jobs)
     return {
         "format": RECORD_FORMAT,
@@ -234,7 +231,7 @@ def record(
             "settings": {key: setting.value for key, setting in recipe.settings.items()},
         },
         **({"wrap": shlex.join(jobs[0].wrap)} if jobs[0].wrap else {}),
-        "suite": {"sha256": digest(recipe, jobs), "format": FORMAT, "reference": reference_version()},
+        "suite": {"sha256": digest(recipe, jobs), "format": FORMAT, "reference": version},
         "versions": dict(base.facts.get("versions", {})) if base else {},
         "facts": dict(base.facts) if base else {},
         "measurements": asdict(base.summary) if base else {},

@@ -266,19 +266,19 @@ class Reader:
         if texts:
             yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
 
-    def sentence(self, figures: Figures, seq_len: int, head: str = "") -> str:
-        """Return what was read, in one line that begins with ``head``."""
+    def sentence(self, figures: Mapping[str, Any], seq_len: int, head: str = "") -> str:
+        """Return what was read, with the figures of :func:`figures_of`, in one line that begins with ``head``."""
         kind = "chat" if self.layout.chat else "answer" if self.layout.prompted else "document"
-        marks = (("BOS", self.encoder.begin, figures.begin), ("trained EOS", self.encoder.end, figures.end))
+        marks = (("BOS", self.encoder.begin, figures["begin"]), ("trained EOS", self.encoder.end, figures["end"]))
         parts = [
-            f"{counted(figures.documents, kind)} in {' and '.join(self.layout.columns)}, {figures.tokens:,} tokens"
-            + (f", {figures.trained:.0%} of them trained" if self.masked else ""),
-            f"longest {figures.longest:,}, {figures.longer:.0%} {'cut at' if self.masked else 'longer than'} "
+            f"{counted(figures['documents'], kind)} in {' and '.join(self.layout.columns)}, "
+            f"{figures['tokens']:,} tokens" + (f", {figures['trained']:.0%} of them trained" if self.masked else ""),
+            f"longest {figures['longest']:,}, {figures['longer']:.0%} {'cut at' if self.masked else 'longer than'} "
             f"seq_len {seq_len:,}",
             ", ".join(f"no {name}" if mark is None else f"{name} in {share:.0%}" for name, mark, share in marks),
         ]
-        if figures.left_out:
-            parts.append(f"{figures.left_out:,} left out, which have no answer there")
+        if figures["left_out"]:
+            parts.append(f"{figures['left_out']:,} left out, which have no answer there")
         if self.files.split:
             parts.append(f"split {self.files.split}")
         if self.layout.unused:
@@ -353,25 +353,12 @@ def packs(lengths: Sequence[int], size: int) -> list[list[int]]:
     return samples
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Counts of a corpus, and shares of 1: of the tokens, those that are ``trained``; of the documents, those that are
+def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> dict[str, Any]:
+    """Return figures of ``tokens``, made by ``encoder``: numbers of ``documents``, of ``tokens`` and of those of the
+    ``longest`` document, and shares of 1: of the tokens, those that are ``trained``; of the documents, those that are
     ``longer`` than ``seq_len`` + 1 tokens, that begin with BOS (``begin``), and in which EOS is trained (``end``).
     ``left_out`` documents have no answer.
     """
-
-    documents: int
-    tokens: int
-    longest: int
-    trained: float
-    longer: float
-    left_out: int
-    begin: float
-    end: float
-
-
-def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> Figures:
-    """Return the figures of ``tokens``, made by ``encoder``."""
     import numpy as np
 
     count, starts = len(tokens.ends), np.concatenate(([0], tokens.ends[:-1]))
@@ -379,16 +366,16 @@ def figures_of(tokens: Tokens, seq_len: int, encoder: Encoder) -> Figures:
     ends = tokens.tokens == (-1 if encoder.end is None else encoder.end)
     ends = np.flatnonzero(ends if tokens.mask is None else ends & (tokens.mask != 0))
     begins = tokens.tokens[starts[lengths > 0]] == (-1 if encoder.begin is None else encoder.begin)
-    return Figures(
-        documents=count,
-        tokens=len(tokens.tokens),
-        longest=int(lengths.max()),
-        trained=1.0 if tokens.mask is None else float(tokens.mask.mean()),
-        left_out=0 if tokens.mask is None else count - len(tokens.pieces(seq_len)[0]),
-        longer=float((lengths > seq_len + 1).mean()),
-        begin=float(begins.sum()) / count,
-        end=len(np.unique(np.searchsorted(tokens.ends, ends, "right"))) / count,
-    )
+    return {
+        "documents": count,
+        "tokens": len(tokens.tokens),
+        "longest": int(lengths.max()),
+        "trained": 1.0 if tokens.mask is None else float(tokens.mask.mean()),
+        "longer": float((lengths > seq_len + 1).mean()),
+        "left_out": 0 if tokens.mask is None else count - len(tokens.pieces(seq_len)[0]),
+        "begin": float(begins.sum()) / count,
+        "end": len(np.unique(np.searchsorted(tokens.ends, ends, "right"))) / count,
+    }
 
 
 def stored(folder: Path, name: str = "train") -> Tokens:

@@ -5,7 +5,6 @@ import contextlib
 import re
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -115,13 +114,13 @@ def data(options: argparse.Namespace) -> int:
         tokens.write(reader, Path(folder), progress=lambda line: print(f"primus: {line}", file=sys.stderr))
         written = tokens.stored(Path(folder))
         figures = tokens.figures_of(written, recipe.seq_len, reader.encoder)
-        count = min(_SAMPLES, figures.documents)
-        samples = [_sample(reader, written, number * figures.documents // count) for number in range(count)]
+        count = min(_SAMPLES, figures["documents"])
+        samples = [_sample(reader, written, number * figures["documents"] // count) for number in range(count)]
     document = {
         "corpus": corpus.name, "tokenizer": corpus.tokenizer, "seq_len": recipe.seq_len,
         "columns": reader.layout.columns, "unused_columns": reader.layout.unused, "split": reader.files.split,
         "files_not_read": reader.files.others, "bos": reader.encoder.begin, "eos": reader.encoder.end,
-        **asdict(figures),
+        **figures,
         "samples": [[{"text": text, "trained": trained} for text, trained in parts] for parts in samples],
     }  # fmt: skip
     screen = Screen.of()

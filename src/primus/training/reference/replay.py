@@ -4,7 +4,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ _MOST_THREADS = 4
 
 def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     """Compare every step of the run in ``output``, ``threads`` at the same time, for :mod:`primus.training.proof`."""
-    began = time.monotonic()
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
@@ -68,7 +66,6 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
         findings["problem"] = f"the run has a weight that the model has not: {error}"
     except FileNotFoundError as error:
         findings["problem"] = f"the run left no {Path(str(error.filename)).name}"
-    findings["seconds"] = round(time.monotonic() - began, 2)
     return findings
 
 

@@ -15,7 +15,7 @@ from primus.training.finetune.models import FineTuned, config_of
 from primus.training.flux.backend import FluxConfig
 from primus.training.flux.latents import Images, packed
 from primus.training.loop.config import LoopConfig
-from primus.training.loop.data import Documents, Mock, Stream
+from primus.training.loop.data import Documents, Mock
 from primus.training.loop.session import terms_of
 from primus.training.reference.data import samples as reference_samples
 from primus.training.tokens import Tokens, packs
@@ -23,7 +23,7 @@ from primus.training.tokens import Tokens, packs
 
 def check_a_pass_sees_every_sample_once() -> None:
     tokens = Tokens(tokens=np.arange(101, dtype=np.uint32), ends=np.asarray([101]))
-    data = Stream(tokens.tokens, seq_len=10, seed=3)
+    data = Documents(tokens, seq_len=10, seed=3)
     assert data.samples == tokens.samples(10, packing=False) == 10
     passes = [data.batch(turn * 10, 10) for turn in range(2)]
     for batch in passes:
@@ -32,7 +32,7 @@ def check_a_pass_sees_every_sample_once() -> None:
         assert torch.equal(batch["labels"], batch["input_ids"] + 1), "labels are not the next tokens"
         assert terms_of(batch) == 100
     assert not torch.equal(passes[0]["input_ids"], passes[1]["input_ids"]), "both passes have one order"
-    again = Stream(np.arange(101, dtype=np.uint32), seq_len=10, seed=3).batch(13, 1)
+    again = Documents(tokens, seq_len=10, seed=3).batch(13, 1)
     assert torch.equal(again["input_ids"], passes[1]["input_ids"][3:4]), "a sample depends on those before it"
 
 

@@ -27,34 +27,12 @@ def text(job: RankJob, *, packing: bool = False) -> Data:
     """Return the data that the job's assets name. With ``packing``, samples are whole documents."""
     if job.assets["corpus"] == MOCK:
         return Mock(job.training.seed, job.training.seq_len, job.model.vocab_size)
-    tokens = stored(job.output / "cache")
+    tokens, length = stored(job.output / "cache"), job.training.seq_len
     if tokens.mask is None and not packing:
-        return Stream(tokens.tokens, job.training.seq_len, job.training.seed)
-    return Documents(tokens, job.training.seq_len, job.training.seed, packing=packing)
-
-
-class _Tokens(Data):
-    def sample(self, number: int) -> Tensor:
-        """Return ``seq_len + 1`` tokens, int64."""
-        raise NotImplementedError
-
-    @override
-    def batch(self, first: int, count: int) -> Batch:
-        tokens = torch.stack([self.sample(number) for number in range(first, first + count)])
-        return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-
-
-class Stream(_Tokens):
-    """A stream of tokens, cut into consecutive samples."""
-
-    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
-        self.samples, self._seed, self._seq_len = (len(tokens) - 1) // seq_len, seed, seq_len
-        self._stream = tokens
-
-    @override
-    def sample(self, number: int) -> Tensor:
-        start = place_of(number, self.samples, self._seed) * self._seq_len
-        return torch.from_numpy(self._stream[start : start + self._seq_len + 1].astype(np.int64))
+        # One document, whose last sample is whole.
+        end = (len(tokens.tokens) - 1) // length * length + 1
+        tokens = Tokens(tokens=tokens.tokens[:end], ends=np.asarray([end]))
+    return Documents(tokens, length, job.training.seed, packing=packing)
 
 
 class Documents(Data):
@@ -93,7 +71,7 @@ class Documents(Data):
         return batch if self._packs is None else batch | {"positions": positions}
 
 
-class Mock(_Tokens):
+class Mock(Data):
     """Random walks on a ring of symbols with four step sizes: a Markov chain with an entropy of ln 4 per token."""
 
     def __init__(self, seed: int, seq_len: int, vocabulary: int) -> None:
@@ -102,7 +80,11 @@ class Mock(_Tokens):
         self._spread = vocabulary // self._symbols
 
     @override
-    def sample(self, number: int) -> Tensor:
+    def batch(self, first: int, count: int) -> Batch:
+        tokens = torch.stack([self._sample(number) for number in range(first, first + count)])
+        return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+    def _sample(self, number: int) -> Tensor:
         generator = generator_of(self._seed, number)
         steps = torch.tensor(_MOCK_STEPS)[torch.randint(4, (self._seq_len,), generator=generator)]
         start = torch.randint(self._symbols, (1,), generator=generator)

@@ -16,11 +16,11 @@ def documents_cut_after_96_tokens(module: Any) -> None:
 
 @silent("data", "finetune --mode=lora --precision=bf16", "primus.training.loop.data", "data")
 def last_sample_of_a_pass_left_out(module: Any) -> None:
-    def init(run: Any, self: Any, *args: Any) -> None:
-        run(self, *args)
+    def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        run(self, *args, **kwargs)
         self.samples -= 1
 
-    wrap(module.Stream, "__init__", init)
+    wrap(module.Documents, "__init__", init)
 
 
 @silent("data", "megatron", "primus.training.megatron.session", "data")
@@ -51,7 +51,7 @@ def labels_equal_inputs(module: Any) -> None:
         output = original(self, *args)
         return output | {"labels": output["input_ids"]}
 
-    wrap(module._Tokens, "batch", batch)
+    wrap(module.Documents, "batch", batch)
 
 
 @silent("loss", "megatron --recipe=mixtral-8x7b --precision=bf16", "megatron.core.transformer.moe.router", "constants")

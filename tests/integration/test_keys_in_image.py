@@ -22,7 +22,7 @@ WHERE = {
         ("megatron.core.transformer.transformer_config", "TransformerConfig", "model."),
         ("megatron.core.optimizer.optimizer_config", "OptimizerConfig", "optimizer."),
         ("megatron.core.distributed.distributed_data_parallel_config", "DistributedDataParallelConfig", "ddp."),
-        ("primus.training.megatron.render", "MegatronConfig", ""),
+        ("primus.training.megatron.model", "MegatronConfig", ""),
         ("primus.training.loop.config", "LoopConfig", "training."),
     ],
 }

@@ -19,7 +19,6 @@ from primus.recipes.architecture import Architecture, LatentAttention, MixtureOf
 from primus.training import gloo
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import cpu
-from primus.training.megatron.render import MegatronConfig
 from primus.training.reference.model import Model
 from primus.training.reference.names import BIAS, to_canonical
 
@@ -49,7 +48,7 @@ V3 = Architecture(
 
 def gap_of(sizes: Architecture) -> float:
     """The largest gap of any logit, relative to the largest logit."""
-    from primus.training.megatron.model import build
+    from primus.training.megatron.model import MegatronConfig, build
 
     config = {"model.moe_token_dispatcher_type": "alltoall", "model.moe_router_dtype": "fp32"}
     (part,) = build(sizes, LoopConfig(seq_len=LENGTH, dtype="float32"), config, MegatronConfig(), (), on_cpu=True)

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import distributed, parallel_state
@@ -19,15 +20,32 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from primus.recipes.architecture import Architecture
+from primus.recipes.architecture import Architecture, arguments
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.session import sum_gradients
 from primus.training.loop.weights import Files
-from primus.training.megatron import cpu, render, weights
-from primus.training.megatron.render import MegatronConfig
+from primus.training.megatron import cpu, weights
 from primus.training.reference.names import from_canonical
 from primus.turbo.primus_turbo import attention
-from primus.yamlfile import section
+from primus.yamlfile import read_values, section
+
+ARGUMENTS = Path(__file__).with_name("arguments.yaml")
+TABLES: Any = read_values(ARGUMENTS).data
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Settings that Megatron's own configuration classes do not have.
+
+    ``layers`` selects Transformer Engine's layers or Megatron's own ("local"); "auto" uses Transformer Engine's on
+    a GPU if it is installed. ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors
+    files with Hugging Face's names, or ``hf:OWNER/NAME``. ``torch_fsdp2`` shards weights, gradients and optimizer
+    states over the data-parallel ranks, instead of optimizer states alone.
+    """
+
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    weights: str = "random"
+    torch_fsdp2: bool = False
 
 
 class ShardedParallel(fsdp2.TorchFullyShardedDataParallel):  # type: ignore[misc,unused-ignore]
@@ -112,31 +130,56 @@ def layers_of(choices: MegatronConfig) -> str:
 def _configured(
     model: Architecture, training: LoopConfig, config: Mapping[str, Any], layers: str, *, on_cpu: bool
 ) -> TransformerConfig:
-    dtype = getattr(torch, training.dtype)
-    keys = section(config, "model")
-    arguments = {
-        **render.transformer(model, training),
+    dtype, keys, moe = getattr(torch, training.dtype), section(config, "model"), model.moe
+    values: dict[str, Any] = {
+        **arguments(model, ARGUMENTS, "transformer"),
+        **TABLES["fixed"],
+        "num_query_groups": model.kv_heads or model.heads,
+        "bf16": training.dtype == "bfloat16",
+        "deterministic_mode": training.deterministic,
         "activation_func": torch.nn.functional.silu,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
         "transformer_impl": layers,
         # The local grouped product needs another package, so each expert has its own product.
-        "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
+        "moe_grouped_gemm": layers == "transformer_engine" and bool(moe.experts),
         # Experts require it with tensor parallelism; without it, latent attention's norms count gradients twice.
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
-        **keys,
     }
-    if arguments.get("moe_aux_loss_coeff"):
+    if model.window:
+        # A window of n tokens consists of the token itself and the n − 1 before it.
+        values["window_size"] = (model.window - 1, 0)
+    if training.recompute == "full":
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if model.mla.kv_lora_rank:
+        # The norms are those of the two compressed vectors. The factor scales the softmax even without YaRN.
+        values |= {**arguments(model, ARGUMENTS, "latent"), "q_lora_rank": model.mla.q_lora_rank or None}
+        yarn = model.rope_scaling.kind == "yarn"
+        values |= arguments(model, ARGUMENTS, "yarn") if yarn else {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+        values["qk_layernorm"] = True
+    if moe.experts:
+        values |= {
+            **arguments(model, ARGUMENTS, "experts", *(["groups"] if moe.groups > 1 else [])),
+            "moe_layer_freq": [0] * moe.dense_layers + [1] * (model.layers - moe.dense_layers),
+            "moe_shared_expert_intermediate_size": moe.shared_experts * moe.ffn_size or None,
+            # A softmax over the chosen experts equals one over all experts that is normalized again.
+            "moe_router_pre_softmax": not moe.normalize_top_k,
+            "moe_router_topk_scaling_factor": moe.route_scale if moe.route_scale != 1.0 else None,
+            # DeepSeek-V3's balancing without a loss (arXiv:2408.15664) needs its sigmoid scores.
+            "moe_router_enable_expert_bias": moe.score == "sigmoid",
+        }
+    values |= keys
+    if values.get("moe_aux_loss_coeff"):
         # With a loss per token, Megatron 0.16.1 weights this loss by the tokens of the rank, not of the micro-batch. It
         # would be too small by the number of ranks that share a sequence and, if it is counted by sequences, by the
         # number of sequences.
-        arguments["moe_aux_loss_coeff"] *= arguments.get("tensor_model_parallel_size", 1)
-        if arguments.get("moe_router_load_balancing_type") == "seq_aux_loss":
-            arguments["moe_aux_loss_coeff"] *= training.micro_batch_size
-    if arguments.get("fp8") and layers != "transformer_engine":
+        values["moe_aux_loss_coeff"] *= values.get("tensor_model_parallel_size", 1)
+        if values.get("moe_router_load_balancing_type") == "seq_aux_loss":
+            values["moe_aux_loss_coeff"] *= training.micro_batch_size
+    if values.get("fp8") and layers != "transformer_engine":
         raise SystemExit("megatron: FP8 needs Transformer Engine, which is not installed here")
-    return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**arguments)
+    return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**values)
 
 
 def build(
@@ -153,7 +196,8 @@ def build(
     transformer = _configured(model, training, config, layers, on_cpu=on_cpu)
     methods = weights.defer(transformer)
     look_up = partial(from_canonical, "megatron", model, look_up=Files(source).whole) if source else None
-    ddp = distributed.DistributedDataParallelConfig(**render.ddp(config))
+    usual = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": not choices.torch_fsdp2}
+    ddp = distributed.DistributedDataParallelConfig(**usual | section(config, "ddp"))
     virtual = transformer.virtual_pipeline_model_parallel_size
     # If the job leaves the attention to ``auto``, Transformer Engine's variables select it. Megatron's ``auto`` asserts
     # that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
@@ -166,7 +210,10 @@ def build(
             transformer_layer_spec=_spec(transformer, layers, turbo, **place),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-            **render.gpt(model, training.seq_len),
+            max_sequence_length=training.seq_len,
+            position_embedding_type="rope",
+            rope_scaling=model.rope_scaling.kind == "llama3",
+            **arguments(model, ARGUMENTS, "gpt"),
             **place,
         )
         if not on_cpu:

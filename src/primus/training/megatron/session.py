@@ -14,12 +14,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
+from primus.recipes.architecture import arguments
 from primus.training.finetune.backend import source_of
 from primus.training.loop.config import RankJob
 from primus.training.loop.session import Batch
-from primus.training.megatron import cpu, render, weights
-from primus.training.megatron.model import build, layers_of
-from primus.training.megatron.render import MegatronConfig
+from primus.training.megatron import cpu, weights
+from primus.training.megatron.model import ARGUMENTS, TABLES, MegatronConfig, build, layers_of
 from primus.training.witness import Taken
 from primus.yamlfile import section
 
@@ -29,7 +29,7 @@ class MegatronSession:
 
     def __init__(self, job: RankJob, device: torch.device) -> None:
         config, choices, on_cpu = job.config, job.section(MegatronConfig), device.type == "cpu"
-        degrees = {k: value for k, value in section(config, "model").items() if k in render.TABLES["degrees"]}
+        degrees = {k: value for k, value in section(config, "model").items() if k in TABLES["degrees"]}
         parallel_state.initialize_model_parallel(**degrees, create_gloo_process_groups=False)
         if on_cpu:
             cpu.apply_after_import()
@@ -48,7 +48,10 @@ class MegatronSession:
         self._ddp = self.model_parts[0].ddp_config
         settings = OptimizerConfig(
             **{
-                **render.optimizer(job.training, self._ddp.use_distributed_optimizer),
+                **arguments(job.training, ARGUMENTS, "optimizer"),
+                "optimizer": "adam",
+                "bf16": job.training.dtype == "bfloat16",
+                "use_distributed_optimizer": self._ddp.use_distributed_optimizer,
                 "params_dtype": getattr(torch, job.training.dtype),
                 "overlap_param_gather": self._ddp.overlap_param_gather,
                 **section(config, "optimizer"),

@@ -14,9 +14,14 @@ def router_not_trained(module: Any) -> None:
     wrap(module.TokenChoiceTopKRouter, "forward", forward)
 
 
-@silent("model", "megatron --recipe=deepseek-v3", "primus.training.megatron.render", "update")
+@silent("model", "megatron --recipe=deepseek-v3", "primus.training.megatron.model", "update")
 def router_bias_still(module: Any) -> None:
-    wrap(module, "transformer", lambda make, *args: make(*args) | {"moe_router_bias_update_rate": 0.0})
+    def configured(make: Any, *args: Any, **kwargs: Any) -> Any:
+        config = make(*args, **kwargs)
+        config.moe_router_bias_update_rate = 0.0
+        return config
+
+    wrap(module, "_configured", configured)
 
 
 @silent(

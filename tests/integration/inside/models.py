@@ -24,7 +24,7 @@ from primus.recipes.architecture import (
 from primus.recipes.family import described, families_of, family
 from primus.training.finetune import models
 from primus.training.finetune.backend import LoraConfig
-from primus.training.flux.entry import draw, flow_matching, transformer
+from primus.training.flux.entry import flow_matching, transformer
 from primus.training.fsdp.llama import Llama
 from primus.training.loop import weights
 from primus.training.reference.names import to_canonical
@@ -181,7 +181,7 @@ def _small_flux() -> nn.Module:
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(float("nan"))
-    draw(model, 1)
+    weights.draw_all(model, 1, zero=("proj_out.weight", "proj_out.bias"))
     return model
 
 

@@ -61,7 +61,11 @@ def _save(model: models.FineTuned, job: RankJob, source: Path | None) -> None:
         # With mock data, the tokenizer of the initial weights.
         tokenizer = source if name == MOCK else tokenizer_folder(name)
         if merged:
-            model = models.merged(job.model, config, source, state)
+            causal = models.causal_model(job.model, config.attention, source)
+            model = models.FineTuned(models.adapted(causal, config.lora), config.loss_chunk)
+            model.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
+            model.model = model.model.merge_and_unload()
+            model.causal.tie_weights()
             state = model.state_dict()
         if job.mode == "lora" and not merged and source is not None:
             # PEFT loads the base model from here. A folder of the hub's cache exists on this machine only.

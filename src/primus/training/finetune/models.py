@@ -32,7 +32,7 @@ from primus.training.tokens import Encoder
 from primus.yamlfile import read_values
 
 if TYPE_CHECKING:
-    from primus.training.finetune.backend import FinetuneConfig, LoraConfig
+    from primus.training.finetune.backend import LoraConfig
 
 # The output layer and the embedding.
 OUTER = ("lm_head.weight", "model.embed_tokens.weight")
@@ -142,17 +142,6 @@ def adapted(model: Any, lora: LoraConfig) -> Any:
             return get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise SystemExit(f"lora.targets: {error}; there are {sorted(names)}") from error
-
-
-def merged(
-    model: Architecture, config: FinetuneConfig, source: Path | None, state: Mapping[str, torch.Tensor]
-) -> FineTuned:
-    """Return the whole model of a run with adapters, whose ``state`` is gathered, with the adapters in its weights."""
-    whole = FineTuned(adapted(causal_model(model, config.attention, source), config.lora), config.loss_chunk)
-    whole.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
-    whole.model = whole.model.merge_and_unload()
-    whole.causal.tie_weights()
-    return whole
 
 
 class FineTuned(LanguageModel):

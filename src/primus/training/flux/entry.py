@@ -32,7 +32,8 @@ def main(job: RankJob, device: torch.device) -> None:
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     shard(model, blocks, job, device, wide=lambda name: "transformer_blocks" not in name or "norm" in name)
     if config.weights == "random":
-        draw(model, job.training.seed)
+        # The prediction starts at 0, as is usual for diffusion transformers.
+        weights.draw_all(model, job.training.seed, zero=("proj_out.weight", "proj_out.bias"))
     else:
         files = weights.Files(Path(config.weights))
         for name, parameter in model.named_parameters():
@@ -81,16 +82,6 @@ def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | N
         return_dict=False,
     )[0]
     return (velocity.float() - (noise - clean)).square().mean((1, 2)).sum()
-
-
-def draw(model: nn.Module, seed: int) -> None:
-    """Set every weight from the seed."""
-    for name, parameter in model.named_parameters():
-        if name.startswith("proj_out."):
-            # The prediction starts at 0, as is usual for diffusion transformers.
-            weights.fill(parameter, weights.constant(parameter, 0.0))
-        else:
-            weights.draw_one(name, parameter, seed)
 
 
 if __name__ == "__main__":

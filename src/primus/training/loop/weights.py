@@ -51,10 +51,13 @@ def fill(parameter: Tensor, rows: Rows) -> None:
         local.copy_(rows(first, first + count)[(..., *columns)])
 
 
-def draw_all(model: nn.Module, seed: int, outer: tuple[str, ...] = ()) -> None:
-    """Initialize every weight of a sharded model randomly; see :func:`draw_one`."""
+def draw_all(model: nn.Module, seed: int, outer: tuple[str, ...] = (), zero: tuple[str, ...] = ()) -> None:
+    """Initialize every weight of a sharded model: those of ``zero`` with 0, the others as :func:`draw_one` does."""
     for name, parameter in model.named_parameters():
-        draw_one(name, parameter, seed, outer=name in outer)
+        if name in zero:
+            fill(parameter, constant(parameter, 0.0))
+        else:
+            draw_one(name, parameter, seed, outer=name in outer)
 
 
 def draw_one(name: str, parameter: Tensor, seed: int, *, outer: bool = False, norm: float = 1.0) -> None:

@@ -63,19 +63,19 @@ def verdicts(passed: bool) -> tuple[Verdict, ...]:
     )
 
 
-def series_of(speed: float, images: str = "") -> logs.Series:
-    line = "step: {}  loss: {}  grad_norm: 1.0  memory: 47.5GiB(34%)  tps: {}  tflops: 500  mfu: N/A" + images
+def series_of(speed: float) -> logs.Series:
+    line = "step: {}  loss: {}  grad_norm: 1.0  memory: 47.5GiB(34%)  tps: {}  tflops: 500  mfu: N/A"
     return logs.read_steps("\n".join(line.format(n, 20 - n, round(speed)) for n in range(1, 16)))
 
 
 def finished_run(
-    output: Path, *, recipe: str = "llama3.1-8b", choices: Choices = H200, speed: float = 9000.0, images: str = "",
+    output: Path, *, recipe: str = "llama3.1-8b", choices: Choices = H200, speed: float = 9000.0,
     passed: bool = True, facts: dict[str, Any] = FACTS,
 ) -> Path:  # fmt: skip
     """The folder ``output`` as `primus train` leaves it, made by the functions that make it there."""
     job = Job(name=output.name, recipe=resolve(recipe, (), choices), output=output)
     output.mkdir(parents=True)
-    series = series_of(speed, images)
+    series = series_of(speed)
     summary = metrics.summarize(series, job.recipe, facts)
     result = {
         "exit_code": 0, "seconds": 61.5, "argv": [], "passed": passed,

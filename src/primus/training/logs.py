@@ -18,7 +18,6 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STEP = re.compile(
     r"(?<!validate )step:\s*(\d+)\s+loss:\s*(\S+)\s+grad_norm:\s*(\S+)\s+"
     r"memory:\s*(-?[\d.]+)\s*GiB\((-?[\d.]+)%\)\s+tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+|N/A)\s+mfu:\s*([\d.]+%|N/A)"
-    r"(?:\s+images/s:\s*([\d.]+))?"
 )
 
 
@@ -34,7 +33,6 @@ class Step:
     grad_norm: float
     tokens_per_second: float
     memory_gib: float
-    images_per_second: float | None = None
     joules: float | None = None
     eval_loss: float | None = None
 
@@ -68,7 +66,6 @@ def step_in(line: str) -> Step | None:
         grad_norm=_number(match[3]),
         memory_gib=max(0.0, float(match[4])),
         tokens_per_second=float(match[6].replace(",", "")),
-        images_per_second=float(match[9]) if match[9] else None,
     )
 
 
@@ -100,7 +97,6 @@ def read_steps(text: str) -> Series:
             earlier,
             tokens_per_second=min(earlier.tokens_per_second, step.tokens_per_second),
             memory_gib=max(earlier.memory_gib, step.memory_gib),
-            images_per_second=min(filter(None, (earlier.images_per_second, step.images_per_second)), default=None),
         )
     return Series(steps=tuple(merged[number] for number in sorted(merged)), problems=tuple(problems))
 

@@ -63,8 +63,9 @@ def of_run(recipe: Recipe, facts: Mapping[str, Any]) -> Flops | None:
     return of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained)
 
 
-def _rate(recipe: Recipe, step: Step) -> float | None:
-    return step.images_per_second if recipe.architecture.of_images else step.tokens_per_second
+def _rate(recipe: Recipe, step: Step) -> float:
+    """Return the tokens per second, or images."""
+    return step.tokens_per_second / (recipe.seq_len if recipe.architecture.of_images else 1)
 
 
 def _tflops(flops: Flops | None, rate: float | None) -> Flops | None:
@@ -128,9 +129,11 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
     """Return the fields of each :class:`Step`, and its TFLOP/s in both conventions, for JSON."""
     lines, flops = [], of_run(recipe, facts)
     for step in series.steps:
-        tflops = _tflops(flops, _rate(recipe, step))
+        rate = _rate(recipe, step)
+        tflops = _tflops(flops, rate)
         rates = asdict(tflops) if tflops else {"causal": None, "non_causal": None}
-        line = asdict(step) | {f"tflops_{convention}": rate for convention, rate in rates.items()}
+        line = asdict(step) | {f"tflops_{convention}": value for convention, value in rates.items()}
+        line["images_per_second"] = rate if recipe.architecture.of_images else None
         lines.append({key: plain(value) for key, value in line.items()})
     return lines
 
@@ -141,10 +144,9 @@ def summarize(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> Summa
     steps = series.steps
     measured = steps[warmup_steps:] or steps[-1:]
     tokens = [step.tokens_per_second for step in measured]
-    images = [step.images_per_second for step in measured if step.images_per_second is not None]
     joules = [step.joules for step in measured if step.joules is not None]
-    rates = [rate for step in measured if (rate := _rate(recipe, step)) is not None]
-    tflops = _tflops(of_run(recipe, facts), statistics.median(rates) if rates else None)
+    rate = statistics.median(_rate(recipe, step) for step in measured) if measured else None
+    tflops = _tflops(of_run(recipe, facts), rate)
     losses = [(loss, step.step) for step in steps if (loss := plain(step.eval_loss)) is not None]
     least, best = min(losses, default=(None, None))
     utilization, why = None, None
@@ -160,7 +162,7 @@ def summarize(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> Summa
         memory_gib=max((step.memory_gib for step in steps), default=None),
         warmup_steps=warmup_steps,
         steps=len(steps),
-        images_per_second=statistics.median(images) if images else None,
+        images_per_second=rate if recipe.architecture.of_images else None,
         tflops_causal=tflops.causal if tflops else None,
         tflops_non_causal=tflops.non_causal if tflops else None,
         mfu=utilization,

@@ -22,12 +22,12 @@ def llama(warmup: int = 0, precision: str = "bf16", **choices: Any) -> Recipe:
     return resolve("llama3.1-8b", words, Choices(gpu="h200", precision=precision, **choices))
 
 
-def series(*speeds: float, images: float | None = None) -> Series:
+def series(*speeds: float) -> Series:
     return Series(
         steps=tuple(
             Step(
                 step=number, loss=7.0 - number, grad_norm=1.0, tokens_per_second=speed, memory_gib=40.0 + number,
-                images_per_second=images, joules=100.0 * number,
+                joules=100.0 * number,
             )
             for number, speed in enumerate(speeds, 1)
         )
@@ -68,10 +68,8 @@ def test_no_mfu_is_a_sentence_and_no_number(change: dict[str, Any], precision: s
 def test_a_model_of_images_counts_images() -> None:
     flux = resolve("flux.1-dev", ["validation.warmup_steps=1"], Choices(gpu="h200"))
     per_image = of_recipe_unit(flux.architecture, flux.seq_len).causal
-    summary = metrics.summarize(series(9000.0, 9000.0, images=3.0), flux, FACTS)
+    summary = metrics.summarize(series(9000.0, 3.0 * flux.seq_len), flux, FACTS)
     assert (summary.images_per_second, summary.tflops_causal) == (3.0, pytest.approx(3 * per_image / 1e12))
-    # The log lost its images: tokens are not taken for them.
-    assert metrics.summarize(series(9000.0), flux, FACTS).tflops_causal is None
 
 
 def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:

@@ -225,19 +225,6 @@ def test_reported_figures_are_those_of_the_recipe(
     assert verdict.reason.startswith(told)
 
 
-@pytest.mark.parametrize(
-    ("images", "rate", "passed"),
-    # The last three as the log rounds them: 24 tokens are an image.
-    [(50.0, 1200, True), (100.0, 1200, False), (1.397, 34, True), (0.8, 19, True), (0.4, 19, False)],
-)
-def test_images_per_second_are_tokens_per_second(images: float, rate: float, passed: bool) -> None:
-    recipe = resolve("flux.1-dev", (), Choices(gpu="cpu", proxy=True))
-    assert recipe.seq_len == 24
-    steps = tuple(replace(step, images_per_second=images, tokens_per_second=rate) for step in series().steps)
-    verdict = proof.figures(FIGURES | {"flops_per_unit": FLOPS}, evidence(SEEN), Series(steps=steps), recipe, None)
-    assert verdict.passed is passed
-
-
 def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
     piped = resolve("llama3.1-8b", ["pp=2"], Choices(gpu="cpu", proxy=True))
     assert proof.unjudged(piped) == "the run has pipeline stages"

@@ -123,9 +123,8 @@ class Report:
     def __init__(self, job: RankJob, device: torch.device, adapters: int | None = None) -> None:
         self._device = device
         # Tensor-parallel ranks share samples. Dividing by all ranks gives a figure per rank for any layout.
-        samples = job.global_batch / job.world_size
-        self._tokens = samples * job.training.seq_len
-        self._images = samples if job.model.of_images else 0.0
+        self._tokens = job.global_batch * job.training.seq_len / job.world_size
+        self._image = job.training.seq_len if job.model.of_images else 0
         self._exact = job.output / "exact.jsonl"
         self._trackers = [] if dist.get_rank() else [*_trackers(job)]
         self.start()
@@ -143,18 +142,16 @@ class Report:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         memory, share = peak_memory(self._device)
-        speed, units = self._tokens / seconds, (self._images or self._tokens) / seconds
+        speed = self._tokens / seconds
+        units = speed / (self._image or 1)
         # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
         rates = {key: each * units / 1e12 for key, each in asdict(self.per_unit).items()} if self.per_unit else {}
         flops = f"{rates['non_causal']:,.2f}" if rates else "N/A"
-        line = (
-            f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: {memory:5.2f}GiB({share:.2f}%)  "
-            f"tps: {round(speed):,}  tflops: {flops}  mfu: N/A"
-        )
-        if self._images:
-            line += f"  images/s: {units:.3f}"
         # A single write, because several ranks write to the same pipe.
-        print(f"{line}\n", end="", flush=True)
+        print(
+            f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: {memory:5.2f}GiB({share:.2f}%)  "
+            f"tps: {round(speed):,}  tflops: {flops}  mfu: N/A\n", end="", flush=True,
+        )  # fmt: skip
         if dist.get_rank():
             return
         with self._exact.open("a", encoding="utf-8") as file:
@@ -163,7 +160,7 @@ class Report:
             "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory,
             **{f"tflops_{convention}": rate for convention, rate in rates.items()},
         }  # fmt: skip
-        self.track(figures | ({"images_per_second": units} if self._images else {}), step)
+        self.track(figures | ({"images_per_second": units} if self._image else {}), step)
 
     def track(self, figures: Mapping[str, float], step: int) -> None:
         """Record figures after ``step`` with the trackers."""

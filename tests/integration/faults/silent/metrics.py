@@ -151,12 +151,3 @@ def loss_of_the_first_micro_batch_reported(module: Any) -> None:
         return first
 
     wrap(module, "get_forward_backward_func", schedule)
-
-
-@silent("clock", "flux", "primus.training.loop.train", "clock", "reported figures")
-def images_alone_counted_twice(module: Any) -> None:
-    def init(run: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        run(self, *args, **kwargs)
-        self._images *= 2
-
-    wrap(module.Report, "__init__", init)

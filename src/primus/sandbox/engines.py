@@ -334,18 +334,8 @@ def _mounted(
     remove = shlex.join([*_podman(folder), "rm", "--force", "--ignore", "--time=0", name])
     unmount = shlex.join([*_inside(folder), "sh", "-c", _DATA["unmount"], "sh", f"containers/{name}"])
     # It ends with this process, so that it cannot mount after the removal.
-    argv = [
-        "setpriv",
-        "--pdeathsig=KILL",
-        *_inside(folder),
-        "sh",
-        "-c",
-        _DATA["mount"],
-        "sh",
-        place,
-        *words,
-        f"{place}/root",
-    ]
+    mount = ["sh", "-c", _DATA["mount"], "sh", place, *words, f"{place}/root"]
+    argv = ["setpriv", "--pdeathsig=KILL", *_inside(folder), *mount]
     with finally_run(["sh", "-c", f"{remove}; {unmount}"], env):
         yield _captured(argv, env)
 

@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Literal
 
 import zstandard
@@ -88,18 +89,15 @@ class _Planner:
         content = Input(name="content", value=key_of(entries))
         return Action(name=name, kind="files", inputs=(self.tool, content), spec={"inline": entries})
 
+    def script(self, name: str, path: Path) -> Input:
+        return Input(name=name, value="sha256:" + self.stats.sha256(str(path)))
+
     def root_called(self, root: str) -> tuple[Action, ...]:
         """Return the layers of the base, or of the ``root`` of a build, which is the base with more packages."""
         where = self.resolved.base_place(self.base_name)
-        layers = tuple(
-            Action(
-                name=f"base {layer.name}",
-                kind="image",
-                inputs=(Input(name=layer.name, value=f"sha256:{layer.sha256}", where=where),),
-                files=(layer,),
-            )
-            for layer in (self.locked("layer", root) if self.base.image else ())
-        )
+        files = self.locked("layer", root) if self.base.image else ()
+        digests = [(file, Input(name=file.name, value=f"sha256:{file.sha256}", where=where)) for file in files]
+        layers = tuple(Action(name=f"base {f.name}", kind="image", inputs=(i,), files=(f,)) for f, i in digests)
         if layers and not self.base.packages and root == self.base_name:
             return layers
         return (*layers, self.packages(root, where))
@@ -116,13 +114,8 @@ class _Planner:
     def debs(
         self, name: str, debs: tuple[LockedFile, ...], where: str, inputs: Sequence[Input] = (), **spec: object
     ) -> Action:
-        return Action(
-            name=name,
-            kind="debs",
-            inputs=(self.tool, *inputs, *_locked(debs, where)),
-            spec={"suite": self.base.suite, "trim": list(chain(*skeleton.TRIM.values())), **spec},
-            files=debs,
-        )
+        spec = {"suite": self.base.suite, "trim": list(chain(*skeleton.TRIM.values())), **spec}
+        return Action(name=name, kind="debs", inputs=(self.tool, *inputs, *_locked(debs, where)), spec=spec, files=debs)
 
     def locked(self, kind: Literal["layer", "deb"], root: str) -> tuple[LockedFile, ...]:
         files = self.lock.of(kind, root)
@@ -151,24 +144,14 @@ class _Planner:
     def kernels(self) -> Action:
         resolved = self.resolved
         if resolved.arch is None:
-            raise InputError(
-                f"base {self.base_name} has separate kernel files per GPU, but {resolved.name} has no GPU",
-                where=resolved.place(),
-                hint="set `gpu`",
-            )
+            sentence = f"base {self.base_name} has separate kernel files per GPU, but {resolved.name} has no GPU"
+            raise InputError(sentence, where=resolved.place(), hint="set `gpu`")
         debs = tuple(file for file in self.lock.of("deb", self.base_name) if file.name in self.base.kernels)
         rewriter = f"fat binary {FORMAT}, zstandard {zstandard.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
-        return Action(
-            name=f"kernels {resolved.arch}",
-            kind="kernels",
-            inputs=(
-                self.tool,
-                Input(name="fat binaries", value=rewriter),
-                *_locked(debs, resolved.base_place(self.base_name)),
-            ),
-            spec={"arch": resolved.arch, "kernels": _patterns(self.base)},
-            files=debs,
-        )
+        locked = _locked(debs, resolved.base_place(self.base_name))
+        inputs = (self.tool, Input(name="fat binaries", value=rewriter), *locked)
+        spec = {"arch": resolved.arch, "kernels": _patterns(self.base)}
+        return Action(name=f"kernels {resolved.arch}", kind="kernels", inputs=inputs, spec=spec, files=debs)
 
     def components(self) -> list[Action]:
         resolved, pins = self.resolved, self.resolved.pins
@@ -217,11 +200,8 @@ class _Planner:
         followed = {str(pin.path): root} | {f"{pin.path}/{name}": (root / name).parent for name in pin.include}
         for name, path in followed.items():
             if not path.resolve().is_relative_to(project.resolve()):
-                raise InputError(
-                    f"{component}: {name} is outside of this repository",
-                    where=where,
-                    hint="copy it into the repository",
-                )
+                sentence = f"{component}: {name} is outside of this repository"
+                raise InputError(sentence, where=where, hint="copy it into the repository")
         tree, to = tuple(self.stats.tree(root, pin.include)), pin.to or "/"
         if "{site}" in to and not self.base_name:
             sentence = f"{component} is installed with the Python packages, but its target has no base"
@@ -232,18 +212,10 @@ class _Planner:
             extra = dict(skeleton.own_command(to))
         # Names of inputs must differ, or the key would lack one of them.
         name = f"./{pin.path}" if pin.path in ("assembler", "to") else pin.path or ""
-        return Action(
-            name=component,
-            kind="files",
-            inputs=(
-                self.tool,
-                Input(name=name, value=f"tree:{key_of(tree)}", where=where),
-                Input(name="to", value="/" + to, where=where),
-            ),
-            spec={"to": to, "inline": extra},
-            root=str(root),
-            tree=tree,
-        )
+        place = Input(name="to", value="/" + to, where=where)
+        inputs = (self.tool, Input(name=name, value=f"tree:{key_of(tree)}", where=where), place)
+        spec = {"to": to, "inline": extra}
+        return Action(name=component, kind="files", inputs=inputs, spec=spec, root=str(root), tree=tree)
 
     def wheels(
         self,
@@ -256,25 +228,12 @@ class _Planner:
     ) -> Action:
         # The image's own interpreter compiles the bytecode, so its packages, not the whole base, are an input.
         python = [i for action in self.root for i in action.inputs if "python3" in i.name]
-        return Action(
-            name=name,
-            kind="wheels",
-            inputs=(
-                self.tool,
-                *_locked(files, where),
-                *python,
-                Input(name="bytecode", value="sha256:" + self.stats.sha256(str(skeleton.BYTECODE))),
-            ),
-            spec={
-                "prefix": self.prefix.root,
-                "python": self.prefix.python,
-                "built": built.key if built else None,
-                **({"without": list(without)} if without else {}),
-            },
-            needs=(built,) if built else (),
-            files=files,
-            tools=self.root,
-        )
+        inputs = (self.tool, *_locked(files, where), *python, self.script("bytecode", skeleton.BYTECODE))
+        spec: dict[str, object] = {"prefix": self.prefix.root, "python": self.prefix.python}
+        spec["built"] = built.key if built else None
+        spec |= {"without": list(without)} if without else {}
+        needs = (built,) if built else ()
+        return Action(name=name, kind="wheels", inputs=inputs, spec=spec, needs=needs, files=files, tools=self.root)
 
     def build(self, pin: Pin, where: str, components: Mapping[str, Action]) -> Action:
         resolved, package, build = self.resolved, normalised(pin.source or ""), pin.build or Build()
@@ -299,12 +258,9 @@ class _Planner:
             name=f"build {package}",
             kind="build",
             inputs=(
-                Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),
-                Input(name="sorted folders", value="sha256:" + self.stats.sha256(str(skeleton.ORDER))),
-                *(
-                    Input(name=f"{file.kind} {file.name}", value=f"{file.version} sha256:{file.sha256}", where=where)
-                    for file in packages
-                ),
+                *_locked([source], where),
+                self.script("sorted folders", skeleton.ORDER),
+                *_locked(packages, where, "{0.kind} {0.name}"),
                 *(Input(name=f"environment {k}", value=v, where=where) for k, v in variables.items()),
             ),
             spec={
@@ -335,8 +291,8 @@ def _facts(resolved: ResolvedTarget) -> dict[str, object]:
     }
 
 
-def _locked(files: Iterable[LockedFile], where: str) -> Iterator[Input]:
-    return (Input(name=file.name, value=f"{file.version} sha256:{file.sha256}", where=where) for file in files)
+def _locked(files: Iterable[LockedFile], where: str, name: str = "{0.name}") -> Iterator[Input]:
+    return (Input(name=name.format(f), value=f"{f.version} sha256:{f.sha256}", where=where) for f in files)
 
 
 def _patterns(base: Base) -> dict[str, list[str]]:

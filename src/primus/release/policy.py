@@ -84,11 +84,9 @@ def evidence_in(documents: Sequence[Document]) -> Evidence:
         raise CheckFailed("the image has no provenance or no findings of gates, so nothing is known of it")
     definition = provenances[-1]["predicate"]["buildDefinition"]
     source = definition["resolvedDependencies"][:1]
+    parameters = definition["externalParameters"]
     return Evidence(
-        **{
-            name: definition["externalParameters"][name]
-            for name in ("target", "preview", "gpu", "recipes", "components")
-        },
+        **{name: parameters[name] for name in ("target", "preview", "gpu", "recipes", "components")},
         failed_gates=[gate["gate"] for gate in outcomes[-1]["gates"] if not gate["passed"]],
         records=of(VALIDATION),
         commit=source[0]["digest"].get("gitCommit") if source else None,

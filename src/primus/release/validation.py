@@ -331,12 +331,8 @@ def _passed_before(
         return None
     judged = {name: passed for name, passed in verdicts.items() if name.startswith(_GATE)}
     trained = all(passed for name, passed in verdicts.items() if name not in judged)
-    same = record.get("wrap", "") == shlex.join(jobs[0].wrap) and state == (
-        image["content"],
-        recipe.digest,
-        suite.digest(recipe, jobs),
-        gpu,
-    )
+    now = (image["content"], recipe.digest, suite.digest(recipe, jobs), gpu)
+    same = record.get("wrap", "") == shlex.join(jobs[0].wrap) and state == now
     same_gates = judged == {f"{_GATE}{report.gate}": report.passed for report in gates.reports}
     return record if same and same_gates and trained and verdicts else None
 

@@ -69,11 +69,10 @@ class RootFs:
     @cached_property
     def layers(self) -> tuple[LayerRef, ...]:
         """The layers, bottom first."""
+        rows = zip(json.loads(self.manifest)["layers"], self.config["rootfs"]["diff_ids"], strict=True)
         return tuple(
             LayerRef(digest=entry["digest"], diff_id=diff_id, size=entry["size"], media_type=entry["mediaType"])
-            for entry, diff_id in zip(
-                json.loads(self.manifest)["layers"], self.config["rootfs"]["diff_ids"], strict=True
-            )
+            for entry, diff_id in rows
         )
 
 

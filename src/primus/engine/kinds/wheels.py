@@ -97,13 +97,11 @@ def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
     """Run the build script without network on a read-only source. The script must write one wheel to /out."""
     (source,) = action.files
     inside, out = f"/in/{source.file}", scratch / "out"
+    order = own_code(action, "sorted folders", ORDER, scratch)
     shop.run_isolated(
         action,
         ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside, str(action.spec["python"])],
-        inputs={
-            inside: shop.file(source),
-            "/in/order/sitecustomize.py": own_code(action, "sorted folders", ORDER, scratch),
-        },
+        inputs={inside: shop.file(source), "/in/order/sitecustomize.py": order},
         outputs=out,
         env={**_environment(), **cast("Mapping[str, str]", action.spec["environment"])},
         what=action.name,

@@ -20,15 +20,8 @@ def judge(examined: Examined) -> GateReport:
     request, base = resolved.request, resolved.choice.base
     python = request.bases[base].python if base is not None and base in request.bases else request.python
     wheels = [(layer, item) for layer, facts in examined.facts.items() for item in facts.stated if item.kind == "wheel"]
-    return unmet(
-        wheels,
-        others={
-            normalised(f.name.removeprefix("python3-")): upstream(f.version)
-            for f in resolved.debs
-            if f.name.startswith("python3-")
-        },
-        python=python,
-    )
+    debs = ((f.name.removeprefix("python3-"), f.version) for f in resolved.debs if f.name.startswith("python3-"))
+    return unmet(wheels, others={normalised(name): upstream(version) for name, version in debs}, python=python)
 
 
 def unmet(wheels: Iterable[tuple[str, Stated]], *, others: Mapping[str, str], python: str) -> GateReport:

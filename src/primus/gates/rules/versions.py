@@ -27,11 +27,9 @@ def judge(examined: Examined) -> GateReport:
     wheels = {f.name: f.version for f in lock.python_packages} if lock else {}
     if "primus" in resolved.pins:
         wheels["primus-images"] = __version__
+    items = ((layer, facts.stated) for layer, facts in examined.facts.items())
     return versions_inside(
-        [
-            (layer, [item for item in facts.stated if layer not in imported or item.kind != "deb"])
-            for layer, facts in examined.facts.items()
-        ],
+        [(layer, [i for i in stated if layer not in imported or i.kind != "deb"]) for layer, stated in items],
         wheels=wheels,
         debs={f.name: f.version for f in resolved.debs},
         components=_own_versions(resolved),

@@ -93,3 +93,12 @@ def test_a_component_called_like_a_layer_of_the_engine_is_refused(kit: Kit, name
     with pytest.raises(InputError, match=f"no component can be called '{name}'") as caught:
         plan_over(kit.root, "demo", _lock(kit, _file("python3.11-minimal", "small")))
     assert caught.value.where == "versions.yaml:13:9"
+
+
+def test_the_image_has_the_data_of_the_single_modules_in_it() -> None:
+    root = Path(__file__).parents[3]
+    (pin,) = Project(root).versions.components["primus"].pins
+    modules = ((root / "src/primus" / name).read_text() for name in pin.include if re.fullmatch(r"\w+\.py", name))
+    names = {name for text in modules for name in re.findall(r'with_name\("(.+?)"', text)}
+    # The descriptions of fields are beside the modules of their classes.
+    assert names - {"fields.yaml"} <= {*pin.include}

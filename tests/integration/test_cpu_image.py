@@ -89,9 +89,10 @@ def test_any_user_can_train_and_write(cpu_image: Kit) -> None:
 
 
 def test_banner_greets_a_shell_and_stays_out_of_a_commands_way(cpu_image: Kit) -> None:
-    shell = cpu_image.primus("run", "cpu", stdin="echo from the shell")
+    login = "bash -lc 'complete -p primus && ps --version >&2 && less --version >&2'"
+    shell = cpu_image.primus("run", "cpu", stdin=f"{login}; echo from the shell")
     assert shell.code == 0
-    assert shell.out == "from the shell\n"
+    assert shell.out == "complete -F _primus_first_tab primus\nfrom the shell\n"
     for words in ("v26.11", cpu_image.locked("cpu", "torch"), "primus train llama3-proxy", "GPU"):
         assert words in shell.err
     command = cpu_image.primus("run", "cpu", "--", "sh", "-c", "echo from the command; exit 7")
@@ -106,11 +107,9 @@ def test_outside_code_does_not_ship(cpu_image: Kit) -> None:
 
 
 def test_nothing_of_the_machine_is_left(cpu_image: Kit) -> None:
-    for path in ("/etc/machine-id", "/var/log", "/etc/apt/sources.list", "/var/lib/apt/lists", "/etc/resolv.conf.host"):
-        shown = inside(cpu_image, "sh", "-c", f"find {path} -type f -size +0 2>/dev/null | head -3")
-        assert shown.strip() == "", f"{path} holds {shown}"
-    aged = inside(cpu_image, "find", "/usr", "/opt", "/var", "-newermt", "1980-01-02", "-not", "-type", "d")
-    assert aged.strip() == ""
+    places = "/etc/machine-id /var/log /etc/apt/sources.list /var/lib/apt/lists /etc/resolv.conf.host"
+    aged = "find /usr /opt /var -newermt 1980-01-02 -not -type d"
+    assert inside(cpu_image, "sh", "-c", f"find {places} -type f -size +0 2>/dev/null; {aged}").strip() == ""
 
 
 @needs("skopeo")
@@ -124,22 +123,25 @@ def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
     subprocess.run(copy, cwd=cpu_image.root, check=True)
 
 
-@pytest.fixture(scope="module")
-def validated(cpu_image: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+# That a run repeats, resumes and splits its batch, test_training_faults.py and test_failures.py show on our own loop.
+@pytest.fixture(scope="module", params=["quick", pytest.param("standard", marks=pytest.mark.slow)])
+def validated(request: pytest.FixtureRequest, cpu_image: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a validation of the cpu image."""
     folder = tmp_path_factory.mktemp("validation")
-    result = cpu_image.primus("validate", "cpu", "--output", str(folder), timeout=900)
+    words = ("--suite", request.param, "--recipe", "llama3-proxy", "--output", str(folder))
+    result = cpu_image.primus("validate", "cpu", *words, timeout=900)
     assert result.code == 0, result.out + result.err
     return folder
 
 
 def test_validation_passes_and_leaves_its_evidence(cpu_image: Kit, validated: Path) -> None:
-    folder = validated / "cpu/llama3-proxy"
+    (folder,) = (validated / "cpu").iterdir()
     record = json.loads((folder / "record.json").read_text())
     assert record["passed"] is True
     assert record["image"]["manifest"] == cpu_image.build("cpu").digest
     assert record["versions"]["torch"] == cpu_image.locked("cpu", "torch")
-    assert {v["name"] for v in record["verdicts"]} >= {"loss falls", "same result again", "resume", "accumulation"}
+    compared = {"same result again", "resume", "accumulation"} if len(record["jobs"]) > 1 else set()
+    assert {v["name"] for v in record["verdicts"]} >= {"loss falls", *compared}
     assert '<figure class="chart">' in (folder / "report.html").read_text()
 
 
@@ -157,10 +159,13 @@ def committed(cpu_image: Kit, folder: Path) -> Kit:
     kit = Kit(folder)
     target = (folder / "images/cpu.yaml").read_text()
     kit.write("images/cpu.yaml", re.sub(r"(?ms)^recipes:.*?^(?=\w)", "recipes: [llama3-proxy]\n", target))
+    kit.edit("policy.yaml", "[base, repeat, resume, accumulation]", "[base]")
     gits.commit(folder, {})
     return kit
 
 
+# test_ship_release.py publishes a small image; test_fitness.py and test_publish_registry.py have what is refused.
+@pytest.mark.slow
 @needs("docker-registry", "skopeo", "git", "cosign")
 def test_it_is_published_with_its_signed_evidence_or_not_at_all(
     cpu_image: Kit, validated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,7 +210,7 @@ def test_it_is_published_with_its_signed_evidence_or_not_at_all(
         lock = fetch(name, documents[LOCK], tmp_path / "lock")
         assert lock == (kit.root / "images/locks/pypi/cpu.json").read_bytes()
         record = json.loads(fetch(name, documents[VALIDATION], tmp_path / "validation"))
-        assert record == json.loads((validated / "cpu/llama3-proxy/record.json").read_text())
+        assert record == json.loads(next(validated.rglob("record.json")).read_text())
         said = json.loads(fetch(name, documents[IN_TOTO], tmp_path / "provenance"))
         source = said["predicate"]["buildDefinition"]["resolvedDependencies"][0]
         assert source["digest"]["gitCommit"] == gits.head(kit.root)

@@ -10,7 +10,9 @@ from docker_engine import private_dockerd
 from host_tools import needs
 from project_kit import Kit
 
-pytestmark = [pytest.mark.integration, needs("dockerd")]
+# An engine takes a minute to load an image of gigabytes, and another to remove it. By default, test_sandbox_build.py
+# loads a small one twice, and test_cpu_image.py runs the image in the sandbox: its entry, a login shell, any user.
+pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("dockerd")]
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +30,7 @@ def docker(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_loading_again_sends_nothing(engine: pytest.MonkeyPatch, cpu_image: Kit) -> None:
-    loaded = json.loads(cpu_image.primus("load", "cpu", "--json").out)
-    again = json.loads(cpu_image.primus("load", "cpu", "--json").out)
-    assert (loaded["image_id"], again["bytes_sent"]) == (again["image_id"], 0)
-    inspected = json.loads(docker("image", "inspect", "rocm/primus:v26.11-cpu").stdout)[0]
-    assert inspected["Id"] == loaded["image_id"]
-    assert inspected["Config"]["Labels"]["io.primus.pins.pytorch"] == cpu_image.locked("cpu", "torch")
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("mi355x", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["cpu", "mi355x"])
 def image(request: pytest.FixtureRequest, engine: pytest.MonkeyPatch, cpu_image: Kit) -> str:
     """The name of an image in the engine: of cpu, and of a GPU preview, which takes minutes to build and load."""
     cpu_image.build(request.param)

@@ -54,8 +54,10 @@ def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: Python, tm
     assert re.search(r"^\[rank1\]: .*sitecustomize.py", log, re.MULTILINE), log
 
 
-# All refuse checkpoints by the same code as our own loop. That torchtitan resumes, the suite of the cpu image shows.
-@pytest.mark.parametrize("backend", [pytest.param("torchtitan", marks=pytest.mark.slow), "fsdp", "megatron"])
+# All refuse checkpoints by the same code as our own loop.
+@pytest.mark.parametrize(
+    "backend", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchtitan", "megatron"))]
+)
 def test_a_run_goes_on_from_its_own_checkpoint_alone(python: Python, tmp_path: Path, backend: str) -> None:
     base = proxy(tmp_path / "base", "checkpoint=2", backend=backend)
     whole = train(python, base)

@@ -14,14 +14,14 @@ KERNELS = ("selftest", "sharded", "turbo_attention", "turbo_experts", "turbo_ker
 
 SCRIPTS = (
     "tutorial", "models", "exports llama3.1-8b", "own_text", "collectives", "odd_weights", "reference_models", "data",
-    "deepseek", "compiled_blocks", "fp8_autocast", "compiled_kernels", "facts_of_a_run",
+    "deepseek", "compiled_blocks", "fp8_autocast", "compiled_kernels gfx942 sm_90", "facts_of_a_run",
     "burn_in --tries 10 element swapped-message stuck-rank",
 )  # fmt: skip
+# The same for every family and fault, and for the second architecture of a vendor.
+LONG = ("exports", "burn_in", "compiled_kernels gfx950")
 
 
-@pytest.mark.parametrize(
-    "name", [*SCRIPTS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("exports", "burn_in"))]
-)
+@pytest.mark.parametrize("name", [*SCRIPTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_every_script_ends_well(python: Python, name: str) -> None:
     script, *words = name.split()
     ended = python.run("-W", "ignore", str(Path(__file__).parent / f"inside/{script}.py"), *words, timeout=900)

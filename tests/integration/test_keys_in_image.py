@@ -54,6 +54,8 @@ print(json.dumps(wrong))
 """
 
 
+# The same code judges them in tests/unit/test_bad_inputs.py, by data that the test below compares.
+@pytest.mark.slow
 def test_bad_inputs_are_judged_as_on_the_host(cpu_image: Kit) -> None:
     lend = ("-v", f"{TESTS}:/tests:ro")
     result = cpu_image.primus("run", "cpu", "--no-entrypoint", *lend, "--", "python3", "/tests/bad_inputs.py")

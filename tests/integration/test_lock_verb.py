@@ -54,6 +54,8 @@ def test_from_no_lock_to_a_fresh_one(world: tuple[Kit, Server]) -> None:
     assert before.code == 1
     assert f"versions.yaml:12:9: {LOCK} is stale: tool: nothing → 1.0\n" in before.out
     assert f"versions.yaml:6:5: {LOCK} is stale: base bookworm python: nothing → 3.11.2\n" in before.out
+    refused = kit.primus("build", "demo", "--offline")
+    assert (refused.code, "demo has no lock yet" in refused.err) == (2, True)
     made = kit.primus("lock")
     assert made.code == 0
     assert f"{LOCK}: 4 files" in made.err

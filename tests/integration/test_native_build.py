@@ -193,20 +193,3 @@ def test_damaged_fetched_file_is_named_and_fetched_again(native: Kit) -> None:
     assert result.code == 3
     assert f"the fetched {sdist['file']} is damaged" in result.err
     assert native.primus("build", "native").code == 0
-
-
-def test_a_missing_lock_a_missing_file_and_a_stale_lock_are_named(native: Kit, tmp_path: Path) -> None:
-    kit = Kit(tmp_path / "offline")
-    kit.write("versions.yaml", VERSIONS)
-    kit.write("images/native.yaml", TARGET)
-    result = kit.primus("build", "native", "--offline")
-    assert result.code == 2
-    assert "native has no lock yet" in result.err
-    kit.write(LOCK, (native.root / LOCK).read_text())
-    result = kit.primus("build", "native", "--offline")
-    assert result.code == 3
-    assert "files are not here: base-files" in result.err
-    kit.write("versions.yaml", VERSIONS.replace("6.1.1", "6.1.0"))
-    result = kit.primus("build", "native")
-    assert result.code == 2
-    assert "versions.yaml:12:9: the lock of native is stale: sdist psutil: locked 6.1.1, wanted 6.1.0" in result.err

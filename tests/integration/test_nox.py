@@ -69,6 +69,8 @@ def test_the_first_session_makes_the_environment_and_the_next_ones_use_it(nox: P
     assert "uv binary" not in first + second
 
 
+# The newest nox, above, runs the same sessions.
+@pytest.mark.slow
 def test_debians_nox_runs_a_session(checkout: Path, tmp_path: Path) -> None:
     code, said = run(installed("2022.11.21", tmp_path / "venv"), checkout, "-s", "plan", "--", "cpu")
     assert code == 0, said

@@ -113,6 +113,8 @@ def test_a_tag_moves_forwards_and_back_and_that_of_a_release_does_not(
         assert moved.code == 0, moved.err
         assert f"→ {ready_one.image.digest} ({release})" in moved.out
         assert Repository(repository).digest("latest-demo") == ready_one.image.digest
+    with pytest.raises(CheckFailed, match="a release is never replaced"):
+        publish(replace(old, tag=new.tag), Project(kit.root).workspace.store, repository, Progress())
     refused = kit.primus("tag", "v26.11-demo", "v26.12-demo", "--to", repository)
     assert refused.code == 2 and "never moves" in refused.err
     unknown = kit.primus("tag", "latest-demo", "v26.13-demo", "--to", repository)

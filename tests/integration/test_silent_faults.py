@@ -11,7 +11,8 @@ pytestmark = pytest.mark.integration
 
 INSIDE = Path(__file__).with_name("inside")
 # What CI runs, cheap jobs: a fault of each mechanism, several in one job where other checks name them, and of those
-# without a fault the ones with the most features. `--slow` runs all.
+# without a fault the ones with the most features; one of torchtitan is the
+# validation in test_cpu_image.py. `--slow` runs all.
 QUICK = {
     # A quarter of the tokens is enough for these.
     "seq_len=32": (
@@ -20,7 +21,7 @@ QUICK = {
         "fsdp_moments_not_saved", "megatron_stale_copies", "healthy_fsdp", "healthy_finetune",
         "healthy_experts_tensor_parallel",
     ),
-    "": ("healthy_flux", "healthy_narrow_torchtitan"),
+    "": ("healthy_flux",),
 }  # fmt: skip
 
 

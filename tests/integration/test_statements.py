@@ -30,7 +30,7 @@ from primus.progress import Progress
 from primus.release.documents import VALIDATION, documents
 from primus.release.policy import Policy
 from primus.release.publish import Ready, publish
-from primus.release.registry import Document, Repository, digest_tag
+from primus.release.registry import Document, Repository, artifact, digest_tag
 from primus.release.statement import BUNDLE, PROVENANCE, SIGNATURE, TEST_RESULT, Signer, Trust, statements
 from primus.release.verification import Verified, verified_text, verify_image
 from primus.training import suite
@@ -94,6 +94,7 @@ class World:
     root: Path
     name: str
     ready: Ready
+    attached: list[Document]
 
     @property
     def there(self) -> Repository:
@@ -116,11 +117,12 @@ class World:
 
     def relist(self, change: Callable[[list[Document]], list[Document]]) -> None:
         """Replace what is attached to the image by other documents, whose digests are right."""
-        there = self.there
-        new = change(there.documents(self.digest))
-        empty = canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []})
-        there.request("PUT", f"manifests/{digest_tag(self.digest)}", data=empty, headers={"Content-Type": INDEX_TYPE})
-        there.attach(new, self.ready.subject)
+        there, new = self.there, change(list(self.attached))
+        there.attach([document for document in new if document not in self.attached], self.ready.subject)
+        digests = {digest_of(artifact(document, self.ready.subject)) for document in new}
+        rows = [row for row in there.referrers(self.digest) if row["digest"] in digests]
+        listed = canonical_json({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": rows})
+        there.request("PUT", f"manifests/{digest_tag(self.digest)}", data=listed, headers={"Content-Type": INDEX_TYPE})
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +135,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         )
     ready, store = small_image(make_project(root / "project"))
     with registry(root / "registry") as port:
-        world = World(root, f"127.0.0.1:{port}/rocm/primus", ready)
-        publish(ready, store, world.name, Progress(), signer=Signer(key=world.key("ours")))
+        name = f"127.0.0.1:{port}/rocm/primus"
+        publish(ready, store, name, Progress(), signer=Signer(key=str(root / "ours.key")))
         shutil.copytree(root / "registry/data", root / "whole")
-        yield world
+        yield World(root, name, ready, Repository(name).documents(ready.image.digest))
 
 
 @pytest.fixture
@@ -217,8 +219,7 @@ def resigned(name: str, change: Change) -> Callable[[World], None]:
     def tamper(world: World) -> None:
         plain = [d if not d.name.startswith(name) else edited(d, change) for d in world.ready.documents]
         about = statements(plain, TAG, world.digest)
-        before = {d.data: d for d in world.there.documents(world.digest, BUNDLE)}
-        by = {json.dumps(payload(d), sort_keys=True): d for d in before.values()}
+        by = {json.dumps(payload(d), sort_keys=True): d for d in world.attached if d.media_type == BUNDLE}
         signer = Signer(key=world.key("ours"))
         bundles = [
             by.get(json.dumps(s, sort_keys=True)) or Document(media_type=BUNDLE, name="", data=signer.bundle(s))
@@ -239,7 +240,7 @@ def moved(change: Callable[[Any], object]) -> Callable[[World], None]:
         there = world.there
         subject = {"mediaType": MANIFEST_TYPE, "digest": digest_of(manifest), "size": len(manifest)}
         there.tag(TAG, manifest)
-        there.attach(there.documents(world.digest), subject)
+        there.attach(world.attached, subject)
 
     return tamper
 

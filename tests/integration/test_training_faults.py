@@ -102,11 +102,13 @@ def test_a_fault_is_caught_by_the_check_meant_for_it(
 
 
 def test_a_wrapper_starts_every_rank(python: Python, tmp_path: Path) -> None:
-    count = 'echo "$RANK" >> "$0"; exec "$@"'
-    wrap = ("sh", "-c", count, str(tmp_path / "count"))
+    # What it is given is not run: each rank would import PyTorch anew.
+    wrap = ("sh", "-c", 'echo "$RANK $@" >> "$0"; exit 3', str(tmp_path / "started"))
     run = train(python, replace(job_of("fsdp", tmp_path / "wrapped", "steps=1"), wrap=wrap))
-    assert run.run.passed
-    assert sorted((tmp_path / "count").read_text().split()) == ["0", "1"]
+    assert "exit code 3" in run.cause or "exitcode  : 3" in (run.job.output / "log.txt").read_text()
+    ranks = [line.split() for line in sorted((tmp_path / "started").read_text().splitlines())]
+    assert [words[0] for words in ranks] == ["0", "1"]
+    assert all("primus.training.fsdp.entry" in words for words in ranks)
     assert " ".join(wrap) in " ".join(run.run.argv)
 
 

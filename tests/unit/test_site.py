@@ -41,13 +41,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "html"
 
 
-@pytest.fixture
-def browser(site: Path, tmp_path: Path) -> Iterator[Browser]:
+@pytest.fixture(scope="module")
+def window(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed (Debian and Ubuntu call the package chromium)")
-    with Browser(site / "picker.html", tmp_path / "profile", width=390, phone=True) as browser:
+    with Browser(site / "picker.html", tmp_path_factory.mktemp("profile"), width=390, phone=True) as browser:
         yield browser
-        assert not [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+
+
+@pytest.fixture
+def browser(site: Path, window: Browser) -> Iterator[Browser]:
+    window.show(390, phone=True)
+    window.open(site / "picker.html")
+    yield window
+    assert not [e for e in window.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
 
 
 def test_every_page_is_listed_has_a_markdown_and_is_small(site: Path) -> None:
@@ -126,9 +133,11 @@ def test_the_address_says_what_is_chosen_by_keyboard(browser: Browser) -> None:
 def test_a_page_is_readable_on_every_screen_on_paper_and_by_keyboard(
     page: str, site: Path, browser: Browser, tmp_path: Path
 ) -> None:
-    runs = [str(finished_run(tmp_path / name, passed=name == "good")) for name in ("good", "bad")]
-    assert main(["report", *runs, "--out", str(tmp_path)]) == 0
-    browser.open((tmp_path if page == "report.html" else site) / page)
+    if page == "report.html":
+        runs = [str(finished_run(tmp_path / name, passed=name == "good")) for name in ("good", "bad")]
+        assert main(["report", *runs, "--out", str(tmp_path)]) == 0
+        site = tmp_path
+    browser.open(site / page)
     browser.js(SCRIPT)
     shown = ((1280, "screen", "light"), (1280, "screen", "dark"), (390, "screen", "dark"), (718, "print", "dark"))
     for width, media, scheme in shown:

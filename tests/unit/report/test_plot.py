@@ -71,19 +71,27 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=[1280, 390], ids=["desktop", "phone"])
-def browser(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Browser]:
+@pytest.fixture(scope="module", params=[1280, 390], ids=["desktop", "phone"])
+def window(page: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed (Debian and Ubuntu call the package chromium)")
-    with Browser(page, tmp_path / "profile", width=request.param, phone=request.param < 1000) as browser:
-        browser.js((ROOT / "tests/fixtures/readable.js").read_text(encoding="utf-8"))
+    profile, width = tmp_path_factory.mktemp("profile"), request.param
+    with Browser(page, profile, width=width, phone=width < 1000) as browser:
         yield browser
-        faults = [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
-        assert not faults
-        # The page itself, and nothing from anywhere.
-        asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-        assert [url for url in asked if not url.startswith(("file:///", "about:"))] == []
-        assert len([url for url in asked if url.startswith("file:///")]) == 1
+
+
+@pytest.fixture
+def browser(page: Path, window: Browser) -> Iterator[Browser]:
+    window.events.clear()
+    window.open(page)
+    window.js((ROOT / "tests/fixtures/readable.js").read_text(encoding="utf-8"))
+    yield window
+    faults = [e for e in window.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+    assert not faults
+    # The page itself, and nothing from anywhere.
+    asked = [e["params"]["request"]["url"] for e in window.events if e["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith(("file:///", "about:"))] == []
+    assert len([url for url in asked if url.startswith("file:///")]) == 1
 
 
 def ranges(browser: Browser) -> list[list[float]]:

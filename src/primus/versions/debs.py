@@ -18,13 +18,9 @@ from urllib.parse import unquote, urlsplit
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
 from primus.programs import install
-from primus.versions.lock import GLIBC, BaseRequest, LockedFile, name_of, suites_of, upstream
+from primus.versions.lock import SUITES, BaseRequest, LockedFile, name_of, suites_of, upstream
 from primus.versions.traffic import bare_url, run_tool
 
-# Suites without pockets that are never released. A frozen archive keeps them beyond the date until which its index is
-# valid.
-_ROLLING = ("sid", "experimental")
-_UBUNTU = ("noble",)
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
@@ -90,10 +86,11 @@ def debian_stanzas(
     """Return the sources of ``suite``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or ``default()``."""
     # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
     # index does no harm.
-    common = {"Types": "deb", "Components": "main", **({"Check-Valid-Until": "no"} if suite in _ROLLING else {})}
+    rolling = SUITES.get(suite, {}).get("rolling", False)
+    common = {"Types": "deb", "Components": "main", **({"Check-Valid-Until": "no"} if rolling else {})}
     maker = _maker(suite)
     variable = f"PRIMUS_{maker.upper()}"
-    pockets = ("",) if suite in _ROLLING else _POCKETS[:3]
+    pockets = ("",) if rolling else _POCKETS[:3]
     mirrors = environment.get(f"{variable}_MIRROR", "").split()
     stanzas: dict[tuple[str, str], Stanza] = {}
     for stanza in (entry for entry in host if not mirrors and _is_of(maker, entry)):
@@ -140,7 +137,7 @@ def _need(message: str, packages: Sequence[str], hint: str) -> None:
 
 
 def _maker(suite: str) -> str:
-    return "ubuntu" if suite in _UBUNTU else "debian"
+    return str(SUITES.get(suite, {}).get("maker", "debian"))
 
 
 def _titled(suite: str) -> str:
@@ -149,7 +146,7 @@ def _titled(suite: str) -> str:
 
 def suite_of(word: str) -> tuple[str, str]:
     """Split a suite: ``bookworm-updates`` → ``("bookworm", "-updates")``; ``("", "?")`` for others."""
-    match = re.fullmatch(rf"({'|'.join((*GLIBC, *_ALIASES))})({'|'.join(_POCKETS)})", word)
+    match = re.fullmatch(rf"({'|'.join((*SUITES, *_ALIASES))})({'|'.join(_POCKETS)})", word)
     return (match[1], match[2]) if match else ("", "?")
 
 

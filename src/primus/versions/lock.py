@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from primus.errors import InputError
 from primus.files import path_fault, read_bytes
 from primus.schema import build, described, parse_json
+from primus.yamlfile import read_values
 
-# Every supported suite → minor version of its glibc 2. A wheel that was built for a newer glibc does not work there.
-GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
+SUITES: Mapping[str, Mapping[str, Any]] = read_values(Path(__file__).with_name("suites.yaml")).data
 # The architecture of every image, as Debian and registries call it, and as the kernel and wheels do.
 ARCHITECTURE = "amd64"
 MACHINE = "x86_64"

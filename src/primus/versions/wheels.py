@@ -25,7 +25,7 @@ from uv import find_uv_bin
 
 from primus.errors import HostError, InputError
 from primus.versions.indexes import Indexes, Offer, offers_in
-from primus.versions.lock import GLIBC, MACHINE, BaseRequest, Kind, LockedFile, Request
+from primus.versions.lock import MACHINE, SUITES, BaseRequest, Kind, LockedFile, Request
 from primus.versions.traffic import bare_url, run_tool
 
 
@@ -106,7 +106,7 @@ def _compile(
         settings.write_text(indexes.uv_settings(provided), encoding="utf-8")
         base = _base(request)
         # The newest glibc 2 that uv knows is 40.
-        platform = f"{MACHINE}-manylinux_2_{min(GLIBC[base.suite], 40)}"
+        platform = f"{MACHINE}-manylinux_2_{min(SUITES[base.suite]['glibc'], 40)}"
         command = [find_uv_bin(), "pip", "compile", "pins.in", "--config-file", settings.name]
         command += ["--python", sys.executable, "--python-platform", platform, "--python-version", base.python]
         command += ["--format", "pylock.toml", "--output-file", lock.name, "--no-header", "--quiet", "--refresh"]
@@ -244,8 +244,8 @@ def _base(request: Request) -> BaseRequest:
     base = next(iter(request.bases.values()), None)
     if base is None:
         raise InputError(f"target {request.target} has Python packages, but no base")
-    if base.suite not in GLIBC:
-        raise InputError(f"no glibc version is known for suite {base.suite!r}", hint=f"known: {', '.join(GLIBC)}")
+    if base.suite not in SUITES:
+        raise InputError(f"no glibc version is known for suite {base.suite!r}", hint=f"known: {', '.join(SUITES)}")
     return base
 
 
@@ -254,7 +254,7 @@ def _tags(request: Request) -> dict[Tag, int]:
     legacy = {17: ["manylinux2014"], 12: ["manylinux2010"], 5: ["manylinux1"]}
     names = [
         name
-        for glibc in range(GLIBC[_base(request).suite], 4, -1)
+        for glibc in range(SUITES[_base(request).suite]["glibc"], 4, -1)
         for name in [f"manylinux_2_{glibc}", *legacy.get(glibc, [])]
     ]
     platforms = [f"{name}_{MACHINE}" for name in [*names, "linux"]]

@@ -35,14 +35,14 @@ from primus.plan.skeleton import BYTECODE, ORDER, Prefix
 from primus.sandbox.engines import choose
 from primus.schema import read_json
 from primus.versions.lock import normalised
+from primus.yamlfile import read_values
 
 _UNIX = 3
 _MOST_TEXT = 64 << 20
 # Memory that one compiler process may need. A pin whose compilers need more sets MAX_JOBS in its `environment`.
 _JOB_BYTES = 2_000_000_000
 _OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-# A command of a package, as pip writes it.
-_SCRIPT = Path(__file__).with_name("command.py.txt").read_text(encoding="utf-8")
+_DATA: Any = read_values(Path(__file__).with_name("wheels.yaml")).data
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
@@ -210,17 +210,10 @@ def _place(name: str, dist: str, prefix: Prefix) -> str:
     if not name.startswith(data):
         return f"{prefix.site}/{name}"
     scheme, _, rest = name[len(data) :].partition("/")
-    project = normalised(dist.partition("-")[0])
-    places = {
-        "purelib": f"{prefix.site}/{rest}",
-        "platlib": f"{prefix.site}/{rest}",
-        "scripts": f"{prefix.root}/bin/{rest}",
-        "headers": f"{prefix.root}/include/site/python{prefix.python}/{project}/{rest}",
-        "data": f"{prefix.root}/{rest}",
-    }
-    if scheme not in places or not rest:
+    if scheme not in _DATA["places"] or not rest:
         raise InputError(f"{name} is outside the folders that the .data folder of a wheel may have")
-    return places[scheme]
+    place: str = _DATA["places"][scheme].format(prefix, rest=rest, project=normalised(dist.partition("-")[0]))
+    return place
 
 
 def _scripts(archive: zipfile.ZipFile, dist: str, prefix: Prefix) -> Iterator[tuple[str, bytes]]:
@@ -236,8 +229,8 @@ def _scripts(archive: zipfile.ZipFile, dist: str, prefix: Prefix) -> Iterator[tu
             module, _, call = target.partition("[")[0].strip().partition(":")
             if not _OBJECT.fullmatch(module) or not _OBJECT.fullmatch(call) or "/" in command:
                 raise InputError(f"its entry point {command[:100]!r} is not NAME = MODULE:FUNCTION")
-            script = _SCRIPT.format(python=prefix.interpreter, module=module, top=call.split(".")[0], call=call)
-            yield f"{prefix.root}/bin/{command}", script.encode()
+            words = {"python": prefix.interpreter, "module": module, "top": call.split(".")[0], "call": call}
+            yield f"{prefix.root}/bin/{command}", _DATA["command"].format(**words).encode()
 
 
 def _record(

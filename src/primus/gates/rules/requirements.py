@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from primus.gates.contents import Stated
+from primus.gates.contents import PATTERNS, Stated
 from primus.gates.examined import Examined, Finding, GateReport
-from primus.versions.lock import MACHINE, normalised, upstream
+from primus.versions.lock import normalised, upstream
 
 
 def judge(examined: Examined) -> GateReport:
@@ -32,11 +32,8 @@ def unmet(wheels: Iterable[tuple[str, Stated]], *, others: Mapping[str, str], py
     """
     rows = list(wheels)
     versions = {**others, **{wheel.name: wheel.version for _, wheel in rows}}
-    environment = {
-        "implementation_name": "cpython", "os_name": "posix", "platform_machine": MACHINE,
-        "platform_python_implementation": "CPython", "platform_system": "Linux", "python_full_version": python,
-        "python_version": ".".join(python.split(".")[:2]), "sys_platform": "linux", "extra": "",
-    }  # fmt: skip
+    minor = ".".join(python.split(".")[:2])
+    environment = PATTERNS["markers"] | {"python_full_version": python, "python_version": minor}
     findings, count = [], 0
     for layer, wheel in rows:
         for text in wheel.requires:

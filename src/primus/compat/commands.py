@@ -198,39 +198,25 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     parser = argparse.ArgumentParser(prog="train_fsdp.py", allow_abbrev=False)
     parser.add_argument("config")
     parser.add_argument("family")
-    for name in ("batch_size", "num_iteration", "reduce_pre_steps", "seed"):
-        parser.add_argument(f"--{name}", type=_positive)
-    parser.add_argument("--grad_accumlate_pre_steps", type=_positive, default=8)
-    for name in ("enable_fp8", "enable_compile"):
-        parser.add_argument(f"--{name}", type=str.lower, choices=("true", "false"))
+    parser.add_argument("--batch_size", type=_positive)
+    parser.add_argument("--enable_fp8", type=str.lower, choices=("true", "false"))
     args, configs = parser.parse_args(words), table("commands")["configs"]
     row = configs[_in_any_case(args.config.removeprefix("./"), configs, parser.prog)]
     if args.family != row["family"]:
         message = f"{args.config} is of the family {row['family']}, not {args.family!r}"
         raise InputError(message, where=parser.prog)
-    micro, ranks = args.grad_accumlate_pre_steps, _count(environment, "WORLD_SIZE") or 8
-    batch, iterations = args.batch_size, args.num_iteration
-    if iterations and iterations % micro:
-        reason = f"must be a multiple of the {micro} that make one step"
-        raise InputError(reason, where=f"--num_iteration {iterations}")
+    ranks, batch = _count(environment, "WORLD_SIZE") or 8, args.batch_size
     settings = {
         "ranks": ranks,
         "fsdp.training.seq_len": row["seq_len"],
         "fsdp.training.micro_batch_size": batch,
-        "fsdp.training.global_batch_size": batch and batch * micro * ranks,
-        "fsdp.training.steps": iterations and iterations // micro,
-        "fsdp.training.seed": args.seed,
-        "fsdp.training.compile": args.enable_compile,
-    }
-    says = {
-        "num_iteration": f"an iteration of train_fsdp.py is one of the {micro} micro-batches of a step here",
-        "reduce_pre_steps": "reduce_pre_steps is left out: the loss of every step is logged",
+        # Its step was eight of these.
+        "fsdp.training.global_batch_size": batch and batch * 8 * ranks,
     }
     return Request(
         recipe=row["recipe"],
         choices=Choices(backend="fsdp", mode="pretrain", precision="fp8" if args.enable_fp8 == "true" else "bf16"),
         words=tuple(f"{key}={setting}" for key, setting in settings.items() if setting),
-        says=tuple(sentence for name, sentence in says.items() if getattr(args, name)),
     )
 
 

@@ -53,13 +53,15 @@ class _Bench:
 
 def _gemm_tflops(bench: _Bench, size: int, fp8: str = "") -> float:
     a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
-    out, scale = torch.empty_like(a), torch.ones((), device=bench.device)
-    product = partial(torch.mm, a, b, out=out)
+    product = partial(torch.mm, a, b, out=torch.empty_like(a))
     if fp8:
-        a, b = (factor.to(getattr(torch, f"float8_{fp8}")) for factor in (a, b))
-        scaling = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-        product = partial(torch._scaled_mm, a, b.t(), **scaling)
+        kind = getattr(torch, f"float8_{fp8}")
+        product = partial(_scaled, a.to(kind), b.to(kind), torch.ones((), device=bench.device), use_fast_accum=True)
     return 2.0 * size**3 / bench.seconds(product) / 1e12
+
+
+def _scaled(a: Tensor, b: Tensor, scale: Tensor, **options: bool) -> Tensor:
+    return torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, **options)
 
 
 def _bus_gb_s(bench: _Bench, data: Tensor, call: Callable[[], object]) -> float:
@@ -148,10 +150,7 @@ class BurnIn:
         scale = torch.ones((), device=self.device)
         wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         for _ in range(self._products):
-            if kind is torch.bfloat16:
-                product = torch.mm(a, b.t())
-            else:
-                product = torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+            product = torch.mm(a, b.t()) if kind is torch.bfloat16 else _scaled(a, b, scale)
             wrong += (product != expected).sum()
         return wrong, self._products * expected.numel()
 

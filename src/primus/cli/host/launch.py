@@ -28,22 +28,19 @@ def launch(args: argparse.Namespace) -> int:
     The plan is shown before anything is submitted: nodes, mesh, tokens per step.
     """
     refuse_others(args, "launch", args.system, ("slurm", "k8s"))
-    return _kubernetes(args) if args.system == "k8s" else _slurm(args)
+    return (_kubernetes if args.system == "k8s" else _slurm)(args)
 
 
 def _kubernetes(args: argparse.Namespace) -> int:
-    site = kubernetes.Cluster(**_of_class(kubernetes.Cluster, args))
-    plan = _plan(args)
-    objects = kubernetes.manifests(plan, site)
+    site, plan = kubernetes.Cluster(**_of_class(kubernetes.Cluster, args)), _plan(args)
+    objects, document = kubernetes.manifests(plan, site), {"plan": plan.document()}
     if args.dry_run:
         text = yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True).rstrip("\n")
-        document = {"plan": plan.document(), "manifests": objects}
-        return answer(args, document, [*(f"# {line}" for line in plan.lines()), text])
+        return answer(args, {**document, "manifests": objects}, [*(f"# {line}" for line in plan.lines()), text])
     note(args, *plan.lines())
     kubernetes.create(objects)
-    name = kubernetes.name_of(plan, site)
-    document = {"plan": plan.document(), "name": name, "namespace": site.namespace}
-    return answer(args, document, [f"applied job {name} in namespace {site.namespace}"])
+    job = {"name": kubernetes.name_of(plan, site), "namespace": site.namespace}
+    return answer(args, document | job, ["applied job {name} in namespace {namespace}".format(**job)])
 
 
 def _of_class(cls: type, args: argparse.Namespace) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from primus.files import json_if_readable, text_if_readable
 from primus.gpus.detect import visible
 from primus.gpus.table import arch_of, generation, load_table, peak
 from primus.report import html
-from primus.schema import build, described, read_json
+from primus.schema import build, described, parse_json
 from primus.system.host import Finding, Host, Level, finding, name_here
 from primus.terminal import counted
 from primus.training import launch
-from primus.yamlfile import read_values
+from primus.yamlfile import read_text, read_values
 
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
 UNITS = {"gemm bf16": "TFLOP/s", "gemm fp8": "TFLOP/s", "memory": "TB/s", "all-reduce": "GB/s", "all-to-all": "GB/s"}
@@ -252,10 +252,7 @@ class Node:
 
 def read(path: Path) -> Node:
     """Read a document that ``preflight --json`` wrote. Raises InputError, with the place, for any other file."""
-    try:
-        document = read_json(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {(error.strerror or '').lower()}") from error
+    document = parse_json(read_text(path), str(path))
     if isinstance(document.data, dict):
         document.data.pop("passed", None)
     return build(Node, document)
@@ -312,11 +309,4 @@ def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[
 def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
     """Return one self-contained HTML page: each problem with its remedy, and all checks and figures by nodes."""
     problems = [*((node.name, finding) for node in nodes for finding in node.problems), *between]
-    cells = {
-        (node.name, finding.check): {
-            "passed": finding.level == "ok", "skipped": finding.level == "skipped", "measured": finding.message,
-            "reason": finding.remedy,
-        }
-        for node in nodes for finding in node.findings
-    }  # fmt: skip
-    return html.rendered("nodes.html", title="Preflight", nodes=nodes, problems=problems, cells=cells)
+    return html.rendered("nodes.html", title="Preflight", nodes=nodes, problems=problems)

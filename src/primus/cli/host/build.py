@@ -105,7 +105,7 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namesp
 
 def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]) -> str:
     if not any(built.changed for built in images):
-        return "\n".join(_unchanged(built, seconds) for built in images)
+        return "\n".join(f"{_named(built)}: nothing to do, {seconds:.2f} s" for built in images)
     tables = [_table(built, Screen.of(sys.stderr)) for built in images]
     number = sum(len(built.image.layers) for built in images)
     ran = sum(action.key in built.ran for built in images for action in built.image.plan.layers)
@@ -114,10 +114,9 @@ def _summary(images: Sequence[Built], seconds: float, spent: Mapping[str, float]
     return "\n".join([*tables, f"{counted(ran, 'layer')} built, {number - ran} reused, {total}"])
 
 
-def _unchanged(built: Built, seconds: float) -> str:
+def _named(built: Built) -> str:
     plan, gates = built.image.plan, ", ".join(sentence.partition(":")[0] for sentence in built.failed)
-    name = plan.ref + (f" (fails {gates}; see primus check {plan.resolved.name})" if gates else "")
-    return f"{name}: nothing to do, {seconds:.2f} s"
+    return plan.ref + (f" (fails {gates}; see primus check {plan.resolved.name})" if gates else "")
 
 
 def _table(built: Built, screen: Screen) -> str:

@@ -35,6 +35,7 @@ from primus.turbo.optimizations import OFF, chosen, optimizations, reasons as op
 from primus.yamlfile import read_values, spell
 
 _CHOICES = ("backend", "mode", "precision", "gpu")
+_SIZES = ("world_size", "local_batch", "global_batch", "accumulation", "seq_len")
 _WIDTH = 110
 _TOP = "what and where"
 _GIB = 2**30
@@ -197,11 +198,7 @@ def _document(recipe: Recipe) -> dict[str, object]:
         "name": recipe.name,
         "description": recipe.get("description", str),
         **{choice: recipe.settings[choice].value for choice in CHOICES},
-        "world_size": recipe.world_size,
-        "local_batch": recipe.local_batch,
-        "global_batch": recipe.global_batch,
-        "accumulation": recipe.accumulation,
-        "seq_len": recipe.seq_len,
+        **{name: getattr(recipe, name) for name in _SIZES},
         f"{what}_per_step": amount,
         "parameters": asdict(size(recipe.architecture)),
         "published": list(origin_of_sizes(recipe)),

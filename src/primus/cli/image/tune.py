@@ -65,7 +65,10 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> int:
-    shapes, gpus, key = read_shapes(place.shapes), _gpus(), _key_here(recipe)
+    shapes, gpus = read_shapes(place.shapes), list(visible(len(detect().names), os.environ))
+    if not gpus:
+        raise HostError("there is no GPU on this machine, or the environment hides all", hint="run it on a GPU")
+    key = _key_here(recipe)
     work = place.work(key)
     with alone(work.parent):
         note(options, f"{counted(len(shapes), 'shape')}; {counted(len(gpus), 'GPU')}")
@@ -101,12 +104,6 @@ def _train(
     # With several stages, the document is that of the stage "tune".
     stdout = sys.stderr if options.json and options.stage == "all" else None
     return subprocess.run(command, env={**inherited, **environment}, stdout=stdout, check=False).returncode
-
-
-def _gpus() -> list[str]:
-    if not (devices := list(visible(len(detect().names), os.environ))):
-        raise HostError("there is no GPU on this machine, or the environment hides all", hint="run it on a GPU")
-    return devices
 
 
 def _search(requested: Recipe, options: argparse.Namespace) -> int:

@@ -22,17 +22,16 @@ STAGES = {"0": "", "1": "dump", "2": "tune", "3": "use"}
 class Request:
     """One run: a recipe, its choices, and ``key=value`` words in order.
 
-    ``says`` are sentences for the user about differences from the old command. ``environment`` holds additional
-    variables for the ranks. ``gpu_of_path`` is the GPU generation in a documented path. It is used only with --dry-run
-    on a machine without a GPU; otherwise the machine's GPU decides. ``benchmark`` is the model and mode as the command
-    names them, if the command writes a CSV. ``stage``: ``primus tune gemm`` runs with it in place of a training job.
+    ``says`` are sentences for the user about differences from the old command. ``gpu_of_path`` is the GPU generation in
+    a documented path. It is used only with --dry-run on a machine without a GPU; otherwise the machine's GPU decides.
+    ``benchmark`` is the model and mode as the command names them, if the command writes a CSV. ``stage``: ``primus tune
+    gemm`` runs with it in place of a training job.
     """
 
     recipe: str
     choices: Choices = field(default_factory=Choices)
     words: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     gpu_of_path: str | None = None
     benchmark: tuple[str, str] | None = None
     stage: str = ""
@@ -160,16 +159,9 @@ def _pretrain(
     words = [f"ranks={ranks}"] if ranks else []
     if environment.get("PRIMUS_DETERMINISTIC", "0") not in ("", "0"):
         words.append(f"{backends()[str(request.choices.backend)].key('deterministic')}=true")
-    # The script's default is one node, whereas the recipe's default may be more; its rendezvous port was 1234.
-    port = {"MASTER_PORT": environment.get("MASTER_PORT", "1234")} if nodes and nodes > 1 else {}
-    return replace(
-        request,
-        choices=replace(request.choices, precision=done.precision, nodes=nodes or 1),
-        words=(*words, *done.words()),
-        says=tuple(says),
-        environment=port,
-        stage=STAGES[stage],
-    )
+    # The script's default is one node, whereas the recipe's default may be more.
+    choices = replace(request.choices, precision=done.precision, nodes=nodes or 1)
+    return replace(request, choices=choices, words=(*words, *done.words()), says=tuple(says), stage=STAGES[stage])
 
 
 def _report(words: Sequence[str]) -> Request:

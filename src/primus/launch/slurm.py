@@ -46,9 +46,6 @@ class Site:
         if self.container != "none" and not self.image:
             raise InputError(f"--container {self.container} needs --image", hint="--image rocm/primus:v26.11-mi300x")
         refuse_unfit(vars(self), "slurm")
-        for text in (self.image, self.name, self.resume_from, *self.extra, str(self.output)):
-            if not text.isprintable():
-                raise InputError(f"{text!r} contains a control character")
         secrets = (*self.environment, *self.extra, self.image)
         refuse_secrets(secrets, "export it, and pass its name only: --env HF_TOKEN")
         if self.container != "none":
@@ -98,19 +95,15 @@ def script(plan: Plan, site: Site) -> str:
     exports = [f"export {name}={shlex.quote(value)}" for name, equals, value in pairs if equals]
     head = [*(f"#SBATCH {option}" for option in (*flags, *site.extra)), "#", *(f"# {line}" for line in plan.lines())]
     resume = shlex.quote(site.resume_from) if site.resume_from else ""
-    variables = {
-        "steps": plan.resumable, "restarts": site.restarts, "root": shlex.quote(str(site.output)), "resume": resume,
-        "port": site.port or "", "task": _task(plan, site),
-    }  # fmt: skip
-    return "\n".join(["#!/bin/bash", *head, "", *exports, bash("slurm", variables, _srun(plan, site))])
-
-
-def _task(plan: Plan, site: Site) -> str:
-    """Return the shell function of one node. Quotes in it are evaluated on the node."""
+    # What one node runs. Its quotes are evaluated there.
+    engine = "" if site.container in ("none", "pyxis") else f"{_engine(plan, site)} "
     train = f'{shlex.join(plan.command)} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
     address = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
-    engine = "" if site.container in ("none", "pyxis") else f"{_engine(plan, site)} "
-    return shlex.quote(f"{address}; exec {engine}primus {train}")
+    variables = {
+        "steps": plan.resumable, "restarts": site.restarts, "root": shlex.quote(str(site.output)), "resume": resume,
+        "port": site.port or "", "task": shlex.quote(f"{address}; exec {engine}primus {train}"),
+    }  # fmt: skip
+    return "\n".join(["#!/bin/bash", *head, "", *exports, bash("slurm", variables, _srun(plan, site))])
 
 
 def _names(site: Site) -> list[str]:

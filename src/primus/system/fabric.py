@@ -90,10 +90,7 @@ def libraries(host: Host) -> Iterator[Finding]:
         ):
             lacking.setdefault(provider, []).append(device.name)
     for provider, names in lacking.items():
-        advice = table[provider].get("lacks", "install ibverbs-providers in the image")
-        yield finding(
-            "no_provider", provider=provider, maker=table[provider]["maker"], names=", ".join(names), advice=advice
-        )
+        yield finding("no_provider", provider=provider, row=table[provider], names=", ".join(names))
     if not lacking:
         yield finding("providers")
 

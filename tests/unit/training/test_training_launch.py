@@ -105,7 +105,7 @@ def test_the_progress_of_a_job_outlives_its_reader() -> None:
     code = (
         "from argparse import Namespace\n"
         "from primus.cli.image.train import _Progress\n"
-        "progress = _Progress(Namespace(first_step=1, last_step=20), quiet=False)\n"
+        "progress = _Progress(Namespace(first_step=1, last_step=20), live=False)\n"
         "progress.line('primus: one')\n"
         "progress.line('primus: two')\n"
         "print('here')\n"

@@ -151,11 +151,8 @@ class _Trial:
         """Write versions.yaml and the locks of a point."""
         moved = {name for change in point for name in self.changes[change]}
         undone = {name for names in self.changes for name in names} - moved
-        components = {
-            name: self.good["components"].get(name) if name in undone else self.bad["components"].get(name)
-            for name in {**self.good["components"], **self.bad["components"]}
-            if name in undone or name in self.bad["components"]
-        }
+        good, bad = self.good["components"], self.bad["components"]
+        components = {name: (good if name in undone else bad).get(name) for name in {**good, **bad}}
         data = {**self.bad, "release": _RELEASE, "components": {n: c for n, c in components.items() if c is not None}}
         write_file(self.folder / "versions.yaml", json.dumps(data, indent=1))
         for name, (good, bad) in self.locks.items():
@@ -239,9 +236,8 @@ def _report(args: argparse.Namespace, search: Search, names: list[str], answers:
 
     def spelt(hypothesis: Hypothesis) -> str:
         if not hypothesis.changes:
-            return f"no pin: {'also without' if hypothesis.together else 'even with'} all changes it is " + (
-                "bad" if hypothesis.together else "good"
-            )
+            judged = "also without all changes it is bad" if hypothesis.together else "even with all changes it is good"
+            return f"no pin: {judged}"
         return (" together with " if hypothesis.together else " or ").join(names[c] for c in hypothesis.changes)
 
     sure = verdict.probability >= 1 - search.doubt and verdict.fit >= _UNLIKELY

@@ -53,7 +53,6 @@ def compat(options: argparse.Namespace) -> int:
         _check_startable(command, request, environment)
         for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
             os.environ.pop(name, None)
-        os.environ.update(request.environment)
     elif request.stage:  # `tune gemm` has no --dry-run
         resolve(request.recipe, request.words, request.choices)
         return 0
@@ -86,10 +85,6 @@ def _check_startable(command: str, request: Request, environment: Mapping[str, s
             raise HostError("GEMMs are tuned on one node, and not by a job that is submitted", hint=hint)
         image = environment.get("DOCKER_IMAGE")
         words += ["--image", image] if image else ["--container", "none"]
-        words += [
-            f"--port={value}" if variable == "MASTER_PORT" else f"--env={variable}={value}"
-            for variable, value in request.environment.items()
-        ]
         hint = f"on a login node: primus launch slurm {shlex.join(words)}"
         raise HostError("the job is not submitted from here", hint=hint)
     if command == "madengine":

@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
         at = f"{checkpoint} is already at step {job.first_step - 1} of {job.last_step}"
         raise InputError(at, hint="raise --steps")
     if options.dry_run:
-        _show_plan(job, as_json=options.json)
+        print(ranks.job_file(job) if options.json else _plan(job), end="")
         return 0
     if checkpoint:
         identity.check(checkpoint, recipe, [field for word in options.accept_change for field in word.split(",")])
@@ -96,13 +96,13 @@ def _run(options: argparse.Namespace) -> int:
     note(options, _headline(job))
     if recipe.gpu != CPU and job.trial:
         note(options, *Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  "))
-    progress = _Progress(job, quiet=options.json)
+    progress = _Progress(job, live=sys.stderr.isatty() and not options.json)
     try:
-        ended = start.start(job, progress.line, options.stall_timeout)
+        ended = start.start(job, (lambda _: None) if options.json else progress.line, options.stall_timeout)
     except KeyboardInterrupt:
-        progress.end()
         raise KeyboardInterrupt(_continue(job)) from None
-    progress.end()
+    finally:
+        progress.end()
     run = ended.run
     document = {
         "passed": run.passed,
@@ -221,43 +221,30 @@ def newest_checkpoint(path: Path) -> Path:
 def _headline(job: Job) -> str:
     recipe = job.recipe
     kind = f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}"
-    parts = [
-        f"{kind}, {counted(recipe.world_size, 'rank')}",
-        f"steps {job.first_step}–{job.last_step}",
-        f"batch {recipe.global_batch} × {recipe.seq_len} tokens",
-        f"seed {recipe.seed}",
-    ]
+    steps, batch = f"steps {job.first_step}–{job.last_step}", f"batch {recipe.global_batch} × {recipe.seq_len} tokens"
+    parts = [f"{kind}, {counted(recipe.world_size, 'rank')}", steps, batch, f"seed {recipe.seed}"]
     other = another_model(recipe)
     return " · ".join(parts) + (f"\n  {other}" if other else "") + f"\n→ {job.output}"
 
 
-def _show_plan(job: Job, *, as_json: bool) -> None:
-    if as_json:
-        print(ranks.job_file(job), end="")
-        return
-    print(_headline(job))
+def _plan(job: Job) -> str:
     recipe = job.recipe
     rows = [(key, str(row.value), short_origin(row.origin, recipe)) for key, row in recipe.settings.items()]
-    print("\n".join(Screen.of().table(rows, indent="  ")))
     # A job of several nodes is shown on any machine: without the variables of a node, the command of the first.
     elsewhere = {"NODE_RANK": "0", "MASTER_ADDR": "$MASTER_ADDR"}
-    print("\n" + " ".join(ranks.argv(job, "python3", elsewhere | dict(os.environ))))
+    command = " ".join(ranks.argv(job, "python3", elsewhere | dict(os.environ)))
+    return "\n".join([_headline(job), *Screen.of().table(rows, indent="  "), "", command, ""])
 
 
 class _Progress:
     """One line that is rewritten on a terminal; a few lines in a log."""
 
-    def __init__(self, job: Job, *, quiet: bool) -> None:
-        self._job = job
-        self._quiet = quiet
-        self._live = sys.stderr.isatty() and not quiet
-        self._last = 0
-        if self._live:
+    def __init__(self, job: Job, *, live: bool) -> None:
+        self._job, self._live, self._last = job, live, 0
+        if live:
             self._print("  starting the ranks …")
 
     def line(self, text: str) -> None:
-        if self._quiet:
-            return
         if text.startswith("primus: "):
             # A message of a rank, such as a workaround for something that this PyTorch lacks.
             self.end()

@@ -31,6 +31,7 @@ class Verb(NamedTuple):
     options: Sequence[Any] = ()
     usage: str | None = None
     rest: str = ""
+    more: str = ""
 
 
 _DATA = read_values(Path(__file__).with_name("verbs.yaml")).data
@@ -49,7 +50,7 @@ def parser_of(name: str, prog: str = "") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog or f"primus {name}",
         usage=verb.usage,
-        description=inspect.getdoc(_named(f"cli.{verb.call}")),
+        description="\n\n".join(filter(None, [inspect.getdoc(_named(f"cli.{verb.call}")), verb.more])),
         epilog=f"example: {verb.example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -25,20 +25,13 @@ def _planned(args: argparse.Namespace) -> tuple[list[ImagePlan], Workspace]:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Show what a build would do, layer by layer: + build, < download from the cache, = reuse.
-
-    For each layer to build, the plan gives the reason: what changed since the last build. For several targets, it only
-    counts the layers to reuse. --full lists every layer.
-    """
+    """Show what a build would do, layer by layer: + build, < download from the cache, = reuse."""
     plans, workspace = _planned(args)
     return _print_plans(plans, workspace.store, args, full=args.full)
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Show the inputs that changed since the last build, old → new, with their lines.
-
-    Exit code 0 if there is nothing to do, 1 if a build would do something.
-    """
+    """Show the inputs that changed since the last build, old → new, with their lines."""
     plans, workspace = _planned(args)
     changed = {plan.resolved.name: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
     document = {target: [change._asdict() for change in rows] for target, rows in changed.items()}
@@ -47,11 +40,7 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def build(args: argparse.Namespace) -> int:
-    """Build images. Rebuilds only what changed; the last line is the manifest digest.
-
-    Each image must pass the gates of `primus check` before it is named. An image of a preview channel may fail a gate;
-    the summary names the gates that failed. With --cache, results of other builds that --cache-key signed are used.
-    """
+    """Build images. Rebuilds only what changed; the last line is the manifest digest."""
     begin = time.monotonic()
     cache = cache_of(args)
     targets, workspace = resolved_targets(args)

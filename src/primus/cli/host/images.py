@@ -45,10 +45,7 @@ _POLICY = "policy.yaml"
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run every gate on a built image, using the contents of its layers.
-
-    Exit code 1 if a gate fails. Layers are read once; findings are cached until the layer or a rule changes.
-    """
+    """Run every gate on a built image, using the contents of its layers."""
     targets, workspace = resolved_targets(args)
     with choose_progress(args.json) as progress:
         plans = [plan_image(resolved, workspace.stats) for resolved in targets]
@@ -60,11 +57,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def sbom(args: argparse.Namespace) -> int:
-    """List the files that a built image is made of, as in its lock, with the licences that they declare.
-
-    --json prints the SPDX 2.3 document, with checksums, licences and package URLs, that `primus publish` stores beside
-    the image.
-    """
+    """List the files that a built image is made of, as in its lock, with the licences that they declare."""
     resolved, examined = _examined_target(args)
     document = bill(examined.image, *checkout(resolved.root), licences(examined.facts))
     # As in the registry: every character that is not ASCII is escaped.
@@ -74,12 +67,7 @@ def sbom(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
-
-    If the digests differ, the first differing layer and file are named, the second store is kept, and the exit code is
-    1. With --image, nothing is built: every tampering with the published image, its documents or their signatures is
-    named, and so are void statements.
-    """
+    """Rebuild into an empty store from the same downloaded files; compare the digests and run every gate."""
     if args.image:
         return _verify_published(args)
     from primus.engine.pipeline import Options, build  # a fifth of the time of a publish that changes nothing
@@ -119,10 +107,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def why_size(args: argparse.Namespace) -> int:
-    """Show what makes an image large: unpacked bytes per layer and folder, largest first.
-
-    Folders below half a percent of the image are left out.
-    """
+    """Show what makes an image large: unpacked bytes per layer and folder, largest first."""
     resolved, examined = _examined_target(args)
     rows = largest({layer: facts.folders for layer, facts in examined.facts.items()})
     names = ("layer", "folder", "bytes")
@@ -136,10 +121,7 @@ def why_size(args: argparse.Namespace) -> int:
 
 
 def clean(args: argparse.Namespace) -> int:
-    """Free disk space: remove what no image, lock or last build needs.
-
-    Images keep their layers and names. A removed file is made or downloaded again when something needs it.
-    """
+    """Free disk space: remove what no image, lock or last build needs."""
     from primus.engine.upkeep import find_waste, remove  # not for other verbs, as in verify
 
     project = open_project(args)
@@ -209,11 +191,7 @@ def largest(layers: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int
 
 
 def publish(args: argparse.Namespace) -> int:
-    """Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
-
-    An image is refused, with all reasons and exit code 1, if it fails a gate, was not validated, or its commit is not
-    clean. The tag of a release is never moved. The last line is the image name with its digest.
-    """
+    """Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations."""
     _check_repository(args.to, f"nox -s publish-{(args.target or ['TARGET'])[0]} -- --to docker.io/rocm/primus")
     targets, workspace = resolved_targets(args)
     for resolved in targets:
@@ -253,10 +231,7 @@ def publish(args: argparse.Namespace) -> int:
 
 
 def tag(args: argparse.Namespace) -> int:
-    """Move a tag to a published release, forwards after a publish or back to an earlier one.
-
-    Tags of releases (v26.11-cpu) never move; all others may: latest-cpu, v26.11. Nothing is sent but the tag.
-    """
+    """Move a tag to a published release, forwards after a publish or back to an earlier one."""
     _check_repository(args.to, "primus tag latest-cpu v26.11-cpu --to docker.io/rocm/primus")
     before, digest = move_tag(Repository(args.to), args.tag, args.release)
     line = f"{args.to}:{args.tag}: {before or 'new'} → {digest} ({args.release})"
@@ -270,10 +245,7 @@ def _check_repository(name: str, example: str) -> None:
 
 
 def sign(args: argparse.Namespace) -> int:
-    """Sign the evidence of published images, attach it to them in the registry, and set their tags.
-
-    Needs cosign, the registry and the key, but no project: images are built and validated on machines without the key.
-    """
+    """Sign the evidence of published images, attach it to them in the registry, and set their tags."""
     if (signer := _signer(args)) is None:
         raise InputError("--key or --keyless is missing: who signs?", hint="--key cosign.key")
     done = []
@@ -303,11 +275,7 @@ def _verify_published(args: argparse.Namespace) -> int:
 
 
 def audit(args: argparse.Namespace) -> int:
-    """Look up the packages of an image in OSV data of PyPI and Debian, without a network.
-
-    An accepted vulnerability needs a reason and the day of its next review. Exit code 1 if another one is found, or if
-    a review is late.
-    """
+    """Look up the packages of an image in OSV data of PyPI and Debian, without a network."""
     file = Path(args.what)
     if file.is_file():
         bom: Any = read_json(file).data

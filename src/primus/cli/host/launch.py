@@ -22,11 +22,7 @@ from primus.recipes.recipe import Recipe
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes.
-
-    A job that is preempted or loses a node continues from its newest checkpoint; on Kubernetes, with --claim.
-    The plan is shown before anything is submitted: nodes, mesh, tokens per step.
-    """
+    """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes."""
     refuse_others(args, "launch", args.system, ("slurm", "k8s"))
     return (_kubernetes if args.system == "k8s" else _slurm)(args)
 

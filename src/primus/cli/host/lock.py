@@ -55,11 +55,7 @@ def lock(args: argparse.Namespace) -> int:
 
 
 def outdated(args: argparse.Namespace) -> int:
-    """List the pins that have newer versions: the newest that fits all other pins, and the newest of the index.
-
-    Pins of Python indexes are compared, for the channels that build the targets, or for --channel. Debian packages
-    follow their suite: primus lock --refresh. Exit code 3 if an index does not answer.
-    """
+    """List the pins that have newer versions: the newest that fits all other pins, and the newest of the index."""
     outlooks = Outlooks(_resolved(args))
     with ThreadPoolExecutor(4) as pool:
         rows = list(pool.map(outlooks.of, outlooks.uses))
@@ -75,11 +71,7 @@ def outdated(args: argparse.Namespace) -> int:
 
 
 def bump(args: argparse.Namespace) -> int:
-    """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held trains move together.
-
-    Without --write or --commit, the change of versions.yaml and of the locks is shown, with the message of the commit.
-    Comments and the order of versions.yaml stay.
-    """
+    """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held trains move together."""
     args.target = []
     project, rows = open_project(args), _wanted(args)
     if failed := next((row for row in rows if row.error), None):

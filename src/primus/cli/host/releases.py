@@ -45,11 +45,7 @@ def names() -> list[str]:
 
 
 def releases(args: argparse.Namespace) -> int:
-    """List the published images, or show one: versions, sizes, digests, notes.
-
-    Values that were not published are shown as not published; they are never taken from elsewhere. Inside a project,
-    the pins of versions.yaml are listed first, as the next release.
-    """
+    """List the published images, or show one: versions, sizes, digests, notes."""
     history, project = load_history(), _project(args)
     if args.name is not None:
         shown = _choices(args.name, project)
@@ -61,13 +57,7 @@ def releases(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Compare two releases: components, packages, sizes, files, environment, gates, recipes and golden curves.
-
-    Either side is an image of the store (v26.11-cpu), a release that AMD published (v26.8), the current pins
-    (versions.yaml, the release's name, or v26.11-cpu before it is built), an image of a registry
-    (registry.example.com/rocm/primus:v26.11-cpu), or pins of a git revision (HEAD~3, a tag, an earlier release). Files
-    are compared if both images are in the store.
-    """
+    """Compare two releases: components, packages, sizes, files, environment, gates, recipes and golden curves."""
     project = _project(args)
     if project is not None:
         project.workspace.hold()
@@ -87,11 +77,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def release(args: argparse.Namespace) -> int:
-    """Write what madengine needs to train the recipes of an image: models.json, a Dockerfile, and a script.
-
-    The Dockerfile names the built image by its digest, in the repository to which it is published. In DIR,
-    `madengine run --tags primus_pyt_train_llama-3.1-8b` then runs, and writes perf.csv.
-    """
+    """Write what madengine needs to train the recipes of an image: models.json, a Dockerfile, and a script."""
     project = open_project(args)
     names = [args.target] if args.target else project.target_names()
     images = project.workspace.store.images()
@@ -184,12 +170,7 @@ class _Trial:
 
 
 def triage(args: argparse.Namespace) -> int:
-    """Find which moved pins make BAD worse than GOOD: one, or two that suffice alone or act together.
-
-    A point is BAD with some of its pins as in GOOD. Each is locked and built, and ORACLE judges it in a checkout: 0 is
-    good, 125 cannot be judged, others to 127 are bad. Wrong answers are outvoted. Answers are kept in .primus/triage,
-    so the same command goes on after an interruption. Exit code 1: no pin is found.
-    """
+    """Find which moved pins make BAD worse than GOOD: one, or two that suffice alone or act together."""
     if not args.oracle and not args.dry_run:
         raise InputError("the oracle is missing", hint="primus triage GOOD BAD -- COMMAND ...")
     project = Project.find(args.project)

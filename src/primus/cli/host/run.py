@@ -31,10 +31,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def load(args: argparse.Namespace) -> int:
-    """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine of DOCKER_HOST (or of the default socket).
-
-    Nothing is sent if the engine already has the image. The last line is the image ID.
-    """
+    """Load an image as rocm/primus:RELEASE-TARGET into the Docker engine of DOCKER_HOST (or of the default socket)."""
     root = _image_root(args)
     tag = f"rocm/primus:{root.name}"
     image_id, sent = load_image(root, tag)
@@ -44,11 +41,7 @@ def load(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a command in an image, as it would run on a cluster.
-
-    The exit code is that of the command: 128+n if signal n ended it, 127 if the image does not contain it.
-    Without a command, the image's own command runs. Changes outside mounts are discarded.
-    """
+    """Run a command in an image, as it would run on a cluster."""
     if args.command and not args.command[0]:
         raise InputError("the command is empty", hint="leave it out to run the image's own command")
     if args.user == "":
@@ -99,11 +92,7 @@ def _image_root(args: argparse.Namespace) -> RootFs:
 
 
 def validate(args: argparse.Namespace) -> int:
-    """Build the image, train in it and check the results. Each job of the suite runs in its own container.
-
-    All GPUs of the target's kind are used, otherwise the CPU. Writes record.json and report.html. What passed for the
-    same image content, recipe, suite and GPU is not run again. Exit code 1: a job or a check failed.
-    """
+    """Build the image, train in it and check the results. Each job of the suite runs in its own container."""
     if args.record_golden and not args.suite:
         raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
     resolved, workspace = resolved_target(args)

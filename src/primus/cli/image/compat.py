@@ -29,12 +29,7 @@ _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def compat(options: argparse.Namespace) -> int:
-    """Run a command of older documents: find the recipe it asks for and train it.
-
-    COMMAND is the name of the script, followed by its own options; the scripts in the image call this. These options
-    of primus can be added: --dry-run, --proxy, --gpu NAME, --precision NAME, --output DIR, --json, and
-    --allow-unmapped, which leaves out what no recipe can express.
-    """
+    """Run a command of older documents: find the recipe it asks for and train it."""
     environment = dict(os.environ)
     if _STARTED_BY_TORCHRUN in environment and environment.get("LOCAL_RANK", "0") != "0":
         return 0
@@ -111,10 +106,7 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
 
 
 def import_exp(options: argparse.Namespace) -> int:
-    """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location.
-
-    Comments at the end of the recipe name the keys that have no effect, or that --allow-unmapped leaves out.
-    """
+    """Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location."""
     source = read_experiment(options.file, os.environ)
     done = source.translated()
     print(f"what {source.path.name} does not set is as in the recipe {source.recipe}", file=sys.stderr)

@@ -30,12 +30,7 @@ _CONTROL = re.compile("[\0-\b\v-\x1f\x7f-\x9f]")
 
 
 def finetune(options: argparse.Namespace) -> int:
-    """Fine-tune a model on your data: the weights' folder decides the model, the tokenizer and the template.
-
-    The settings are those of the recipe of the same family whose size is nearest; key=value arguments override them.
-    All weights are trained if that fits the GPU's memory, otherwise LoRA adapters. The run exports what it trained to
-    the folder `weights`. Exit codes are those of `primus train`.
-    """
+    """Fine-tune a model on your data: the weights' folder decides the model, the tokenizer and the template."""
     given = _from_weights(options, options.weights, save_weights="true")
     options.overrides = [*options.overrides, f"corpus={options.data}"]
     if options.ranks is None and "ranks" not in given and (names := detect().names):
@@ -95,11 +90,7 @@ def _batch(recipe: Recipe) -> int:
 
 
 def data(options: argparse.Namespace) -> int:
-    """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents with their mask.
-
-    key=value arguments are those of train: corpus=FILE, tokenizer=FOLDER, data.column=NAME, seq_len=N. The words that
-    are trained are green, or between ⟦ and ⟧ where the output has no color.
-    """
+    """Report a corpus as a run would train it: documents, tokens, what is cut, and some documents with their mask."""
     if options.recipe.startswith(HUB) or Path(options.recipe).is_dir():
         _from_weights(options, options.recipe)
     elif not (options.gpu or options.proxy or detect().names):
@@ -129,11 +120,7 @@ def data(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint as a model folder, which transformers and inference engines load.
-
-    The checkpoint can be of any backend and any number of ranks. One process reads it, without a GPU, and needs memory
-    for two copies of the model.
-    """
+    """Write the weights of a checkpoint as a model folder, which transformers and inference engines load."""
     if options.folder.is_dir() and any(options.folder.iterdir()):
         raise InputError(f"{options.folder} is not empty", hint="name a new folder")
     checkpoint = newest_checkpoint(options.checkpoint)

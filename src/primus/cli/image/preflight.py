@@ -15,14 +15,7 @@ from primus.terminal import Screen, counted
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
-
-    Each problem is printed with its remedy. --quick only reads files of the kernel, such as those in /proc and /sys;
-    otherwise the write speed of the output folder is measured, too. --benchmark also measures matrix products, memory,
-    all-reduce and all-to-all of the GPUs. --burn-in names each GPU that computes, keeps or sends wrong values.
-    --expect, --gpu and --expect-nics say what the machine must have. Without --expect, it must have a GPU.
-    Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
-    """
+    """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network."""
     if options.nodes:
         return _compare(options)
     if not options.root.is_dir():

@@ -74,10 +74,7 @@ def resolved(options: argparse.Namespace, *, here: bool = True, memory: float | 
 
 
 def list_recipes(options: argparse.Namespace) -> int:
-    """List the recipes with their backends, modes, precisions and the GPUs that support them.
-
-    Every recipe also has a proxy: a small model that uses the same code. --proxy trains it, also on a CPU.
-    """
+    """List the recipes with their backends, modes, precisions and the GPUs that support them."""
     for name in _CHOICES:
         if (word := getattr(options, name)) is not None:
             among(name, word, values_of(name), f"--{name} {word}")
@@ -102,20 +99,13 @@ def list_recipes(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show a recipe as it would run: every setting with its source, and which optimizations are on, and why.
-
-    Nothing is started and no GPU is needed: --gpu names the GPU to resolve the recipe for.
-    """
+    """Show a recipe as it would run: every setting with its source, and which optimizations are on, and why."""
     recipe = resolved(options)
     return answer(options, _document(recipe), _lines(recipe, Screen.of()))
 
 
 def fit(options: argparse.Namespace) -> int:
-    """Predict the memory that a recipe needs on one GPU, and the largest micro batch that fits.
-
-    Nothing is started and no GPU is needed: --gpu names the GPU to predict for.
-    Exit code 0: it fits, or is tight; 1: it does not fit; 2: invalid input.
-    """
+    """Predict the memory that a recipe needs on one GPU, and the largest micro batch that fits."""
     recipe = resolved(options)
     total = gpu_bytes(recipe.gpu)
     if total is None:
@@ -302,11 +292,7 @@ class Projection(NamedTuple):
 
 
 def project(options: argparse.Namespace) -> int:
-    """Predict memory, tokens per second, MFU and days of training for numbers of nodes, from published runs.
-
-    Nothing is started and no GPU is needed. If the recipe's own layout does not fit, the first of TP and PP that does
-    is taken. Exit code 0: a layout fits on some number of nodes; 1: on none; 2: invalid input.
-    """
+    """Predict memory, tokens per second, MFU and days of training for numbers of nodes, from published runs."""
     rows = []
     for nodes in _nodes(options.nodes):
         choices = Choices(

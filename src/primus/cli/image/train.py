@@ -31,11 +31,7 @@ from primus.training.outcome import Outcome
 
 
 def train(options: argparse.Namespace) -> int:
-    """Run a recipe on this machine: start its ranks, show the loss, and check the results.
-
-    key=value arguments override settings; the backend's name can be omitted, as in steps=5 or tp=2. Exit code 1: the
-    job or a check failed; 3: the machine lacks something that the job needs.
-    """
+    """Run a recipe on this machine: start its ranks, show the loss, and check the results."""
     # An existing folder that the caller names also gets the reason of a refusal.
     named: Path | None = options.output
     try:
@@ -313,10 +309,7 @@ def _success(job: Job, ended: Outcome) -> Iterator[str]:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html with curves.
-
-    The first run is the baseline. The exit code is 0 whether the runs passed or not.
-    """
+    """Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html with curves."""
     if len(options.runs) > html.MOST_RUNS:
         raise InputError(f"{len(options.runs)} runs are too many", hint=f"compare at most {html.MOST_RUNS}")
     runs, left_out = read_all(options.runs)

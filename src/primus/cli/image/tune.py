@@ -36,15 +36,7 @@ _GIB = 2**30
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`).
-
-    `throughput` tries optimizations, activation checkpointing and micro batches that fit into memory, each in a short
-    training run. After an interruption, run the same command again: finished runs are not repeated.
-
-    `gemm` has three stages: `dump` trains a few steps and records the GEMMs, `tune` measures each on all GPUs with
-    PyTorch's TunableOp, `use` trains with the result, which is valid for one version of PyTorch, GPU and recipe.
-    Exit code 1: the recipe failed, or GEMMs could not be measured; 3: PyTorch or the GPUs are missing.
-    """
+    """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`)."""
     refuse_others(options, "tune", options.what, ("gemm", "throughput"))
     recipe = resolved(options)
     if options.what == "throughput":

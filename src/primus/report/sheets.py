@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,8 @@ from primus.yamlfile import read_values
 COLUMNS: Any = read_values(Path(__file__).with_name("columns.yaml")).data
 
 
-def perf_csv(runs: Sequence[Run]) -> str:
-    """Return one row per run: its throughput, and whether every check passed. Columns without a value are empty."""
-    return _text("perf", [_perf(run) for run in runs])
-
-
-def _perf(run: Run) -> dict[str, str]:
+def perf_row(run: Run) -> dict[str, str]:
+    """Return the row of a run: its throughput, and whether every check passed. Columns without a value are empty."""
     metric, value = _throughput(run)
     gpu = by_product_name(run.product) if run.product else None
     return _row(
@@ -30,11 +26,6 @@ def _perf(run: Run) -> dict[str, str]:
 
 def _row(sheet: str, run: Run, **values: object) -> dict[str, str]:
     return {name: form.format(run=run, **values) for name, form in COLUMNS[sheet].items()}
-
-
-def benchmark_csv(rows: Sequence[Mapping[str, str]], *, header: bool = True) -> str:
-    """Return the rows of :func:`benchmark_rows` as CSV. Leave out the header to append them to a file."""
-    return _text("benchmark", rows, header=header)
 
 
 def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = None) -> list[dict[str, str]]:
@@ -73,7 +64,8 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{float(f'{value:.6g}'):.10f}".rstrip("0").rstrip(".")
 
 
-def _text(sheet: str, rows: Sequence[Mapping[str, str]], *, header: bool = True) -> str:
+def text_of(sheet: str, rows: Iterable[Mapping[str, str]], *, header: bool = True) -> str:
+    """Return the rows of the sheet "perf" or "benchmark" as CSV. Leave out the header to append them to a file."""
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS[sheet], lineterminator="\n")
     if header:

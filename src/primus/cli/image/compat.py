@@ -97,7 +97,7 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
     for file in (Path("..") / f"perf_{model}.csv", output / f"perf_{model}.csv"):
         try:
             with file.open("a", encoding="utf-8", newline="") as out:
-                out.write(sheets.benchmark_csv(rows, header=not out.tell()))
+                out.write(sheets.text_of("benchmark", rows, header=not out.tell()))
         except OSError as error:
             print(f"{command}: cannot write {file}: {error.strerror}", file=sys.stderr)
             continue

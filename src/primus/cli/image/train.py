@@ -315,7 +315,8 @@ def report(options: argparse.Namespace) -> int:
     runs, left_out = read_all(options.runs)
     for error in left_out:
         print(f"primus report: left out: {error}", file=sys.stderr)
-    files = {"perf.csv": sheets.perf_csv(runs), **_of_models(runs), "report.html": html.comparison(runs)}
+    perf = sheets.text_of("perf", map(sheets.perf_row, runs))
+    files = {"perf.csv": perf, **_of_models(runs), "report.html": html.comparison(runs)}
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (options.out / name).write_text(text, encoding="utf-8")
@@ -335,8 +336,8 @@ def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
     stems = {run.recipe: Path(run.recipe).stem if "/" in run.recipe else run.recipe for run in runs}
     names = {recipe: f"perf_{re.sub(r'[^A-Za-z0-9._+-]', '_', stem)[:100]}.csv" for recipe, stem in stems.items()}
     return {
-        file: sheets.benchmark_csv(
-            [row for run in runs if names[run.recipe] == file for row in sheets.benchmark_rows(run)]
+        file: sheets.text_of(
+            "benchmark", [row for run in runs if names[run.recipe] == file for row in sheets.benchmark_rows(run)]
         )
         for file in dict.fromkeys(names.values())
     }

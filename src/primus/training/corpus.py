@@ -32,20 +32,12 @@ from primus.yamlfile import read_values
 _TABLE: Mapping[str, Any] = read_values(Path(__file__).with_name("corpus.yaml")).data
 TOKENIZER_FILES: Sequence[str] = _TABLE["tokenizer"]
 WEIGHTS: Sequence[str] = _TABLE["weights"]
-_HINT = (
-    "readable: .txt (blank lines between documents), JSON (one object per line, or a list), Parquet, CSV and Arrow; "
-    "data.column=NAME names the column of the text or of the chat messages"
-)
 _BLOCK = 1 << 20
 _ROLES = ("user", "assistant")
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 _BESIDE = re.compile("|".join(_TABLE["beside"]), re.IGNORECASE)
 # Files of one split, except data-00000-of-00001.arrow, which `save_to_disk` writes to the folder of each split.
 _PART = re.compile(r"(?!data-)([A-Za-z0-9_.]+)-\d{5}-of-\d{5}")
-_ALPACA = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{}\n\n{}### Response:\n"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +190,7 @@ def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
 
 
 def _unreadable(message: str, where: str) -> InputError:
-    return InputError(message, where=where, hint=_HINT)
+    return InputError(message, where=where, hint=_TABLE["readable"])
 
 
 def _head(file: Path) -> bytes:
@@ -443,7 +435,7 @@ def _alpaca(row: Mapping[Any, Any], where: str) -> Document:
     instruction, output = (_text(row[name], name, where) for name in ("instruction", "output"))
     context = "" if row.get("input") is None else _text(row["input"], "input", where)
     more = ", paired with an input that provides further context" if context else ""
-    text = _ALPACA.format(more, instruction, f"### Input:\n{context}\n\n" if context else "")
+    text = _TABLE["alpaca"].format(more, instruction, f"### Input:\n{context}\n\n" if context else "")
     turns = [{"role": "user", "content": f"{instruction}\n{context}" if context else instruction},
              {"role": "assistant", "content": output}]  # fmt: skip
     before = [] if row.get("history") is None else row["history"]

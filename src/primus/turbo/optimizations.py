@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError, nearest
 from primus.gpus.table import arch_of, generation
+from primus.recipes.architecture import arguments
 from primus.recipes.choose import CPU
 from primus.recipes.setting import Setting
 from primus.yamlfile import read_values, spell
@@ -248,14 +249,9 @@ def shapes_of(recipe: Recipe) -> Shapes:
         ffn=model.ffn_size or 4 * model.heads * model.head_size,
         heads=heads,
         kv_heads=heads if latent or not model.kv_heads else max(1, model.kv_heads // tensor_ranks),
-        head_dim=model.query_size,
-        v_dim=model.value_size,
         rotated=model.mla.qk_rope_head_dim if latent else model.head_size,
         vocabulary=model.vocab_size or 1024,
-        window=model.window,
         causal=not model.of_images,
-        experts=model.moe.experts,
-        top_k=model.moe.top_k,
-        expert_ffn=model.moe.ffn_size,
         shards=max(1, recipe.data_parallel // recipe.degree("replicas")),
+        **arguments(model, OPTIMIZATIONS_FILE.with_name("shapes.yaml"), "model"),
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from primus.recipes.architecture import Architecture, arguments as arguments_of
 from primus.recipes.family import family
 from primus.recipes.setting import Value
+from primus.yamlfile import read_values
 
 if TYPE_CHECKING:
     from primus.training.job import Job
@@ -64,10 +65,11 @@ def toml(job: "Job") -> str:
     """Return the text of ``torchtitan.toml``."""
     recipe = job.recipe
     enabled = recipe.find("torchtitan.checkpoint.interval", 0) > 0
+    tables: Any = read_values(_ARGUMENTS).data
     settings: dict[str, Value] = {
-        # By default, torchtitan 0.2.2 saves only weights after the last step, and no run can resume from those.
-        "checkpoint.last_save_model_only": False,
+        **tables["usual"],
         **recipe.section("torchtitan"),
+        **tables["fixed"],
         "job.dump_folder": str(job.output),
         "job.description": recipe.name,
         "model.name": model_name(recipe.architecture),
@@ -75,19 +77,13 @@ def toml(job: "Job") -> str:
         "model.hf_assets_path": str(recipe.asset("tokenizer") or ""),
         "training.dataset": DATASET,
         "training.dataset_path": str(recipe.asset("corpus") or recipe.get("assets.corpus", str)),
-        "metrics.log_freq": 1,
-        "metrics.disable_color_printing": True,
         "checkpoint.enable": enabled,
     }
     if job.resume_from is not None or recipe.find(INITIAL, False):
         # Otherwise, torchtitan trains random weights without a word if no checkpoint is saved.
         settings |= {"checkpoint.load_only": not enabled, "checkpoint.enable": True}
     if job.resume_from is not None:
-        settings |= {
-            "checkpoint.initial_load_in_hf": False,
-            "checkpoint.initial_load_path": str(job.resume_from),
-            "checkpoint.initial_load_model_only": False,
-        }
+        settings |= {**tables["resuming"], "checkpoint.initial_load_path": str(job.resume_from)}
     # JSON's lists, text, numbers and booleans are valid TOML.
     texts = {key: json.dumps(value, ensure_ascii=False) for key, value in settings.items() if value is not None}
     return "".join(f"{key} = {text}\n" for key, text in texts.items())

@@ -158,23 +158,17 @@ class Backend:
 
     The checks raise InputError if the data or weights are missing, damaged, or not the recipe's. ``tokenize`` writes
     the tokens for the ranks to the job's ``cache``, and takes and keeps them in a folder that runs share. ``files``
-    returns name → text of the files that the ranks read besides ``job.json``, and ``arguments`` each rank's
-    command-line arguments.
+    returns name → text of the files that the ranks read besides ``job.json``.
     """
 
     check_data: Callable[[Recipe], None] = _check_text
     tokenize: Callable[[Job, Path | None, Callable[[str], None]], None] = _tokenize
     check_weights: Callable[[Recipe], None] = lambda _: None
     files: Callable[[Job], Mapping[str, str]] = lambda _: {}
-    arguments: Callable[[Job], list[str]] = lambda job: [str(job.output)]
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "torchtitan": Backend(
-        check_weights=_check_initial,
-        files=lambda job: {torchtitan.FILE: torchtitan.toml(job)},
-        arguments=lambda job: ["--job.config_file", str(job.output / torchtitan.FILE)],
-    ),
+    "torchtitan": Backend(check_weights=_check_initial, files=lambda job: {torchtitan.FILE: torchtitan.toml(job)}),
     "megatron": Backend(check_weights=_check_initial),
     "finetune": Backend(check_weights=finetune.check_weights),
     "flux": Backend(

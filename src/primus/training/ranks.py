@@ -68,7 +68,7 @@ def files(job: Job) -> dict[str, str]:
 
 def argv(job: Job, python: str, variables: Mapping[str, str]) -> list[str]:
     """Return the command that starts all ranks of ``job`` on this machine, in the environment ``variables``."""
-    module = ["-m", f"primus.training.{job.recipe.backend}.entry", *backend_of(job.recipe).arguments(job)]
+    module = ["-m", f"primus.training.{job.recipe.backend}.entry", str(job.output)]
     count = str(job.recipe.get("ranks", int))
     if job.recipe.get("nodes", int) == 1:
         return [python, "-m", "primus.training.launcher", count, *job.wrap, python, "-u", *module]

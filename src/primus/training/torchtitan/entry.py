@@ -1,7 +1,7 @@
-"""One rank of a torchtitan job: ``python -m primus.training.torchtitan.entry --job.config_file FILE``.
+"""One rank of a torchtitan job: ``python -m primus.training.torchtitan.entry OUTPUT_FOLDER``.
 
 torchtitan's own trainer trains. This module registers the model dimensions and the corpus of the recipe (``job.json``
-beside the config file) with it, and records what ran.
+there) with it, and records what ran.
 """
 
 import json
@@ -257,6 +257,7 @@ def _arguments(cls: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    output = Path(sys.argv[sys.argv.index("--job.config_file") + 1]).parent
+    output = Path(sys.argv[1])
+    sys.argv[1:] = ["--job.config_file", str(output / render.FILE)]
     with noting(output):
         main(output)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,8 @@ def write_refusal(error: PrimusError, folder: Path) -> None:
     """Record why a run was not started, if its ``folder`` exists, can be written to, and contains no run."""
     if not folder.is_dir() or (folder / "log.txt").exists() or (folder / "checkpoint").exists():
         return
-    try:
+    with suppress(OSError):  # the error itself is printed in any case
         write_result(RunResult(exit_code=error.exit_code, passed=False, refused=str(error).partition("\n")[0]), folder)
-    except OSError:
-        return  # the error itself is printed in any case
 
 
 @dataclass(frozen=True, kw_only=True)

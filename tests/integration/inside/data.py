@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from primus.recipes.architecture import Architecture, DiffusionTransformer, MixtureOfExperts
 from primus.training.finetune.models import FineTuned, config_of
-from primus.training.flux.backend import FluxConfig
 from primus.training.flux.latents import Images, packed
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.data import Documents, Mock
@@ -62,7 +61,7 @@ def check_cached_latents_are_read_with_their_own_noise() -> None:
     with TemporaryDirectory() as folder:
         save_file(stored, Path(folder) / "some.safetensors")
         given: Any = SimpleNamespace(model=model, training=training, assets={"corpus": folder})
-        data = Images(given, FluxConfig())
+        data = Images(given)
         batch = data.batch(0, 3)
         again = data.batch(3, 3)
         job = {

@@ -7,7 +7,7 @@ width] as scaled by the VAE, ``text`` [images, tokens, width] and ``pooled`` [im
 import json
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from primus.errors import InputError
 from primus.files import read_bytes
@@ -23,12 +23,10 @@ class FluxConfig:
     """The settings of FLUX training.
 
     ``weights`` are the initial weights: "random" (from the seed), or a folder with the safetensors files of diffusers'
-    transformer. ``times`` is the distribution of the noise levels in 0 … 1. ``guidance`` is the scale passed to a model
-    with guidance embeddings.
+    transformer. ``guidance`` is the scale passed to a model with guidance embeddings.
     """
 
     weights: str = "random"
-    times: Literal["logit_normal", "uniform"] = "logit_normal"
     guidance: float = bounded(1.0, "[0, inf)")
 
 

@@ -25,7 +25,7 @@ def main(job: RankJob, device: torch.device) -> None:
     # with the same layout of query, key and value, with the gradient layout of the first call. FLUX's two kinds of
     # blocks share the former but not the latter.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    data = latents.Images(job, config)
+    data = latents.Images(job)
     model = transformer(job.model)
     if "flash-attention-4" in job.turbo:
         attend_in_diffusers()

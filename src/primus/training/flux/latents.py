@@ -7,7 +7,7 @@ import torch
 from typing_extensions import override
 
 from primus.recipes.recipe import MOCK
-from primus.training.flux.backend import KEYS, FluxConfig
+from primus.training.flux.backend import KEYS
 from primus.training.loop.config import RankJob
 from primus.training.loop.data import generator_of, place_of
 from primus.training.loop.session import Batch, Data
@@ -27,12 +27,11 @@ class Images(Data):
     images are small variations. The noise of a sample and its level depend on the sample's number.
     """
 
-    def __init__(self, job: RankJob, config: FluxConfig) -> None:
+    def __init__(self, job: RankJob) -> None:
         from safetensors import safe_open
 
         dit, corpus = job.model.dit, job.assets["corpus"]
         self._seed = job.training.seed
-        self._uniform = config.times == "uniform"
         tokens = dit.image_tokens + dit.text_tokens
         if job.training.seq_len != tokens:
             raise SystemExit(f"seq_len is {job.training.seq_len}, but image and text have {tokens} tokens")
@@ -69,7 +68,5 @@ class Images(Data):
             generator = generator_of(self._seed + 1, number)
             sample = self._sample(number)
             noise = torch.randn(sample["latents"].shape, generator=generator)
-            draw = torch.rand if self._uniform else torch.randn
-            level = draw((), generator=generator)
-            samples.append({**sample, "noise": noise, "time": level if self._uniform else level.sigmoid()})
+            samples.append({**sample, "noise": noise, "time": torch.randn((), generator=generator).sigmoid()})
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}

@@ -8,13 +8,13 @@ import lzma
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from primus.files import json_if_readable
 from primus.recipes.recipe import MOCK
 from primus.training.mock import texts
 from primus.yamlfile import read_values
@@ -163,12 +163,11 @@ def _packed(documents: list[_Labelled], length: int) -> list[list[_Labelled]]:
 
 
 class _Images(_Ordered):
-    """Images with noise and a time, uniform or the logistic function of a normal number, by another seed."""
+    """Images with noise and a time, the logistic function of a normal number, by another seed."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
         dit = job["model"]["dit"]
-        self._uniform = job["config"].get("times", "logit_normal") == "uniform"
         if job["assets"]["corpus"] != MOCK:
             self._stored = list(_cached(Path(job["assets"]["corpus"])))
             return
@@ -183,8 +182,7 @@ class _Images(_Ordered):
     def _sample(self, number: int) -> Batch:
         image, generator = super()._sample(number), _generator(self._seed + 1, number)
         noise = torch.randn(image["latents"].shape, generator=generator)
-        time = torch.rand((), generator=generator) if self._uniform else torch.randn((), generator=generator).sigmoid()
-        return image | {"noise": noise, "time": time}
+        return image | {"noise": noise, "time": torch.randn((), generator=generator).sigmoid()}
 
     def _drawn(self, generator: torch.Generator) -> Batch:
         prompt = int(torch.randint(16, (), generator=generator))
@@ -327,7 +325,7 @@ class _Words:
         self._tokenizer = _tokenizer(folder)
         self.template = self._tokenizer.chat_template
         self._marks = marks(folder)
-        if settings(folder, "tokenizer_config.json").get("add_bos_token") is False:
+        if json_if_readable(folder / "tokenizer_config.json").get("add_bos_token") is False:
             self._marks.pop("bos_token_id", None)
 
     def plain(self, text: str) -> list[int]:
@@ -402,20 +400,12 @@ def _tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def settings(folder: Path, name: str) -> dict[str, Any]:
-    """Return the content of a JSON file in ``folder``; nothing if there is none."""
-    file = folder / name
-    with suppress(OSError, ValueError):
-        return json.loads(file.read_text(encoding="utf-8"))
-    return {}
-
-
 def marks(folder: Path) -> dict[str, int]:
     """Return the ``bos_token_id`` and ``eos_token_id`` of the tokenizer in ``folder``, those that it has."""
     tokenizer = _tokenizer(folder)
     numbers = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id")}
     for name in ("generation_config.json", "config.json"):
-        end = settings(folder, name).get("eos_token_id")
+        end = json_if_readable(folder / name).get("eos_token_id")
         end = next(iter(end), None) if isinstance(end, list) else end
         if tokenizer.eos_token is None and end is not None and end >= 0:
             numbers["eos_token_id"] = end

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from primus.files import json_if_readable
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import described, family
 from primus.training.reference import data
@@ -111,7 +112,7 @@ def _other_tokens(folder: Path, tokenizer: Path, initial: Path) -> Iterator[str]
         if (source := tokenizer / file.name).is_file() and file.read_bytes() != source.read_bytes():
             yield f"{file.name} is not the tokenizer's"
     for name in ("config.json", "generation_config.json"):
-        config, before = (data.settings(where, name) for where in (folder, initial))
+        config, before = (json_if_readable(where / name) for where in (folder, initial))
         for key, number in data.marks(tokenizer).items():
             if key in config and config[key] not in (number, before.get(key)):
                 yield f"{name}: {key} is {config[key]}, not {number}"

@@ -27,11 +27,7 @@ empty = partial(init_empty_weights, include_buffers=False)
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate a sharded model on ``device``. Parameters are undefined; buffers keep their values."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
 
 
 @torch.no_grad()

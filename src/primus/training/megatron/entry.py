@@ -1,21 +1,17 @@
 """One rank of a Megatron job: ``python -m primus.training.megatron.entry OUTPUT_FOLDER``."""
 
-import json
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from primus.training.failure import noting
-
-if TYPE_CHECKING:
-    from primus.training.loop.config import RankJob
+from primus.training.loop.config import RankJob, read_job
 
 
 def main(folder: str) -> None:
     """Train the job in the output folder ``folder``. Raises the errors of Megatron."""
-    if not json.loads((Path(folder) / "job.json").read_text(encoding="utf-8"))["config"].get("torch_fsdp2"):
+    if not read_job(Path(folder)).config.get("torch_fsdp2"):
         # Kernels then start in the order of their launches, which overlapping tensor-parallel communication requires.
         # FSDP2's collectives would wait for the computation.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -29,7 +25,7 @@ def main(folder: str) -> None:
         cpu.apply()
     from primus.training.loop import data, process, train
 
-    def run(job: "RankJob", device: torch.device) -> None:
+    def run(job: RankJob, device: torch.device) -> None:
         from primus.training.megatron.session import MegatronSession
 
         train.run(job, device, MegatronSession(job, device), data.text(job))

@@ -2,15 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from primus.recipes.architecture import Architecture, arguments as arguments_of
 from primus.recipes.family import family
 from primus.recipes.setting import Value
+from primus.training.job import Job
 from primus.yamlfile import read_values
-
-if TYPE_CHECKING:
-    from primus.training.job import Job
 
 FILE = "torchtitan.toml"
 _ARGUMENTS = Path(__file__).with_name("arguments.yaml")
@@ -61,7 +59,7 @@ def _experts(model: Architecture, precision: str) -> dict[str, Any]:
     }
 
 
-def toml(job: "Job") -> str:
+def toml(job: Job) -> str:
     """Return the text of ``torchtitan.toml``."""
     recipe = job.recipe
     enabled = recipe.find("torchtitan.checkpoint.interval", 0) > 0

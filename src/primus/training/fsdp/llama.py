@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,18 +93,15 @@ class _Attention(nn.Module):
         self.key = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.out = nn.Linear(model.heads * self.size, model.hidden_size, bias=False)
-        if model.qk_norm:
-            self.query_norm = nn.RMSNorm(self.size, eps=model.norm_eps)
-            self.key_norm = nn.RMSNorm(self.size, eps=model.norm_eps)
-        self._normed = model.qk_norm
+        norm = partial(nn.RMSNorm, self.size, eps=model.norm_eps) if model.qk_norm else nn.Identity
+        self.query_norm, self.key_norm = norm(), norm()
 
     def forward(self, states: Tensor, cosine: Tensor, sine: Tensor, mask: Any) -> Tensor:
         length = states.shape[1]
         query, key, value = (
             project(states).unflatten(-1, (-1, self.size)) for project in (self.query, self.key, self.value)
         )
-        if self._normed:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = self.query_norm(query), self.key_norm(key)
         query, key = (_turned(part, cosine[:length, None], sine[:length, None]) for part in (query, key))
         if flash := attention.FLASH.get(self._attend):
             mixed = flash(query, key, value, window=self._window if self._window < length else 0)

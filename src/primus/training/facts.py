@@ -23,7 +23,7 @@ import torch.distributed as dist
 from primus.files import write_file
 from primus.yamlfile import read_values
 
-_NAMES: Any = read_values(Path(__file__).with_name("facts.yaml")).data
+NAMES: Any = read_values(Path(__file__).with_name("facts.yaml")).data
 
 
 def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
     trained = (name for part in parts for name, parameter in part.named_parameters() if parameter.requires_grad)
     versions = {}
-    for name in _NAMES["packages"]:
+    for name in NAMES["packages"]:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return {
@@ -93,8 +93,8 @@ def watching(
 
     modules: dict[str, Any] = {name: module for part in parts for name, module in part.named_modules()}
     kinds = {name: type(module).__name__ for name, module in modules.items()}
-    linears = [name for name, m in modules.items() if isinstance(m, linear_types) or kinds[name] in _NAMES["converted"]]
-    plain = [name for name in linears if kinds[name] not in _NAMES["converted"]]
+    linears = [name for name, m in modules.items() if isinstance(m, linear_types) or kinds[name] in NAMES["converted"]]
+    plain = [name for name in linears if kinds[name] not in NAMES["converted"]]
     hooks = [] if compiled else [modules[name].register_forward_hook(note) for name in plain]
     seen: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -142,7 +142,7 @@ def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
     """
     counts, flops = Counter[str](), Counter[str]()
     for event in events:
-        if event.name() not in _NAMES["products"]:
+        if event.name() not in NAMES["products"]:
             continue
         place = 2 if event.name() == "aten::addmm" else 1
         dtypes, shapes = event.dtypes(), event.shapes()
@@ -162,7 +162,7 @@ def _gpu_kernels(events: Sequence[Any]) -> list[str]:
     timed: Counter[str] = Counter()
     for event in events:
         on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA
-        if on_gpu and any(word in event.name() for word in _NAMES["kernels"]):
+        if on_gpu and any(word in event.name() for word in NAMES["kernels"]):
             timed[event.name()] += event.duration_ns()
     return [name for name, _ in timed.most_common(12)]
 

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from primus.training.facts import NAMES
+
 # PyTorch 2.13 renamed this function, and warns about the old name.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
@@ -73,11 +75,7 @@ def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[
     }
 
 
-# A block of a transformer, and the layer that makes logits or, in FLUX, the velocity.
-_BLOCK = re.compile(r"(?:^|\.)((?:single_)?transformer_blocks|layers)\.(\d+)")
-_OUTPUT = re.compile(r"(?:.*\.)?(?:output|lm_head|output_layer|proj_out)")
-# Wrappers around modules, which add their names.
-_WRAPPER = re.compile(r"\.?(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\b")
+_BLOCK, _OUTPUT, _WRAPPER = (re.compile(NAMES[kind]) for kind in ("block", "output", "wrapper"))
 
 Tensors = dict[str, torch.Tensor]
 

@@ -5,7 +5,7 @@ Nothing here is imported unless a job requests an optimization.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -194,29 +194,23 @@ def _fuse_steps(optimizers: Iterable[Any]) -> None:
 def changed_spec(spec: Any, names: Sequence[str]) -> Any:
     """Return a torchtitan train spec whose model has the requested layers."""
 
+    fused = "linear-cross-entropy" in names
+
     def parallelize(model: Any, *args: Any, **kwargs: Any) -> Any:
-        _change_layers(model, names)
+        if fused:
+            model.output.__class__ = LossHead
+        for name, attend in (("flash-attention-4", flash_attention_4), ("turbo-attention", primus_turbo.attention)):
+            for layer in model.layers.values() if name in names else ():
+                layer.attention.inner_attention = Attention(attend)
         return spec.parallelize_fn(model, *args, **kwargs)
 
-    build = _loss(spec.build_loss_fn) if "linear-cross-entropy" in names else spec.build_loss_fn
-    return dataclasses.replace(spec, parallelize_fn=parallelize, build_loss_fn=build)
-
-
-def _change_layers(model: Any, names: Sequence[str]) -> None:
-    if "linear-cross-entropy" in names:
-        model.output.__class__ = LossHead
-    for name, attend in (("flash-attention-4", flash_attention_4), ("turbo-attention", primus_turbo.attention)):
-        for layer in model.layers.values() if name in names else ():
-            layer.attention.inner_attention = Attention(attend)
-
-
-def _loss(build: Callable[..., Any]) -> Callable[..., Any]:
-    def build_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        whole = build(*args, **kwargs)
+    def build_loss(*args: Any, **kwargs: Any) -> Any:
+        whole = spec.build_loss_fn(*args, **kwargs)
         # The head has already computed the sum; validation still passes logits.
         return lambda pred, labels: pred if pred.dim() == 0 else whole(pred, labels)
 
-    return build_loss_fn
+    loss = {"build_loss_fn": build_loss} if fused else {}
+    return dataclasses.replace(spec, parallelize_fn=parallelize, **loss)
 
 
 def changed_trainer(trainer: type, names: Sequence[str]) -> type:

@@ -30,7 +30,7 @@ _VARIABLES: Any = read_values(Path(__file__).with_name("environment.yaml")).data
 def job_file(job: Job) -> str:
     """Return the text of ``job.json``, which the ranks read and which records the request."""
     recipe = job.recipe
-    of_recipe = ("backend", "mode", "precision", "gpu", "world_size", "accumulation", "data_parallel")
+    of_recipe = ("backend", "mode", "precision", "gpu", "world_size", "accumulation", "data_parallel", "global_batch")
     content = {
         **{name: getattr(job, name) for name in ("name", "first_step", "last_step", "examined", "verify_steps")},
         "output": str(job.output),

@@ -71,10 +71,6 @@ class Place:
         self.tuned = root / "gemm_tune" / "tunableop_results%d.csv"
         self.key = self.tuned.parent / "key.json"
 
-    def work(self, key: Key) -> Path:
-        """Return the folder of finished parts, which are valid for one key."""
-        return self.tuned.parent / "work" / key.digest
-
 
 def dumping(place: Place, node: str) -> dict[str, str]:
     """Return the environment variables that make a run record its GEMMs. PyTorch adds the device's number."""

@@ -61,7 +61,7 @@ def _tune_gemms(recipe: Recipe, place: Place, options: argparse.Namespace) -> in
     if not gpus:
         raise HostError("there is no GPU on this machine, or the environment hides all", hint="run it on a GPU")
     key = _key_here(recipe)
-    work = place.work(key)
+    work = place.tuned.parent / "work" / key.digest  # of finished parts, which are valid for one key
     with alone(work.parent):
         note(options, f"{counted(len(shapes), 'shape')}; {counted(len(gpus), 'GPU')}")
         validators, rows = measure(shapes, work, gpus)

@@ -102,6 +102,7 @@ class RankJob:
     identity: Mapping[str, Any]
     world_size: int
     data_parallel: int
+    global_batch: int
     accumulation: int
     witness: bool
     examined: Sequence[int]
@@ -109,11 +110,6 @@ class RankJob:
     turbo: tuple[str, ...]
     evaluation: Mapping[str, int]
     verify_steps: int = 0
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return self.training.micro_batch_size * self.data_parallel * self.accumulation
 
     def section(self, kind: type[Section], under: str = "") -> Section:
         """Return the keys below ``under`` as the frozen dataclass ``kind``. Missing keys have their defaults."""

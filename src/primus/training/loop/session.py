@@ -42,14 +42,12 @@ class Session(Protocol):
 
     ``model_parts`` are the modules of this rank (several with interleaved pipelines), for facts and digests.
     ``linear_types`` are the classes that count as linear layers when dtypes are recorded: see ``facts.watching``.
+    ``data_rank`` is the number of this rank's share of the global batch, from 0 to the job's ``data_parallel`` − 1.
     """
 
     model_parts: Sequence[torch.nn.Module]
     linear_types: tuple[type, ...]
-
-    @property
-    def data_rank(self) -> int:
-        """The number of this rank's share of the global batch, from 0 to the job's ``data_parallel`` − 1."""
+    data_rank: int
 
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:
         """Compute the gradient of (sum of all losses over all data-parallel ranks) ÷ ``terms`` for micro-batches on the
@@ -223,6 +221,7 @@ class Sharded(Session):
         self._summed = loss
         self._config = job.training
         self._device = device
+        self.data_rank = dist.get_rank()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         implementation = {"foreach": True} if device.type == "cpu" else {"fused": True}
         self._optimizer = torch.optim.AdamW(
@@ -236,11 +235,6 @@ class Sharded(Session):
             self._fused_step = Step(self._optimizer)
         # Ranks have different seeds, so that dropout differs between them.
         torch.manual_seed(self._config.seed + dist.get_rank())
-
-    @property
-    @override
-    def data_rank(self) -> int:
-        return int(dist.get_rank())
 
     @override
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> Tensor:

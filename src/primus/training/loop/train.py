@@ -190,11 +190,6 @@ class Evaluation:
         """Return whether to evaluate after ``step``: every ``eval.every`` steps, and after the last one."""
         return step % self._job.evaluation["every"] == 0 or step == self._job.last_step
 
-    @property
-    def over(self) -> bool:
-        """Whether the run is to end early."""
-        return 0 < self._job.evaluation["patience"] <= self._worse
-
     def loss(self) -> float:
         """Return the mean loss of all held-out labels. All ranks."""
         session, data, size = self._session, self._data, self._job.training.micro_batch_size
@@ -208,8 +203,11 @@ class Evaluation:
         total, terms = session.total(torch.stack(sums).sum(0)).tolist()
         return float(total / terms)
 
-    def run(self, step: int, report: Report) -> None:
-        """Evaluate after ``step``, save a checkpoint if it is the best, and ``report`` it. All ranks."""
+    def run(self, step: int, report: Report) -> bool:
+        """Evaluate after ``step``, save a checkpoint if it is the best, and ``report`` it. All ranks.
+
+        Returns whether the run is to end early.
+        """
         loss, job = self.loss(), self._job
         self._worse = 0 if loss < self._least else self._worse + 1
         before = self.best
@@ -224,8 +222,9 @@ class Evaluation:
         best = "" if self._worse else ", the best so far"
         report.say(f"primus: evaluation after step {step}: loss {loss:.5f}, perplexity {perplexity(loss):.4g}{best}")
         report.track({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step)
-        if self.over:
+        if over := 0 < job.evaluation["patience"] <= self._worse:
             report.say(f"primus: the last {self._worse} evaluations were no better, so the run ends after step {step}")
+        return over
 
 
 # Python's automatic garbage collection runs at different times on each rank, and makes all other ranks wait.
@@ -286,9 +285,9 @@ def run(job: RankJob, device: torch.device, session: Session, data: Data, evalua
             report.start()
         if evaluation and evaluation.due(step):
             with witness.busy(step) if witness else nullcontext():
-                evaluation.run(step, report)
+                over = evaluation.run(step, report)
             report.start()
-            if evaluation.over:
+            if over:
                 break
         if step % _COLLECT_EVERY == 0:
             gc.collect()

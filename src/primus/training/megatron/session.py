@@ -39,6 +39,7 @@ class MegatronSession:
             # Transformer Engine's attention refuses to run beside Megatron's deterministic mode without this variable.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         self._device = device
+        self.data_rank = parallel_state.get_data_parallel_rank()
         self._training = job.training
         self._tied = job.model.tied_embeddings
         self.model_parts: Sequence[torch.nn.Module] = build(
@@ -78,11 +79,6 @@ class MegatronSession:
             from megatron.core.extensions import transformer_engine as te
 
             self.linear_types = (te.TELinear, te.TELayerNormColumnParallelLinear)
-
-    @property
-    def data_rank(self) -> int:
-        """The number of this rank's share of the global batch. Ranks of one TP, PP or CP group have the same share."""
-        return int(parallel_state.get_data_parallel_rank())
 
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
         """Run the micro-batches of one step through Megatron's schedule for this layout.

@@ -219,19 +219,16 @@ def _lines(file: Path, head: bytes) -> Iterator[tuple[str, str]]:
     try:
         with _open(file, head) as stream:
             for number, line in enumerate(stream, 1):
-                yield f"{file}:{number}", _decoded(f"{file}:{number}", line)
+                where = f"{file}:{number}"
+                try:
+                    text = line.decode("utf-8-sig")
+                except UnicodeDecodeError as error:
+                    raise _unreadable(f"expected UTF-8 text, found the byte 0x{line[error.start]:02x}", where) from None
+                if "\0" in text:
+                    raise _unreadable("expected text, found binary data", where)
+                yield where, text
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise _unreadable(f"cannot be read: {error}", f"{file}:{number + 1}") from error
-
-
-def _decoded(where: str, line: bytes) -> str:
-    try:
-        text = line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _unreadable(f"expected UTF-8 text, found the byte 0x{line[error.start]:02x}", where) from None
-    if "\0" in text:
-        raise _unreadable("expected text, found binary data", where)
-    return text
 
 
 def _json_rows(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:

@@ -61,7 +61,9 @@ def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool,
             generator = torch.Generator(device=parameter.device)
             generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big"))
             whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-            methods[_method_of(name)](whole, generator=generator)
+            into_stream = re.search(r"\.(linear_proj|linear_fc2)\.", name)
+            kind = "output_layer_init_method" if into_stream else "init_method"
+            methods["embedding_init_method" if name.startswith("embedding.") else kind](whole, generator=generator)
         if split >= 0:
             halves = whole.chunk(_halves(name), dim=split)
             whole = torch.cat([half.chunk(group.size(), dim=split)[group.rank()] for half in halves], dim=split)
@@ -204,12 +206,6 @@ def joined(model: Architecture, saved: Mapping[str, torch.Tensor]) -> dict[str, 
 
 def _raised(number: re.Match[str], by: int) -> str:
     return str(int(number[0]) + by)
-
-
-def _method_of(name: str) -> str:
-    if name.startswith("embedding."):
-        return "embedding_init_method"
-    return "output_layer_init_method" if re.search(r"\.(linear_proj|linear_fc2)\.", name) else "init_method"
 
 
 def _tensor_group(name: str) -> Any:

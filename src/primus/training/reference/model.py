@@ -164,7 +164,11 @@ class Model(Transformer):
         sizes, layer, number = self.sizes, f"model.{name}.", int(name.removeprefix("layers."))
         normed = self._norm(weights[layer + "input_layernorm.weight"], states)
         attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
-        parts = [normed] if context is None else _documents(normed, context)
+        parts = [normed]
+        if context is not None:
+            starts = (context.flatten() == 0).nonzero().flatten().tolist()
+            lengths = [end - start for start, end in pairwise([*starts, context.numel()])]
+            parts = list(normed.reshape(1, -1, normed.shape[-1]).split(lengths, 1))
         attended = torch.cat([attend(weights, layer + "self_attn.", part) for part in parts], 1)
         attended, before = attended.view_as(states), "post_attention_layernorm.weight"
         if sizes.sandwich_norms:
@@ -409,12 +413,6 @@ class Model(Transformer):
             mean = scores.unflatten(0, (samples, length)).mean(1)
         total = (sent * mean).sum() * moe.experts / moe.top_k
         return moe.auxiliary_loss * (total if kind == "batch" else total / samples)
-
-
-def _documents(states: Tensor, positions: Tensor) -> list[Tensor]:
-    starts = (positions.flatten() == 0).nonzero().flatten().tolist()
-    lengths = [end - start for start, end in pairwise([*starts, positions.numel()])]
-    return list(states.reshape(1, -1, states.shape[-1]).split(lengths, 1))
 
 
 def is_narrow(name: str) -> bool:

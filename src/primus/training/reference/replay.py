@@ -108,7 +108,9 @@ class _Replay:
         self._sizes = self._models.sizes
         self._settings = update.settings(job)
         self._optimizer = update.AdamW(self._settings)
-        self._reported = _reported(folder.parent / "exact.jsonl")
+        file = folder.parent / "exact.jsonl"
+        rows = map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else [])
+        self._reported = {int(row["step"]): {key: float(row[key]) for key in ("loss", "grad_norm")} for row in rows}
         self._exact = self._models.exact
         self._rounding = _LIMITS["rounding"][kept_dtype(job)]
         self.narrow = False
@@ -331,12 +333,6 @@ def _limit(kind: str, key: str) -> float:
 def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: int) -> Tensors:
     seen = torch.load(folder / f"weights-{step}.pt", weights_only=True)
     return to_canonical(job["backend"], sizes, seen["weights"])
-
-
-def _reported(file: Path) -> dict[int, dict[str, float]]:
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    rows = map(json.loads, lines)
-    return {int(row["step"]): {key: float(row[key]) for key in ("loss", "grad_norm")} for row in rows}
 
 
 def _wide(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,11 +26,13 @@ from primus.recipes import family
 from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.tensors import MXFP4, OTHER_MODEL, header, plain_shapes, tensor_files, text_name
 from primus.training.corpus import TOKENIZER_FILES
-from primus.training.finetune.backend import LoraConfig
 from primus.training.loop import weights
 from primus.training.loop.session import LanguageModel
 from primus.training.tokens import Encoder
 from primus.yamlfile import read_values
+
+if TYPE_CHECKING:
+    from primus.training.finetune.backend import LoraConfig
 
 # The output layer and the embedding.
 OUTER = ("lm_head.weight", "model.embed_tokens.weight")

@@ -199,7 +199,7 @@ def test_of_several_runs_those_without_a_result_are_left_out(
 def test_a_report_inside_a_container_says_how_to_keep_it(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("primus.cli.image.report.lost_warning", lambda folder: f"{folder} is inside the container")
+    monkeypatch.setattr("primus.cli.image.train.lost_warning", lambda folder: f"{folder} is inside the container")
     assert main(["report", str(make("run")), "--out", str(tmp_path / "out")]) == 0
     assert f"primus: {tmp_path / 'out'} is inside the container" in capsys.readouterr().err
 

@@ -20,17 +20,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from primus.recipes.architecture import Architecture, arguments
+from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.session import sum_gradients
 from primus.training.loop.weights import Files
-from primus.training.megatron import cpu, weights
+from primus.training.megatron import cpu, render, weights
 from primus.training.reference.names import from_canonical
 from primus.turbo.primus_turbo import attention
-from primus.yamlfile import read_values, section
-
-ARGUMENTS = Path(__file__).with_name("arguments.yaml")
-TABLES: Any = read_values(ARGUMENTS).data
+from primus.yamlfile import section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,46 +127,20 @@ def layers_of(choices: MegatronConfig) -> str:
 def _configured(
     model: Architecture, training: LoopConfig, config: Mapping[str, Any], layers: str, *, on_cpu: bool
 ) -> TransformerConfig:
-    dtype, keys, moe = getattr(torch, training.dtype), section(config, "model"), model.moe
-    values: dict[str, Any] = {
-        **arguments(model, ARGUMENTS, "transformer"),
-        **TABLES["fixed"],
-        "num_query_groups": model.kv_heads or model.heads,
-        "bf16": training.dtype == "bfloat16",
-        "deterministic_mode": training.deterministic,
+    dtype, keys = getattr(torch, training.dtype), section(config, "model")
+    values = {
+        **render.transformer(model, training),
         "activation_func": torch.nn.functional.silu,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
         "transformer_impl": layers,
         # The local grouped product needs another package, so each expert has its own product.
-        "moe_grouped_gemm": layers == "transformer_engine" and bool(moe.experts),
+        "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
         # Experts require it with tensor parallelism; without it, latent attention's norms count gradients twice.
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
+        **keys,
     }
-    if model.window:
-        # A window of n tokens consists of the token itself and the n − 1 before it.
-        values["window_size"] = (model.window - 1, 0)
-    if training.recompute == "full":
-        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if model.mla.kv_lora_rank:
-        # The norms are those of the two compressed vectors. The factor scales the softmax even without YaRN.
-        values |= {**arguments(model, ARGUMENTS, "latent"), "q_lora_rank": model.mla.q_lora_rank or None}
-        yarn = model.rope_scaling.kind == "yarn"
-        values |= arguments(model, ARGUMENTS, "yarn") if yarn else {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-        values["qk_layernorm"] = True
-    if moe.experts:
-        values |= {
-            **arguments(model, ARGUMENTS, "experts", *(["groups"] if moe.groups > 1 else [])),
-            "moe_layer_freq": [0] * moe.dense_layers + [1] * (model.layers - moe.dense_layers),
-            "moe_shared_expert_intermediate_size": moe.shared_experts * moe.ffn_size or None,
-            # A softmax over the chosen experts equals one over all experts that is normalized again.
-            "moe_router_pre_softmax": not moe.normalize_top_k,
-            "moe_router_topk_scaling_factor": moe.route_scale if moe.route_scale != 1.0 else None,
-            # DeepSeek-V3's balancing without a loss (arXiv:2408.15664) needs its sigmoid scores.
-            "moe_router_enable_expert_bias": moe.score == "sigmoid",
-        }
-    values |= keys
     if values.get("moe_aux_loss_coeff"):
         # With a loss per token, Megatron 0.16.1 weights this loss by the tokens of the rank, not of the micro-batch. It
         # would be too small by the number of ranks that share a sequence and, if it is counted by sequences, by the
@@ -210,10 +181,7 @@ def build(
             transformer_layer_spec=_spec(transformer, layers, turbo, **place),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-            max_sequence_length=training.seq_len,
-            position_embedding_type="rope",
-            rope_scaling=model.rope_scaling.kind == "llama3",
-            **arguments(model, ARGUMENTS, "gpt"),
+            **render.gpt(model, training.seq_len),
             **place,
         )
         if not on_cpu:

@@ -19,7 +19,8 @@ from primus.training.finetune.backend import source_of
 from primus.training.loop.config import RankJob
 from primus.training.loop.session import Batch
 from primus.training.megatron import cpu, weights
-from primus.training.megatron.model import ARGUMENTS, TABLES, MegatronConfig, build, layers_of
+from primus.training.megatron.model import MegatronConfig, build, layers_of
+from primus.training.megatron.render import ARGUMENTS, TABLES
 from primus.training.witness import Taken
 from primus.yamlfile import section
 

@@ -14,14 +14,9 @@ def router_not_trained(module: Any) -> None:
     wrap(module.TokenChoiceTopKRouter, "forward", forward)
 
 
-@silent("model", "megatron --recipe=deepseek-v3", "primus.training.megatron.model", "update")
+@silent("model", "megatron --recipe=deepseek-v3", "primus.training.megatron.render", "update")
 def router_bias_still(module: Any) -> None:
-    def configured(make: Any, *args: Any, **kwargs: Any) -> Any:
-        config = make(*args, **kwargs)
-        config.moe_router_bias_update_rate = 0.0
-        return config
-
-    wrap(module, "_configured", configured)
+    wrap(module, "transformer", lambda make, *args: make(*args) | {"moe_router_bias_update_rate": 0.0})
 
 
 @silent(

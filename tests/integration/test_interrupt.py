@@ -56,7 +56,7 @@ def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
     moments = random.Random(how)
     ended_early = 0
     for number in range(24):
-        if number >= 8 and ended_early >= 3:
+        if number >= 5 and ended_early >= 3:
             break
         begin = time.monotonic()
         process = start(kit)
@@ -139,8 +139,7 @@ def test_two_builders_share_the_work(kit: Kit) -> None:
 def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
     kit = make_project(tmp_path / "project")
     with (kit.root / "parts/alpha/blob").open("wb") as stream:
-        for _ in range(40):
-            stream.write(os.urandom(1 << 20) * 10)
+        stream.truncate(400 << 20)
     # Not wait4's ru_maxrss: it begins with what the forking process, pytest, holds.
     code = (
         "import re, sys; from primus.cli.main import main; code = main(['build', 'demo']);"

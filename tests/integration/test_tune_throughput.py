@@ -27,7 +27,7 @@ def words(folder: Path, *more: str) -> list[str]:
 
 def test_a_start_that_does_not_fit_into_memory_is_said_to(python: Python, tmp_path: Path) -> None:
     large = words(tmp_path, "model.vocab_size=500000", "training.local_batch_size=8")
-    ended = subprocess.run([*python.command, "-c", LIMITED, *large], capture_output=True, text=True, check=False)
+    ended = python.run("-c", LIMITED, *large)
     assert ended.returncode == 1, ended.stderr
     assert "the recipe's own settings failed" in ended.stderr
     assert "can't allocate memory" in ended.stderr

@@ -10,6 +10,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import outcome, suite
 from primus.training.job import Job
+from tables import table_of
 
 pytestmark = pytest.mark.integration
 
@@ -35,11 +36,7 @@ def test_the_suite_passes(python: Python, tmp_path: Path, recipe: str, backend: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "backend", "mode", "turbo"),
-    [
-        ("mistral-7b", "fsdp", "pretrain", "linear-cross-entropy,reduce-scatter-copy-in,fused-adamw,flex-attention"),
-        ("llama3.1-8b", "finetune", "lora", "linear-cross-entropy"),
-    ],
+    ("recipe", "backend", "mode", "turbo"), table_of("backends.optimizations_change_no_loss_and_are_proven")
 )
 def test_optimizations_change_no_loss_and_are_proven(
     python: Python, tmp_path: Path, recipe: str, backend: str, mode: str, turbo: str

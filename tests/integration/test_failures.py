@@ -14,6 +14,7 @@ from primus.recipes.setting import Choices
 from primus.training import outcome
 from primus.training.job import Job
 from project_kit import Kit, until
+from tables import table_of
 
 pytestmark = pytest.mark.integration
 
@@ -23,13 +24,7 @@ def proxy(output: Path, *words: str, backend: str = "fsdp", steps: int = 4, resu
     return Job(name="job", recipe=recipe, output=output, resume_from=resume_from)
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("loop_out_of_memory", "rank 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (a"),
-        ("import_error", "ModuleNotFoundError: No module named 'fast_kernels'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "told"), table_of("failures.the_first_cause_is_told"))
 def test_the_first_cause_is_told(python: Python, tmp_path: Path, fault: str, told: str) -> None:
     job = proxy(tmp_path / "job")
     left = train(python, job, fault)

@@ -37,6 +37,7 @@ from primus.release.registry import EMPTY, Document, Repository, artifact, diges
 from primus.release.statement import BUNDLE, Signer, Trust, payload
 from primus.release.verification import verify_image
 from project_kit import SOURCE, Kit, Result, make_project
+from tables import table_of
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo")]
 
@@ -552,15 +553,7 @@ def test_a_cache_that_only_reads_is_a_sentence_and_the_image_is_built(cached: Ca
     assert_built(cached, cached.build(tmp_path / "other"), tmp_path / "other", downloaded=3)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--cache", "127.0.0.1:1/a"), "--cache and --cache-key belong together"),
-        (("--cache-sign", "cosign.key"), "--cache and --cache-key belong together"),
-        (("--cache", "a b", "--cache-key", "x"), "--cache 'a b' is not a repository of a registry"),
-        (("--cache", "127.0.0.1:1/a", "--cache-key", "none.pub"), "--cache-key: there is no file none.pub"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), table_of("publish_faults.options_of_a_cache_fit_together"))
 def test_options_of_a_cache_fit_together(tmp_path: Path, words: tuple[str, ...], reason: str) -> None:
     result = make_project(tmp_path / "project").primus("build", "demo", *words)
     assert (result.code, reason in result.err) == (2, True), result.err

@@ -6,6 +6,7 @@ import pytest
 
 from primus.errors import HostError
 from primus.patch import replace
+from tables import table_of
 
 
 def library() -> ModuleType:
@@ -22,14 +23,7 @@ def test_the_replacement_gets_what_was_there() -> None:
     assert lib.LIMIT == 7
 
 
-@pytest.mark.parametrize(
-    ("name", "takes", "message"),
-    [
-        ("sum_of", None, "lib.sums has no sum_of, which"),
-        ("total", "values", r"lib.sums has total\(values, start\), which"),
-        ("total", "values, start, dtype", r"lib.sums has total\(values, start\), which"),
-    ],
-)
+@pytest.mark.parametrize(("name", "takes", "message"), table_of("patch.a_moved_or_changed_function_is_named"))
 def test_a_moved_or_changed_function_is_named(name: str, takes: str | None, message: str) -> None:
     lib = library()
     before = lib.total

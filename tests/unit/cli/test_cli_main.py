@@ -12,6 +12,7 @@ import yaml
 from primus.cli.main import main
 from primus.cli.verb import VERBS, Verb
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
+from tables import table_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -129,15 +130,7 @@ def test_verbs_and_targets_complete(tmp_path: Path) -> None:
     assert completions("primus validate cpu --eng", tmp_path) == ["--engine"]
 
 
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("primus compat ", "run_pretrain.sh"),
-        ("primus train llama3.1-8b --turbo ", "auto"),
-        ("primus train llama3.1-8b --accept-change ", "assets.corpus"),
-        ("primus show llama3.1-8b --gpu ", "mi300x"),
-    ],
-)
+@pytest.mark.parametrize(("line", "word"), table_of("cli_main.values_from_a_list_complete_and_no_file_is_offered"))
 def test_values_from_a_list_complete_and_no_file_is_offered(line: str, word: str, tmp_path: Path) -> None:
     found = completions(line, tmp_path)
     assert word in found

@@ -12,7 +12,7 @@ import pytest
 import primus
 from primus.cli.main import main
 from primus.gpus.table import load_table
-from tables import text_of
+from tables import table_of, text_of
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden"
@@ -27,13 +27,7 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("golden", "words"),
-    [
-        ("list.txt", ["list", "tiny"]),
-        ("show.txt", ["show", "tiny", "--gpu", "mi355x", "--precision", "mxfp8", "steps=9"]),
-    ],
-)
+@pytest.mark.parametrize(("golden", "words"), table_of("show_list.golden"))
 def test_golden(
     golden: str, words: list[str], capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
@@ -68,19 +62,11 @@ def test_json_of_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["parameters"]["total"] == 2 * 1000 * 64 + 64 + 2 * layer
 
 
-@pytest.mark.parametrize(
-    ("words", "pairs"),
-    [
-        ([], [("torchtitan", "bf16"), ("torchtitan", "mxfp8"), ("megatron", "bf16")]),
-        (["--gpu", "h200"], [("torchtitan", "bf16"), ("megatron", "bf16")]),
-        (["--precision", "mxfp8"], [("torchtitan", "mxfp8")]),
-        (["--backend", "megatron", "tin"], [("megatron", "bf16")]),
-    ],
-)
-def test_filters_of_list(words: list[str], pairs: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "pairs"), table_of("show_list.filters_of_list"))
+def test_filters_of_list(words: list[str], pairs: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--json", *words]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [(e["backend"], precision) for e in shown for precision in e["precisions"]] == pairs
+    assert [[e["backend"], precision] for e in shown for precision in e["precisions"]] == pairs
 
 
 def test_gpus_that_cannot_hold_a_recipe_are_left_out(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.tuning.throughput import Point, Result, Search
+from tables import table_of
 
 
 class MadeSearch(Search):
@@ -35,12 +36,7 @@ def test_start_and_winner_run_alternately(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("tuned.txt", "tuned.txt does not end with .yaml"),
-        ("new/tuned.yaml", "new does not exist; create it: mkdir -p "),
-        ("file/tuned.yaml", "file is not a folder"),
-    ],
+    ("name", "message"), table_of("throughput_verb.an_output_that_cannot_be_a_recipe_file_is_refused_before_the_search")
 )
 def test_an_output_that_cannot_be_a_recipe_file_is_refused_before_the_search(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

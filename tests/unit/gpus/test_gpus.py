@@ -39,13 +39,7 @@ def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> N
     assert caught.value.where.startswith("g.yaml:")
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("AMD Instinct MI300X OAM", "mi300x"), ("AMD Instinct™ MI300X", "mi300x"),
-        ("AMD Instinct(TM)  MI325X\n", "mi325x"), ("AMD Instinct MI325X VF", "mi325x"), ("mi350x", "mi350x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "name"), table_of("gpus.names_as_tools_print_them"))
 def test_names_as_tools_print_them(text: str, name: str) -> None:
     found = table.by_product_name(text)
     assert found is not None
@@ -71,14 +65,7 @@ def test_a_peak_is_that_of_the_dtype() -> None:
     assert [table.peak_for_mfu("AMD Instinct MI355X", dtype)[1] for dtype in ("bf16", "fp8")] == [2500, 5000]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "sentence"),
-    [
-        ("mi300x", "mxfp8", "no MFU: AMD Instinct MI300X does not compute mxfp8"),
-        ("h200", "mxfp4", "no MFU: NVIDIA H200 does not compute mxfp4"),
-        ("mi455x", "mxfp4", "no MFU: no source states the mxfp4 peak of AMD Instinct MI455X"),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype", "sentence"), table_of("gpus.mfu_without_a_peak_is_refused"))
 def test_mfu_without_a_peak_is_refused(name: str, dtype: str, sentence: str) -> None:
     gpu = table.generation(name)
     assert table.peak(gpu, dtype) is None  # type: ignore[arg-type]

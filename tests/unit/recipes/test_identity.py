@@ -177,12 +177,7 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "words", "told"),
-    [
-        ("torchtitan", ["ranks=1"], "data_parallel was 2, and is 1 now"),
-        ("megatron", ["ranks=1"], "layout.ranks was 2, and is 1 now"),
-        ("megatron", ["tp=2"], "layout.tp was 1, and is 2 now"),
-    ],
+    ("backend", "words", "told"), table_of("identity.a_layout_that_the_backend_cannot_load_is_refused")
 )
 def test_a_layout_that_the_backend_cannot_load_is_refused(
     tmp_path: Path, backend: str, words: list[str], told: str

@@ -109,14 +109,7 @@ def test_cells_for_a_gpu() -> None:
     assert "--gpu=mi300x" in Job(name="x", recipe=recipe, output=Path("x")).arguments()
 
 
-@pytest.mark.parametrize(
-    ("files", "driver"),
-    [
-        ({"sys/module/amdgpu/version": "6.14.14\n"}, "amdgpu 6.14.14"),
-        ({"proc/sys/kernel/osrelease": "6.11.0-26\n"}, "amdgpu of Linux 6.11.0-26"),
-        ({}, ""),
-    ],
-)
+@pytest.mark.parametrize(("files", "driver"), table_of("hardware.the_driver"))
 def test_the_driver(tmp_path: Path, files: dict[str, str], driver: str) -> None:
     node = tmp_path / "sys/class/kfd/kfd/topology/nodes/1/properties"
     for path, text in {**files, str(node.relative_to(tmp_path)): "simd_count 1216\ngfx_target_version 90402\n"}.items():

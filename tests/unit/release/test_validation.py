@@ -8,6 +8,7 @@ import pytest
 from primus.cli.main import main
 from primus.release.validation import Validated, _each, _no_run, table
 from primus.training import outcome
+from tables import table_of
 
 
 def cell(name: str, *failed: str) -> Validated:
@@ -17,12 +18,7 @@ def cell(name: str, *failed: str) -> Validated:
 
 
 @pytest.mark.parametrize(
-    ("second", "summary"),
-    [
-        ((), "FAILED: 1 of 2 passed; every job passed, but the image fails gate coverage"),
-        (("gate coverage",), "FAILED: 0 of 2 passed; every job passed, but the image fails gate coverage"),
-        (("gate coverage", "base: finite"), "FAILED: 0 of 2 passed"),
-    ],
+    ("second", "summary"), table_of("validation.a_failed_gate_does_not_hide_that_every_job_passed")
 )
 def test_a_failed_gate_does_not_hide_that_every_job_passed(second: tuple[str, ...], summary: str) -> None:
     assert table([cell("one", "gate coverage"), cell("two", *second)]).splitlines()[-1] == summary

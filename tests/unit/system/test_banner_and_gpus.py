@@ -14,6 +14,7 @@ from primus.schema import build
 from primus.system import banner
 from primus.versions.components import Versions
 from primus.yamlfile import read
+from tables import table_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 GFX942 = " or ".join(row.title.rpartition(" ")[2] for row in load_table().generations if row.arch == "gfx942")
@@ -136,13 +137,7 @@ def test_what_ships_imports_only_what_ships() -> None:
     assert missing == {}
 
 
-@pytest.mark.parametrize(
-    ("command", "added"),
-    [
-        (["bash"], True), (["/bin/bash", "-ic", "true"], True), (["bash", "--rcfile", "mine"], False),
-        (["bash", "--norc"], False), (["sh"], False), (["primus", "train", "bash"], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "added"), table_of("banner_and_gpus.bash_gets_the_images_start_up_file"))
 def test_bash_gets_the_images_start_up_file(
     command: list[str], added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

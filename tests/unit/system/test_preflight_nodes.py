@@ -18,6 +18,7 @@ from primus.system import nodes
 from primus.system.host import Finding, Host
 from primus.system.nodes import Measurement
 from primus.training import launch
+from tables import table_of
 
 
 def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4) -> Measurement:
@@ -138,15 +139,10 @@ def test_no_rank_outlives_a_benchmark_that_hangs(
 
 
 @pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({}, ("0", "1", "2", "3")), ({"HIP_VISIBLE_DEVICES": "2,3"}, ("2", "3")),
-        ({"ROCR_VISIBLE_DEVICES": "4,5"}, ("0", "1")), ({"CUDA_VISIBLE_DEVICES": ""}, ()),
-        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, ("1",)), ({"HIP_VISIBLE_DEVICES": "-1"}, ()),
-    ],
-)  # fmt: skip
+    ("environment", "found"), table_of("preflight_nodes.only_devices_that_the_environment_shows_are_used")
+)
 def test_only_devices_that_the_environment_shows_are_used(environment: dict[str, str], found: tuple[str, ...]) -> None:
-    assert visible(4, environment) == found
+    assert visible(4, environment) == tuple(found)
 
 
 def node(name: str, *findings: Finding, tflops: float = 600, driver: str = "6.16.6") -> nodes.Node:

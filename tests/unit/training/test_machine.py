@@ -55,15 +55,7 @@ def test_what_cannot_run_here_is_refused(
 
 
 @pytest.mark.parametrize("gpu", ["mi300x", "mi325x", "mi350x", "mi355x", "h200"])
-@pytest.mark.parametrize(
-    ("recipe", "backend", "mode"),
-    [
-        ("llama3.1-8b", "torchtitan", "pretrain"), ("llama3.1-8b", "megatron", "pretrain"),
-        ("llama3.1-8b", "fsdp", "pretrain"), ("llama3.1-70b", "torchtitan", "pretrain"),
-        ("llama3.1-70b", "finetune", "lora"), ("mixtral-8x7b", "megatron", "pretrain"),
-        ("deepseek-v2-lite", "megatron", "pretrain"), ("flux.1-dev", "flux", "pretrain"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("recipe", "backend", "mode"), table_of("machine.what_is_published_for_eight_gpus_runs_there"))
 def test_what_is_published_for_eight_gpus_runs_there(
     tmp_path: Path, gpu: str, recipe: str, backend: str, mode: str
 ) -> None:

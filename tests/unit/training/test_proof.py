@@ -246,13 +246,7 @@ def test_a_run_is_not_judged_by_a_reference_that_computes_something_else(recipe:
     assert proof.unjudged(resolve(recipe, [f"{key}={spell(usual)}"], here)) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "judged"),
-    [
-        ([], True), (["ranks=1"], False), (["ranks=1", "precision=fp8"], False), (["ranks=1", "precision=fp32"], True),
-        (["ranks=1", "training.dtype=bfloat16"], True), (["compile.enable=true"], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "judged"), table_of("proof.blocks_are_judged_if_the_reference_rounds_as_they_do"))
 def test_blocks_are_judged_if_the_reference_rounds_as_they_do(words: list[str], judged: bool) -> None:
     precision = [] if any("precision" in word for word in words) else ["precision=bf16"]
     recipe = resolve("llama3.1-8b", [*words, *precision], Choices(gpu="cpu", proxy=True))
@@ -265,12 +259,6 @@ def test_every_key_that_the_reference_does_not_repeat_exists() -> None:
             assert [key for key in backend_rules(name) if fnmatchcase(key, pattern)], f"{name}: {pattern}"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["replicas=2", "ranks=4", "global_batch=16"], ["tp=2", "precision=fp8", "training.dtype=bfloat16"],
-        ["tp=2", "precision=fp8", "ranks=4"],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", table_of("proof.layouts_that_torchtitan_computes_are_not_refused"))
 def test_layouts_that_torchtitan_computes_are_not_refused(words: list[str]) -> None:
     resolve("llama3.1-8b", words, Choices(gpu="cpu", proxy=True))

@@ -181,7 +181,8 @@ def _uncomputed(recipe: Recipe, known: Family, values: Mapping[str, Value], acti
     row, title = known.backends[recipe.backend], f"the family {known.name}"
 
     def remedy(key: str, value: Value) -> str:
-        others = [name for name in known.backends if name != recipe.backend and known.has(key, name)]
+        computes = {name: row.values.get(key, (values[key],)) for name, row in known.backends.items()}
+        others = [name for name, those in computes.items() if values[key] in those and known.has(key, name)]
         return f"model.{key}={spell(value)}" + (f", or --backend {' or '.join(others)}" if others else "")
 
     for key in active:

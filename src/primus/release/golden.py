@@ -113,11 +113,14 @@ def record(
 ) -> int:
     """Write the curves of all ``records`` that passed to the file of ``release``. Returns how many it wrote anew.
 
-    With ``keep``, its other curves stay if they were recorded with the same versions.
+    With ``keep``, its other curves stay. Raises InputError if other versions recorded them.
     """
     versions = records[0]["versions"] if records else {}
-    old = load(root, release) if keep else None
-    curves = dict(old["curves"]) if old and old["versions"] == versions else {}
+    old = load(root, release) if keep and records else None
+    if old and (changed := sorted(name for name in versions if old["versions"].get(name) != versions[name])):
+        why = f"the curves of other recipes were recorded with {changed[0]} {old['versions'].get(changed[0])}"
+        raise InputError(why, where=f"{FOLDER}/{release}.json", hint="record all of them anew: without --recipe")
+    curves = dict(old["curves"]) if old else {}
     new = curves_of(records, cpu)
     curves |= new
     content = {

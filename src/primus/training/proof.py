@@ -333,4 +333,4 @@ def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, floa
         return Verdict("clock", True, "fewer than 4 steps: too few to time", limit=limit)
     ratio = statistics.median(ratios)
     reason = "tokens per second, as the run reports them, times the seconds between its lines ÷ the tokens of a step"
-    return Verdict("clock", least <= ratio <= most, reason, measured=f"×{ratio:.2f}", limit=limit)
+    return Verdict("clock", least <= ratio <= most, reason, measured=f"×{ratio:.3f}", limit=limit)

@@ -279,7 +279,8 @@ def _fit_lines(recipe: Recipe, memory: Memory, document: Mapping[str, object], s
     else:
         yield f"fits: {there}" if document["fits"] else f"does not fit: more than {there}"
     largest = document["max_micro_batch"]
-    yield f"largest micro batch that fits: {largest}" if largest else "no micro batch fits"
+    none = "no micro batch fits without that" if document["tight"] else "no micro batch fits"
+    yield f"largest micro batch that fits: {largest}" if largest else none
 
 
 class Projection(NamedTuple):

@@ -302,6 +302,8 @@ def _success(job: Job, ended: Outcome) -> Iterator[str]:
     figures = metrics.sentence(summary, "GPU" if ended.facts.get("device") == "cuda" else "rank")
     losses = f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}"
     yield f"✓ {summary.steps} steps in {seconds:.0f} s, {losses}, {figures}\n  → {job.output / 'metrics.jsonl'}"
+    if job.judged:
+        yield f"  judged: {len(ended.run.verdicts)} checks passed, also those against the reference"
     if not job.recipe.architecture.has_formula:
         yield f"  not judged: {proof.unjudged(job.recipe)}"
     if (job.output / "weights").is_dir():

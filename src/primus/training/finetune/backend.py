@@ -112,11 +112,12 @@ def _check_headers(folder: Path, model: Architecture) -> None:
                 raise InputError(why, where=str(part), hint=tensors.OTHER_MODEL)
     if not model.has_formula or (model.moe.experts and any(".experts." in name for name in strange)):
         return  # transformers stacks the matrices of all experts, also in files
-    what = "the model of config.json has no place for" if strange else "the weights lack"
+    what = f"primus's model of the family {model.family} has no place for" if strange else "the weights lack"
     if names := sorted(strange or expected.keys() - places.keys()):
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         where = str(strange.get(names[0], folder))
-        raise InputError(f"{what} {names[0]}{more}", where=where, hint=tensors.OTHER_MODEL)
+        hint = f"unless config.json asks for it, {tensors.OTHER_MODEL}" if strange else tensors.OTHER_MODEL
+        raise InputError(f"{what} {names[0]}{more}", where=where, hint=hint)
 
 
 def source_of(name: str, *, offline: bool) -> Path | None:

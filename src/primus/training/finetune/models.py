@@ -299,7 +299,8 @@ def _other_settings(file: Path, mine: dict[str, Any], config: Any) -> Iterator[O
     for key in sorted(mine.keys() | type(config)().to_dict().keys()):
         if key not in _CONFIG["free"] and not key.startswith("_") and not _same(mine.get(key), theirs.get(key)):
             why = f"{key} is {theirs.get(key)!r} in the weights, and {mine.get(key)!r} in the recipe's model"
-            yield {"why": why, "where": f"{file}: {key}"}
+            hint = {"hint": "primus trains without dropout: set it to 0.0 in a copy"} if "dropout" in key else {}
+            yield {"why": why, "where": f"{file}: {key}", **hint}
 
 
 def _same(mine: Any, theirs: Any) -> bool:

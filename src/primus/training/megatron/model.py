@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import distributed, parallel_state
@@ -34,13 +34,11 @@ from primus.yamlfile import section
 class MegatronConfig:
     """Settings that Megatron's own configuration classes do not have.
 
-    ``layers`` selects Transformer Engine's layers or Megatron's own ("local"); "auto" uses Transformer Engine's on
-    a GPU if it is installed. ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors
-    files with Hugging Face's names, or ``hf:OWNER/NAME``. ``torch_fsdp2`` shards weights, gradients and optimizer
-    states over the data-parallel ranks, instead of optimizer states alone.
+    ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files with Hugging Face's
+    names, or ``hf:OWNER/NAME``. ``torch_fsdp2`` shards weights, gradients and optimizer states over the data-parallel
+    ranks, instead of optimizer states alone.
     """
 
-    layers: Literal["auto", "local", "transformer_engine"] = "auto"
     weights: str = "random"
     torch_fsdp2: bool = False
 
@@ -116,27 +114,19 @@ class TurboAttention(TorchAttention):
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def layers_of(choices: MegatronConfig) -> str:
-    """Return which library's layers the model uses: "transformer_engine" or "local"."""
-    usable = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-    if choices.layers == "transformer_engine" and not usable:
-        raise SystemExit("megatron: layers: transformer_engine is asked, but it is not installed or there is no GPU")
-    return "transformer_engine" if usable and choices.layers != "local" else "local"
-
-
 def _configured(
-    model: Architecture, training: LoopConfig, config: Mapping[str, Any], layers: str, *, on_cpu: bool
+    model: Architecture, training: LoopConfig, config: Mapping[str, Any], *, on_cpu: bool
 ) -> TransformerConfig:
-    dtype, keys = getattr(torch, training.dtype), section(config, "model")
+    dtype, keys, engine = getattr(torch, training.dtype), section(config, "model"), find_spec("transformer_engine")
     values = {
         **render.transformer(model, training),
         "activation_func": torch.nn.functional.silu,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
-        "transformer_impl": layers,
+        "transformer_impl": "transformer_engine" if engine else "local",
         # The local grouped product needs another package, so each expert has its own product.
-        "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
+        "moe_grouped_gemm": bool(engine and model.moe.experts),
         # Experts require it with tensor parallelism; without it, latent attention's norms count gradients twice.
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
         **keys,
@@ -148,7 +138,7 @@ def _configured(
         values["moe_aux_loss_coeff"] *= values.get("tensor_model_parallel_size", 1)
         if values.get("moe_router_load_balancing_type") == "seq_aux_loss":
             values["moe_aux_loss_coeff"] *= training.micro_batch_size
-    if values.get("fp8") and layers != "transformer_engine":
+    if values.get("fp8") and not engine:
         raise SystemExit("megatron: FP8 needs Transformer Engine, which is not installed here")
     return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**values)
 
@@ -161,10 +151,9 @@ def build(
 
     Weights come from the folder ``source`` with Hugging Face's names, or are random. Raises SystemExit if it lacks one.
     """
-    layers = layers_of(choices)
     if find_spec("transformer_engine") is None:
         cpu.apply_without_te()
-    transformer = _configured(model, training, config, layers, on_cpu=on_cpu)
+    transformer = _configured(model, training, config, on_cpu=on_cpu)
     methods = weights.defer(transformer)
     look_up = partial(from_canonical, "megatron", model, look_up=Files(source).whole) if source else None
     usual = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": not choices.torch_fsdp2}
@@ -178,7 +167,7 @@ def build(
         place = {"vp_stage": stage if virtual else None}
         part = GPTModel(
             config=transformer,
-            transformer_layer_spec=_spec(transformer, layers, turbo, **place),
+            transformer_layer_spec=_spec(transformer, turbo, **place),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
             **render.gpt(model, training.seq_len),
@@ -199,14 +188,13 @@ def build(
     return [wrap(transformer, ddp, part, disable_bucketing=number > 0) for number, part in enumerate(parts)]
 
 
-def _spec(config: TransformerConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None) -> Any:
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=vp_stage
-    )
+def _spec(config: TransformerConfig, turbo: tuple[str, ...], vp_stage: int | None) -> Any:
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
     if "turbo-attention" in turbo:
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = TurboAttention
-    if layers == "transformer_engine":
+    if engine:
         return block
     block.layer_norm = Norm
     for layer in block.layer_specs:

@@ -19,7 +19,7 @@ from primus.training.finetune.backend import source_of
 from primus.training.loop.config import RankJob
 from primus.training.loop.session import Batch
 from primus.training.megatron import cpu, weights
-from primus.training.megatron.model import MegatronConfig, build, layers_of
+from primus.training.megatron.model import MegatronConfig, build
 from primus.training.megatron.render import ARGUMENTS, TABLES
 from primus.training.witness import Taken
 from primus.yamlfile import section
@@ -76,7 +76,7 @@ class MegatronSession:
             transformer.no_sync_func = functions if len(functions) > 1 else functions[0]
         self._separate_weights = transformer.bf16
         self.linear_types: tuple[type[torch.nn.Module], ...] = (ColumnParallelLinear, RowParallelLinear)
-        if layers_of(choices) != "local":
+        if transformer.transformer_impl != "local":
             from megatron.core.extensions import transformer_engine as te
 
             self.linear_types = (te.TELinear, te.TELayerNormColumnParallelLinear)

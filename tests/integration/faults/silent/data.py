@@ -25,7 +25,11 @@ def last_sample_of_a_pass_left_out(module: Any) -> None:
 
 @silent("data", "megatron", "primus.training.megatron.session", "data")
 def ranks_share_data(module: Any) -> None:
-    module.MegatronSession.data_rank = property(lambda self: 0, lambda self, value: None)
+    def init(run: Any, self: Any, *args: Any) -> None:
+        run(self, *args)
+        self.data_rank = 0
+
+    wrap(module.MegatronSession, "__init__", init)
 
 
 @silent("data", "flux", "primus.training.flux.latents", "data")

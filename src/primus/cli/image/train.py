@@ -217,8 +217,8 @@ def newest_checkpoint(path: Path) -> Path:
 def _headline(job: Job) -> str:
     recipe = job.recipe
     kind = f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}"
-    steps, batch = f"steps {job.first_step}–{job.last_step}", f"batch {recipe.global_batch} × {recipe.seq_len} tokens"
-    parts = [f"{kind}, {counted(recipe.world_size, 'rank')}", steps, batch, f"seed {recipe.seed}"]
+    span, batch = f"steps {job.first_step}–{job.last_step}", f"batch {recipe.global_batch} × {recipe.seq_len} tokens"
+    parts = [f"{kind}, {counted(recipe.world_size, 'rank')}", span, batch, f"seed {recipe.seed}"]
     other = another_model(recipe)
     return " · ".join(parts) + (f"\n  {other}" if other else "") + f"\n→ {job.output}"
 

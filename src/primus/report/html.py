@@ -64,10 +64,6 @@ def _figure(form: str, run: Run, first: Run) -> str:
     return text.replace("%", " %")
 
 
-def _by_job(verdicts: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Mapping[str, Any]]:
-    return {tuple(verdict["name"].split(": ", 1)): verdict for verdict in verdicts if ": " in verdict["name"]}
-
-
 def chart(title: str, y_title: str, series: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> str:
     """Return the HTML element of a chart of ``key`` by step with its data, or a sentence if there is nothing to draw.
 
@@ -100,9 +96,10 @@ def _templates() -> Any:
     from markupsafe import Markup
 
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    templates.globals |= {
-        "asset": lambda name: Markup((Path(__file__).parent / name).read_text(encoding="utf-8")),
-        "chart": lambda *arguments: Markup(chart(*arguments)),
-        "by_job": _by_job, "shown": shlex.join,
-    }  # fmt: skip
+    templates.globals |= dict[str, Any](
+        asset=lambda name: Markup((Path(__file__).parent / name).read_text(encoding="utf-8")),
+        chart=lambda *arguments: Markup(chart(*arguments)),
+        by_job=lambda verdicts: {tuple(row["name"].split(": ", 1)): row for row in verdicts if ": " in row["name"]},
+        shown=shlex.join,
+    )
     return templates

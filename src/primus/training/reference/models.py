@@ -113,11 +113,7 @@ def as_trained(sizes: Architecture, backend: str, length: int) -> Architecture:
 Gradients = Mapping[str, Tensor]
 
 
-def _fp8(tensor: Tensor) -> Tensor:
-    return tensor + (tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype) - tensor.detach())
-
-
-_ROUNDINGS = {"bf16": bfloat, "fp8": _fp8}
+_ROUNDINGS = {"bf16": bfloat, "fp8": lambda t: t + (t.detach().to(torch.float8_e4m3fn).to(t.dtype) - t.detach())}
 _TRIALS: Mapping[str, Any] = read_values(Path(__file__).with_name("trials.yaml")).data
 _ROUNDED = "rotary angles rounded to BF16"
 # Most backends round the angles of a BF16 run; that share is fitted, but not judged.

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.integration
 
 
 def proxy(output: Path, *words: str, backend: str = "fsdp", steps: int = 4, resume_from: Path | None = None) -> Job:
-    recipe = resolve("llama3.1-8b", [f"steps={steps}", *words], Choices(backend=backend, gpu="cpu", proxy=True))
+    recipe = resolve(
+        "llama3.1-8b", [f"steps={steps}", "seq_len=32", *words], Choices(backend=backend, gpu="cpu", proxy=True)
+    )
     return Job(name="job", recipe=recipe, output=output, resume_from=resume_from)
 
 

@@ -1,4 +1,4 @@
-"""One behaviour, both engines: every test here runs on each engine this machine has."""
+"""One behaviour, both engines: with ``--slow``, every test here runs on each engine this machine has."""
 
 import contextlib
 import json
@@ -26,9 +26,11 @@ pytestmark = [pytest.mark.integration, needs_busybox]
 
 # Another dockerd than the distribution's, if there is one.
 CURRENT = os.environ.get("PRIMUS_TEST_DOCKERD", "")
+# The options are those of podman. By default, test_native_build.py builds in Docker.
+DOCKERS = ("docker", *(["docker-current"] if CURRENT else []))
 
 
-@pytest.fixture(scope="session", params=["podman", "docker", *(["docker-current"] if CURRENT else [])])
+@pytest.fixture(scope="session", params=["podman", *(pytest.param(name, marks=pytest.mark.slow) for name in DOCKERS)])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     if request.param == "podman":
         auto = choose("auto")

@@ -23,7 +23,7 @@ INSIDE = Path(__file__).with_name("inside")
 STEPS = 10
 # The step at which torchtitan's healthy run saves the checkpoint that a resumed run starts from.
 KEPT = 8
-BASES = {"fsdp": ("steps=10", "lr=0.01"), "torchtitan": ("steps=10", f"checkpoint={KEPT}")}
+BASES = {"fsdp": ("steps=10", "lr=0.01", "seq_len=32"), "torchtitan": ("steps=10", f"checkpoint={KEPT}")}
 # Fault of faults/sitecustomize.py → the check, and settings of the job that it breaks; --precision is a choice.
 FAULTS = {
     "fsdp": {
@@ -102,8 +102,9 @@ def test_a_fault_is_caught_by_the_check_meant_for_it(
 
 
 def test_a_wrapper_starts_every_rank(python: Python, tmp_path: Path) -> None:
-    # What it is given is not run: each rank would import PyTorch anew.
-    wrap = ("sh", "-c", 'echo "$RANK $@" >> "$0"; exit 3', str(tmp_path / "started"))
+    # What it is given is not run: each rank would import PyTorch anew. The first that ends would stop the other.
+    script = 'echo "$RANK $@" >> "$0"; until [ $(wc -l < "$0") = 2 ]; do sleep 0.05; done; exit 3'
+    wrap = ("sh", "-c", script, str(tmp_path / "started"))
     run = train(python, replace(job_of("fsdp", tmp_path / "wrapped", "steps=1"), wrap=wrap))
     assert "exit code 3" in run.cause or "exitcode  : 3" in (run.job.output / "log.txt").read_text()
     ranks = [line.split() for line in sorted((tmp_path / "started").read_text().splitlines())]

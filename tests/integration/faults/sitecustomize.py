@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 
 def nan(adamw: Any) -> None:
@@ -151,10 +152,10 @@ def put(module: str, change: Callable[[Any], None]) -> None:
     if (module == "primus.training.tokens") == ("RANK" in os.environ):
         return
     if module.startswith(("torchtitan", "primus.training.torchtitan")):
-        from primus.training.torchtitan import cpu
-
-        # torchtitan chooses its device when it is imported.
-        cpu.apply()
+        # torchtitan chooses its device, and keeps its arguments, when it is imported; the entry of a rank sets these.
+        with patch.object(sys, "argv", [sys.argv[0], "--job.config_file", f"{sys.argv[-1]}/torchtitan.toml"]):
+            importlib.import_module("primus.training.torchtitan.cpu").apply()
+            importlib.import_module("torchtitan.config")
     change(importlib.import_module(module))
 
 

@@ -31,12 +31,12 @@ def search(truth: Hypothesis, changes: int, wrong: float, seed: int, conflicts: 
 def test_two_culprits_of_100_are_found_by_a_judge_that_is_wrong_in_a_tenth() -> None:
     assert bound(100, 0.1) == pytest.approx(25.02, abs=0.01)  # log2(10,002) ÷ 0.531 bits
     right, answers = 0, []
-    for seed in range(100):
+    for seed in range(25):
         truth = Hypothesis(tuple(sorted(Random(f"world {seed}").sample(range(100), 2))), together=bool(seed % 2))
         verdict, count, _ = search(truth, 100, 0.1, seed)
         right += verdict.hypothesis == truth
         answers.append(count)
-    assert right >= 99
+    assert right >= 24
     assert sum(answers) / len(answers) <= 1.5 * bound(100, 0.1)
 
 
@@ -128,7 +128,10 @@ BOTH = ("HEAD~1", "HEAD", "--wrong", "0")
     ([*BOTH, "--wrong", "0.5", "--", "true"], 2, "below 0.4"),
     ([*BOTH, "--", "sh", "-c", "exit 125"], 1, "no point can be judged"),
 ])  # fmt: skip
-def test_bad_questions_and_no_culprit(words: list[str], code: int, message: str, kit: Kit) -> None:
+def test_bad_questions_and_no_culprit(
+    words: list[str], code: int, message: str, kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primus.release.triage._PATIENCE", 3)
     result = kit.primus("triage", *words)
     assert result.code == code and message in result.err, result.err
 

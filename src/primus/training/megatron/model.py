@@ -117,7 +117,9 @@ _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN
 def _configured(
     model: Architecture, training: LoopConfig, config: Mapping[str, Any], *, on_cpu: bool
 ) -> TransformerConfig:
-    dtype, keys, engine = getattr(torch, training.dtype), section(config, "model"), find_spec("transformer_engine")
+    dtype, keys = getattr(torch, training.dtype), section(config, "model")
+    # Its layers need a GPU, and images for GPUs train proxies on CPUs, too.
+    engine = not on_cpu and find_spec("transformer_engine") is not None
     values = {
         **render.transformer(model, training),
         "activation_func": torch.nn.functional.silu,
@@ -126,7 +128,7 @@ def _configured(
         "use_cpu_initialization": on_cpu,
         "transformer_impl": "transformer_engine" if engine else "local",
         # The local grouped product needs another package, so each expert has its own product.
-        "moe_grouped_gemm": bool(engine and model.moe.experts),
+        "moe_grouped_gemm": engine and bool(model.moe.experts),
         # Experts require it with tensor parallelism; without it, latent attention's norms count gradients twice.
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
         **keys,

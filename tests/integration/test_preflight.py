@@ -76,10 +76,13 @@ def locked(kind: str, number: int) -> LockedFile:
     )  # fmt: skip
 
 
-# An index that hangs is in test_wheels_loopback.py.
+# An index that hangs is in test_wheels_loopback.py. For an archive, apt waits for ten seconds.
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [(fault, kind) for fault in CAUSES for kind in ("wheel", "deb") if (fault, kind) != ("hangs", "wheel")],
+    [
+        *((fault, kind) for fault in ("refuses", "answers 503") for kind in ("wheel", "deb")),
+        pytest.param("hangs", "deb", marks=pytest.mark.slow),
+    ],
 )
 def test_an_unreachable_source_is_named_before_any_file(
     fault: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,8 +19,6 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from tables import table_of
 
-kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[dev]' brings it")
-
 FULL: dict[str, Any] = {
     "image": "rocm/primus:v26.11-mi300x", "queue": "team", "claim": "runs", "token_secret": "hf:key", "cpu": "96",
     "pull_secret": "pull", "rdma": "rdma/hca=8", "memory": "1024Gi", "selector": ("zone=a",), "environment": ("A=b",),
@@ -42,6 +40,8 @@ def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("gpu", ["mi300x", "mi355x", "h200"])
 def test_manifests_hold_by_the_current_schemas(gpu: str, full: bool) -> None:
+    import kubernetes_validate  # takes seconds
+
     objects = made(gpu, **(FULL if full else {}))
     for manifest in objects:
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)

@@ -100,6 +100,8 @@ def test_a_resumed_run_of_torchtitan_follows_its_own_settings(python: Python, tm
     assert shown.stdout.splitlines()[-1] == "[0.02, 0.7]"
 
 
+# tests/unit/release/test_validation.py interrupts the cells of one.
+@pytest.mark.slow
 def test_an_interrupted_validation_leaves_no_record(cpu_image: Kit, tmp_path: Path) -> None:
     command = cpu_image.command("validate", "cpu", "--suite", "quick", "--output", str(tmp_path))
     command += ["--recipe", "llama3-proxy", "--again"]

@@ -23,7 +23,7 @@ from typing import Any, Self
 import pytest
 import zstandard
 
-from amd_channel import registry
+from amd_channel import registry, restore
 from host_tools import needs
 from primus.errors import HostError, PrimusError
 from primus.oci.store import INDEX_TYPE, LAYER_TYPES, MANIFEST_TYPE, Blob, Store, canonical_json, digest_of
@@ -339,8 +339,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cached]:
 def cached(whole: Cached, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cached]:
     monkeypatch.setattr("time.sleep", lambda _: None)  # between tries
     yield whole
-    shutil.rmtree(whole.root / "registry/data")
-    shutil.copytree(whole.root / "whole", whole.root / "registry/data")
+    restore(whole.root)
 
 
 def assert_built(cached: Cached, result: Result, store: Path, *, downloaded: int) -> None:

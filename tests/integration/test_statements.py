@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from amd_channel import registry
+from amd_channel import registry, restore
 from host_tools import needs
 from primus.engine.pipeline import Options, build
 from primus.errors import HostError, InputError, PrimusError
@@ -146,8 +146,7 @@ def world(published: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     # cosign verifies each bundle; the same one is not verified twice.
     monkeypatch.setattr(Trust, "rejects", REJECTS)
     yield published
-    shutil.rmtree(published.root / "registry/data")
-    shutil.copytree(published.root / "whole", published.root / "registry/data")
+    restore(published.root)
 
 
 REJECTS = cache(Trust.rejects)

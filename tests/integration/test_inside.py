@@ -15,7 +15,7 @@ KERNELS = ("selftest", "sharded", "turbo_attention", "turbo_experts", "turbo_ker
 SCRIPTS = (
     "tutorial", "models", "exports llama3.1-8b", "own_text", "collectives", "odd_weights", "reference_models", "data",
     "deepseek", "compiled_blocks", "fp8_autocast", "compiled_kernels gfx942 sm_90", "facts_of_a_run",
-    "burn_in --tries 10 element swapped-message stuck-rank",
+    "burn_in --tries 5 element stuck-rank",
 )  # fmt: skip
 # The same for every family and fault, and for the second architecture of a vendor.
 LONG = ("exports", "burn_in", "compiled_kernels gfx950")

@@ -18,7 +18,7 @@ from primus.recipes.rules import gpu_bytes, largest_batch, predict
 from primus.training.logs import Meter
 
 _SHOW = "--dry-run shows the job"
-_SMALL = f"--proxy trains a small model instead, {_SHOW}"
+_SMALL = "--proxy trains a small model instead"
 # A CPU emulates FP8, with other settings than a GPU.
 _ON_CPU = ("fp32", "bf16")
 
@@ -38,6 +38,13 @@ def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False, memory
         _check_activations(recipe, there or math.inf)
 
 
+def check_prediction(recipe: Recipe) -> None:
+    """Raise HostError if ``check`` would refuse the predicted memory on the recipe's GPU, whatever this machine has."""
+    if there := gpu_bytes(recipe.gpu):
+        _check_memory(recipe, there, anyway="--force submits it anyway")
+        _check_activations(recipe, there)
+
+
 def unlisted_memory(root: Path = Path("/")) -> float | None:
     """Return the bytes of this machine's smallest GPU if its GPUs are not in the table, otherwise None."""
     gpus = detect(root)
@@ -48,7 +55,9 @@ def _check_gpus(recipe: Recipe, gpus: Found) -> None:
     expected = generation(recipe.gpu)
     if not gpus.names:
         if not recipe.get("proxy", bool):
-            raise HostError(f"there is no GPU on this machine, and the job is for {expected.title}", hint=_SMALL)
+            raise HostError(
+                f"there is no GPU on this machine, and the job is for {expected.title}", hint=f"{_SMALL}, {_SHOW}"
+            )
         if recipe.precision not in _ON_CPU:
             raise HostError(
                 f"there is no GPU on this machine, and a CPU does not compute {recipe.precision} as "
@@ -69,7 +78,7 @@ def _check_gpus(recipe: Recipe, gpus: Found) -> None:
         )
 
 
-def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
+def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path = Path("/"), anyway: str = _SHOW) -> None:
     per_rank = predict(recipe).states
     if gpu_has is None:
         needed, there, what = per_rank * recipe.get("ranks", int), host_bytes(root), "this machine"
@@ -80,9 +89,9 @@ def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
         raise HostError(
             f"weights, gradients and optimizer states of {count} parameters need at least {needed / 2**30:,.0f} GiB "
             f"{'per rank' if gpu_has is not None else 'on all ranks here'}, and {what} has {there / 2**30:,.0f} GiB",
-            hint=f"fewer model.layers, or more nodes; {_SHOW}"
+            hint=f"fewer model.layers, or more nodes; {anyway}"
             if recipe.get("proxy", bool)
-            else f"more ranks or nodes share them; {_SMALL}",
+            else f"more ranks or nodes share them; {_SMALL}, {anyway}",
         )
 
 

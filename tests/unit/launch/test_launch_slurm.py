@@ -100,6 +100,27 @@ def test_the_gpu_is_the_images_or_said(capsys: pytest.CaptureFixture[str]) -> No
     assert "--gpu=mi355x" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("system", ["slurm", "k8s"])
+def test_what_does_not_fit_its_gpu_is_refused_before_submission(
+    system: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def code(*words: str) -> int:
+        return main(["launch", system, *words, "--image", "a", "--dry-run"])
+
+    large = ("deepseek-v3", "--precision", "fp8", "--nodes", "4", "--gpu", "mi300x")
+    activations = ("llama3.1-8b", "--gpu", "mi300x", "local_batch=16")
+    for words, why in ((large, "703 GiB per rank, and AMD Instinct MI300X has 192"), (activations, "batch of 16")):
+        assert code(*words) == 3
+        refused = capsys.readouterr()
+        assert refused.out == ""
+        assert why in refused.err
+        assert "--force" in refused.err
+        assert code(*words, "--force") == 0
+        capsys.readouterr()
+    assert code(*large, "--proxy") == 0
+    assert code("llama3.1-8b", "--gpu", "cpu", "--proxy") == 0
+
+
 def test_a_recipe_file_of_the_user_is_mounted_and_named_by_its_whole_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

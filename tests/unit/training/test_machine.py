@@ -61,6 +61,7 @@ def test_what_is_published_for_eight_gpus_runs_there(
 ) -> None:
     resolved = resolve(recipe, (), Choices(backend=backend, mode=mode, gpu=gpu))
     machine.check(resolved, machine_of(tmp_path, gpu))
+    machine.check_prediction(resolved)
 
 
 def test_a_proxy_for_a_gpu_runs_on_a_cpu_and_unknown_gpus_are_taken_at_the_recipes_word(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from primus.gpus.table import load_table
 from primus.launch import kubernetes, slurm
 from primus.launch.plan import Plan
 from primus.recipes.recipe import Recipe
+from primus.training import machine
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -58,6 +59,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         if not args.steps:
             raise InputError(f"--train-for: one step takes {rated.step_seconds:,.0f} s at this rate")
     planned = Plan(recipe=_recipe(args, recipe_of), options=passed_on(args), rate=args.rate)
+    if not args.force:
+        machine.check_prediction(planned.recipe)
     for sentence in planned.warnings(limit):
         print(f"primus launch: {sentence}", file=sys.stderr)
     return planned

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from browser import CHROMIUM, Browser
 from primus.cli.main import main
 from primus.cli.verb import VERBS
 from primus.compat.commands import requested
+from primus.recipes.resolve import resolve
 from primus.recipes.schema import backends
+from primus.recipes.setting import Choices
 from proof_kit import finished_run
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +102,11 @@ def test_thirty_choices_give_commands_that_are_accepted(
     monkeypatch.chdir(tmp_path)
     data = json.loads((site / "picker.json").read_text())
     chosen = combinations(data)
+    too_large = {"model": "deepseek-v3", "mode": "pretrain", "backend": "megatron", "precision": "fp8", "gpu": "mi300x"}
+    chosen.append(too_large | {"machines": "4"})
+    shutil.copytree(ROOT / "recipes/assets/tokenizer", tmp_path / "weights")
+    (tmp_path / "data").mkdir()
+    assert {one["mode"] for one in chosen} == {"pretrain", "full", "lora"}
     assert {one["gpu"] for one in chosen} == {key.split()[1] for way in data["ways"] for key in way["runs"]}
     for one in chosen:
         address = "#" + "&".join(f"{key}={value}" for key, value in one.items())
@@ -108,9 +116,18 @@ def test_thirty_choices_give_commands_that_are_accepted(
             " document.querySelectorAll('.pick-copy').forEach((button) => button.click()); done(copied); })); })"
         )
         assert browser.js("document.getElementById('pick-model').value") == one["model"]
+        page = browser.js("document.getElementById('picked').innerText")
+        assert ("Locking channel amd" in page) == (one["gpu"] != "h200" and bool(texts))
+        if "does not fit" in page:
+            assert texts == []
+            continue
         assert len(texts) == (3 if one["machines"] == "1" else 2)
+        assert all(("weights=" in text and "corpus=" in text) == (one["mode"] != "pretrain") for text in texts)
+        choices = Choices(**{key: one[key] for key in ("backend", "mode", "precision", "gpu")})
+        repository = resolve(one["model"], (), choices).get("model.hf_repo", str).replace("/", "--")
+        shutil.copy(ROOT / f"recipes/published/{repository}.json", tmp_path / "weights/config.json")
         for text in texts:
-            words = shlex.split(text)
+            words = shlex.split(re.sub(r"(?<!\w)/(?=weights|data)", f"{tmp_path}/", text))
             at = words.index("primus")
             image = next(word for word in words if word.startswith("rocm/primus:"))
             assert image.removesuffix("-preview").endswith(f"-{one['gpu']}")
@@ -118,7 +135,8 @@ def test_thirty_choices_give_commands_that_are_accepted(
                 assert ("/dev/kfd" in words) == one["gpu"].startswith("mi")
                 assert {"--shm-size", "-v"} < set(words)
             assert main([*words[at + 1 :], "--dry-run"]) == 0, capsys.readouterr().err
-    assert browser.js("document.documentElement.scrollWidth") == 390
+        assert browser.js("document.documentElement.scrollWidth") == 390
+    assert page.startswith("1259.2 of 192 GiB per GPU: does not fit; 16 × 8 GPUs suffice")
 
 
 def test_the_address_says_what_is_chosen_by_keyboard(browser: Browser) -> None:

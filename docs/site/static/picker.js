@@ -7,6 +7,11 @@
   if (!place || !data) return;
   const TITLES = { model: "Model", gpu: "GPU", precision: "Precision", mode: "Mode", backend: "Backend", machines: "Machines" };
   const WORDS = { pretrain: "pretrain from scratch", full: "fine-tune all weights", lora: "fine-tune with LoRA" };
+  // What fine-tuning takes besides a model: settings, and what the reader puts in place of their folders.
+  const TUNING = {
+    finetune: ["weights=/weights tokenizer=/weights corpus=/data save_weights=true", "the folder of the weights", "your text: a file, or a folder of files"],
+    flux: ["weights=/weights corpus=/data", "diffusers’ folder “transformer”", "a folder of encoded pictures"],
+  };
   const unique = (list) => [...new Set(list)];
   const choice = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 
@@ -36,14 +41,22 @@
     document.getElementById("picked").replaceChildren(...result());
   }
 
+  const isFit = (run) => Array.isArray(run) && run[4] !== "does not fit";
+
+  // What runs instead of a choice that cannot: the smallest number of machines, or another precision.
+  function remedy() {
+    const { gpu, precision, machines } = choice, { runs } = ways(3)[0];
+    const enough = data.machines.find((count) => isFit(runs[`${precision} ${gpu} ${count}`]));
+    const other = unique(able().map(([name]) => name)).find((name) => isFit(runs[`${name} ${gpu} ${machines}`]));
+    return [enough && `${enough} × 8 GPUs suffice`, other && `it fits in ${other}`].filter(Boolean).join("; ") || "no choice of machines here suffices";
+  }
+
   function result() {
     const { model, gpu, precision, mode, backend, machines } = choice;
     const way = ways(3)[0], run = way.runs[`${precision} ${gpu} ${machines}`], about = data.gpus[gpu];
     if (typeof run === "string")
-      return [element("p", `${model} cannot be trained this way on ${machines} × 8 GPUs: ${run}.`, { className: "bad" })];
+      return [element("p", `${model} cannot be trained this way on ${machines} × 8 GPUs: ${run}; ${remedy()}.`, { className: "bad" })];
     const [batch, all, length, gib, state, largest, error] = run;
-    const words = `${model} --backend ${backend} --mode ${mode} --precision ${precision} --gpu ${gpu}`;
-    const multi = machines === "1" ? "" : ` --nodes ${machines}`;
     const facts = [
       ["Model", data.models[model]],
       ["Step", length ? `${batch} sequences of ${length.toLocaleString("en")} tokens per GPU at a time, ${all.toLocaleString("en")} per step`
@@ -52,20 +65,34 @@
       ["Measured", measured()],
       ["Validated", (way.judged ? "A small model of the same code passes every check on a CPU." : "No recorded run.")
         + (about.vendor === "amd" ? " Nothing has been run on an AMD GPU." : "")],
-      ["Image", `${about.image} has not been published: build it with “primus build ${gpu}”, then “primus load ${gpu}”. ${about.status}`],
+      ["Image", `${about.image} has not been published: build it with “primus build ${gpu}”, then “primus load ${gpu}”.`],
       ...about.issues.map((text) => ["Known issue", text]),
     ];
     const table = element("dl");
     for (const [name, text] of facts) table.append(element("dt", name), typeof text === "string" ? element("dd", text) : text);
+    const fits = element("p", `${gib} of ${about.gib} GiB per GPU: ${state}${isFit(run) ? "" : `; ${remedy()}`}`, { className: state === "fits" ? "good" : "bad" });
+    return [fits, ...(isFit(run) ? commands() : []), element("h3", "What is known"), table];
+  }
+
+  function commands() {
+    const { model, gpu, precision, mode, backend, machines } = choice, about = data.gpus[gpu], notes = [];
+    const words = `${model} --backend ${backend} --mode ${mode} --precision ${precision} --gpu ${gpu}`;
+    const multi = machines === "1" ? "" : ` --nodes ${machines}`;
     const launch = `primus launch %s ${words}${multi} --image ${about.image}`;
-    const commands = machines === "1"
-      ? [["Run it on this machine", `${data.docker[about.vendor]} ${about.image} primus train ${words}`]] : [];
-    const fits = element("p", `${gib} of ${about.gib} GiB per GPU: ${state}`, { className: state === "fits" ? "good" : "bad" });
-    return [fits, ...[
-      ...commands,
-      ["Slurm", launch.replace("%s", "slurm") + " --output /shared/runs"],
-      ["Kubernetes", launch.replace("%s", "k8s") + " --claim runs"],
-    ].flatMap(([title, text]) => command(title, text)), element("h3", "What is known"), table];
+    const [settings, weights, text] = mode === "pretrain" ? [] : TUNING[backend], tuning = settings ? ` ${settings}` : "";
+    if (about.status) {
+      const note = element("p", `${about.status} `);
+      note.append(element("a", "Locking channel amd", { href: "using.html#locking-channel-amd" }), " leads to an image that computes on the GPU.");
+      notes.push(note);
+    }
+    if (settings) notes.push(element("p", `Replace /weights by ${weights}, and /data by ${text}. On Kubernetes, both are on the volume claim.`));
+    if (!multi) notes.push(element("p", `For one GPU, add --ranks 1, if “primus fit ${words} --ranks 1” says that it fits.`));
+    const mounts = settings ? " -v /weights:/weights:ro -v /data:/data:ro" : "";
+    return [...notes, ...[
+      ...(multi ? [] : [["Run it on this machine", `${data.docker[about.vendor]}${mounts} ${about.image} primus train ${words}${tuning}`]]),
+      ["Slurm", launch.replace("%s", "slurm") + ` --output /shared/runs${settings ? " --mount /weights --mount /data" : ""}${tuning}`],
+      ["Kubernetes", launch.replace("%s", "k8s") + ` --claim runs${tuning.replace(/=\//g, "=/workspace/runs/")}`],
+    ].flatMap(([title, line]) => command(title, line))];
   }
 
   function measured() {
@@ -86,7 +113,7 @@
   // Lines of at most 76 columns; an option stays with its value.
   function wrapped(text) {
     const lines = [""];
-    for (const part of text.split(/ (?=-|rocm\/\S+ |primus train)/)) {
+    for (const part of text.split(/ (?=-|\w+=|rocm\/\S+ |primus train)/)) {
       if (lines.at(-1) && `${lines.at(-1)} ${part}`.length > 74) lines.push(`  ${part}`);
       else lines.push(`${lines.pop()} ${part}`.replace(/^ (?! )/, ""));
     }

@@ -71,6 +71,15 @@ def check_a_default_of_dropout_is_not_trained() -> None:
         assert models.config_of(SMALL, "sdpa").attention_dropout == 0.0
 
 
+def check_tied_weights_stay_one() -> None:
+    tied = replace(SMALL, tied_embeddings=True)
+    with weights.empty():
+        own = Llama(tied, 64, 1024)
+    hub = models.causal_model(tied, "sdpa")
+    assert own.output.weight is own.embedding.weight
+    assert hub.lm_head.weight is hub.model.embed_tokens.weight
+
+
 def check_mixtrals_files_are_read() -> None:
     """Its files name and cut the experts otherwise than transformers' model does."""
     hub = AutoModelForCausalLM.from_config(models.config_of(MIXED, "sdpa"))
@@ -194,6 +203,7 @@ torch.manual_seed(0)
 for label, small in SAME.items():
     check_same_logits_and_loss(label, small)
 check_a_default_of_dropout_is_not_trained()
+check_tied_weights_stay_one()
 check_mixtrals_files_are_read()
 check_balance_is_trained_on_and_not_reported()
 check_adapters_alone_are_trained()

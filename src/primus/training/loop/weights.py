@@ -2,16 +2,16 @@
 
 import hashlib
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from primus.patch import replace
 from primus.recipes.tensors import canonical_name, tensor_files
 
 _STD = 0.02
@@ -21,8 +21,23 @@ _ALL = 2**62
 Rows = Callable[[int, int], Tensor]
 
 
-empty = partial(init_empty_weights, include_buffers=False)
-"""In this context, models have no memory for parameters. Buffers are created as usual."""
+@contextmanager
+def empty() -> Iterator[None]:
+    """Create models without memory for parameters while the context is open. Buffers are created as usual.
+
+    accelerate's ``init_empty_weights`` creates tied parameters anew, which unties them.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    register = replace(nn.Module, "register_parameter", on_meta, takes="self, name, param")
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -295,3 +295,47 @@ def test_a_train_is_bumped_as_one_commit_that_keeps_comments(world: tuple[Kit, S
     server.faults.status["/simple/needy/"] = [500] * 9
     failed = kit.primus("outdated")
     assert failed.code == 3 and "does not answer" in failed.out
+
+
+def test_a_pin_keeps_its_build_and_stays_with_what_it_needs(world: tuple[Kit, Server]) -> None:
+    kit, server = world
+    for version, needs in {"1.0": "3.0", "1.1": "3.1", "1.0+cpu": "", "1.1+cpu": "", "1.2+cpu": ""}.items():
+        make_wheel(server.root / "files", "frame", version, needs=(f"jit=={needs}",) if needs else ())
+    for name, *versions in (("jit", "3.0", "3.1", "3.2", "3.3+cu130"), ("kernels", "5.0"), ("trainer", "1.0", "2.0")):
+        for version in versions:
+            make_wheel(server.root / "files", name, version)
+    make_wheel(server.root / "files", "kernels", "6.0", needs=("frame>=1.1",))
+    kit.write("versions.yaml", VERSIONS + text_of("versions/followed.yaml"))
+    kit.edit("images/demo.yaml", "[tool, local]", "[frame, jit, trainer]")
+    kit.write("images/plain.yaml", (kit.root / "images/demo.yaml").read_text())
+    kit.edit("images/demo.yaml", "trainer]", "trainer, kernels]")
+    assert kit.primus("lock").code == 0
+    best = {
+        (row["component"], row["pinned"], row["targets"][0]): (row["compatible"], row["newest"], row["moves"])
+        for row in json.loads(kit.primus("outdated", "--json").out)
+    }
+    together = {"frame": "1.1", "jit": "3.1"}
+    assert best == {
+        ("frame", "1.0", "demo"): ("1.1", "1.1", together),
+        ("jit", "3.0", "demo"): ("3.1", "3.2", together),
+        ("frame", "1.1+cpu", "plain"): ("1.2+cpu", "1.2+cpu", {"frame": "1.2+cpu"}),
+        ("jit", "3.1", "plain"): (None, "3.2", {}),
+        ("kernels", "5.0", "demo"): ("6.0", "6.0", {**together, "kernels": "6.0"}),
+        ("trainer", "1.0", "demo"): (None, "2.0", {}),
+    }
+    # Not 1.1+cpu.
+    both, every = [("frame", "1.1"), ("jit", "3.1")], [("frame", "1.2+cpu"), ("kernels", "6.0")]
+    for names, expected in (
+        ([], [*both, *every]),
+        (["jit"], both),
+        (["kernels"], [*both, every[1]]),
+        (["kernels", "frame"], [*both, *every]),
+        (["frame=1.1"], both),
+    ):
+        shown = kit.primus("bump", *names)
+        moved = re.findall(r"(?m)^\+ .*wheel: (\w+), version: ([^,]+),", shown.out)
+        assert sorted(moved) == sorted(expected), shown.err
+    for word in ("frame=1.2+cu130", "jit=3.3+cu130", "jit=3.2"):
+        assert "no index offers" in kit.primus("bump", word).err
+    refused = kit.primus("bump", "trainer=2.0")
+    assert (refused.code, "trainer 2.0 needs frame>=1.2, and a target may have 1.0" in refused.err) == (2, True)

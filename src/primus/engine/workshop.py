@@ -303,17 +303,22 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
     return RootFs(name="layers", manifest=manifest, config_bytes=config, tar=_tar_of(store), cache=cache)
 
 
+def digest_of_image(store: Store, target: str, *, ref: str) -> str:
+    """Return the digest of the image of ``target`` that the store calls ``ref``. InputError if it is not built."""
+    images = store.images()
+    if ref not in images:
+        names = sorted(images) or ["no image"]
+        raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
+    return str(images[ref]["digest"])
+
+
 def root_of_image(store: Store, cache: Path, target: str, *, ref: str) -> RootFs:
     """Return the image of ``target`` that the store calls ``ref``.
 
     Raises InputError, which lists the existing images, if it is not built; HostError if its manifest or config is
     damaged.
     """
-    images = store.images()
-    if ref not in images:
-        names = sorted(images) or ["no image"]
-        raise InputError(f"{ref} is not built; the store has {', '.join(names)}", hint=f"primus build {target}")
-    manifest = store.read(str(images[ref]["digest"]))
+    manifest = store.read(digest_of_image(store, target, ref=ref))
     config = store.read(json.loads(manifest)["config"]["digest"])
     return RootFs(name=ref, manifest=manifest, config_bytes=config, tar=_tar_of(store), cache=cache)
 

@@ -3,11 +3,11 @@
 import re
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ Place = tuple[str, int]
 """A component, and the number of its pin."""
 # The newest versions of a package that are tried; each takes seconds to resolve.
 _TRIES = 6
-_FLAVOUR = re.compile(r"cpu|cu(?=[0-9])|rocm|$")
 
 
 class Outlook(NamedTuple):
@@ -55,20 +54,27 @@ class Outlooks:
         sysconfig.get_config_vars()
         self.uses: dict[Place, list[ResolvedTarget]] = {}
         self._offers: dict[tuple[str, str, str], set[Version]] = {}
+        self._needs: dict[tuple[str, str, str], dict[str, str]] = {}
         for resolved in targets:
             for component, pin in resolved.pins.items():
                 if pin.wheel or pin.sdist:
                     self.uses.setdefault((component, pin.place), []).append(resolved)
 
-    def of(self, place: Place, wanted: str | None = None) -> Outlook:
-        """Ask about one pin. ``wanted`` is taken even if it does not fit, because locking then tells the reason."""
+    def of(self, place: Place, exact: str | None = None, before: Mapping[Place, str] | None = None) -> Outlook:
+        """Ask about one pin, after the moves ``before``, which those of the answer contain.
+
+        ``exact`` is taken even if it does not fit, because locking then tells the reason.
+        """
         pin, targets = self._pin(place), tuple(user.name for user in self.uses[place])
         outlook = Outlook(component=place[0], channel=pin.channel, package=_package(pin), targets=targets,
                           pinned=pin.version or "", moves={})  # fmt: skip
         try:
-            for versions in islice(self._steps(place, wanted), _TRIES):
+            if self._leader(self.uses[place][0], place[0]):
+                outlook = outlook._replace(newest=next((str(version) for version in self._newer(place)), None))
+            for versions in islice(self._steps(place, exact), _TRIES):
                 outlook = outlook._replace(newest=outlook.newest or versions[place])
-                if (moves := versions if wanted else self._fit(versions)) is not None:
+                moves = {**(before or {}), **versions} if exact else self._fit(versions, before or {})
+                if moves is not None:
                     return outlook._replace(compatible=versions[place], moves=moves)
         except HostError as error:
             return outlook._replace(error=error.message)
@@ -77,20 +83,31 @@ class Outlooks:
     def _pin(self, place: Place) -> Pin:
         return self.uses[place][0].pins[place[0]]
 
-    def _steps(self, place: Place, wanted: str | None) -> Iterator[dict[Place, str]]:
-        pin = self._pin(place)
-        old = Version(pin.version or "")
-        for version in sorted(self._offered(place), key=partial(_order, pin), reverse=True):
-            newer = _order(pin, version) > _order(pin, old) and version.is_prerelease <= old.is_prerelease
-            if not (str(version) == wanted if wanted else newer and _flavour(version) == _flavour(old)):
-                continue
+    def _steps(self, place: Place, exact: str | None) -> Iterator[dict[Place, str]]:
+        pin, user = self._pin(place), self.uses[place][0]
+        if leader := self._leader(user, place[0]):
+            above = (leader, user.pins[leader].place)
+            steps = self._steps(above, None) if above in self.uses else ()
+            now = {place: self._named(user, user.pins, place[0]) or pin.version or ""}
+            several = (moves for moves in chain(steps, [now]) if moves.get(place, pin.version) != pin.version)
+            yield from (moves for moves in several if exact in (None, moves[place]))
+            return
+        for version in self._newer(place, exact):
             rocm, moves = _rocm(pin, version), {place: str(version)}
             for member in self._train(place):
                 own = self._pin(member)
                 fits = [v for v in self._offered(member) if (_rocm(own, v) == rocm if rocm else v == version)]
                 moves |= {member: str(max(fits, key=partial(_order, own)))} if fits else {}
             if moves.keys() >= self._train(place):
-                yield moves
+                yield moves | self._followers(place, str(version))
+
+    def _newer(self, place: Place, exact: str | None = None) -> Iterator[Version]:
+        pin = self._pin(place)
+        old = Version(pin.version or "")
+        for version in sorted(self._offered(place), key=partial(_order, pin), reverse=True):
+            newer = _order(pin, version) > _order(pin, old) and version.is_prerelease <= old.is_prerelease
+            if _build(version) == _build(old) and (str(version) == exact if exact else newer):
+                yield version
 
     def _train(self, place: Place) -> set[Place]:
         """Return the other pins that must move with this one: of the same ROCm, or held ones of the same version."""
@@ -104,9 +121,37 @@ class Outlooks:
             if (_rocm(other, Version(other.version or "")) == rocm if rocm else other.version == pin.version)
         }
 
-    def _fit(self, moves: Mapping[Place, str]) -> dict[Place, str] | None:
-        """Return ``moves`` with what other held pins become, or None if a target that uses them cannot be resolved."""
-        result, done = dict(moves), set()
+    def _leader(self, user: ResolvedTarget, name: str) -> str | None:
+        """Return the component whose wheel names the version of ``name``. What is of a ROCm moves with that instead."""
+        pin, leader = user.pins[name], user.versions.components[name].follows
+        return leader if leader in user.pins and pin.wheel and not _rocm(pin, Version(pin.version or "")) else None
+
+    def _followers(self, place: Place, version: str) -> dict[Place, str]:
+        moves: dict[Place, str] = {}
+        for user in self.uses[place]:
+            pins = {**user.pins, place[0]: replace(user.pins[place[0]], version=version)}
+            for name, pin in user.pins.items():
+                if self._leader(user, name) == place[0] and (new := self._named(user, pins, name)) != pin.version:
+                    moves |= {(name, pin.place): new} if new else {}
+        return moves
+
+    def _named(self, user: ResolvedTarget, pins: Mapping[str, Pin], name: str) -> str | None:
+        """Return the version of ``name`` that its leader's wheel of pip's index names. Other builds may name none."""
+        leader = self._leader(user, name) or ""
+        package, version = normalised(pins[leader].loaded_as(leader)), Version(pins[leader].version or "").public
+        if (key := (package, version, user.request.python)) not in self._needs:
+            request = replace(user.request, wheels={package: version}, sdists={}, gits={}, debs={}, builds={}, pure=())
+            self._needs[key] = fits_together(request, (), ()) or {}
+        return self._needs[key].get(normalised(pins[name].wheel or ""))
+
+    def _fit(self, moves: Mapping[Place, str], before: Mapping[Place, str]) -> dict[Place, str] | None:
+        """Return ``before`` and ``moves`` with what other held pins become.
+
+        None if they contradict each other, or if a target that uses ``moves`` cannot be resolved.
+        """
+        result, done = {**moves, **before}, set()
+        if any(result[place] != version for place, version in moves.items()) or not _allowed(self.uses, result):
+            return None
         held = any(self.uses[place][0].versions.components[place[0]].held for place in moves)
         for user in {user.name: user for place in moves for user in self.uses[place]}.values():
             pins = {
@@ -115,17 +160,24 @@ class Outlooks:
             }
             chosen = user.choice
             request = request_of(user.versions, user.name, chosen.channel, chosen.base, pins, user.extras)
-            loose = {
-                normalised(pin.wheel): (name, pin.place)
+            led = {name: leader for name in pins if (leader := self._leader(user, name))}
+            for name, leader in led.items():
+                moved = {(name, pins[name].place), (leader, pins[leader].place)} & moves.keys()
+                if moved and self._named(user, pins, name) not in (None, pins[name].version):
+                    return None
+            free = {
+                name: normalised(pin.wheel)
                 for name, pin in pins.items()
                 if pin.wheel and user.versions.components[name].held and "+" not in (pin.version or "")
                 if held and (name, pin.place) not in result
             }
+            loose = {w: (name, pins[name].place) for name, w in free.items() if led.get(name, name) in free}
             # Targets of one channel often differ in nothing that an index knows.
             if (key := repr((sorted(request.wheels.items()), sorted(request.provided.items())))) in done:
                 continue
             done.add(key)
-            if (versions := fits_together(request, loose)) is None:
+            builds = [f"{n}!={v}" for n, place in loose.items() for v in self._offered(place) if v.local]
+            if (versions := fits_together(request, loose, builds)) is None:
                 return None
             result |= {place: versions[name] for name, place in loose.items() if versions[name] != request.wheels[name]}
         return result
@@ -186,5 +238,21 @@ def _order(pin: Pin, version: Version) -> tuple[str | tuple[int, ...] | Version,
     return _rocm(pin, version), Version(version.public), version
 
 
-def _flavour(version: Version) -> str:
-    return _FLAVOUR.search(version.local or "")[0]  # type: ignore[index]  # it matches the end
+def _build(version: Version) -> str:
+    # A ROCm moves to another one.
+    return "rocm" if "rocm" in (version.local or "") else version.local or ""
+
+
+def _allowed(uses: Mapping[Place, Sequence[ResolvedTarget]], moves: Mapping[Place, str]) -> bool:
+    """Return whether versions.yaml accepts the moves: its components' ``needs``."""
+    versions = next(iter(uses.values()))[0].versions
+    components = dict(versions.components)
+    for (name, number), version in moves.items():
+        pins = list(components[name].pins)
+        pins[number] = replace(pins[number], version=version)
+        components[name] = replace(components[name], pins=tuple(pins))
+    try:
+        replace(versions, components=components)
+    except ValueError:
+        return False
+    return True

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal, Self
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
 from primus.files import path_fault
 from primus.schema import WrongValue, notes_of
 from primus.versions.lock import name_of, suites_of
 
 _NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
+_NEED = rf"{_NAME} *[<>=!~][^;@]+"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
 _KINDS = ("wheel", "sdist", "git", "deb", "path", "inside")
 
@@ -126,6 +130,8 @@ class Component:
     name: str
     pins: tuple[Pin, ...]
     held: bool = False
+    follows: str | None = None
+    needs: Mapping[str, str] = field(default_factory=dict)
     tool: str | None = None
 
 
@@ -212,3 +218,19 @@ class Versions:
                 built = pin.build.built if pin.build else ()
                 if unknown := next((name for name in built if name not in self.components), None):
                     raise ValueError(f"{name}: no component is called {unknown!r}")
+            self._check_needs(name, component)
+
+    def _check_needs(self, name: str, component: Component) -> None:
+        if wrong := next((text for text in component.needs.values() if not re.fullmatch(_NEED, text)), None):
+            raise ValueError(f"{name}: {wrong!r} is not a requirement like pytorch>=2.14")
+        needs = [(Version(first), Requirement(text)) for first, text in component.needs.items()]
+        names = {need.name for _, need in needs} | {component.follows or name}
+        if unknown := next(iter(names - self.components.keys()), None):
+            raise ValueError(f"{name}: no component is called {unknown!r}")
+        for first, need in needs:
+            for index, pin in enumerate(component.pins):
+                for other in self.components[need.name].pins if pin.version and Version(pin.version) >= first else ():
+                    apart = pin.targets and other.targets and not {*pin.targets} & {*other.targets}
+                    if other.version and not apart and not need.specifier.contains(other.version, prereleases=True):
+                        reason = f"{name} {pin.version} needs {need}, and a target may have {other.version}"
+                        raise WrongValue(reason, "components", name, "pins", index)

@@ -35,7 +35,7 @@ class NoSolutionError(InputError):
 
 def resolve_wheels(request: Request, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
     """Return the pinned wheels and all dependencies. ``keep`` prefers versions. InputError if no set of them fits."""
-    pins = [f"{name}=={version}" if version else name for name, version in request.wheels.items()]
+    pins = [f"{name}==={version}" if version else name for name, version in request.wheels.items()]
     files = _locked(request, pins, keep=keep)
     for file in files:
         if file.version != (pinned := request.wheels.get(file.name) or file.version):
@@ -60,8 +60,8 @@ def resolve_build(
         name = canonicalize_name(name)
         if not version and name not in image:
             raise InputError(f"{root}: the image has no {wheel}", hint=f"name a version: {wheel}==VERSION")
-        pins[name] = f"{name}=={version or image[name]}"
-    constraints = [f"{name}=={version}" for name, version in image.items() if name not in pins]
+        pins[name] = f"{name}==={version or image[name]}"
+    constraints = [f"{name}==={version}" for name, version in image.items() if name not in pins]
     files = _locked(request, list(pins.values()), constraints=constraints, keep=keep)
     return tuple(replace(file, base=root) for file in files)
 
@@ -77,12 +77,16 @@ def offered(name: str, request: Request, kind: str) -> set[Version]:
     return {version for _, version, offer in files if not offer.yanked}
 
 
-def fits_together(request: Request, loose: Collection[str]) -> dict[str, str] | None:
-    """Return the versions of all wheels if they fit together, else None. Those named in ``loose`` may be newer."""
+def fits_together(request: Request, loose: Collection[str], constraints: Sequence[str]) -> dict[str, str] | None:
+    """Return the versions of all wheels if they fit together, else None. Those named in ``loose`` are newer if needed.
+
+    ``constraints`` are those of a constraints file.
+    """
     wheels = request.wheels.items()
-    pins = [name + (f"{'>=' if name in loose else '=='}{version}" if version else "") for name, version in wheels]
+    pins = [name + (f"{'>=' if name in loose else '==='}{version}" if version else "") for name, version in wheels]
+    keep = {name: request.wheels[name] for name in loose}
     try:
-        packages = _compile(request, Indexes.of_host(request.indexes), pins, (), {})
+        packages = _compile(request, Indexes.of_host(request.indexes), pins, constraints, keep)
     except NoSolutionError:
         return None
     return {package["name"]: package["version"] for package in packages}
@@ -91,7 +95,10 @@ def fits_together(request: Request, loose: Collection[str]) -> dict[str, str] | 
 def _compile(
     request: Request, indexes: Indexes, pins: Sequence[str], constraints: Sequence[str], keep: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. Raises NoSolutionError."""
+    """Return the packages of a ``pylock.toml`` with all dependencies, as wheels. Raises NoSolutionError.
+
+    Pins have ``===``, because ``==2.13.0`` means 2.13.0+cpu, too.
+    """
     with tempfile.TemporaryDirectory(prefix="primus-uv-") as name:
         folder = Path(name)
         lock, settings, provided = folder / "pylock.toml", folder / "uv.toml", folder / "provided"
@@ -154,6 +161,7 @@ def failure(text: str, indexes: Indexes) -> HostError | InputError:
 
 def unsolvable(reason: str, indexes: Indexes) -> NoSolutionError:
     """Return the error for pins that no set of files of the indexes fulfills; ``reason`` is in uv's words."""
+    reason = reason.replace("===", "==")
     pinned = re.search(r"you require ([^\s=]+)==", reason)
     return NoSolutionError(
         f"the pins do not fit the Python indexes of this host ({', '.join(indexes.shown)}): "

@@ -120,9 +120,9 @@ def test_image_is_a_valid_oci_image_and_the_last_line_its_digest(kit: Kit) -> No
 
 
 def test_run_needs_the_image_and_says_which_there_are(kit: Kit) -> None:
-    result = kit.primus("run", "demo", "--", "true")
-    assert result.code == 2
-    assert "v26.11-demo is not built; the store has no image" in result.err
+    for words in (("run", "demo", "--", "true"), ("verify", "demo")):
+        result = kit.primus(*words)
+        assert (result.code, "v26.11-demo is not built; the store has no image" in result.err) == (2, True)
     kit.build("other")
     result = kit.primus("load", "demo")
     assert result.code == 2

@@ -22,7 +22,7 @@ from primus.errors import HostError, InputError, PrimusError, did_you_mean
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget, lock_target, resolve
 from primus.progress import choose_progress
-from primus.release.bump import Outlook, Outlooks, Place, edit, trial
+from primus.release.bump import Outlooks, Place, edit, trial
 from primus.release.documents import checkout
 from primus.terminal import PLAIN, Screen, counted
 from primus.versions.components import Component
@@ -73,10 +73,7 @@ def outdated(args: argparse.Namespace) -> int:
 def bump(args: argparse.Namespace) -> int:
     """Move pins to the newest version that fits the other pins, or to VERSION, and lock. Held trains move together."""
     args.target = []
-    project, rows = open_project(args), _wanted(args)
-    if failed := next((row for row in rows if row.error), None):
-        raise HostError(f"{failed.component}: {failed.error}", hint="name the components that can be moved")
-    moves = {place: version for row in rows for place, version in row.moves.items()}
+    project, moves = open_project(args), _moves(args)
     path = project.root / "versions.yaml"
     old = path.read_text(encoding="utf-8")
     new = edit(old, project.versions_document, project.versions.components, moves)
@@ -109,26 +106,31 @@ def _six_months_after(day: date) -> date:
     return day.replace(year=year, month=month, day=min(day.day, calendar.monthrange(year, month)[1]))
 
 
-def _wanted(args: argparse.Namespace) -> list[Outlook]:
+def _moves(args: argparse.Namespace) -> Mapping[Place, str]:
     outlooks = Outlooks(_resolved(args))
-    if not args.component:
-        with ThreadPoolExecutor(4) as pool:
-            return [] if args.release else list(pool.map(outlooks.of, outlooks.uses))
-    rows: list[Outlook] = []
-    for word in args.component:
+    words = args.component or ([] if args.release else list(dict.fromkeys(name for name, _ in outlooks.uses)))
+    moves: Mapping[Place, str] = {}
+    for word in words:
         name, _, version = word.partition("=")
-        its = [outlooks.of(place, version or None) for place in outlooks.uses if place[0] == name]
-        if not its:
+        places = [place for place in outlooks.uses if place[0] == name and (version or place not in moves)]
+        if not any(name == other for other, _ in outlooks.uses):
             hint = (
                 did_you_mean(name, {n for n, _ in outlooks.uses})
                 or "primus outdated --json lists those that can be moved"
             )
             raise InputError(f"no pin of a Python index is called {name!r}", hint=hint)
-        if version and not any(row.newest or row.error for row in its):
-            targets = ", ".join(target for row in its for target in row.targets)
-            raise InputError(f"no index offers {name} {version} for {targets}", hint="primus outdated shows the newest")
-        rows += its
-    return rows
+        # After those that moved already, so that all of them fit each other.
+        rows = []
+        for place in places:
+            rows.append(row := outlooks.of(place, version or None, moves))
+            if row.error:
+                raise HostError(f"{name}: {row.error}", hint="name the components that can be moved")
+            moves = row.moves or moves
+        if version and not any(row.compatible for row in rows):
+            targets = ", ".join(target for row in rows for target in row.targets)
+            hint = "primus outdated shows what fits; a pin keeps its local build (+cpu), and fits what it `follows`"
+            raise InputError(f"no index offers {name} {version} for {targets}", hint=hint)
+    return moves
 
 
 def _resolved(args: argparse.Namespace) -> Sequence[ResolvedTarget]:

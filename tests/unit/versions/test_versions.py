@@ -88,16 +88,7 @@ def test_one_pin_per_channel_and_target() -> None:
     assert error.where == "versions.yaml:10:9"
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("follows: cuda", "no component is called 'cuda'"),
-        ('needs: {1.0: "cuda>=1"}', "no component is called 'cuda'"),
-        ("needs: {1.0: torch}", "'torch' is not a requirement"),
-        ('needs: {one: "torch>=1"}', "Invalid version"),
-        ('needs: {2.0: "torch>=3"}', "torch 2.0 needs torch>=3, and a target may have 2.0"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), table_of("versions.what_holds_a_component"))
 def test_what_holds_a_component_is_named_and_holds(line: str, words: str) -> None:
     text = pin("wheel: torch, version: 2.0, channel: pypi")
     assert words in refused(text + f"    {line}\n").message

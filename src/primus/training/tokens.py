@@ -159,6 +159,7 @@ class Encoder:
                 raise ValueError(f"chat_template_kwargs has {reserved[0]}, which is no variable of a template")
             text: str = self._rendered([messages], options)[0]
             _refuse_dropped(document, text)
+            self._refuse_dropped_tools(messages, options)
             marks = None
             if completions and _MARKED.search(template) and not document.first:
                 encoded = self.tokenizer.apply_chat_template(
@@ -170,7 +171,8 @@ class Encoder:
             spans = self._answers(text, messages, document.first, options) if completions else [(0, len(text))]
         except Exception as error:  # noqa: BLE001, a template can fail in any way
             sentence = f"the tokenizer's chat template refuses the messages: {first_line(error)}"
-            raise InputError(sentence, where=where) from None
+            hint = "choose a template that takes them (chat_template.jinja, or tokenizer_config.json), or remove them"
+            raise InputError(sentence, where=where, hint=hint) from None
         if spans is None:
             raise InputError(
                 "the tokenizer's chat template renders the beginning of this chat in another way than the whole, so "
@@ -183,6 +185,31 @@ class Encoder:
     def _rendered(self, chats: Sequence[Any], options: Mapping[str, Any], **more: Any) -> list[str]:
         texts: list[str] = self.tokenizer.apply_chat_template(list(chats), tokenize=False, **options, **more)
         return texts
+
+    def _refuse_dropped_tools(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        # Under names that appear nowhere else: a short name may be part of any text.
+        names: list[str] = []
+
+        def renamed(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+            function = tool.get("function", tool)
+            names.append(str(function.get("name", "")))
+            function = {**function, "name": f"{names[-1]}_qz{len(names)}_"}
+            return {**tool, "function": function} if "function" in tool else function
+
+        tools = [*map(renamed, options["tools"] or ())] or None
+        turns = [
+            {**turn, "tool_calls": [*map(renamed, turn["tool_calls"])]} if turn.get("tool_calls") else turn
+            for turn in messages
+        ]
+        if not names:
+            return
+        try:
+            text = self._rendered([turns], {**options, "tools": tools})[0]
+        except Exception:  # noqa: BLE001, a template that depends on the names does not leave them out
+            return
+        for number, name in enumerate(names, 1):
+            if f"_qz{number}_" not in text:
+                raise ValueError(f"it leaves out the tool {name!r}")
 
     def _answers(
         self, text: str, messages: Sequence[Mapping[str, Any]], first: int, options: Mapping[str, Any]
@@ -216,11 +243,6 @@ def _refuse_dropped(document: Document, text: str) -> None:
         thoughts = [inline[1] if inline else "", *(str(turn.get(key) or "") for key in _THOUGHT_KEYS)]
         if not all(thought.strip() in text for thought in thoughts):
             raise ValueError("it leaves out the thoughts of the last answer")
-    calls = [call for turn in messages for call in turn.get("tool_calls") or ()]
-    for tool in (*(document.tools or ()), *calls):
-        name = tool.get("function", tool).get("name", "")
-        if name not in text:
-            raise ValueError(f"it leaves out the tool {name!r}")
     for turn in messages:
         if not isinstance(content := turn.get("content"), str | None) and str(content) in text:
             raise ValueError(f"it has no form for content that is no text, {str(content)[:40]}")

@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import re
+import shlex
 import signal
 import time
 import traceback
@@ -124,8 +125,8 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     """Return the first cause of a job that ended with ``exit_code`` (negative: a signal); None if it is 0.
 
     ``shared`` is the folder with the notes of all nodes if it is not ``output``. A full disk comes first, then the
-    earliest note of a rank that does more than report that another one is gone, then a rank that a signal ended, then
-    the log's first exception, then its last line.
+    earliest note of a rank that does more than report that another one is gone, then a rank or the launcher that a
+    signal ended, then the log's first exception, then its last line.
     """
     if exit_code == 0:
         return None
@@ -136,7 +137,8 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     first = [failure for failure in raised if not _DERIVED.search(failure.text)]
     # On a full disk, every writer fails in its own way, and checkpointing wraps all these errors.
     full = [failure for failure in [*first_hand, *raised] if _DISK_FULL.search(failure.text)]
-    causes = [*full, *first_hand, *_signalled(lines), *first, *notes, *raised]
+    launcher = [Failure(text=match["text"]) for line in lines if (match := _PATTERNS["launcher"].match(line))]
+    causes = [*full, *first_hand, *_signalled(lines), *launcher, *first, *notes, *raised]
     return causes[0] if causes else _by_code(exit_code, lines)
 
 
@@ -173,19 +175,23 @@ def _signalled(lines: list[str]) -> Iterator[Failure]:
             yield Failure(text=f"ended by signal {match['number']} ({match['name']})", rank=rank)
 
 
-def end_ranks(launcher: int, output: Path, seconds: float) -> None:
+def end_ranks(launcher: int, output: Path, seconds: float) -> dict[int, str]:
     """End all ranks below the process ``launcher`` with SIGABRT, on which Python prints the stack.
 
-    A stopped rank cannot print: it is noted as hung, and killed.
+    A stopped rank cannot print: it is noted as hung, and killed. Returns the command of each other rank.
     """
+    commands: dict[int, str] = {}
     for pid, (parent, state) in processes().items():
         if parent != launcher or (rank := _rank(pid)) is None:
             continue
         if state in "TtD":
             what = "stopped (SIGSTOP, or a debugger)" if state in "Tt" else "waiting for a disk or a device"
             note(output, rank, f"hung: no progress for {seconds:g} s; its process is {what}")
-        with suppress(ProcessLookupError, PermissionError):
+        with suppress(OSError):  # it has just ended
+            if state not in "TtD":
+                commands[rank] = shlex.join(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1])
             os.kill(pid, signal.SIGKILL if state in "Tt" else signal.SIGABRT)
+    return commands
 
 
 def stacks(output: Path) -> dict[int, str]:
@@ -198,10 +204,14 @@ def stacks(output: Path) -> dict[int, str]:
     return dict(sorted(texts.items()))
 
 
-def name_hung(output: Path, seconds: float) -> list[int]:
-    """Return the ranks whose stacks show that they did not wait for others, and record each in the job's folder."""
-    hung = []
-    for rank, text in stacks(output).items():
+def name_hung(output: Path, seconds: float, commands: Mapping[int, str]) -> list[int]:
+    """Return the ranks whose stacks show that they did not wait for others, and record each in the job's folder.
+
+    If there are none, these are the ranks without a stack, such as a program of ``--wrap``. ``commands`` is that of
+    each rank that was ended.
+    """
+    hung, written = [], stacks(output)
+    for rank, text in written.items():
         # Other threads can come first. The main thread is the one that receives the signal.
         frames = list(_PATTERNS["frame"].finditer(text.partition("Current thread 0x")[2].partition("\n\n")[0]))
         if frames and not any(_PATTERNS["waiting"].search(frame["file"]) for frame in frames):
@@ -209,6 +219,11 @@ def name_hung(output: Path, seconds: float) -> list[int]:
             place = f"{top['function']} ({Path(top['file']).name}:{top['line']})"
             note(output, rank, f"hung: no progress for {seconds:g} s; it is in {place}")
             hung.append(rank)
+    for rank in () if hung else sorted(commands.keys() - written.keys()):
+        note(
+            output, rank, f"hung: no progress for {seconds:g} s; it left no stack; its command: {commands[rank][:200]}"
+        )
+        hung.append(rank)
     return hung
 
 

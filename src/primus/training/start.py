@@ -111,23 +111,24 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         clock.line(text)
         on_line(text)
 
-    hung: list[int] = []
+    # What is called at a stall: the commands of the ranks that were ended.
+    stalls: list[dict[int, str]] = []
 
     def silent(launcher: int) -> None:
-        hung.append(launcher)
-        failure.end_ranks(launcher, job.output, patience)
+        stalls.append(failure.end_ranks(launcher, job.output, patience))
 
     several = job.recipe.get("nodes", int) > 1
     ended = launch.run(
         argv, log=folder / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent,
         hopeless=lambda: several and failure.known(job.output),
     )  # fmt: skip
+    stalled = [f"primus: no progress for {patience:g} s, so the ranks were ended\n"] * len(stalls)
     stacks = failure.stacks(job.output).items()
-    for text in [f"[rank{rank}]: {line}\n" for rank, stack in stacks for line in stack.splitlines()]:
+    for text in [*stalled, *(f"[rank{rank}]: {line}\n" for rank, stack in stacks for line in stack.splitlines())]:
         with (folder / "log.txt").open("a", encoding="utf-8") as file:
             file.write(text)
         on_line(text)
-    if hung and not failure.name_hung(job.output, patience) and several:
+    if stalls and not failure.name_hung(job.output, patience, stalls[0]) and several:
         time.sleep(_OTHERS_NAME_IT)
     elif ended.exit_code and several:
         failure.share(job.output, folder / "log.txt", _OTHERS_SAY_WHY)

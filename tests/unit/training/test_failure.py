@@ -158,9 +158,14 @@ def stacks(output: Path, **texts: str) -> None:
 
 def test_the_rank_that_does_not_wait_is_named(tmp_path: Path) -> None:
     stacks(tmp_path, rank0=WAITING, rank1=BUSY, rank2=WAITING, rank3="")
-    assert failure.name_hung(tmp_path, 60) == [1]
+    assert failure.name_hung(tmp_path, 60, {3: "sh -c 'sleep 9'"}) == [1]
     found = failure.cause(tmp_path, 1)
     assert str(found) == "rank 1: hung: no progress for 60 s; it is in read (data.py:12)"
     assert list(failure.stacks(tmp_path)) == [0, 1, 2]
     stacks(tmp_path, rank1=WAITING)
-    assert failure.name_hung(tmp_path, 60) == []
+    assert failure.name_hung(tmp_path, 60, {0: "a", 1: "b"}) == []
+    (tmp_path / "cache" / "failures" / "1.json").unlink()
+    assert failure.name_hung(tmp_path, 60, {0: "a", 3: "sh -c 'sleep 9'"}) == [3]
+    assert str(failure.cause(tmp_path, 1)).endswith(
+        "no progress for 60 s; it left no stack; its command: sh -c 'sleep 9'"
+    )

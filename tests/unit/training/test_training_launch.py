@@ -273,3 +273,10 @@ def test_the_first_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path) 
     words = [sys.executable, "-m", "primus.training.launcher", "3", sys.executable, "-c", code]
     assert launch.run(words, log=tmp_path / "log.txt", environment={"PYTHONPATH": str(SRC)}).exit_code == 1
     assert str(failure.cause(tmp_path, 1)).startswith("rank 1: ended by signal 9 (SIGKILL) (")
+
+
+def test_a_signal_that_ends_the_launcher_is_named(tmp_path: Path) -> None:
+    code = "import os, signal, time; os.kill(int(os.environ['PRIMUS_LAUNCH']), signal.SIGTERM); time.sleep(600)"
+    words = [sys.executable, "-m", "primus.training.launcher", "2", sys.executable, "-c", code]
+    assert launch.run(words, log=tmp_path / "log.txt", environment={"PYTHONPATH": str(SRC)}).exit_code == 1
+    assert str(failure.cause(tmp_path, 1)) == "the launcher of the ranks was ended by SIGTERM"

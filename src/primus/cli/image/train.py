@@ -292,7 +292,9 @@ def _failure(job: Job, ended: Outcome) -> Iterator[str]:
             yield f"✗ {verdict.name}: {verdict.reason} ({limits})"
     if skipped := [verdict.name for verdict in verdicts if verdict.skipped]:
         yield f"– skipped: {', '.join(skipped)}"
-    yield f"failed after {ended.run.seconds:.0f} s\n  → the log is {job.output / 'log.txt'}"
+    log = job.output / "log.txt"
+    where = f"the log is {log}" if log.exists() else f"there is no log: {log} was deleted while the job ran"
+    yield f"failed after {ended.run.seconds:.0f} s\n  → {where}"
     if _last_kept(job):
         yield f"  → {_continue(job)}"
 

@@ -268,15 +268,13 @@ def test_variables_of_another_torchrun_are_dropped() -> None:
     assert launch.clean(theirs | kept) == kept | {"PYTHONSAFEPATH": "1"}
 
 
-def test_the_first_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(600)"
+# The first rank that fails, and the launcher.
+@pytest.mark.parametrize(("rank", "end", "cause"), [
+    ("1", "os.getpid(), 9", "rank 1: ended by signal 9 (SIGKILL) ("),
+    ("0", "int(os.environ['PRIMUS_LAUNCH']), 15", "the launcher of the ranks was ended by SIGTERM"),
+])  # fmt: skip
+def test_what_is_ended_by_a_signal_is_named(tmp_path: Path, rank: str, end: str, cause: str) -> None:
+    code = f"import os, time; os.environ['RANK'] == '{rank}' and os.kill({end}); time.sleep(600)"
     words = [sys.executable, "-m", "primus.training.launcher", "3", sys.executable, "-c", code]
     assert launch.run(words, log=tmp_path / "log.txt", environment={"PYTHONPATH": str(SRC)}).exit_code == 1
-    assert str(failure.cause(tmp_path, 1)).startswith("rank 1: ended by signal 9 (SIGKILL) (")
-
-
-def test_a_signal_that_ends_the_launcher_is_named(tmp_path: Path) -> None:
-    code = "import os, signal, time; os.kill(int(os.environ['PRIMUS_LAUNCH']), signal.SIGTERM); time.sleep(600)"
-    words = [sys.executable, "-m", "primus.training.launcher", "2", sys.executable, "-c", code]
-    assert launch.run(words, log=tmp_path / "log.txt", environment={"PYTHONPATH": str(SRC)}).exit_code == 1
-    assert str(failure.cause(tmp_path, 1)) == "the launcher of the ranks was ended by SIGTERM"
+    assert str(failure.cause(tmp_path, 1)).startswith(cause)

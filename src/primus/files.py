@@ -32,6 +32,13 @@ def refuse_special(path: Path, shown: str) -> None:
         raise InputError("this is not a regular file", where=shown)
 
 
+def refuse_pointer(path: Path) -> None:
+    """Raise InputError for what Git leaves in place of a large file without Git LFS. OSError as any read."""
+    with open_regular(path) as stream:
+        if stream.read(30).startswith(b"version https://git-lfs"):
+            raise InputError("this is a pointer of Git LFS, not the file", where=str(path), hint="git lfs pull")
+
+
 def open_regular(path: Path | str, shown: str | None = None, *, follow: bool = True) -> IO[bytes]:
     """Open a regular file for reading. InputError for a pipe, device, socket or folder, OSError as any open.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError, nearest
+from primus.files import refuse_pointer
 from primus.recipes import load, schema
 from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import OTHER, families, family
@@ -352,6 +353,7 @@ def vocabulary(folder: Path) -> int:
     if not file.is_file():
         return 0
     try:
+        refuse_pointer(file)
         content = json.loads(file.read_bytes())
         words = content["model"]["vocab"]
         # Unigram models have a list of tokens; all others map tokens to ids.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from primus.errors import HostError, InputError, nearest
-from primus.files import below, refuse_special
+from primus.files import below, refuse_pointer, refuse_special
 from primus.recipes.recipe import Recipe
 from primus.recipes.weights import HUB, downloaded
 from primus.schema import distinct_keys
@@ -176,9 +176,11 @@ def rows(corpus: Corpus, files: Files) -> Iterator[tuple[str, Any]]:
     for file in files.paths:
         form = _form(file)
         head = _head(file)
+        refuse_pointer(file)
         if form in _TABLE["tables"] or head.startswith(b"PAR1"):
-            options = {"sep": "\t"} if form == ".tsv" else {}
             kind = _TABLE["tables"].get(form, "parquet")
+            # Of Parquet, datasets would read as many rows at a time as the first group has, which may be none.
+            options: Any = {"sep": "\t"} if form == ".tsv" else {"batch_size": 1024} if kind == "parquet" else {}
             yield from _table_rows(str(file), kind, data_files=escape(str(file)), split="train", **options)
         elif form == ".txt":
             for blank, paragraph in groupby(_lines(file, head), key=lambda line: not line[1].strip()):
@@ -203,6 +205,8 @@ def _head(file: Path) -> bytes:
 
 def _open(file: Path, head: bytes) -> IO[bytes]:
     if head.startswith(b"PK\x03\x04"):
+        if file.suffix.lower() in (".xlsx", ".ods"):
+            raise InputError("expected text, found a spreadsheet", where=str(file), hint="save it as CSV")
         raise InputError("expected text, found a zip archive", where=str(file), hint="unpack it")
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         from pyarrow import input_stream

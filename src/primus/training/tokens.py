@@ -34,6 +34,7 @@ _MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
 _OPEN_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+_VOCABULARIES = ("*.model", "*.tiktoken", "tokenizer.json", "tekken.json", "vocab*")
 # Characters that are tokenized in one call.
 _BATCH = 1 << 20
 _EVERY = 1_000_000
@@ -76,10 +77,13 @@ class Encoder:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
             self.tokenizer("some settings of a wrong type only fail here")
         except Exception as error:
-            raise InputError(
-                f"the tokenizer cannot be loaded: {first_line(error)}", where=name,
-                hint="set assets.tokenizer to a folder that AutoTokenizer can load",
-            ) from error  # fmt: skip
+            why = f"the tokenizer cannot be loaded: {first_line(error)}"
+            if "trust_remote_code" in str(error):
+                why = "the tokenizer cannot be loaded: it needs custom code (auto_map), which primus does not run"
+            elif not any(any(folder.glob(form)) for form in _VOCABULARIES):
+                why = "the folder has no tokenizer (tokenizer.json or tokenizer.model)"
+            hint = "set assets.tokenizer to a folder that AutoTokenizer can load"
+            raise InputError(why, where=name, hint=hint) from error
         if not self.tokenizer.is_fast:
             raise InputError("the tokenizer has no fast form (tokenizer.json)", where=name)
         if getattr(self.tokenizer.backend_tokenizer.model, "dropout", None):
@@ -274,9 +278,10 @@ class Reader:
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """Yield the tokens of each document that is not empty, and 1 for each that is trained; no mask: all are."""
-        texts, size = list[str](), 0
+        texts, size, roles = list[str](), 0, set[str]()
         for where, row in self._rows:
             document = corpora.document_of(row, self.layout, where)
+            roles.update(turn["role"] for turn in document.messages or ())
             if self.layout.prompted:
                 yield self.encoder.document(document, where, completions=self.corpus.completions)
             elif document.text.strip():
@@ -287,6 +292,12 @@ class Reader:
                     texts, size = [], 0
         if texts:
             yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
+        if roles and "assistant" not in roles and self.masked:
+            why = (
+                f"no message has the role assistant, whose words are trained; the roles are {', '.join(sorted(roles))}"
+            )
+            hint = "give the answers that role; or data.train_on=all trains every token"
+            raise InputError(why, where=self.corpus.name, hint=hint)
 
     def sentence(self, figures: Mapping[str, Any], seq_len: int, head: str = "") -> str:
         """Return what was read, with the figures of :func:`figures_of`, in one line that begins with ``head``."""

@@ -295,7 +295,7 @@ def broken_link(where: Path) -> Path:
 
 
 CORPORA_REFUSED = {
-    "null in Parquet": parquet("a", None), "bytes in Parquet": parquet(b"a"), "a cut gzip file": cut_gzip,
+    "null in Parquet": parquet("a", None), "bytes in Parquet": parquet(b"a"), "no rows in Parquet": parquet(), "a cut gzip file": cut_gzip,
     "a link that leads nowhere": broken_link, "an empty folder": lambda where: Path(mkdtemp(dir=where, prefix="data")),
 }  # fmt: skip
 

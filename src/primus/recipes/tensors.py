@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.files import open_regular, read_bytes
+from primus.files import open_regular, read_bytes, refuse_pointer
 
 _LONGEST = 100 << 20
 OTHER_MODEL = "config.json describes another model than the tensors: take both from the same source"
@@ -84,6 +84,7 @@ def canonical_name(name: str) -> str:
 def header(file: Path) -> Header:
     """Return the header of ``file``. Raises InputError if it is not a safetensors file, or is truncated."""
     try:
+        refuse_pointer(file)
         with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
             text = stream.read(length) if length <= _LONGEST else b""

@@ -64,7 +64,11 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
         hint = "merge them into their base weights with PEFT, and name the folder of the result"
         raise InputError(f"{folder} contains LoRA adapters, not a whole model", hint=hint)
     try:
-        config = json.loads(read_bytes(file))
+        content = read_bytes(file)
+        if content.startswith(b"\xef\xbb\xbf"):
+            why = "the file begins with a byte order mark, which transformers does not read"
+            raise InputError(why, where=str(file), hint="save it as UTF-8 without one")
+        config = json.loads(content)
     except FileNotFoundError:
         why, hint = f"the weights in {folder} have no config.json, so their model is unknown", source
         if (folder / "weights").is_dir():

@@ -278,6 +278,8 @@ DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "a cut header": (PART, lambda data: data[:9], "damaged"),
     "another dtype": (PART, lambda data: data.replace(b"BF16", b"F32 ", 1), "F32 "),
     "another shape": (PART, lambda data: data.replace(b"[96,64]", b"[96,65]", 1), "damaged"),
+    "a pointer of Git LFS": (PART, lambda _: b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+    "a byte order mark": ("config.json", lambda data: b"\xef\xbb\xbf" + data, "byte order mark"),
     "a cut index": (INDEX, lambda data: data[:-5], "index of the weights cannot be read"),
     "an absent part": (INDEX, lambda data: data.replace(b"part-1", b"part-7"), "lack part-7"),
     "half of the tensors": (INDEX, lambda data: data.replace(b"part-1", b"part-0"), "the weights lack"),

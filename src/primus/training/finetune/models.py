@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from primus.files import write_file
+from primus.files import json_if_readable, write_file
 from primus.recipes import family
 from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.tensors import MXFP4, OTHER_MODEL, header, plain_shapes, tensor_files, text_name
@@ -247,8 +247,13 @@ Objection = dict[str, str]
 def objections(folder: Path, model: Architecture) -> Iterator[Objection]:
     """Yield what prevents a strict load of ``folder`` as ``model``: ``why``, and maybe ``where`` and ``hint``."""
     from safetensors import SafetensorError, safe_open
-    from transformers import AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
 
+    if (kind := json_if_readable(folder / "config.json").get("model_type")) not in CONFIG_MAPPING:
+        hint = "take weights of a type that it has: primus runs no code that comes with weights"
+        why = f"transformers {__version__} has no models of type {kind}"
+        yield {"why": why, "where": f"{folder}/config.json: model_type", "hint": hint}
+        return
     config = _config_of_weights(folder)
     if model.has_formula:
         yield from _other_settings(folder / "config.json", config_of(model, "sdpa").to_dict(), config)

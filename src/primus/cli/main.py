@@ -80,15 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _streams() -> None:
-    """Open closed standard streams as /dev/null, and write UTF-8 in every locale, because JSON must be UTF-8.
-
-    Output that closed standard output would lose is an error, as on a full disk.
-    """
+    """Open closed standard streams as /dev/null, and write UTF-8 in every locale, because JSON must be UTF-8."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # Gets the lowest free number, which is this one.
+            # Gets the lowest free number, which is this one. Output must not be lost: writing it is an error.
             os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -121,8 +118,8 @@ def _failed(name: str, error: OSError) -> int:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
     closed = error.errno == errno.EBADF and not where
-    reason = "standard output is closed" if closed else (error.strerror or str(error)).lower()
-    message = "the disk is full" if full else reason
+    message = "standard output is closed" if closed else (error.strerror or str(error)).lower()
+    message = "the disk is full" if full else message
     hint = f"\n  → {_ADVICE[error.errno]}" if error.errno in _ADVICE and (where or full) else ""
     _report(f"{name}: {message}{where}{hint}")
     if (full and not where) or closed:  # it may be that of standard output, and the flush at exit would fail again

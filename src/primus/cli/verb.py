@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from primus.errors import InputError
 from primus.yamlfile import read_values
@@ -58,8 +58,8 @@ def parser_of(name: str, prog: str = "") -> argparse.ArgumentParser:
     if verb.rest:
         parser.parse_args = partial(_parse_before_rest, parser.parse_args, verb.rest)  # type: ignore[method-assign, assignment]
     elif any(action.dest == "overrides" for action in parser._actions):
-        # Without intermixed parsing, argparse refuses a key=value argument that follows an option.
-        parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
+        parser.parse_args = partial(_parse_overrides, parser)  # type: ignore[method-assign, assignment]
+        parser.error = partial(_refuse, parser.error)  # type: ignore[method-assign]
     return parser
 
 
@@ -119,6 +119,22 @@ def _parse_before_rest(parse: Callable[..., argparse.Namespace], rest: str, word
     options = parse(words[:cut])
     setattr(options, rest, words[cut + 1 :])
     return options
+
+
+def _parse_overrides(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    # Without intermixed parsing, argparse refuses key=value after an option; with it, argparse ignores ``--``.
+    cut = words.index("--") if "--" in words else len(words)
+    rest = [f"./{word}" if word.startswith("-") else word for word in words[cut + 1 :]]
+    return parser.parse_intermixed_args([*words[:cut], *rest])
+
+
+def _refuse(refuse: Callable[[str], NoReturn], message: str) -> NoReturn:
+    from primus.recipes.resolve import is_setting
+
+    match = re.match(r"unrecognized arguments: --([^\s=]+)(?:[\s=]+(\S+))?", message)
+    if match and is_setting(key := match[1].replace("-", "_")):
+        message += f"\n  → {match[1]} is a setting: write {key}={match[2] or 'VALUE'}"
+    refuse(message)
 
 
 def refuse_others(options: argparse.Namespace, verb: str, chosen: str, headings: Iterable[str]) -> None:

@@ -131,6 +131,8 @@ def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[st
             _, backend, mode = (*key.split("."), "", "")[:3]
             value = setting.value if isinstance(setting.value, list) else [setting.value]
             among("backend", backend, list(backends()), setting.origin)
+            if not mode and backend in backends():
+                raise InputError(f"{key} must be a mapping such as {{pretrain: [fp32]}}", where=setting.origin)
             among("mode", mode, list(backends()[backend].modes), setting.origin)
             for word in value:
                 among("precision", str(word), list(PRECISIONS), setting.origin)

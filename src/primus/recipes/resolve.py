@@ -235,6 +235,16 @@ def _settle_steps(settings: dict[str, Setting], overriding: Mapping[str, Setting
         settings[warmup] = replace(before, value=steps.value, origin=limit)
 
 
+def is_setting(key: str) -> bool:
+    """Return whether ``key`` is the name of a setting of any backend, long or short."""
+    return key in {"corpus", "tokenizer", *schema.recipe_rules()} or bool(_having(key))
+
+
+def _having(key: str) -> list[str]:
+    rows = backends().values()
+    return [row.name for row in rows if key in {*row.keys, *row.degrees, *schema.backend_rules(row.name)}]
+
+
 def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
     """Return ``word`` with the whole name of its key, the key in the recipe's settings, and the setting."""
     key, separator, text = word.partition("=")
@@ -303,8 +313,7 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
         near = nearest(native, [*full, *knows.keys, *knows.degrees])
         near = next((near.replace(repr(name), repr(rule)) for name, rule in full.items() if repr(name) in near), near)
         hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
-        rows = backends().values()
-        if having := [r.name for r in rows if native in {*r.keys, *r.degrees, *schema.backend_rules(r.name)}]:
+        if having := _having(native):
             near, hint = "", f"{native} is a setting of --backend {' or '.join(having)}"
     return InputError(f"there is no key {key!r}{near}", where=setting.origin, hint=None if near else hint)
 

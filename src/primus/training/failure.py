@@ -205,10 +205,9 @@ def stacks(output: Path) -> dict[int, str]:
 
 
 def name_hung(output: Path, seconds: float, commands: Mapping[int, str]) -> list[int]:
-    """Return the ranks whose stacks show that they did not wait for others, and record each in the job's folder.
+    """Return the ranks that did not wait for others, as their stacks show, and record each in the job's folder.
 
-    If there are none, these are the ranks without a stack, such as a program of ``--wrap``. ``commands`` is that of
-    each rank that was ended.
+    If none shows it, these are the ranks without a stack, of those whose ``commands`` were ended.
     """
     hung, written = [], stacks(output)
     for rank, text in written.items():

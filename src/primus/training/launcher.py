@@ -18,15 +18,10 @@ _GRACE_SECONDS = 10.0
 
 def main(count: int, command: Sequence[str]) -> int:
     """Run ``count`` ranks of ``command``. Return 1 after the first failure, or after a signal that ends the job."""
-
-    def interrupt(number: int, _: object) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
     job = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     running: dict[int, subprocess.Popen[bytes]] = {}
-    failed, signalled = False, ""
+    failed = False
     try:
         for rank in range(count):
             variables = {"RANK": rank, "LOCAL_RANK": rank, "PRIMUS_LAUNCH": os.getpid(), **job}
@@ -39,12 +34,16 @@ def main(count: int, command: Sequence[str]) -> int:
                     failed = True
                     _report(rank, process)
     except KeyboardInterrupt as error:
-        signalled = str(error)
-    _end(running.values())
-    if signalled:
+        failed = True
+        name = str(error) or "SIGINT"
         with suppress(OSError):  # nobody reads it if the command has ended, too
-            print(f"Root Cause: the launcher of the ranks was ended by {signalled}", file=sys.stderr, flush=True)
-    return int(failed or bool(signalled))
+            print(f"Root Cause: the launcher of the ranks was ended by {name}", file=sys.stderr, flush=True)
+    _end(running.values())
+    return int(failed)
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _report(rank: int, process: subprocess.Popen[bytes]) -> None:

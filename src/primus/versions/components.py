@@ -196,13 +196,16 @@ class Versions:
     indexes: Mapping[str, Index] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        try:
-            year = date.fromisoformat(self.created).year
-        except ValueError:
-            raise WrongValue(f"created: {self.created} is not a valid date", "created") from None
         # Zip archives, such as wheels, cannot store an earlier date.
-        if year < 1980:
-            raise WrongValue(f"created must be 1980-01-01 or later, not {self.created}", "created")
+        earliest = "1980-01-01"
+        for word, day in (("created", self.created), ("supported_until", self.supported_until or self.created)):
+            try:
+                date.fromisoformat(day)
+            except ValueError:
+                raise WrongValue(f"{word}: {day} is not a valid date", word) from None
+            if day < earliest:
+                raise WrongValue(f"{word} must be {earliest} or later, not {day}", word)
+            earliest = day
         for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} is not a name: use lower-case letters, digits and hyphens")

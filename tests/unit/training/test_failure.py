@@ -32,40 +32,11 @@ def left(folder: Path, log: str, *notes: tuple[float, int, str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("log", "notes", "code", "wanted"),
-    [
-        (PLAIN, [(2.0, 0, "KeyError: 'b'"), (1.0, 1, "KeyError: 'a'")], 1, "rank 1: KeyError: 'a'"),
-        (PLAIN, [(1.0, 0, PEER), (2.0, 1, "ValueError: no")], 1, "rank 1: ValueError: no"),
-        (PEER + "\n" + KILLED, [(1.0, 0, PEER)], 1, "rank 1: ended by signal 9 (SIGKILL) (the kernel does this"),
-        (PLAIN, [(1.0, 0, PEER)], 1, "rank 0: RuntimeError: [../gloo"),
-        (
-            "Traceback (most recent call last):\n  File \"x\"\n[rank0]: ModuleNotFoundError: No module named 'x'\n"
-            + PLAIN, [], 1, "ModuleNotFoundError: No module named 'x'",
-        ),
-        ("Segmentation\n", [], -11, "ended by signal 11 (SIGSEGV)"),
-        ("", [], 137, "ended by signal 9 (SIGKILL) (the kernel"),
-        (PLAIN.replace("code  : 1", "code  : 7"), [], 1, "rank 0: ended with exit code 7, without an exception"),
-        ("  step: 1\nlast words\n\n", [], 7, "exit code 7; the log ends with: last words"),
-        ("", [], 7, "exit code 7"),
-        (
-            PLAIN, [(1.0, 0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")], 1,
-            "2.00 GiB. (a smaller batch per rank",
-        ),
-        (
-            PLAIN, [(1.0, 0, "OutOfMemoryError: CUDA out of memory. GPU 0 has a total capacity of 139.80 GiB of which"
-            " 13.64 GiB is free. Including non-PyTorch memory, this process has 126.15 GiB memory in use.")], 1,
-            "13.64 GiB is free. (a smaller batch per rank",
-        ),
-        (PLAIN, [(1.0, 0, "MemoryError: std::bad_alloc")], 1, "std::bad_alloc (a smaller batch per rank"),
-        (
-            "[rank0]: RuntimeError: unexpected pos 704\n[rank0]: OSError: [Errno 28] No space left on device\n",
-            [(1.0, 0, "CheckpointException: ranks [0, 1]")], 1, "No space left on device (the disk with the results",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("log", "notes", "code", "wanted"), table_of("failure.first_cause"))
 def test_the_first_cause(tmp_path: Path, log: str, notes: list[tuple[float, int, str]], code: int, wanted: str) -> None:
-    assert wanted in str(cause(left(tmp_path, log, *notes), code))
+    texts = {"PEER": PEER, "PLAIN": PLAIN, "KILLED": KILLED, "SEVEN": PLAIN.replace("code  : 1", "code  : 7")}
+    shown = [(when, rank, text.format(**texts)) for when, rank, text in notes]
+    assert wanted in str(cause(left(tmp_path, log.format(**texts), *shown), code))
 
 
 def test_a_message_without_text_is_no_cause() -> None:

@@ -209,21 +209,18 @@ def name_hung(output: Path, seconds: float, commands: Mapping[int, str]) -> list
 
     If none shows it, these are the ranks without a stack, of those whose ``commands`` were ended.
     """
-    hung, written = [], stacks(output)
+    places, written = dict[int, str](), stacks(output)
     for rank, text in written.items():
         # Other threads can come first. The main thread is the one that receives the signal.
         frames = list(_PATTERNS["frame"].finditer(text.partition("Current thread 0x")[2].partition("\n\n")[0]))
         if frames and not any(_PATTERNS["waiting"].search(frame["file"]) for frame in frames):
             top = frames[0]
-            place = f"{top['function']} ({Path(top['file']).name}:{top['line']})"
-            note(output, rank, f"hung: no progress for {seconds:g} s; it is in {place}")
-            hung.append(rank)
-    for rank in () if hung else sorted(commands.keys() - written.keys()):
-        note(
-            output, rank, f"hung: no progress for {seconds:g} s; it left no stack; its command: {commands[rank][:200]}"
-        )
-        hung.append(rank)
-    return hung
+            places[rank] = f"it is in {top['function']} ({Path(top['file']).name}:{top['line']})"
+    silent = {} if places else {rank: commands[rank] for rank in sorted(commands.keys() - written.keys())}
+    places |= {rank: f"it left no stack; its command: {command[:200]}" for rank, command in silent.items()}
+    for rank, place in places.items():
+        note(output, rank, f"hung: no progress for {seconds:g} s; {place}")
+    return list(places)
 
 
 def _rank(pid: int) -> int | None:

@@ -18,7 +18,8 @@ _GRACE_SECONDS = 10.0
 
 def main(count: int, command: Sequence[str]) -> int:
     """Run ``count`` ranks of ``command``. Return 1 after the first failure, or after a signal that ends the job."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     job = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     running: dict[int, subprocess.Popen[bytes]] = {}
     failed = False
@@ -35,9 +36,8 @@ def main(count: int, command: Sequence[str]) -> int:
                     _report(rank, process)
     except KeyboardInterrupt as error:
         failed = True
-        name = str(error) or "SIGINT"
         with suppress(OSError):  # nobody reads it if the command has ended, too
-            print(f"Root Cause: the launcher of the ranks was ended by {name}", file=sys.stderr, flush=True)
+            print(f"Root Cause: the launcher of the ranks was ended by {error}", file=sys.stderr, flush=True)
     _end(running.values())
     return int(failed)
 

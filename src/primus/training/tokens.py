@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ class Encoder:
                 raise ValueError(f"chat_template_kwargs has {reserved[0]}, which is no variable of a template")
             text: str = self._rendered([messages], options)[0]
             _refuse_dropped(document, text)
-            self._refuse_dropped_tools(messages, options)
+            self._refuse_dropped_tools(text, messages, options)
             marks = None
             if completions and _MARKED.search(template) and not document.first:
                 encoded = self.tokenizer.apply_chat_template(
@@ -190,30 +190,30 @@ class Encoder:
         texts: list[str] = self.tokenizer.apply_chat_template(list(chats), tokenize=False, **options, **more)
         return texts
 
-    def _refuse_dropped_tools(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
-        # Under names that appear nowhere else: a short name may be part of any text.
-        names: list[str] = []
+    def _refuse_dropped_tools(self, text: str, messages: Sequence[Any], options: Mapping[str, Any]) -> None:
+        def varied(removed: int | None = None) -> str:
+            numbers = count()
 
-        def renamed(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-            function = tool.get("function", tool)
-            names.append(str(function.get("name", "")))
-            function = {**function, "name": f"{names[-1]}_qz{len(names)}_"}
-            return {**tool, "function": function} if "function" in tool else function
+            def each(tools: Iterable[Any]) -> list[Any]:
+                parts = zip(tools, numbers, strict=False)
+                return [_renamed(tool, n) if removed is None else tool for tool, n in parts if n != removed]
 
-        tools = [*map(renamed, options["tools"] or ())] or None
-        turns = [
-            {**turn, "tool_calls": [*map(renamed, turn["tool_calls"])]} if turn.get("tool_calls") else turn
-            for turn in messages
-        ]
-        if not names:
-            return
-        try:
-            text = self._rendered([turns], {**options, "tools": tools})[0]
-        except Exception:  # noqa: BLE001, a template that depends on the names does not leave them out
-            return
-        for number, name in enumerate(names, 1):
-            if f"_qz{number}_" not in text:
-                raise ValueError(f"it leaves out the tool {name!r}")
+            tools = each(options["tools"] or ()) or None
+            turns = [
+                {**turn, "tool_calls": each(turn["tool_calls"])} if turn.get("tool_calls") else turn
+                for turn in messages
+            ]
+            try:
+                return self._rendered([turns], {**options, "tools": tools})[0]
+            except Exception:  # noqa: BLE001, a template that refuses other tools has read them
+                return ""
+
+        every = [*(options["tools"] or ()), *chain(*(turn.get("tool_calls") or () for turn in messages))]
+        # A short name may be part of any text, and some templates write the ids of calls only.
+        others = varied() if every else ""
+        for number, tool in enumerate(every):
+            if f"_qz{number}_" not in others and varied(number) == text:
+                raise ValueError(f"it leaves out the tool {tool.get('function', tool).get('name')!r}")
 
     def _answers(
         self, text: str, messages: Sequence[Mapping[str, Any]], first: int, options: Mapping[str, Any]
@@ -234,6 +234,12 @@ class Encoder:
                 return None
             spans.append((start, end))
         return spans
+
+
+def _renamed(tool: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    function = {**function, "name": f"{function.get('name')}_qz{number}_"}
+    return {**tool, "function": function} if "function" in tool else function
 
 
 def _trains(turn: Mapping[str, Any]) -> bool:

@@ -28,6 +28,8 @@ _ADVICE = {
     errno.ENOSPC: "free some space and run it again",
     errno.EDQUOT: "free some space and run it again",
 }
+_FULL = "the disk is full"
+_REASONS = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EBADF: "standard output is closed"}
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
 
 signal.signal(signal.SIGINT, _handler)
@@ -115,14 +117,11 @@ def _failed(name: str, error: OSError) -> int:
         # The reader (`| head`) closed the pipe. Without this, Python reports the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141  # what a shell reports for a process ended by SIGPIPE
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason = _REASONS.get(error.errno or 0)
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
-    closed = error.errno == errno.EBADF and not where
-    message = "standard output is closed" if closed else (error.strerror or str(error)).lower()
-    message = "the disk is full" if full else message
-    hint = f"\n  → {_ADVICE[error.errno]}" if error.errno in _ADVICE and (where or full) else ""
-    _report(f"{name}: {message}{where}{hint}")
-    if (full and not where) or closed:  # it may be that of standard output, and the flush at exit would fail again
+    hint = f"\n  → {_ADVICE[error.errno]}" if error.errno in _ADVICE and (where or reason) else ""
+    _report(f"{name}: {reason or (error.strerror or str(error)).lower()}{where}{hint}")
+    if reason and not where:  # it may be about standard output, and the flush at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR) else 3
 

@@ -18,16 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from primus import __version__
-from primus.cli.verb import VERBS, Verb, parser_of, run
+from primus.cli.verb import TEXTS, VERBS, Verb, parser_of, run
 from primus.errors import HostError, InputError, PrimusError, nearest
 
-_ADVICE = {
-    errno.EACCES: "check its owner and permissions",
-    errno.EPERM: "check its owner and permissions",
-    errno.EROFS: "choose a folder on a file system that can be written to",
-    errno.ENOSPC: "free some space and run it again",
-    errno.EDQUOT: "free some space and run it again",
-}
 _FULL = "the disk is full"
 _REASONS = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EBADF: "standard output is closed"}
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
@@ -119,7 +112,8 @@ def _failed(name: str, error: OSError) -> int:
         return 141  # what a shell reports for a process ended by SIGPIPE
     reason = _REASONS.get(error.errno or 0)
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
-    hint = f"\n  → {_ADVICE[error.errno]}" if error.errno in _ADVICE and (where or reason) else ""
+    advice = TEXTS["errors"].get(errno.errorcode.get(error.errno or 0, ""))
+    hint = f"\n  → {advice}" if advice and (where or reason) else ""
     _report(f"{name}: {reason or (error.strerror or str(error)).lower()}{where}{hint}")
     if reason and not where:  # it may be about standard output, and the flush at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

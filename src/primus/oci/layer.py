@@ -102,12 +102,8 @@ def write_layer(
             raise HostError(str(error), hint="run it again: a damaged file is fetched again") from None
         raise storage_error(error, Path(error.filename or store.root)) from None
     lines = (f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in ordered)
-    return Layer(
-        blob=blob,
-        diff_id=f"sha256:{packer.tar.hexdigest()}",
-        unpacked=packer.unpacked,
-        paths=save_paths(store, lines),
-    )
+    diff_id, paths = f"sha256:{packer.tar.hexdigest()}", save_paths(store, lines)
+    return Layer(blob=blob, diff_id=diff_id, unpacked=packer.unpacked, paths=paths)
 
 
 def save_paths(store: Store, lines: Iterable[str]) -> str:

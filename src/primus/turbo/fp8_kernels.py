@@ -18,11 +18,8 @@ from primus.turbo.kernels import _cut, _larger, eight
 from primus.turbo.optimizations import CALLS
 
 TILES = {
-    "cast_both": (128, 128, 8),
-    "flip": (64, 128, 4),
-    "swiglu_cast": (1, 2048, 8),
-    "swiglu_backward": (64, 64, 8),
-}
+    "cast_both": (128, 128, 8), "flip": (64, 128, 4), "swiglu_cast": (1, 2048, 8), "swiglu_backward": (64, 64, 8),
+}  # fmt: skip
 """Rows, columns and warps of one program of each kernel."""
 
 _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8}

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import primus.recipes
-from primus.cli.verb import answer
+from primus.cli.verb import TEXTS, answer
 from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.architecture import readable, size
@@ -41,15 +41,6 @@ _TOP = "what and where"
 _GIB = 2**30
 _MOST_NODES = 4096
 _DEGREES = (1, 2, 4, 8, 16)
-_WHAT = {
-    "weights": "the rank's part of the weights",
-    "gradients": "the rank's part of the gradients",
-    "optimizer": "the rank's part of the optimizer states",
-    "unsharded": "layers at work: their whole weights and gradients",
-    "activations": "kept from the forward for the backward pass",
-    "loss": "logits and their gradients",
-    "reused": "gradients' memory that activations and logits use before",
-}
 
 
 def short_origin(origin: str, recipe: Recipe) -> str:
@@ -271,7 +262,7 @@ def _fit_lines(recipe: Recipe, memory: Memory, document: Mapping[str, object], s
     )
     if other := another_model(recipe):
         yield f"  {other}"
-    rows = [(name, f"{value / _GIB:,.1f} GiB", _WHAT[name]) for name, value in memory.terms.items()]
+    rows = [(name, f"{value / _GIB:,.1f} GiB", TEXTS["memory"][name]) for name, value in memory.terms.items()]
     yield from screen.table([*rows, ("peak", f"{memory.peak / _GIB:,.1f} GiB", f"± {band:.0%}")], indent="  ")
     there = f"{USABLE * gpu.memory.gib:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gib:,g}"
     if document["tight"]:

@@ -228,11 +228,8 @@ class Indexes:
         """
         try:
             if sha256 is not None:
-                with (
-                    answer_of(bare_url(url)),
-                    suppress(requests.HTTPError),
-                    self.open(url, 0, "HEAD") as (length, _, _),
-                ):
+                head = self.open(url, 0, "HEAD")
+                with answer_of(bare_url(url)), suppress(requests.HTTPError), head as (length, _, _):
                     if length is not None:
                         return length, sha256
             digest, size = hashlib.sha256(), 0

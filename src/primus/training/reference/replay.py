@@ -48,9 +48,10 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
         replayed, config = _Replay(job, sizes, folder), job["config"]
         findings |= {
             "max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"],
-            # Whether the recipe asks for sums over ranks in bfloat16.
+            # Whether the recipe asks for sums over ranks in bfloat16, or Megatron divides those of FSDP2 by labels.
             "narrow_sums": config.get("sharding.reduce_dtype") == "bfloat16"
-            or config.get("ddp.grad_reduce_in_fp32") is False,
+            or config.get("ddp.grad_reduce_in_fp32") is False
+            or bool(config.get("torch_fsdp2") and job["precision"] == "bf16"),
         }  # fmt: skip
         before = start
         with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:

@@ -199,7 +199,7 @@ def _signals(stop: threading.Event) -> Iterator[None]:
 def _ending_with(parent: int) -> Callable[[], None]:
     """Return a function for a new process, which then gets SIGTERM when ``parent`` dies, even by SIGKILL.
 
-    torchrun then ends its ranks, which nothing else would do.
+    The launcher then ends its ranks, which nothing else would do.
     """
     prctl = ctypes.CDLL(None).prctl
 

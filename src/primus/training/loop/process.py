@@ -30,7 +30,7 @@ def main(folder: str, train: Callable[[RankJob, torch.device], None]) -> None:
 
 
 def start(job: RankJob) -> torch.device:
-    """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable.
+    """Join the job's process group, using the launcher's environment, and set everything that makes a run repeatable.
 
     Returns the device of this rank.
     """

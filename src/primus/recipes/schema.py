@@ -26,15 +26,15 @@ class Backend:
     """One backend. Keys omit the backend's name. The comments in ``backends.yaml`` explain the fields."""
 
     name: str
-    modes: tuple[str, ...]
-    packages: tuple[str, ...]
-    cpu: tuple[str, ...]
+    modes: Sequence[str]
+    packages: Sequence[str]
+    cpu: Sequence[str]
     keys: Mapping[str, str]
     degrees: Mapping[str, str]
     owned: Mapping[str, str]
     memory_error: float
-    judged: tuple[str, ...]
-    unmodelled: tuple[str, ...] = ()
+    judged: Sequence[str]
+    unmodelled: Sequence[str] = ()
     shard: str = ""
     warmup: str = "training.warmup_steps"
     evaluates: bool = False
@@ -56,12 +56,8 @@ class Backend:
 @cache
 def backends() -> Mapping[str, Backend]:
     """Return all backends by name."""
-    content = cast(Mapping[str, Mapping[str, object]], read_values(Path(__file__).with_name("backends.yaml")).data)
-    table = {}
-    for name, entry in content.items():
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-        table[name] = Backend(name=name, **values)  # type: ignore[arg-type]
-    return table
+    content = cast(Mapping[str, Mapping[str, Any]], read_values(Path(__file__).with_name("backends.yaml")).data)
+    return {name: Backend(name=name, **entry) for name, entry in content.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,15 +46,15 @@ class Optimization:
     gain: str
     replaces: str
     provider: str
-    proof: tuple[str, ...]
-    backends: tuple[str, ...]
-    precisions: tuple[str, ...]
-    families: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ()
-    vendors: tuple[str, ...] = ()
-    archs: tuple[str, ...] = ()
-    packages: tuple[str, ...] = ()
-    excludes: tuple[str, ...] = ()
+    proof: Sequence[str]
+    backends: Sequence[str]
+    precisions: Sequence[str]
+    families: Sequence[str] = ()
+    modes: Sequence[str] = ()
+    vendors: Sequence[str] = ()
+    archs: Sequence[str] = ()
+    packages: Sequence[str] = ()
+    excludes: Sequence[str] = ()
     settings: Mapping[str, str | bool] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     sharded: bool = False
@@ -93,11 +93,7 @@ class Optimization:
 def optimizations() -> Mapping[str, Optimization]:
     """Return every entry of the catalogue by name. Of two that exclude each other, ``auto`` prefers the first."""
     data: Any = read_values(OPTIMIZATIONS_FILE, OPTIMIZATIONS_FILE.name).data
-    catalogue = {}
-    for entry in data["optimizations"]:
-        values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-        catalogue[entry["name"]] = Optimization(**values)
-    return catalogue
+    return {entry["name"]: Optimization(**entry) for entry in data["optimizations"]}
 
 
 def usable(recipe: Recipe) -> tuple[str, ...]:

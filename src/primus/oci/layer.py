@@ -166,17 +166,26 @@ def _link_at(folder: str, links: set[str]) -> str:
     return folder
 
 
-def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the archive's members in order. tarfile itself would keep every member, and a layer may have a million.
+def members(archive: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    """Yield (path without a leading slash, member) of the archive, in order; the path of its root is empty.
 
-    Raises tarfile.ReadError for a member of an impossible size.
+    tarfile itself would keep every member, and a layer may have a million. Raises tarfile.ReadError for a member of an
+    impossible size.
     """
     while (member := archive.next()) is not None:
         # tarfile would look for the next member for years.
         if archive.offset - member.offset > _MOST_BYTES:
             raise tarfile.ReadError(f"{member.name!r} is larger than {_MOST_BYTES >> 40} TiB")
-        yield member
+        path = member.name.removeprefix("./").strip("/")
+        yield path if path != "." else "", member
         archive.members.clear()  # type: ignore[attr-defined]
+
+
+def entry_of(path: str, member: tarfile.TarInfo, **more: Any) -> Entry:
+    """Return the entry of an archive's member, of one of :data:`KINDS`, with the fields ``more``, such as its bytes."""
+    kind = KINDS[member.type]
+    link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
+    return Entry(path=path, kind=kind, mode=member.mode, uid=member.uid, gid=member.gid, link=link, **more)
 
 
 def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
@@ -189,9 +198,9 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
         try:
             # Use small buffers: the stream reader copies the rest of a buffer at every header.
             with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
-                for info in members(archive):
+                for path, info in members(archive):
                     yield Member(
-                        path=info.name.removeprefix("./").strip("/"),
+                        path=path,
                         kind=KINDS.get(info.type, "other"),
                         size=info.size if info.isreg() else 0,
                         link=info.linkname,
@@ -317,26 +326,20 @@ def adopt_layer(store: Store, path: Path, sha256: str, media_type: str = LAYER_T
 def _lines(plain: _Tee) -> Iterator[str]:
     seen: set[str] = set()
     with tarfile.open(fileobj=cast("Any", plain), mode="r|", bufsize=1 << 16) as archive:
-        for member in members(archive):
-            path = member.name.removeprefix("./").strip("/")
-            if path and path != ".":
-                entry = _entry(member, path)
-                # A folder may appear twice, but of two files with one path, it is unclear which one counts.
-                if path in seen and entry.kind != "dir":
-                    raise InputError(f"it contains /{path} twice")
-                if entry.kind == "hardlink" and entry.link not in seen:
-                    raise InputError(f"/{path} is a link to /{entry.link}, which this layer does not contain")
-                seen.add(path)
-                yield f"{entry.kind} {member.mode:o} {member.uid}:{member.gid} {path}"
-
-
-def _entry(member: tarfile.TarInfo, path: str) -> Entry:
-    kind = KINDS.get(member.type)
-    # A sparse file can claim more bytes than the layer has.
-    if kind is None or member.issparse():
-        raise InputError(f"/{path} is not a plain file, folder or link")
-    link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
-    return Entry(path=path, kind=kind, link=link)
+        for path, member in members(archive):
+            if not path:
+                continue
+            # A sparse file can claim more bytes than the layer has.
+            if member.type not in KINDS or member.issparse():
+                raise InputError(f"/{path} is not a plain file, folder or link")
+            entry = entry_of(path, member)
+            # A folder may appear twice, but of two files with one path, it is unclear which one counts.
+            if path in seen and entry.kind != "dir":
+                raise InputError(f"it contains /{path} twice")
+            if entry.kind == "hardlink" and entry.link not in seen:
+                raise InputError(f"/{path} is a link to /{entry.link}, which this layer does not contain")
+            seen.add(path)
+            yield f"{entry.kind} {entry.mode:o} {entry.uid}:{entry.gid} {path}"
 
 
 def reference(layer: Layer) -> LayerRef:

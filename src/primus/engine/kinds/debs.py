@@ -29,7 +29,7 @@ from typing import IO, cast
 from primus.engine.workshop import Workshop, disk_is_full, log_tail
 from primus.errors import CheckFailed, HostError
 from primus.gpucode.bundles import keep_only
-from primus.oci.layer import KINDS, members
+from primus.oci.layer import KINDS, entry_of, members
 from primus.oci.store import Layer, storage_error
 from primus.oci.tar import MTIME, Entry, part
 from primus.plan.action import Action
@@ -166,33 +166,16 @@ def dpkg_deb(option: str, path: Path, name: str, stdout: int | IO[bytes] = subpr
 def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
     """Yield the archive's members, whose bytes stay in it, except for paths that match a pattern of ``left_out``."""
     with tarfile.open(tar, "r:") as archive:
-        for member in members(archive):
-            path = member.name.removeprefix("./").strip("/")
-            if not path or path == "." or any(fnmatch.fnmatchcase(path, pattern) for pattern in left_out):
+        for path, member in members(archive):
+            if not path or any(fnmatch.fnmatchcase(path, pattern) for pattern in left_out):
                 continue
-            kind = KINDS.get(member.type)
-            if kind is None:
+            if member.type not in KINDS:
                 raise CheckFailed(f"the base contains /{path}, which is not a file, folder or link")
-            yield Entry(
-                path=path,
-                kind=kind,
-                mode=member.mode,
-                uid=member.uid,
-                gid=member.gid,
-                size=member.size if kind == "file" else 0,
-                link=member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname,
-                xattrs=_xattrs(member),
-                source=functools.partial(part, tar, member.offset_data, member.size) if kind == "file" else b"",
-            )
-
-
-def _xattrs(member: tarfile.TarInfo) -> dict[str, bytes]:
-    prefix = "SCHILY.xattr."
-    return {
-        key.removeprefix(prefix): value.encode("utf-8", "surrogateescape")
-        for key, value in member.pax_headers.items()
-        if key.startswith(prefix)
-    }
+            headers = ((key.partition("SCHILY.xattr.")[2], value) for key, value in member.pax_headers.items())
+            xattrs = {name: value.encode("utf-8", "surrogateescape") for name, value in headers if name}
+            size = member.size if KINDS[member.type] == "file" else 0
+            source = functools.partial(part, tar, member.offset_data, size)
+            yield entry_of(path, member, size=size, xattrs=xattrs, source=source)
 
 
 def _over_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:

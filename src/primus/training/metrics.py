@@ -23,6 +23,10 @@ class Flops:
     causal: float
     non_causal: float
 
+    def tera(self, rate: float) -> dict[str, float]:
+        """Return ``tflops_causal`` and ``tflops_non_causal``, in TFLOP/s, at ``rate`` tokens (or images) per second."""
+        return {f"tflops_{convention}": flops * rate / 1e12 for convention, flops in vars(self).items()}
+
 
 def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = None) -> Flops:
     """Return the FLOPs of training on one token of a sequence of ``seq_len`` (for FLUX: on one image).
@@ -68,15 +72,9 @@ def _rate(recipe: Recipe, step: Step) -> float:
     return step.tokens_per_second / (recipe.seq_len if recipe.architecture.of_images else 1)
 
 
-def _tflops(flops: Flops | None, rate: float | None) -> Flops | None:
-    if flops is None or rate is None:
-        return None
-    return Flops(causal=flops.causal * rate / 1e12, non_causal=flops.non_causal * rate / 1e12)
-
-
-def _mfu(recipe: Recipe, facts: Mapping[str, Any], tflops: Flops | None) -> Mfu:
+def _mfu(recipe: Recipe, facts: Mapping[str, Any], rates: Mapping[str, float]) -> Mfu:
     gpu, units = facts.get("gpu"), facts.get("gpu_units")
-    if tflops is None:
+    if not rates:
         raise UnknownPeak("no MFU: the run's FLOP/s are not known")
     if facts.get("device") == "cpu":
         raise UnknownPeak("no MFU: the run was on a CPU")
@@ -88,8 +86,8 @@ def _mfu(recipe: Recipe, facts: Mapping[str, Any], tflops: Flops | None) -> Mfu:
     if units != generation.compute_units:
         raise UnknownPeak(f"no MFU: {units} of the {generation.compute_units} compute units of {generation.title}")
     return Mfu(
-        causal=tflops.causal / peak, non_causal=tflops.non_causal / peak, peak_tflops=peak, dtype=recipe.precision,
-        gpu=generation.title, source=source,
+        causal=rates["tflops_causal"] / peak, non_causal=rates["tflops_non_causal"] / peak, peak_tflops=peak,
+        dtype=recipe.precision, gpu=generation.title, source=source,
     )  # fmt: skip
 
 
@@ -130,9 +128,8 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
     lines, flops = [], of_run(recipe, facts)
     for step in series.steps:
         rate = _rate(recipe, step)
-        tflops = _tflops(flops, rate)
-        rates = asdict(tflops) if tflops else {"causal": None, "non_causal": None}
-        line = asdict(step) | {f"tflops_{convention}": value for convention, value in rates.items()}
+        rates = flops.tera(rate) if flops else {"tflops_causal": None, "tflops_non_causal": None}
+        line = asdict(step) | rates
         line["images_per_second"] = rate if recipe.architecture.of_images else None
         lines.append({key: plain(value) for key, value in line.items()})
     return lines
@@ -146,12 +143,13 @@ def summarize(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> Summa
     tokens = [step.tokens_per_second for step in measured]
     joules = [step.joules for step in measured if step.joules is not None]
     rate = statistics.median(_rate(recipe, step) for step in measured) if measured else None
-    tflops = _tflops(of_run(recipe, facts), rate)
+    flops = of_run(recipe, facts)
+    rates = flops.tera(rate) if flops and rate is not None else {}
     losses = [(loss, step.step) for step in steps if (loss := plain(step.eval_loss)) is not None]
     least, best = min(losses, default=(None, None))
     utilization, why = None, None
     try:
-        utilization = _mfu(recipe, facts, tflops)
+        utilization = _mfu(recipe, facts, rates)
     except UnknownPeak as error:
         why = error.message
     return Summary(
@@ -163,8 +161,7 @@ def summarize(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> Summa
         warmup_steps=warmup_steps,
         steps=len(steps),
         images_per_second=rate if recipe.architecture.of_images else None,
-        tflops_causal=tflops.causal if tflops else None,
-        tflops_non_causal=tflops.non_causal if tflops else None,
+        **rates,
         mfu=utilization,
         no_mfu=why,
         joules_per_step=statistics.fmean(joules) if joules else None,

@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,8 +144,8 @@ class Report:
         speed = self._tokens / seconds
         units = speed / (self._image or 1)
         # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
-        rates = {key: each * units / 1e12 for key, each in asdict(self.per_unit).items()} if self.per_unit else {}
-        flops = f"{rates['non_causal']:,.2f}" if rates else "N/A"
+        rates = self.per_unit.tera(units) if self.per_unit else {}
+        flops = f"{rates['tflops_non_causal']:,.2f}" if rates else "N/A"
         # A single write, because several ranks write to the same pipe.
         print(
             f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: {memory:5.2f}GiB({share:.2f}%)  "
@@ -158,7 +157,7 @@ class Report:
             file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
         figures = {
             "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory,
-            **{f"tflops_{convention}": rate for convention, rate in rates.items()},
+            **rates,
         }  # fmt: skip
         self.track(figures | ({"images_per_second": units} if self._image else {}), step)
 

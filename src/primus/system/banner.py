@@ -71,14 +71,6 @@ def with_bashrc(command: Sequence[str]) -> list[str]:
     return [first, "--rcfile", str(BASHRC), *rest]
 
 
-def _greet() -> None:
-    image = json_if_readable(IMAGE_FILE)
-    sys.stderr.write(compose(image, detect().sentence()))
-    with suppress(Exception):
-        sys.stderr.write(lacking(image, Host()))
-    sys.stderr.flush()
-
-
 def main(argv: Sequence[str]) -> int:
     """Print the greeting and replace this process by ``argv`` (default: bash, else sh). Returns only on failure.
 
@@ -87,7 +79,9 @@ def main(argv: Sequence[str]) -> int:
     command = list(argv) or [next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")]
     if wanted(command, os.environ, terminal=sys.stderr.isatty()):
         with suppress(Exception):
-            _greet()
+            image = json_if_readable(IMAGE_FILE)
+            print(compose(image, detect().sentence()), end="", file=sys.stderr, flush=True)
+            print(lacking(image, Host()), end="", file=sys.stderr, flush=True)
     try:
         os.execvp(command[0], with_bashrc(command))
     except (OSError, ValueError) as error:  # ValueError: the command is empty

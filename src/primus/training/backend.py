@@ -23,7 +23,7 @@ from primus.training.corpus import Corpus, corpus_of, files_of, held_out_corpus_
 from primus.training.finetune import backend as finetune
 from primus.training.flux import backend as flux
 from primus.training.job import Job
-from primus.training.mock import TEXTS, texts
+from primus.training.mock import texts
 from primus.training.torchtitan import render as torchtitan
 
 
@@ -64,7 +64,7 @@ def _tokenize(job: Job, shared: Path | None, progress: Callable[[str], None]) ->
 def _written(job: Job, corpus: Corpus, others: Corpus | None, progress: Callable[[str], None]) -> dict[str, str]:
     """Write the tokens to the job's folder. Returns what was read, "train" and maybe "eval" → a line."""
     recipe, cache = job.recipe, job.output / "cache"
-    made = texts(max(0, recipe.seed), TEXTS) if corpus.name == MOCK else None
+    made = texts(max(0, recipe.seed)) if corpus.name == MOCK else None
     reader = tokens.Reader(corpus, made)
     if reader.masked and rules_of(recipe).divides_documents:
         raise InputError(

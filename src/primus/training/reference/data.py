@@ -19,8 +19,6 @@ from primus.recipes.recipe import MOCK
 from primus.training.mock import texts
 from primus.yamlfile import read_values
 
-_MOCK_TEXTS = 2000
-
 Batch = dict[str, torch.Tensor]
 
 
@@ -218,7 +216,7 @@ def _tokenized(job: dict[str, Any], seed: int) -> list[_Piece]:
     name, folder = job["assets"]["corpus"], Path(job["assets"]["tokenizer"])
     words = _Words(folder)
     if name == MOCK:
-        return [(words.plain(text), None) for text in texts(seed, _MOCK_TEXTS)]
+        return [(words.plain(text), None) for text in texts(seed)]
     data = job.get("data", {})
     column, answers = data.get("column") or None, data.get("train_on", "completions") == "completions"
     pieces: list[_Piece] = []

@@ -49,10 +49,10 @@ class Browser:
             self.ask("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=2)
         self.open(page)
 
-    def open(self, page: Path) -> None:
+    def open(self, page: Path, query: str = "") -> None:
         """Load a page. The events of earlier ones remain."""
         self.events = [event for event in self.events if event["method"] != "Page.loadEventFired"]
-        self.ask("Page.navigate", url=page.resolve().as_uri())
+        self.ask("Page.navigate", url=page.resolve().as_uri() + query)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._read()
 

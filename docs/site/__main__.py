@@ -118,7 +118,8 @@ def main(words: list[str]) -> int:
     folders = [word for word in words if word != "--links"]
     out = Path(folders[0]) if folders else ROOT / "out/site"
     source, html = out / "source", out / "html"
-    shutil.rmtree(out, ignore_errors=True)
+    for folder in ("source", "html", "links", "doctrees"):
+        shutil.rmtree(out / folder, ignore_errors=True)
     if broken := assemble(source):
         print("\n".join(f"leads nowhere: {link}" for link in broken), file=sys.stderr)
         return 1

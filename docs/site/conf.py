@@ -2,6 +2,8 @@
 repeats the text of a page for each choice, where the picker reads thousands of them from one JSON document.
 """
 
+from pathlib import Path
+
 from docutils import nodes
 from sphinx.application import Sphinx
 
@@ -17,6 +19,8 @@ myst_enable_extensions = ["colon_fence", "attrs_block"]
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = project
+html_favicon = "static/favicon.svg"
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_copyright = html_show_sphinx = html_copy_source = False

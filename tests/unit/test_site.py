@@ -147,12 +147,21 @@ def test_the_address_says_what_is_chosen_by_keyboard(browser: Browser) -> None:
     assert browser.js("new URLSearchParams(location.hash.slice(1)).get('gpu')") == chosen
 
 
+def test_the_search_reads_a_site_on_a_disk_and_shows_how_to_pages_first(site: Path, browser: Browser) -> None:
+    browser.open(site / "search.html", "?q=resume+checkpoint")
+    titles: list[str] = []
+    while len(titles) < 4:
+        titles = browser.js("[...document.querySelectorAll('#search-results a')].map((link) => link.innerText)")
+    assert titles[0] == "Training on your own data and weights"
+    assert "Changelog" not in titles[:4]
+
+
 @pytest.mark.parametrize("page", KINDS)
 def test_a_page_is_readable_on_every_screen_on_paper_and_by_keyboard(
     page: str, site: Path, browser: Browser, tmp_path: Path
 ) -> None:
     if page == "report.html":
-        runs = [str(finished_run(tmp_path / name, passed=name == "good")) for name in ("good", "bad")]
+        runs = [str(finished_run(tmp_path / name, passed=name == "good")) for name in ("good", "bad_" * 30)]
         assert main(["report", *runs, "--out", str(tmp_path)]) == 0
         site = tmp_path
     browser.open(site / page)

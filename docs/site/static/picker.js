@@ -12,6 +12,7 @@
     finetune: ["weights=/weights tokenizer=/weights corpus=/data save_weights=true", "the folder of the weights", "your text: a file, or a folder of files"],
     flux: ["weights=/weights corpus=/data", "diffusers’ folder “transformer”", "a folder of encoded pictures"],
   };
+  const amount = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
   const unique = (list) => [...new Set(list)];
   const choice = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 
@@ -29,6 +30,13 @@
   const shown = { model: (name) => name, gpu: (name) => data.gpus[name].title, mode: (name) => WORDS[name], machines: (n) => `${n} × 8 GPUs` };
 
   const element = (name, content = "", more = {}) => Object.assign(document.createElement(name), { textContent: content }, more);
+  // An element whose text has code between backticks, and links.
+  function rich(name, ...parts) {
+    const place = element(name);
+    for (const part of parts.flatMap((part) => (typeof part === "string" ? part.split(/(`[^`]+`)/) : [part])))
+      place.append(part[0] === "`" ? element("code", part.slice(1, -1), { className: "literal" }) : part);
+    return place;
+  }
 
   function draw() {
     for (const [key, values] of LISTS) {
@@ -59,13 +67,14 @@
     const [batch, all, length, gib, state, largest, error] = run;
     const facts = [
       ["Model", data.models[model]],
-      ["Step", length ? `${batch} sequences of ${length.toLocaleString("en")} tokens per GPU at a time, ${all.toLocaleString("en")} per step`
-        : `${batch} images per GPU at a time, ${all.toLocaleString("en")} per step`],
+      ["Step", length ? `${amount(batch, "sequence")} of ${length.toLocaleString("en")} tokens per GPU at a time, ${all.toLocaleString("en")} per step`
+        : `${amount(batch, "image")} per GPU at a time, ${all.toLocaleString("en")} per step`],
       ["Memory", `${gib} GiB of ${about.gib} per GPU predicted, ± ${error} %: ${state}` + (largest ? `; the largest batch that fits is ${largest}` : "")],
       ["Measured", measured()],
       ["Validated", (way.judged ? "A small model of the same code passes every check on a CPU." : "No recorded run.")
         + (about.vendor === "amd" ? " Nothing has been run on an AMD GPU." : "")],
-      ["Image", `${about.image} has not been published: build it with “primus build ${gpu}”, then “primus load ${gpu}”.`],
+      ["Image", rich("dd", `\`${about.image}\` has not been published: build it with \`primus build ${gpu}\`, then \`primus load ${gpu}\`, as in the `,
+        element("a", "quickstart", { href: "index.html#quickstart" }), ".")],
       ...about.issues.map((text) => ["Known issue", text]),
     ];
     const table = element("dl");
@@ -80,13 +89,9 @@
     const multi = machines === "1" ? "" : ` --nodes ${machines}`;
     const launch = `primus launch %s ${words}${multi} --image ${about.image}`;
     const [settings, weights, text] = mode === "pretrain" ? [] : TUNING[backend], tuning = settings ? ` ${settings}` : "";
-    if (about.status) {
-      const note = element("p", `${about.status} `);
-      note.append(element("a", "Locking channel amd", { href: "using.html#locking-channel-amd" }), " leads to an image that computes on the GPU.");
-      notes.push(note);
-    }
-    if (settings) notes.push(element("p", `Replace /weights by ${weights}, and /data by ${text}. On Kubernetes, both are on the volume claim.`));
-    if (!multi) notes.push(element("p", `For one GPU, add --ranks 1, if “primus fit ${words} --ranks 1” says that it fits.`));
+    if (about.status) notes.push(rich("p", `${about.status} `, element("a", "Locking channel amd", { href: "using.html#locking-channel-amd" }), " leads to an image that computes on the GPU."));
+    if (settings) notes.push(rich("p", `Replace \`/weights\` by ${weights}, and \`/data\` by ${text}. On Kubernetes, both are on the volume claim.`));
+    if (!multi) notes.push(rich("p", `For one GPU, add \`--ranks 1\`, if \`primus fit ${words} --ranks 1\` says that it fits.`));
     const mounts = settings ? " -v /weights:/weights:ro -v /data:/data:ro" : "";
     return [...notes, ...[
       ...(multi ? [] : [["Run it on this machine", `${data.docker[about.vendor]}${mounts} ${about.image} primus train ${words}${tuning}`]]),
@@ -110,11 +115,11 @@
     return entry;
   }
 
-  // Lines of at most 76 columns; an option stays with its value.
+  // Lines of at most 72 columns; an option stays with its value.
   function wrapped(text) {
     const lines = [""];
-    for (const part of text.split(/ (?=-|\w+=|rocm\/\S+ |primus train)/)) {
-      if (lines.at(-1) && `${lines.at(-1)} ${part}`.length > 74) lines.push(`  ${part}`);
+    for (const part of text.split(/ (?=--|-v |\w+=|rocm\/\S+ |primus train)/)) {
+      if (lines.at(-1) && `${lines.at(-1)} ${part}`.length > 70) lines.push(`  ${part}`);
       else lines.push(`${lines.pop()} ${part}`.replace(/^ (?! )/, ""));
     }
     return lines.join(" \\\n");
@@ -123,12 +128,17 @@
   function command(title, text) {
     const button = element("button", "Copy", { type: "button", className: "pick-copy" });
     button.setAttribute("aria-label", `Copy the command: ${title}`);
+    const head = element("h3", title), block = element("pre");
     button.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(text);
+      try {
+        await navigator.clipboard.writeText(text);
+      } catch { // a page that is neither local nor from https has no clipboard
+        getSelection().selectAllChildren(block);
+        if (!document.execCommand("copy")) return;
+      }
       button.textContent = "Copied";
       setTimeout(() => (button.textContent = "Copy"), 1500);
     });
-    const head = element("h3", title), block = element("pre");
     head.append(button);
     block.tabIndex = 0;
     block.append(element("code", wrapped(text)));

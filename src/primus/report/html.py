@@ -57,6 +57,7 @@ def _figure(form: str, run: Run, first: Run) -> str:
     try:
         text = form.format(
             run=run, summary=summary, mfu=shares, gain=gain, gpu=run.product or "none: CPU",
+            settings=shlex.join(run.arguments[2:]) or _NONE,
             nodes=f" on {run.nodes} nodes" if run.nodes > 1 else "",
         )  # fmt: skip
     except TypeError:  # a figure that is None has no digits

@@ -20,9 +20,8 @@ from pathlib import Path
 from primus import __version__
 from primus.cli.verb import TEXTS, VERBS, Verb, parser_of, run
 from primus.errors import HostError, InputError, PrimusError, nearest
+from primus.terminal import Screen
 
-_FULL = "the disk is full"
-_REASONS = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EBADF: "standard output is closed"}
 GROUPS = {"on the build host": "host.", "on the build host and in an image": "image."}
 
 signal.signal(signal.SIGINT, _handler)
@@ -34,13 +33,16 @@ def installed_verbs() -> dict[str, Verb]:
     return {name: verb for name, verb in VERBS.items() if has_host or not verb.call.startswith("host.")}
 
 
-def _usage() -> str:
-    installed = installed_verbs()
-    lines = ["usage: primus VERB [options]"]
-    for heading, room in GROUPS.items():
-        names = [name for name, verb in installed.items() if verb.call.startswith(room)]
-        lines += ["", f"{heading}:"] * bool(names) + [f"  {name:<10}  {installed[name].summary}" for name in names]
-    return "\n".join([*lines, "", "Run `primus VERB --help` for options and an example."])
+def _usage(*, short: bool) -> str:
+    installed, lines, screen = installed_verbs(), ["usage: primus VERB [options]"], Screen.of()
+    groups = {head: [name for name in installed if VERBS[name].call.startswith(room)] for head, room in GROUPS.items()}
+    if short:
+        groups = {"used most": [name for name in TEXTS["used most"] if name in installed][:5]}
+    for heading, names in groups.items():
+        rows = [(f"{name:<10}", installed[name].summary) for name in names]
+        lines += ["", f"{heading}:", *screen.table(rows, indent="  ")] if names else []
+    lines += ["", *["`primus --help` lists all verbs."] * short, "Run `primus VERB --help` for options and an example."]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,9 +112,9 @@ def _failed(name: str, error: OSError) -> int:
         # The reader (`| head`) closed the pipe. Without this, Python reports the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141  # what a shell reports for a process ended by SIGPIPE
-    reason = _REASONS.get(error.errno or 0)
+    code = errno.errorcode.get(error.errno or 0, "")
+    reason, advice = TEXTS["reasons"].get(code), TEXTS["errors"].get(code)
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
-    advice = TEXTS["errors"].get(errno.errorcode.get(error.errno or 0, ""))
     hint = f"\n  → {advice}" if advice and (where or reason) else ""
     _report(f"{name}: {reason or (error.strerror or str(error)).lower()}{where}{hint}")
     if reason and not where:  # it may be about standard output, and the flush at exit would fail again
@@ -124,7 +126,7 @@ def _main(args: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     if not args or args[0] in ("-h", "--help", "help"):
-        print(_usage())
+        print(_usage(short=not args))
         return 0
     if args[0] == "--version":
         print(__version__)
@@ -145,13 +147,13 @@ def _main(args: list[str]) -> int:
             hint="run it on the host, in a checkout of the project",
         )
     if verb not in installed:
-        raise InputError(f"no verb {verb!r}{nearest(verb, installed)}", hint="primus --help lists the verbs")
+        near = TEXTS["other names"].get(verb)
+        also = f"; did you mean {near!r}?" if near in installed else nearest(verb, installed)
+        raise InputError(f"no verb {verb!r}{also}", hint="primus --help lists the verbs")
     for number, word in enumerate(words, 1):
-        try:
-            word.encode()
-        except UnicodeEncodeError:
+        if re.search("[\ud800-\udfff]", word):
             message = f"argument {number} is not UTF-8 text: {word[:80]!a}"
-            raise InputError(message, hint="write it in UTF-8, or rename the file") from None
+            raise InputError(message, hint="write it in UTF-8, or rename the file")
     return run(verb, parser_of(verb).parse_args(words))
 
 

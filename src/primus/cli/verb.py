@@ -35,7 +35,7 @@ class Verb(NamedTuple):
 
 
 _DATA = read_values(Path(__file__).with_name("verbs.yaml")).data
-TEXTS: Mapping[str, Mapping[str, str]] = _DATA["texts"]
+TEXTS: Mapping[str, Mapping[str, Any]] = _DATA["texts"]
 VERBS: dict[str, Verb] = {name: Verb(**row) for name, row in _DATA["verbs"].items()}
 
 

@@ -1,5 +1,6 @@
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from primus.cli.main import main
-from primus.cli.verb import VERBS, Verb
+from primus.cli.verb import TEXTS, VERBS, Verb
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
 from tables import table_of
 
@@ -42,10 +43,20 @@ def raiser(error: BaseException) -> object:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"], []])
-def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert all(f"  {verb} " in out for verb in VERBS)
+    shown = re.findall(r"^  ([a-z0-9-]+) +\S", out, re.MULTILINE)
+    assert sorted(shown) == sorted(VERBS if words else ["build", "list", "train", "finetune", "launch"])
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_names_of_other_tools_lead_to_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(TEXTS["other names"].values()) | set(TEXTS["used most"]) <= VERBS.keys()
+    assert not TEXTS["other names"].keys() & VERBS.keys()
+    assert main(["images"]) == 2
+    assert "no verb 'images'; did you mean 'releases'?" in capsys.readouterr().err
 
 
 def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,9 +121,8 @@ def fit(options: argparse.Namespace) -> int:
 
 
 def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
-    if options.name not in entry.recipe or options.backend not in (None, entry.backend):
-        return None
-    if options.mode not in (None, entry.mode):
+    way = (options.backend or entry.backend, options.mode or entry.mode)
+    if options.name not in entry.recipe or way != (entry.backend, entry.mode):
         return None
     matching = {
         precision: gpus
@@ -256,10 +255,10 @@ def _rest(key: str) -> str:
 
 def _fit_lines(recipe: Recipe, memory: Memory, document: Mapping[str, object], screen: Screen) -> Iterator[str]:
     gpu, band = generation(recipe.gpu), recipe.knows.memory_error
-    yield (
+    yield from screen.wrap(
         f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, {recipe.backend} {recipe.mode} "
-        f"{recipe.precision}, {recipe.world_size} × {gpu.title}, micro batch {recipe.local_batch}"
-    )
+        f"{recipe.precision}, {recipe.world_size} × {gpu.title}, micro batch {recipe.local_batch}", hanging="  "
+    )  # fmt: skip
     if other := another_model(recipe):
         yield f"  {other}"
     rows = [(name, f"{value / _GIB:,.1f} GiB", TEXTS["memory"][name]) for name, value in memory.terms.items()]

@@ -89,10 +89,10 @@ def _run(options: argparse.Namespace) -> int:
     if recipe.gpu != CPU and not recipe.get("proxy", bool) and not recipe.find("tuned", ""):
         faster = f"`primus tune throughput {recipe.name}` finds the fastest"
         note(options, f"primus: nobody has tuned these settings on {recipe.gpu}; {faster}")
-    note(options, _headline(job))
+    note(options, Screen.of(sys.stderr).fit(_headline(job)))
     if recipe.gpu != CPU and job.trial:
         note(options, *Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  "))
-    progress = _Progress(job, live=sys.stderr.isatty() and not options.json)
+    progress, began = _Progress(job, live=sys.stderr.isatty() and not options.json), time.monotonic()
     try:
         ended = start.start(job, (lambda _: None) if options.json else progress.line, options.stall_timeout)
     except KeyboardInterrupt:
@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
         "summary": asdict(ended.summary),
         "verdicts": [asdict(verdict) for verdict in run.verdicts],
     }
-    lines = _success(job, ended) if run.passed else _failure(job, ended)
+    lines = _success(job, ended, time.monotonic() - began) if run.passed else _failure(job, ended)
     return answer(options, document, map(Screen.of().fit, lines), passed=bool(run.passed))
 
 
@@ -229,7 +229,7 @@ def _plan(job: Job) -> str:
     # A job of several nodes is shown on any machine: without the variables of a node, the command of the first.
     elsewhere = {"NODE_RANK": "0", "MASTER_ADDR": "$MASTER_ADDR"}
     command = " ".join(ranks.argv(job, "python3", elsewhere | dict(os.environ)))
-    return "\n".join([_headline(job), *Screen.of().table(rows, indent="  "), "", command, ""])
+    return "\n".join([Screen.of().fit(_headline(job)), *Screen.of().table(rows, indent="  "), "", command, ""])
 
 
 class _Progress:
@@ -299,13 +299,14 @@ def _failure(job: Job, ended: Outcome) -> Iterator[str]:
         yield f"  → {_continue(job)}"
 
 
-def _success(job: Job, ended: Outcome) -> Iterator[str]:
-    summary, seconds = ended.summary, ended.run.seconds
+def _success(job: Job, ended: Outcome, waited: float) -> Iterator[str]:
+    summary, seconds, steps_run = ended.summary, ended.run.seconds, counted(ended.summary.steps, "step")
     figures = metrics.sentence(summary, "GPU" if ended.facts.get("device") == "cuda" else "rank")
     losses = f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}"
-    yield f"✓ {summary.steps} steps in {seconds:.0f} s, {losses}, {figures}\n  → {job.output / 'metrics.jsonl'}"
+    yield f"✓ {steps_run} in {seconds:.0f} s, {losses}, {figures}\n  → {job.output / 'metrics.jsonl'}"
     if job.judged:
-        yield f"  judged: {len(ended.run.verdicts)} checks passed, also those against the reference"
+        passed = f"{len(ended.run.verdicts)} checks passed"
+        yield f"  judged in {waited - seconds:.0f} s: {passed}, also those against the reference"
     if not job.recipe.architecture.has_formula:
         yield f"  not judged: {proof.unjudged(job.recipe)}"
     if (job.output / "weights").is_dir():
@@ -337,11 +338,8 @@ def report(options: argparse.Namespace) -> int:
 
 
 def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
-    stems = {run.recipe: Path(run.recipe).stem if "/" in run.recipe else run.recipe for run in runs}
-    names = {recipe: f"perf_{re.sub(r'[^A-Za-z0-9._+-]', '_', stem)[:100]}.csv" for recipe, stem in stems.items()}
-    return {
-        file: sheets.text_of(
-            "benchmark", [row for run in runs if names[run.recipe] == file for row in sheets.benchmark_rows(run)]
-        )
-        for file in dict.fromkeys(names.values())
-    }
+    rows: dict[str, list[dict[str, str]]] = {}
+    for run in runs:
+        stem = Path(run.recipe).stem if "/" in run.recipe else run.recipe
+        rows.setdefault(re.sub(r"[^A-Za-z0-9._+-]", "_", stem)[:100], []).extend(sheets.benchmark_rows(run))
+    return {f"perf_{model}.csv": sheets.text_of("benchmark", rows_of) for model, rows_of in rows.items()}

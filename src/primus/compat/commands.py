@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from primus.compat.translate import is_experiment, listed, options, read_experiment, recipe_of, table, translate
 from primus.errors import HostError, InputError, nearest
+from primus.gpus.table import load_table, words_for
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
 from primus.recipes.schema import backends
@@ -106,13 +107,14 @@ def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
         )  # fmt: skip
     backend = paths["frameworks"][parts[start]]
     folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
-    gpu = listed("/".join(folders), paths["gpus"], name, "no document has a folder") if folders else None
+    gpus = {gpu.upper(): gpu for gpu in load_table().imaged if "amd" in words_for(gpu)}
+    folder = listed("/".join(folders), gpus, name, "no document has a folder") if folders else ""
     stem = listed(match[1], paths["stems"][backend], name, "no document has a model")
     recipe, settings = recipe_of(backend, stem)
     request = Request(
         recipe=recipe,
         choices=Choices(backend=backend, mode="pretrain", precision=paths["precisions"].get(match[2], "bf16")),
-        gpu_of_path=paths["gpus"].get(gpu),
+        gpu_of_path=gpus.get(folder),
         says=tuple(filter(None, [paths["says"].get("/".join(parts[max(start - 1, 0) :]))])),
     )
     return request, settings

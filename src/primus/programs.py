@@ -18,10 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import killpg
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from primus.errors import HostError
 from primus.files import text_if_readable
 from primus.terminal import say
+from primus.waits import answer_of
 
 _LISTS = Path("/var/lib/apt/lists")
 _STALE_S = 24 * 3600
@@ -115,6 +117,15 @@ def _apt(command: list[str]) -> str:
         return ""
     lines = (line[3:] for line in done.stderr.splitlines() if line.startswith("E:"))
     return next(lines, f"exit code {done.returncode}")
+
+
+def captured(words: Sequence[str], source: str, text: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program with the input ``text``, and capture its output. After 2 s, say that this waits for ``source``.
+
+    ``options`` are those of :func:`subprocess.run`, such as ``env``, and ``timeout``, which raises TimeoutExpired.
+    """
+    with answer_of(source):
+        return subprocess.run(words, input=text, capture_output=True, errors="replace", check=False, **options)
 
 
 @contextlib.contextmanager

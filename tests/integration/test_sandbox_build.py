@@ -17,7 +17,8 @@ from primus.errors import HostError
 from primus.oci.store import MANIFEST_TYPE
 from primus.sandbox import engines
 from primus.sandbox.container import Command, RootFs
-from primus.sandbox.engines import choose, docker, load_image
+from primus.sandbox.docker import docker, load_image
+from primus.sandbox.engines import choose
 from project_kit import Kit
 
 pytestmark = [pytest.mark.integration, needs_busybox]

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,9 +12,9 @@ from typing import Any, cast
 from primus.errors import HostError, InputError
 from primus.gpus.table import generation
 from primus.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, vendor
+from primus.programs import captured
 from primus.recipes import load
 from primus.recipes.recipe import Recipe
-from primus.waits import answer_of
 from primus.yamlfile import filled, read_values
 
 Manifest = dict[str, Any]
@@ -156,8 +155,7 @@ def _refuse_unseen(recipe: Recipe) -> None:
 def _kubectl(*words: str, stdin: str) -> None:
     command = ["kubectl", "--request-timeout=20s", *words]
     try:
-        with answer_of(f"kubectl {words[0]}"):
-            ended = subprocess.run(command, input=stdin, capture_output=True, errors="replace", check=False)
+        ended = captured(command, f"kubectl {words[0]}", text=stdin)
     except FileNotFoundError:
         hint = "install it, or run: primus launch k8s … --dry-run, which prints the manifests"
         raise HostError("kubectl is not installed", hint=hint) from None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from primus.errors import HostError, InputError
 from primus.launch.plan import Plan, bash, refuse_secrets, refuse_unfit, vendor
-from primus.waits import answer_of
+from primus.programs import captured
 from primus.yamlfile import read_values
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
@@ -73,9 +73,8 @@ def limit_of(text: str) -> float | None:
 def container_here() -> Container:
     """Return the container runtime of this cluster: pyxis if srun supports it, else the first installed program."""
     if srun := shutil.which("srun"):
-        with suppress(subprocess.TimeoutExpired, OSError), answer_of("srun"):
-            usage = subprocess.run([srun, "--help"], capture_output=True, errors="replace", check=False, timeout=20)
-            if "--container-image" in usage.stdout:
+        with suppress(subprocess.TimeoutExpired, OSError):
+            if "--container-image" in captured([srun, "--help"], "srun", timeout=20).stdout:
                 return "pyxis"
     return next((program for program in CONTAINERS[1:4] if shutil.which(program)), "none")
 
@@ -142,7 +141,7 @@ def _srun(plan: Plan, site: Site) -> str:
 
 
 def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
-    """Submit the script with sbatch. Returns the job's number and an exit code: of the job with ``wait``, else 0.
+    """Submit the script with sbatch. Returns an exit code, the job's with ``wait`` and else 0, and the job's number.
 
     Raises HostError if sbatch is missing or refuses the job.
     """
@@ -150,8 +149,7 @@ def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
         raise HostError("sbatch is not installed here", hint="run it on a login node; --dry-run prints the script")
     folder.mkdir(parents=True, exist_ok=True)
     words = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
-    with answer_of("sbatch"):
-        done = subprocess.run(words, input=text, capture_output=True, errors="replace", check=False)
+    done = captured(words, "sbatch", text=text)
     # A site's plugin may print lines of its own before the number.
     number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
     if not number.isdigit():

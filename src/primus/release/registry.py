@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import tempfile
 import time
 from base64 import b64decode, b64encode
@@ -31,9 +30,9 @@ from urllib3.util import Retry
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.oci.store import INDEX_TYPE, MANIFEST_TYPE, Blob, canonical_json, digest_of
+from primus.programs import captured
 from primus.schema import read_json
 from primus.versions.traffic import bare_url, within
-from primus.waits import answer_of
 
 EMPTY = b"{}"
 _ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
@@ -451,8 +450,7 @@ def _login(host: str) -> tuple[str, str]:
         server = "https://index.docker.io/v1/" if host == "docker.io" else host
         if helper := config.get("credHelpers", {}).get(server) or config.get("credsStore"):
             words = [f"docker-credential-{helper}", "get"]
-            with answer_of(words[0]):
-                answer = subprocess.run(words, input=server, capture_output=True, errors="replace", check=False)
+            answer = captured(words, words[0], text=server)
             login = {"Username": "", "Secret": ""} if answer.returncode else json.loads(answer.stdout)
             return login["Username"], login["Secret"]
         logins = {_host_of(name): entry for name, entry in config.get("auths", {}).items()}

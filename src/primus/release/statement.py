@@ -7,7 +7,6 @@ document alone, so a verifier makes it again from the document and compares. doc
 
 import json
 import shutil
-import subprocess
 import tempfile
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.oci.store import MANIFEST_TYPE, canonical_json, digest_of
+from primus.programs import captured
 from primus.release.documents import CYCLONEDX, IN_TOTO, SPDX, VALIDATION, form
 from primus.release.registry import Document, Repository
 from primus.schema import read_json
-from primus.waits import answer_of
 
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 SIGNATURE = "https://sigstore.dev/cosign/sign/v1"
@@ -163,8 +162,7 @@ def need_cosign() -> None:
 def cosign(*words: str) -> str:
     """Run cosign. Returns why it failed; empty if it did not. Raises HostError if it is missing."""
     need_cosign()
-    with answer_of(f"cosign {words[0]}"):
-        done = subprocess.run(["cosign", *words], capture_output=True, errors="replace", check=False, input="")
+    done = captured(["cosign", *words], f"cosign {words[0]}")
     if done.returncode == 0:
         return ""
     errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]

@@ -209,11 +209,7 @@ def validate(
     root = root_of_image(workspace.store, workspace.unpacked, resolved.name, ref=resolved.ref)
     with choose_progress(quiet) as progress:
         gates = judge(examine(plan, workspace, progress))
-    image = {
-        "ref": root.name,
-        "manifest": workspace.store.images()[root.name]["digest"],
-        "content": digest_of(root.config_bytes),
-    }
+    image = {"ref": root.name, "manifest": digest_of(root.manifest), "content": digest_of(root.config_bytes)}
     # Plan all cells first, so that an invalid recipe does not end the command after an hour of training.
     recipes = resolved.root / "recipes"
     planned = [suite.plan(cell.recipe, _INSIDE, (), cell.choices, level, recipes, wrap) for cell, level in cells]

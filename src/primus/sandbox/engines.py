@@ -1,11 +1,10 @@
-"""Running a command in an image, by the command line of podman or Docker, and loading an image into a Docker engine.
+"""Running a command in an image, by the command line of podman or Docker.
 
 For podman, each layer is unpacked once, with tar, into a folder of its own below the workspace. A container's root file
 system is an overlay of these folders. The user's own containers and images are not touched.
 """
 
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -15,7 +14,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tarfile
 import tempfile
 import threading
 import time
@@ -26,19 +24,19 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 from primus import programs
 from primus.errors import HostError, InputError
 from primus.files import json_if_readable, write_file
-from primus.programs import finally_run, received_signals, stop_all, tracked
+from primus.programs import captured, finally_run, received_signals, stop_all, tracked
 from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, layer_folder, with_settings
+from primus.sandbox.docker import load_image, need_docker
 from primus.terminal import counted, say
-from primus.waits import answer_of, lock
+from primus.waits import lock
 from primus.yamlfile import read_values
 
-ENGINES = ("auto", "podman", "docker")
-_PATIENCE_S = 3
+_ENGINE = "the container engine"
 
 # A client with its first arguments, its environment, and its arguments that name a root file system.
 _Client = tuple[list[str], dict[str, str], list[str]]
@@ -52,8 +50,8 @@ class Engine:
 
     name = ""
 
-    def available(self) -> str | None:
-        """Return None if this engine can run here, else one sentence with the problem and the remedy."""
+    def require(self) -> None:
+        """Raise HostError, with the remedy, if this engine cannot run here."""
         raise NotImplementedError
 
     def prepare_host(self) -> None:
@@ -111,12 +109,12 @@ class Engine:
         self, root: RootFs, command: Command, client: list[str], env: dict[str, str], name: str, words: list[str]
     ) -> None:
         # If the container started, the exit code is the command's own.
-        state = _captured([*client, "container", "inspect", "--format={{.State.StartedAt}}", name], env)
+        state = captured([*client, "container", "inspect", "--format={{.State.StartedAt}}", name], _ENGINE, env=env)
         if state.returncode == 0 and not state.stdout.startswith("0001-01-01"):
             return
         # It fails in the same way again, and this time its message is ours.
-        again = _captured([*client, "start", name] if state.returncode == 0 else [*client, "create", *words], env)
-        message = _error(again)
+        again = [*client, "start", name] if state.returncode == 0 else [*client, "create", *words]
+        message = _error(captured(again, _ENGINE, env=env))
         if command.user and re.search(r"no matching entries|unable to find (user|group)", message):
             raise InputError(f"the image has no user {command.user!r}", hint="name one of its users, or a uid[:gid]")
         raise HostError(f"{self.name} cannot run {root.name}: {message}")
@@ -127,15 +125,15 @@ class Podman(Engine):
 
     name = "podman"
 
-    def available(self) -> str | None:
-        """Return None if podman is installed or can be installed, else one sentence with the remedy."""
+    def require(self) -> None:
+        """Raise HostError unless podman is installed or can be installed, and this user has the ids that it needs."""
         if platform.system() != "Linux":
-            return f"this is {platform.system()}, not Linux (use --engine docker)"
+            raise HostError(f"this is {platform.system()}, not Linux", hint="use --engine docker")
         if (lacking := _lacking()) and not programs.installable():
-            return f"{' and '.join(lacking)} missing (as root: apt-get install {' '.join(lacking.values())})"
+            hint = f"as root: apt-get install {' '.join(lacking.values())}"
+            raise HostError(f"{' and '.join(lacking)} missing", hint=hint)
         if problem := programs.lacks_ids():
-            return f"{problem[0]} ({problem[1]})"
-        return None
+            raise HostError(problem[0], hint=problem[1])
 
     def prepare_host(self) -> None:
         """Install podman, an init for containers, and runc if there is no OCI runtime."""
@@ -177,7 +175,7 @@ class Podman(Engine):
             words = ["run", f"--name={name}", "--network=none", "--rootfs", f"{folder}/containers/{name}/root"]
             with _mounted(file_system, folder, ["../probe"], name) as mounted:
                 started = mounted.returncode == 0
-                attempt = _captured([*_podman(folder), *words, "/init", "-V"], env) if started else mounted
+                attempt = captured([*_podman(folder), *words, "/init", "-V"], _ENGINE, env=env) if started else mounted
             if attempt.returncode == 0:
                 if file_system == "copy":
                     say(f"whole file systems are copied: there are no overlays in {folder}, or fuse-overlayfs")
@@ -236,13 +234,9 @@ class Docker(Engine):
 
     name = "docker"
 
-    def available(self) -> str | None:
-        """Return None if an engine answers, else one sentence with the remedy."""
-        try:
-            need_docker()
-        except HostError as error:
-            return f"{error.message} ({error.hint})"
-        return None
+    def require(self) -> None:
+        """Raise HostError if no engine answers."""
+        need_docker()
 
     @contextmanager
     def _container(self, root: RootFs, name: str) -> Iterator[_Client]:
@@ -260,17 +254,17 @@ class Docker(Engine):
 def choose(name: str = "auto") -> Engine:
     """Return the engine called ``name``; ``auto`` prefers podman, which needs no daemon.
 
-    Raises InputError for an unknown name, and HostError, with what each engine lacks, if none can run.
+    Raises HostError, with what each engine lacks, if none can run.
     """
-    if name not in ENGINES:
-        raise InputError(f"there is no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")
     problems = []
     for engine in (Podman(), Docker()):
         if name in ("auto", engine.name):
-            problem = engine.available()
-            if problem is None:
+            try:
+                engine.require()
+            except HostError as error:
+                problems.append(f"{engine.name}: {error.message} ({error.hint})")
+            else:
                 return engine
-            problems.append(f"{engine.name}: {problem}")
     raise HostError("no container engine can run here: " + "; ".join(problems))
 
 
@@ -278,7 +272,7 @@ def remove_tree(path: Path) -> None:
     """Remove a folder, including files of a regular user's subordinate ids. A missing folder is not an error."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists() and os.geteuid() != 0 and (podman := programs.find("podman")):
-        _captured([str(podman), "unshare", "rm", "-rf", str(path)], _client_environment(None))
+        captured([str(podman), "unshare", "rm", "-rf", str(path)], _ENGINE, env=_client_environment(None))
 
 
 def _lacking() -> dict[str, str]:
@@ -337,7 +331,7 @@ def _mounted(
     mount = ["sh", "-c", _DATA["mount"], "sh", place, *words, f"{place}/root"]
     argv = ["setpriv", "--pdeathsig=KILL", *_inside(folder), *mount]
     with finally_run(["sh", "-c", f"{remove}; {unmount}"], env):
-        yield _captured(argv, env)
+        yield captured(argv, _ENGINE, env=env)
 
 
 def _run_folder(folder: Path) -> Path:
@@ -392,7 +386,7 @@ def _forward(numbers: SimpleQueue[int], process: subprocess.Popen[bytes], kill: 
         if number == signal.SIGWINCH:
             process.send_signal(number)
         # A container that does not run yet gets it as soon as it does.
-        elif process.returncode is None and _captured([*kill, f"--signal={number}"], env).returncode != 0:
+        elif process.returncode is None and captured([*kill, f"--signal={number}"], _ENGINE, env=env).returncode:
             time.sleep(0.05)
             numbers.put(number)
 
@@ -401,102 +395,3 @@ def _error(refused: subprocess.CompletedProcess[str]) -> str:
     lines = refused.stderr.splitlines()
     message = next((line for line in lines if line.startswith("Error")), lines[-1] if lines else "it gives no reason")
     return message.removeprefix("Error: ").removeprefix("Error response from daemon: ")
-
-
-def _captured(
-    words: Sequence[str], env: Mapping[str, str] | None, what: str = "the container engine", **options: Any
-) -> subprocess.CompletedProcess[str]:
-    options |= {"capture_output": True, "errors": "replace", "stdin": subprocess.DEVNULL}
-    with answer_of(what):
-        return subprocess.run(words, env=env, check=False, **options)
-
-
-def docker(*words: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run Docker's client. Raises HostError if it is not installed."""
-    program = programs.find("docker")
-    if program is None:
-        raise HostError("Docker's client is not installed", hint="as root: apt-get install docker.io")
-    return _captured([str(program), *words], None, f"docker {words[0]}", timeout=timeout)
-
-
-def need_docker() -> None:
-    """Raise HostError unless the Docker engine of DOCKER_HOST, or of the default socket, answers within 3 s."""
-    try:
-        answer = docker("version", "--format", "{{.Server.Version}}", timeout=_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        raise HostError(f"no Docker engine answers: it is silent for {_PATIENCE_S} s", hint="look at its log") from None
-    if answer.returncode != 0:
-        message = (answer.stderr.strip().splitlines() or ["no reason is given"])[-1][:200]
-        hint = "start one (systemctl start docker) or point DOCKER_HOST at one"
-        if "permission denied" in message:
-            message, hint = "you may not use its socket", "as root: usermod -aG docker USER, then log in again"
-        raise HostError(f"no Docker engine answers: {message}", hint=hint)
-
-
-def load_image(root: RootFs, tag: str) -> tuple[str, int]:
-    """Load ``root`` into the Docker engine as ``tag``. Returns the engine's image ID and the number of bytes sent.
-
-    Nothing is sent if the engine has the image. Raises HostError if no engine answers, if it refuses the image, or if a
-    blob is damaged.
-    """
-    need_docker()
-    for name in (tag, root.id):
-        if loaded := _loaded(root, name):
-            docker("tag", loaded, tag)
-            return loaded, 0
-    command = [str(programs.find("docker")), "load", "--quiet"]
-    with tempfile.TemporaryFile("w+") as log:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log) as engine:
-            try:
-                with tarfile.open(fileobj=engine.stdin, mode="w|", bufsize=1 << 20) as archive:
-                    _add_image(archive, root, tag)
-            except BrokenPipeError:
-                pass  # its message follows
-            except BaseException:
-                # An archive that was cut short must not be loaded.
-                engine.kill()
-                raise
-        log.seek(0)
-        if engine.returncode:
-            reason = (log.read().strip().splitlines() or ["it gives no reason"])[-1]
-            hint = "free disk space (primus clean, docker system df)" if "no space left" in reason else None
-            raise HostError(f"the Docker engine refuses {root.name}: {reason}", hint=hint)
-    if loaded := _loaded(root, tag):
-        return loaded, archive.offset
-    raise HostError(f"the Docker engine accepted {root.name}, but does not list it as {tag}")
-
-
-def _loaded(root: RootFs, name: str) -> str | None:
-    inspected = docker("image", "inspect", name)
-    if inspected.returncode != 0:
-        return None
-    (image,) = json.loads(inspected.stdout)
-    equal = image["Id"] == f"sha256:{root.id}"
-    if "Descriptor" in image:
-        # Engines with containerd's image store identify images by a manifest that they write anew.
-        settings = root.config.get("config") or {}
-        equal = image["RootFS"]["Layers"] == [layer.diff_id for layer in root.layers] and all(
-            image["Config"].get(key) == value for key, value in settings.items()
-        )
-    return str(image["Id"]) if equal else None
-
-
-def _add_image(archive: tarfile.TarFile, root: RootFs, tag: str) -> None:
-    """Write the image as ``docker save`` does, with plain layers: Docker engines before 23 cannot read zstd."""
-    root.cache.mkdir(parents=True, exist_ok=True)
-    config = f"{root.id}.json"
-    names = [f"{layer.diff_id.partition(':')[2]}/layer.tar" for layer in root.layers]
-    manifest = json.dumps([{"Config": config, "RepoTags": [tag], "Layers": names}]).encode()
-    for name, data in ((config, root.config_bytes), ("manifest.json", manifest)):
-        _add_file(archive, name, io.BytesIO(data))
-    for name, layer in dict(zip(names, root.layers, strict=True)).items():
-        with tempfile.TemporaryFile(dir=root.cache) as plain:
-            plain.writelines(root.tar(layer))
-            _add_file(archive, name, plain)
-
-
-def _add_file(archive: tarfile.TarFile, name: str, file: IO[bytes]) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    archive.addfile(info, file)

@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -371,17 +371,11 @@ def flash_attention_4(shapes: Shapes, make: Maker) -> Rows:
     yield from _attention(partial(attention.flash_attention_4, causal=shapes.causal), shapes, make)
 
 
-flash_attention_2 = partial(_attention, attention.flash_attention_2)
-
-
 def flex_attention(shapes: Shapes, make: Maker) -> Rows:
     """Attention within a sliding window, compiled as in a run."""
     mask = attention.window_mask(min(shapes.seq_len, _LONGEST), shapes.window, torch.device(make.device))
     attend = torch.compile(attention.windowed_attention) if make.device != "cpu" else attention.windowed_attention
     yield from _attention(lambda q, k, v, window: attend(q, k, v, mask), shapes, make)  # noqa: ARG005
-
-
-turbo_attention = partial(_attention, primus_turbo.attention)
 
 
 def turbo_fp8_linear(shapes: Shapes, make: Maker) -> Rows:
@@ -415,8 +409,17 @@ def _experts(run: Any, shapes: Shapes, make: Maker) -> Rows:
     )  # fmt: skip
 
 
-expert_products = partial(_experts, experts.grouped_experts)
-turbo_grouped_gemm = partial(_experts, primus_turbo.grouped_experts)
+TESTS: Mapping[str, Callable[[Shapes, Maker], Rows]] = {
+    "linear-cross-entropy": linear_cross_entropy, "fp8-weight-cast": fp8_weight_cast, "fp8-linear": fp8_linear,
+    "fp8-projections": fp8_projections, "fp8-feed-forward": fp8_feed_forward, "turbo-fp8-linear": turbo_fp8_linear,
+    "frozen-weights": frozen_weights, "adapter-products": adapter_products, "fused-adamw": fused_adamw,
+    "reduce-scatter-copy-in": reduce_scatter_copy_in, "peer-copies": peer_copies, "real-rope": real_rope,
+    "expert-routing": expert_routing, "expert-products": partial(_experts, experts.grouped_experts),
+    "turbo-grouped-gemm": partial(_experts, primus_turbo.grouped_experts),
+    "turbo-attention": partial(_attention, primus_turbo.attention), "flash-attention-4": flash_attention_4,
+    "flash-attention-2": partial(_attention, attention.flash_attention_2), "flex-attention": flex_attention,
+}  # fmt: skip
+"""Optimization → its test."""
 
 
 def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED) -> str:
@@ -425,8 +428,7 @@ def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED)
         torch.cuda.empty_cache()
         torch.full((2**30,), float("nan"), device=device)
     try:
-        # The test of an optimization has its name.
-        for compared in globals()[name.replace("-", "_")](shapes, Maker(device, seed)):
+        for compared in TESTS[name](shapes, Maker(device, seed)):
             if reason := compared.fault():
                 return f"{compared.label} {reason}"
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises, the run goes on without it

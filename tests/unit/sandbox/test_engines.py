@@ -13,7 +13,7 @@ from primus.cli.host import run as run_verb
 from primus.cli.verb import parser_of
 from primus.engine.workshop import log_tail
 from primus.errors import HostError, InputError
-from primus.sandbox import engines
+from primus.sandbox import docker, engines
 from primus.sandbox.container import Command, Mount, RootFs, check_mounts, with_settings
 from primus.sandbox.engines import Docker, Podman, choose
 
@@ -71,26 +71,23 @@ def test_limits_are_options():
     assert not [word for word in engines._options(Command(), False) if "memory" in word]
 
 
-def test_unknown_engine():
-    with pytest.raises(InputError, match="no engine 'embedded'"):
-        choose("embedded")
-
-
 def test_no_engine_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(Podman, "available", lambda _: "broken (fix it)")
     monkeypatch.setattr(programs, "find", lambda _: None)
+    monkeypatch.setattr(programs, "installable", lambda: False)
     with pytest.raises(HostError) as caught:
         choose("auto")
-    assert "podman: broken (fix it); docker: Docker's client is not installed" in str(caught.value)
+    assert "install podman catatonit runc); docker: Docker's client is not installed" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_what_podman_needs_is_named_unless_it_can_be_installed(monkeypatch):
     monkeypatch.setattr(programs, "find", lambda _: None)
     monkeypatch.setattr(programs, "installable", lambda: False)
-    said = Podman().available()
-    assert said is not None
-    assert said == "podman and catatonit and runc missing (as root: apt-get install podman catatonit runc)"
+    with pytest.raises(HostError) as caught:
+        Podman().require()
+    assert (
+        str(caught.value) == "podman and catatonit and runc missing\n  → as root: apt-get install podman catatonit runc"
+    )
     installed: list[str] = []
     monkeypatch.setattr(programs, "install", lambda packages: installed.extend(packages.values()))
     Podman().prepare_host()
@@ -101,8 +98,9 @@ def test_a_silent_engine_costs_three_seconds(monkeypatch):
     def silent(*_: str, timeout: float | None = None) -> None:
         raise subprocess.TimeoutExpired("docker", timeout or 0)
 
-    monkeypatch.setattr(engines, "docker", silent)
-    assert Docker().available() == "no Docker engine answers: it is silent for 3 s (look at its log)"
+    monkeypatch.setattr(docker, "docker", silent)
+    with pytest.raises(HostError, match="no Docker engine answers: it is silent for 3 s"):
+        Docker().require()
 
 
 def test_a_user_without_subordinate_ids(monkeypatch):

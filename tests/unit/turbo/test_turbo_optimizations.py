@@ -1,6 +1,5 @@
 """The catalogue of optimizations: what a recipe may ask for, what it is refused, and that each entry is real."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -77,5 +76,4 @@ def test_every_entry_is_proven_and_tested() -> None:
         assert one.proof
         for call in one.proof:
             assert f'"{call}"' in text, f"{one.name}: nothing counts {call}"
-        test = rf"(?m)^(def )?{one.name.replace('-', '_')}( =|\()"
-        assert re.search(test, (ROOT / "src/primus/turbo/selftest.py").read_text())
+        assert f'"{one.name}": ' in (ROOT / "src/primus/turbo/selftest.py").read_text()

@@ -22,7 +22,8 @@ from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import golden, validation
 from primus.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
-from primus.sandbox.engines import choose, load_image
+from primus.sandbox.docker import load_image
+from primus.sandbox.engines import choose
 from primus.terminal import Screen, counted
 from primus.training import suite
 

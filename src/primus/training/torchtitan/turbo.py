@@ -5,7 +5,7 @@ Nothing here is imported unless a job requests an optimization.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,9 @@ from primus.turbo.optimizations import CALLS
 
 def patch(names: Sequence[str]) -> None:
     """Patch libraries in this process. Call it before torchtitan creates its process group."""
-    # What patches them for an optimization has its name.
-    for apply in filter(None, (globals().get(f"_{name.replace('-', '_')}") for name in names)):
-        apply()
-
-
-_reduce_scatter_copy_in = sharded.lay_out_gradients
+    for name in names:
+        if name in _PATCHES:
+            _PATCHES[name]()
 
 
 def _turbo_fp8_linear() -> None:
@@ -159,6 +156,14 @@ def _fp8_feed_forward() -> None:
         return fp8.feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, self.w1.config)
 
     replace(FeedForward, "forward", forward, takes="self, x")
+
+
+_PATCHES: Mapping[str, Callable[[], object]] = {
+    "turbo-fp8-linear": _turbo_fp8_linear, "turbo-grouped-gemm": _turbo_grouped_gemm,
+    "expert-products": _expert_products, "expert-routing": _expert_routing, "real-rope": _real_rope,
+    "fp8-weight-cast": _fp8_weight_cast, "fp8-linear": _fp8_linear, "fp8-projections": _fp8_projections,
+    "fp8-feed-forward": _fp8_feed_forward, "reduce-scatter-copy-in": sharded.lay_out_gradients,
+}  # fmt: skip
 
 
 def _fuse_steps(optimizers: Iterable[Any]) -> None:

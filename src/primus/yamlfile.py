@@ -96,9 +96,7 @@ def read_text(path: Path, name: str | None = None) -> str:
 
 
 def parse(text: str, name: str, *, typed: bool = False) -> Document:
-    """Parse ``text``, with ``typed`` scalars or with scalars as text. Raises InputError with the place of the first
-    error.
-    """
+    """Parse ``text``, with ``typed`` scalars or all as text. Raises InputError with the place of the first error."""
     return _Builder(name, typed=typed).build(text)
 
 

@@ -128,9 +128,7 @@ def tree_record(plan: ImagePlan) -> dict[str, Any]:
 
 
 class Composed(NamedTuple):
-    """An image without a name. All its layers are in the store; the fields hold the bytes of its config and
-    manifest.
-    """
+    """An image without a name. All its layers are in the store; the fields hold the bytes of config and manifest."""
 
     plan: ImagePlan
     layers: tuple[Layer, ...]

@@ -26,10 +26,7 @@ _OWN_LAYER = 8_000_000
 
 
 def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
-    """Return the plan of one image; ``stats`` hashes local files.
-
-    Raises InputError if the lock lacks a file that the target needs.
-    """
+    """Return the plan of one image; ``stats`` hashes local files. InputError if the lock lacks a file that it needs."""
     planner, constraints = _Planner(resolved, stats), skeleton.constraints(resolved)
     return ImagePlan(
         resolved=resolved,

@@ -211,9 +211,7 @@ class StatIndex:
         self._entries: dict[str, object] = entries if isinstance(entries, dict) else {}
 
     def sha256(self, path: str, status: os.stat_result | None = None) -> str:
-        """Return the SHA-256 of the file's content, as hex. Raises InputError if it is not a regular file or
-        cannot be read.
-        """
+        """Return the file's SHA-256, as hex. Raises InputError if it is not a regular file or cannot be read."""
         status = status or os.stat(path)
         mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         match self._entries.get(path):

@@ -1,7 +1,4 @@
-"""Choosing the backend, mode, precision and GPU of a recipe, and checking these choices in its file.
-
-Unsupported combinations are errors.
-"""
+"""Choosing and checking the backend, mode, precision and GPU of a recipe. Unsupported combinations are errors."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache

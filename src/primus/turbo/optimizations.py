@@ -36,10 +36,7 @@ AUTO, REQUIRE, OFF = "auto", "require", "off"
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """One entry. An empty requirement accepts everything.
-
-    ``replaces`` is what runs without it.
-    """
+    """One entry. An empty requirement accepts everything. ``replaces`` is what runs without it."""
 
     name: str
     title: str

@@ -430,7 +430,10 @@ def test_stock_cosign_verifies_what_primus_verifies(world: World) -> None:
     more, store = replace(world.ready, documents=(*world.ready.documents, later)), Project(world.root / "project")
     publish(more, store.workspace.store, world.name, Progress(), signer=Signer(key=world.key("ours")))
     assert (world.verify().faults, len(world.verify().validations)) == ([], 2)
-    assert "its signature is not by" in world.verify(key="others.pub").faults[0]
+    layers = list[str]()
+    stranger = verify_image(f"{world.name}:{TAG}", Trust(key=str(world.root / "others.pub")), say=layers.append)
+    assert "its signature is not by" in stranger.faults[0]
+    assert not layers, "a key that signed nothing needs no layer"
 
 
 def test_a_key_that_cannot_be_used_is_no_verdict_on_the_image(world: World) -> None:

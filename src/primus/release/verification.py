@@ -80,12 +80,6 @@ def verify_image(
     if digest_of(manifest) != result.digest:
         result.faults.append(f"manifest: the registry returns other bytes for {result.digest}")
         return result
-    try:
-        content = json.loads(manifest)
-        config, stated = _contents(there, content, result.faults, say)
-    except _DAMAGED:
-        result.faults.append("manifest: it is not that of an image")
-        return result
     documents = list(_documents(there, result))
     signed = _signed(documents, trust, result)
     if signed:
@@ -93,6 +87,13 @@ def verify_image(
         result.tag, tag = min(names), match["tag"]
         if tag and tag not in names and re.fullmatch(RELEASE_TAG, tag):
             result.faults.append(f"tag: {tag} names the image that was signed as {', '.join(sorted(names))}")
+    try:
+        content = json.loads(manifest)
+        layers = () if signed is None else content["layers"]  # gigabytes for which nobody vouches stay where they are
+        config, stated = _contents(there, content["config"], layers, result.faults, say)
+    except _DAMAGED:
+        result.faults.append("manifest: it is not that of an image")
+        return result
     ours = [document for document in documents if document.media_type in _CHECKS]
     image = _Seen(result.digest, config, stated, ours)
     for document in ours:
@@ -108,15 +109,15 @@ def verify_image(
 
 
 def _contents(
-    there: Repository, manifest: Mapping[str, Any], faults: list[str], say: Callable[[str], None]
+    there: Repository, about: Mapping[str, Any], layers: Sequence[Any], faults: list[str], say: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, list[Stated]]]:
     """Read config and layers. Returns the config, and layer → what its files state of packages."""
     config: dict[str, Any] = {}
     stated: dict[str, list[Stated]] = {}
     with tempfile.TemporaryDirectory(prefix="primus-verify-") as folder:
         path = Path(folder) / "blob"
-        digest = manifest["config"]["digest"]
-        if not there.blob(digest, path, manifest["config"]["size"]):
+        digest = about["digest"]
+        if not there.blob(digest, path, about["size"]):
             faults.append("config: it is missing")
         elif digest_of(path.read_bytes()) != digest:
             faults.append(f"config: its bytes are not those of {digest}")
@@ -124,7 +125,7 @@ def _contents(
             config = json.loads(path.read_bytes())
         history = config.get("history", [])
         diff_ids = config.get("rootfs", {}).get("diff_ids", [])
-        for number, layer in enumerate(manifest["layers"]):
+        for number, layer in enumerate(layers):
             words = history[number]["created_by"].split(maxsplit=2) if number < len(history) else ["", "", str(number)]
             name, kind = words[2], words[1]
             if not there.blob(layer["digest"], path, layer["size"]):
@@ -156,9 +157,11 @@ def _documents(there: Repository, result: Verified) -> Iterator[Document]:
             result.faults.append(f"document: {descriptor['digest']} is not a document's manifest")
 
 
-def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> list[dict[str, Any]]:
-    """Return the statements about this image whose signature counts. Each of our documents must have one."""
-    rejected: dict[str, str] = {}
+def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> list[dict[str, Any]] | None:
+    """Return the statements about this image whose signature counts, or None if no signature does. Each document of
+    ours must have one.
+    """
+    rejected, trusted = dict[str, str](), list[str]()
 
     def accepted(bundle: Document) -> dict[str, Any] | None:
         try:
@@ -170,11 +173,12 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
             return None
         if problem := trust.rejects(bundle.data, kind):
             rejected[kind] = problem
-        elif about != [result.digest.removeprefix("sha256:")]:
-            names = ", ".join(f"sha256:{digest}" for digest in about) or "nothing"
-            rejected[kind] = f"it is about {names}, so it is void for this image"
-        else:
+            return None
+        trusted.append(kind)
+        if about == [result.digest.removeprefix("sha256:")]:
             return statement
+        names = ", ".join(f"sha256:{digest}" for digest in about) or "nothing"
+        rejected[kind] = f"it is about {names}, so it is void for this image"
         return None
 
     with ThreadPoolExecutor(8) as pool:
@@ -184,7 +188,7 @@ def _signed(documents: Sequence[Document], trust: Trust, result: Verified) -> li
     why = "; ".join(dict.fromkeys(rejected.values())) or "nothing is attached"
     if not signed:
         result.faults.append(f"signature: no statement about this image counts: {why}")
-        return []
+        return [] if trusted else None
     there = [(statement["predicateType"], statement["predicate"]) for statement in signed]
     named = {pair for kind, content in there if kind == SIGNATURE for pair in content["documents"].items()}
     if not named:

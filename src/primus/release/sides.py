@@ -210,17 +210,15 @@ def _of_store(project: Project, ref: str) -> Side:
 
 def _of_registry(name: str, tag: str) -> Side:
     registry = Repository(name)
-    if registry.digest(tag) is None:
+    if (digest := registry.digest(tag)) is None:
         tags = registry.tags()
         hint = did_you_mean(tag, tags, most=3) or f"its tags: {', '.join(tags[-9:]) or 'none'}"
         raise InputError(f"{name} has no image {tag}", hint=hint)
-    reference = f"docker://{name}{'@' if tag.startswith('sha256:') else ':'}{tag}"
     trust = "--tls-verify=false" if plain_http(name) else "--tls-verify=true"
-    about = json.loads(skopeo("inspect", "--no-tags", trust, reference))
-    config = json.loads(skopeo("inspect", "--config", trust, reference))
-    digest = str(about["Digest"])
-    names = _layer_names(config.get("history") or (), about.get("Layers") or ())
-    sizes = {layer: int(data["Size"]) for layer, data in zip(names, about.get("LayersData") or (), strict=False)}
+    config = json.loads(skopeo("inspect", "--config", trust, f"docker://{name}@{digest}"))
+    rows = json.loads(registry.manifest(digest) or b"{}").get("layers") or ()
+    layers = {row["digest"]: int(row["size"]) for row in rows}
+    sizes = dict(zip(_layer_names(config.get("history") or (), [*layers]), layers.values(), strict=True))
     found = _of_config(config, digest, name, tag, "image of the registry", sizes)
     parts: dict[str, Part] = {}
     records = []

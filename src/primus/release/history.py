@@ -83,11 +83,10 @@ def newest_first(releases: Sequence[Release]) -> tuple[Release, ...]:
     return tuple(sorted(by_reference, key=lambda release: Version(release.name), reverse=True))
 
 
-def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Release, ...]:
+def select(history: History, word: str) -> tuple[Release, ...]:
     """Return the releases that ``word`` names: ``v25.9``, ``v25.9_gfx942``, ``rocm/primus:v25.10``, ``primus:v25.10``.
 
-    A name can match several tags. Raises InputError if there is none, with the most similar names of the history and
-    of ``also``.
+    A name can match several tags. Raises InputError if there is none, with the most similar names.
     """
     image, colon, tag = word.rpartition(":")
     if colon:
@@ -101,7 +100,7 @@ def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Re
     names = dict.fromkeys(
         name for r in history.releases for name in (r.name, r.tag, *(f"{image}:{r.tag}" for image in _names(r.image)))
     )
-    hint = did_you_mean(word, [*names, *also], most=3) or "primus releases lists the releases"
+    hint = did_you_mean(word, names, most=3) or "primus releases lists the releases"
     raise InputError(f"no release is called {word!r}", hint=hint)
 
 

@@ -112,14 +112,14 @@ def _pinned(project: Project, name: str) -> Release:
 
 
 def _choices(word: str, project: Project | None) -> tuple[Release, ...]:
-    names = pin_names(project.versions, project.target_names()) if project else ()
     try:
-        return select(load_history(), word, also=names)
+        return select(load_history(), word)
     except InputError:
-        bare = word.removeprefix(f"{IMAGE}:")
-        if project is None or bare not in names:
+        if project is None:
             raise
-        return (_pinned(project, bare),)
+    bare = word.removeprefix(f"{IMAGE}:")
+    pinned = bare in pin_names(project.versions, project.target_names())
+    return (_pinned(project, bare) if pinned else side(word, project).release,)
 
 
 @dataclass(frozen=True)

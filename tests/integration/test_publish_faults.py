@@ -191,6 +191,7 @@ def test_a_passing_fault_is_overcome(
     [
         ("GET .*/manifests/v", say(429, Retry_After="3600"), "status 429"),
         ("PUT .*/manifests/v", say(500, b"oh"), r"refuses manifests/v26\.11-demo\S*: status 500; oh"),
+        ("POST .*/uploads", say(507, b'{"detail":{"Op":"mkdir","Err":28}}'), "status 507; its disk is full"),
         ("PUT .*/manifests/v", say(201), r"names nothing after it was set to sha256:"),
         ("PUT .*/manifests/sha256-", say(201), "accepts documents for .*, but does not list them"),
         ("GET .*sha256-", say(200, b"<html>"), "does not answer like a registry: .* is not a JSON object"),
@@ -261,7 +262,7 @@ def assert_published(ready: Ready, proxy: Proxy, name: str) -> None:
     there = Repository(name.replace(f":{proxy.server_port}/", f":{proxy.port}/"))
     assert there.digest(ready.tag) == ready.image.digest
     assert len(there.referrers(ready.image.digest)) == len(ready.documents)
-    assert all(there.has_blob(layer.blob.digest) for layer in ready.image.layers)
+    assert not there.missing("blobs", [layer.blob.digest for layer in ready.image.layers])
 
 
 @dataclass(frozen=True)

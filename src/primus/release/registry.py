@@ -159,10 +159,6 @@ class Repository:
                 hint="publish to a registry that takes uploads itself",
             )
 
-    def has_blob(self, digest: str) -> bool:
-        """Whether the repository has the blob."""
-        return self.find("HEAD", f"blobs/{digest}") is not None
-
     def missing(self, kind: str, digests: Sequence[str]) -> list[str]:
         """Return those of the ``kind`` (``blobs`` or ``manifests``) that the repository lacks."""
 
@@ -306,7 +302,7 @@ class Repository:
 
     def upload(self, digest: str, data: IO[bytes]) -> None:
         """Send a blob unless the repository has it. The registry compares its bytes with the digest."""
-        if not self.has_blob(digest):
+        if self.find("HEAD", f"blobs/{digest}") is None:
             size, headers = data.seek(0, os.SEEK_END), {"Content-Type": "application/octet-stream"}
             self.request("PUT", self._upload(), size, params={"digest": digest}, data=data, headers=headers)
 
@@ -367,7 +363,9 @@ class Repository:
         if answer.status_code in (401, 403):
             raise HostError(f"the registry of {self.name} denied access", hint=f"docker login {self._host}")
         if answer.status_code >= 400:
-            reason = "; ".join(filter(None, (f"status {answer.status_code}", " ".join(answer.text.split())[:200])))
+            full = re.search(r'"Err": ?28\b|no space left', answer.text)
+            text = "its disk is full" if full else " ".join(answer.text.split())[:200]
+            reason = "; ".join(filter(None, (f"status {answer.status_code}", text)))
             hint = "check its name, and that it accepts OCI images and lets this tag move"
             hint = "run the command again later; what was sent is kept" if answer.status_code in _PASSING else hint
             raise HostError(f"the registry of {self.name} refuses {bare_url(path)}: {reason}", hint=hint)

@@ -111,16 +111,19 @@ def skopeo(command: str, *words: str) -> str:
         if done.returncode == 0:
             return done.stdout
         reason = _reason(done.stderr)
+        failing = re.search(r"status(?: code)?:? 5\d\d", reason)
         # skopeo itself does not try these again.
-        if pause is None or not re.search(r"status(?: code)?:? 5\d\d|\bEOF\b|connection reset", reason):
+        if pause is None or not (failing or re.search(r"\bEOF\b|connection reset", reason)):
             break
         time.sleep(pause)
     host = image.partition("/")[0] if re.search(r"[.:].*/", image) else "docker.io"
     refused = re.search("rate limit|unauthorized|authentication|denied", reason)
-    first = f"sign in (skopeo login {host})" if refused else "check the network"
+    first = "check the registry's disk and log" if failing else "check the network"
+    first = f"sign in (skopeo login {host})" if refused else first
     pushed = command == "copy" and address == words[-1]
     other = "run it again: what was sent is kept" if pushed else "name a mirror in containers-registries.conf"
-    raise HostError(f"the registry of {image} does not answer: {reason}", hint=f"{first}, or {other}", about=image)
+    verdict = f"the registry of {image} {'fails' if failing else 'does not answer'}: {reason}"
+    raise HostError(verdict, hint=f"{first}, or {other}", about=image)
 
 
 def _reason(log: str) -> str:

@@ -146,7 +146,7 @@ def test_what_is_gone_is_locked_again_by_name(world: tuple[Kit, Server]) -> None
     text = (kit.root / LOCK).read_text()
     gone = kit.primus("build", "demo")
     assert gone.code == 3
-    assert "no source offers any more: python3.11-minimal 3.11.2-6" in gone.err
+    assert "for offers: python3.11-minimal 3.11.2-6" in gone.err
     assert (kit.root / LOCK).read_text() == text
     assert kit.primus("lock", "--refresh-package", "python3.11-minimal").code == 0
     lock = Project.find(kit.root).lock(kit.root / LOCK)

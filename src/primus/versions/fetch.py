@@ -72,8 +72,9 @@ def fetch(files: Mapping[LockedFile, Request], cache: FileCache, *, offline: boo
         gone = {f"{file.name} {file.version}": file.name for file in sorted(work.gone, key=lambda file: file.name)}
         options = " ".join(f"--refresh-package {name}" for name in [*dict.fromkeys(gone.values())][:5])
         raise HostError(
-            f"no source offers any more: {some([*gone], 5)}",
-            hint=f"lock their successors (primus lock {options}), or point pip or apt at an archive that keeps them",
+            f"no source that pip and apt are configured for offers: {some([*gone], 5)}",
+            hint="configure them as where it was locked (pip config list); if the files were removed there, use an "
+            f"archive that keeps them, or lock their successors (primus lock {options})",
         )
     rate = size / 1e6 / max(time.monotonic() - began, 1e-3)
     progress.finish("fetch", f"{counted(len(missing), 'file')}, {size / 1e6:,.1f} MB, {rate:,.1f} MB/s")

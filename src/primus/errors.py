@@ -53,8 +53,6 @@ class PrimusError(Exception):
 class CheckFailed(PrimusError):
     """A check or a job failed although the input was valid (exit code 1)."""
 
-    exit_code = 1
-
 
 class InputError(PrimusError):
     """A file, option or value given by the user is invalid (exit code 2)."""

@@ -300,8 +300,7 @@ def _words(name: str, bodies: Mapping[str, str], texts: dict[str, str]) -> str:
 def _named(name: str, text: str, texts: dict[str, str]) -> str:
     name = name.strip().partition("\n")[0].strip()
     if gnu := re.fullmatch(_GNU, name):
-        version = gnu[2] if "." in gnu[2] else f"{gnu[2]}.0"
-        version = version if gnu[1] != "GFDL" else gnu[2]
+        version = gnu[2] if "." in gnu[2] or gnu[1] == "GFDL" else f"{gnu[2]}.0"
         return f"{gnu[1]}-{version}-{'or-later' if gnu[3] else 'only'}"
     exact = _names().get(name.lower())
     return exact or (_expression(name) or _reference(name, text, texts) if name else "")

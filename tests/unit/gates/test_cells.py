@@ -12,7 +12,9 @@ from primus.plan.project import Project
 from primus.plan.resolve import resolve as pinned
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
-from primus.release.validation import Validated, _passed_before, cells_of, table
+from primus.release.cells import cell_of, cells_of
+from primus.release.summary import Validated, table
+from primus.release.validation import _passed_before
 from primus.training import suite
 from primus.training.job import Job
 from tables import table_of
@@ -27,9 +29,9 @@ def test_the_cpu_target_trains_every_recipe() -> None:
 
 
 def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
-    (one,) = cells_of(["llama3.1-8b"], every=False)
+    one = cell_of("llama3.1-8b")
     assert (one.folder, one.choices.backend, one.choices.proxy) == ("llama3.1-8b", None, True)
-    every = cells_of(["llama3.1-8b"], every=True)
+    every = cells_of(["llama3.1-8b"])
     assert [cell.folder for cell in every] == [
         "llama3.1-8b-torchtitan-pretrain", "llama3.1-8b-megatron-pretrain", "llama3.1-8b-fsdp-pretrain",
         "llama3.1-8b-finetune-full", "llama3.1-8b-finetune-lora",
@@ -38,13 +40,13 @@ def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
     recipe = resolve(every[-1].recipe, (), every[-1].choices)
     assert (recipe.backend, recipe.mode, recipe.gpu, recipe.precision) == ("finetune", "lora", "cpu", "fp32")
     with pytest.raises(InputError, match="no recipe 'lama'"):
-        cells_of(["lama"], every=True)
+        cells_of(["lama"])
     with pytest.raises(InputError, match=r"llama3\.1-8b is trained in none of mxfp8 on mi300x"):
-        cells_of(["llama3.1-8b"], every=True, gpu="mi300x", precisions=("mxfp8",))
+        cells_of(["llama3.1-8b"], gpu="mi300x", precisions=("mxfp8",))
 
 
 def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Path) -> None:
-    cells = cells_of(Project.find(ROOT).target("cpu")[0].recipes, every=True)
+    cells = cells_of(Project.find(ROOT).target("cpu")[0].recipes)
     plans = {str(cell): suite.plan(cell.recipe, tmp_path, (), cell.choices, "full") for cell in cells}
     assert len(plans) == len(cells) > 30
     assert all({"base", "repeat", "resume", "accumulation"} <= {j.name for j in jobs} for jobs in plans.values())
@@ -107,7 +109,7 @@ def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: 
     (first, level), *rest = planned
     assert (first.recipe, level) == ("llama3-proxy", "standard")
     assert {level for _, level in rest} == {"quick"}
-    ways = {str(cell) for cell in cells_of(names(), every=True)}
+    ways = {str(cell) for cell in cells_of(names())}
     assert {str(cell) for cell, _ in rest} == {f"{way} {precision}" for way in ways for precision in ("fp32", "bf16")}
     (job,) = suite.plan("llama3.1-8b", tmp_path, (), rest[-1][0].choices, "quick")
     assert job.recipe.precision == "bf16"

@@ -6,7 +6,8 @@ from threading import Barrier, Event
 import pytest
 
 from primus.cli.main import main
-from primus.release.validation import Validated, _each, _no_run, table
+from primus.release.summary import Validated, table
+from primus.release.validation import _each, _no_run
 from primus.training import outcome
 from tables import table_of
 

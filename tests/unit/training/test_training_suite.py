@@ -15,7 +15,7 @@ from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.release import statement
-from primus.release.validation import outcome_text
+from primus.release.summary import outcome_text
 from primus.report.html import page
 from primus.training import backend, outcome, ranks, start, suite
 from primus.training.job import Job

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from primus.cli.host.common import cache_of, resolved_target
@@ -20,7 +19,11 @@ from primus.oci.store import digest_of
 from primus.plan.layers import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
-from primus.release import golden, validation
+from primus.release import golden
+from primus.release.cells import Cell, cell_of, cells_of
+from primus.release.hardware import NO_GPU, choose_gpus, cpu_model
+from primus.release.summary import outcome_text, table
+from primus.release.validation import validate as validate_cells
 from primus.sandbox.container import GIB, Command, Mount, RootFs, gpus, listed
 from primus.sandbox.docker import load_image
 from primus.sandbox.engines import choose
@@ -97,7 +100,7 @@ def validate(args: argparse.Namespace) -> int:
     if args.record_golden and not args.suite:
         raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
     resolved, workspace = resolved_target(args)
-    hardware = validation.choose_gpus(args.gpus, resolved.gpu)
+    hardware = choose_gpus(args.gpus, resolved.gpu)
     if hardware.names or hardware.why:
         note(args, f"GPUs: {', '.join(hardware.names) or f'none ({hardware.why})'}")
     cells = _cells(resolved, hardware.gpu, recipe=args.recipe, level=args.suite)
@@ -110,7 +113,7 @@ def validate(args: argparse.Namespace) -> int:
     workspace.stats.save()
     if cache:
         cache.push([built.image.plan], workspace)
-    validated = validation.validate(
+    validated = validate_cells(
         built.image.plan,
         workspace,
         cells,
@@ -129,18 +132,16 @@ def validate(args: argparse.Namespace) -> int:
             resolved.ref,
             records,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
-            cpu=validation.cpu_model(),
+            cpu=cpu_model(),
             keep=args.recipe is not None,
         )
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
-    text = (
-        validation.outcome_text(records[0], validated[0].folder) if len(validated) == 1 else validation.table(validated)
-    )
+    text = outcome_text(records[0], validated[0].folder) if len(validated) == 1 else table(validated)
     document = records if len(cells) > 1 or args.suite else records[0]
     return answer(args, document, [Screen.of().fit(text)], passed=all(record["passed"] for record in records))
 
 
-def _show(cells: Sequence[tuple[validation.Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> int:
+def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, args: argparse.Namespace) -> int:
     recipes = resolved.root / "recipes"
     planned = [
         (str(cell), level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes, tuple(args.wrap)))
@@ -150,27 +151,25 @@ def _show(cells: Sequence[tuple[validation.Cell, str]], resolved: ResolvedTarget
         {"cell": cell, "suite": level, "jobs": [shlex.join(["primus", *job.arguments()]) for job in jobs]}
         for cell, level, jobs in planned
     ]
-    table = [(cell, level, str(len(jobs))) for cell, level, jobs in planned]
-    lines = Screen.of().table(table, head=("recipe", "suite", "jobs"), right=(2,))
+    counts = [(cell, level, str(len(jobs))) for cell, level, jobs in planned]
+    lines = Screen.of().table(counts, head=("recipe", "suite", "jobs"), right=(2,))
     return answer(args, rows, [*lines, f"{counted(sum(len(jobs) for *_, jobs in planned), 'job')} in {resolved.ref}"])
 
 
 def _cells(
     resolved: ResolvedTarget, gpu: str, *, recipe: str | None, level: str | None
-) -> tuple[tuple[validation.Cell, str], ...]:
+) -> tuple[tuple[Cell, str], ...]:
     target = resolved.target
     if not target.recipes and not recipe:
         raise InputError(
             f"target {resolved.name} names no recipe", where=resolved.place(), hint="primus validate --recipe NAME"
         )
     names = (recipe,) if recipe else target.recipes
-    device = CPU if gpu == validation.NO_GPU else gpu
+    device = CPU if gpu == NO_GPU else gpu
     # The folder from which the image's recipes layer is made; this code may be installed elsewhere.
-    find = partial(validation.cells_of, gpu=device, among=resolved.root / "recipes")
+    among = resolved.root / "recipes"
     if level:
-        return tuple((cell, level) for cell in find(names, every=True, precisions=target.trained_in))
+        return tuple((cell, level) for cell in cells_of(names, device, target.trained_in, among))
     # One recipe is enough to check that runs repeat and resume. The others only have to train.
-    (first,) = find(names[:1], every=False)
-    whole = target.trained_in and not recipe
-    rest = find(names, every=True, precisions=target.trained_in) if whole else ()
-    return (first, "standard"), *((cell, "quick") for cell in rest)
+    rest = cells_of(names, device, target.trained_in, among) if target.trained_in and not recipe else ()
+    return (cell_of(names[0], device), "standard"), *((cell, "quick") for cell in rest)

@@ -51,8 +51,8 @@ class Plan:
 
     @property
     def resumable(self) -> int:
-        """An attempt continues from a checkpoint before this step. A judged run begins again, at step 1."""
-        return 0 if "--judge" in self.options else self.recipe.steps
+        """An attempt continues from a checkpoint before this step (any, for epochs). A judged run begins at step 1."""
+        return 0 if "--judge" in self.options else 2**62 if "epochs" in self.recipe.settings else self.recipe.steps
 
     @property
     def checkpoint_interval(self) -> int:

@@ -68,6 +68,9 @@ def test_options_of_train_are_passed_on_as_they_were(capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "\nsteps=0" in text
     assert "--wait=0 " in text
+    # The job alone knows how many steps its epochs are: an attempt continues from any checkpoint.
+    assert main([*start, "epochs=2"]) == 0
+    assert f"\nsteps={2**62}\n" in capsys.readouterr().out
     for refused in (
         "--judge --resume-from /a", "--accept-change all", "--burn-in 1m --no-preflight",
         "--burn-in 1m --gpu cpu --proxy", "--verify-steps 9 --backend megatron", "--verify-steps 2000",

@@ -11,6 +11,7 @@ def faults(root: Path) -> str:
     """Return the page, from the record of benchmarks/results."""
     record = json.loads((root / "benchmarks/results/silent-faults.json").read_text("utf-8"))
     every = record["faults"]
+    script, comma, place = record["command"].partition(",")
     escaped = [one for one in every if not one["named_by"]]
     classes = []
     for kind in sorted({one["kind"] for one in every}):
@@ -23,7 +24,7 @@ def faults(root: Path) -> str:
         [
             "# Silent faults",
             "",
-            f"Each of {len(every)} faults was injected into a run of two ranks on a CPU, by `{record['command']}`, "
+            f"Each of {len(every)} faults was injected into a run of two ranks on a CPU, by `{script}`{comma}{place}, "
             f"on {record['date']}. At least one check named {len(every) - len(escaped)} of them; "
             f"{len(escaped)} escaped. The record has the [notes](../../benchmarks/results/silent-faults.json) on runs "
             "that were repeated. [Validation](../validation.md#the-reference) explains the checks.",

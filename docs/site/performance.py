@@ -11,14 +11,14 @@ def performance(root: Path) -> str:
     """Return the page."""
     every = rates(root)
     published, ours = [r for r in every if r.published is not None], [r for r in every if r.published is None]
-    head = ("model", "precision", "GPU", "batch × tokens", "published", "per GPU", "measured here", "against it")
+    head = ("model", "precision", "GPU", "batch × tokens", "published", "per GPU", "measured here", "ratio")
     rows = [_beside(one, ours) for one in published]
     also = [
         (
             f"`{r.recipe}`", f"{r.backend} {r.mode}", r.precision, f"{r.gpus} × {generation(r.gpu).title}", _size(r),
             _rate(r), f"[{r.by.removeprefix('this project, ')}](../{r.link})",
         )
-        for r in ours
+        for r in sorted(ours, key=lambda r: (r.recipe, r.backend, r.mode, r.precision, r.gpus, r.seq_len or 0))
     ]  # fmt: skip
     return "\n".join(
         [
@@ -35,8 +35,8 @@ def performance(root: Path) -> str:
             "",
             "## All measurements of this project",
             "",
-            "The fastest run of each kind, in tokens (FLUX: images) per second and GPU, full-size models only. The "
-            "link has all runs with versions and commands.",
+            "The fastest run of each kind, in tokens (FLUX: images) per second and GPU, full-size models only. Some "
+            "results do not have the batch. The link has all runs with versions and commands.",
             "",
             *table(("recipe", "backend, mode", "precision", "GPUs", "batch × tokens", "per GPU", "data"), also),
             "",
@@ -55,7 +55,7 @@ def _beside(one: Rate, ours: list[Rate]) -> tuple[str, ...]:
     here = (
         "not measured"
         if near is None
-        else f"{_rate(near)} ({near.gpus} × {generation(near.gpu).title}, {near.backend}, {_size(near)})"
+        else f"{_rate(near)} ({near.gpus} × {generation(near.gpu).title}, {near.backend}{_size(near, ', ')})"
     )
     ratio = "–" if near is None or near.seq_len != one.seq_len else f"{near.rate / one.rate:.2f}"
     unit = "TFLOP/s" if one.seq_len else "images/s"
@@ -71,10 +71,10 @@ def _beside(one: Rate, ours: list[Rate]) -> tuple[str, ...]:
     )
 
 
-def _size(one: Rate) -> str:
-    # Some results do not say the batch.
-    batch = str(one.batch or "?")
-    return f"{batch} × {one.seq_len}" if one.seq_len else f"{batch} images"
+def _size(one: Rate, before: str = "") -> str:
+    if one.batch is None:  # some results do not say it
+        return f"{before}{one.seq_len} tokens" if one.seq_len else ""
+    return before + (f"{one.batch} × {one.seq_len}" if one.seq_len else f"{one.batch} images")
 
 
 def _rate(one: Rate) -> str:

@@ -39,8 +39,8 @@ def picker(root: Path) -> dict[str, str]:
 
 def document(root: Path) -> dict[str, Any]:
     """Return the data. A row of ``runs`` has the batch of a GPU and of a step, the length of a sequence, the GiB of a
-    GPU, whether they fit, the largest batch (on one machine) and the error of the GiB in %. A text is the reason why
-    there is no such run.
+    GPU, whether they fit, the largest batch (on one machine), the error of the GiB in % and the number of steps. A text
+    is the reason why there is no such run.
     """
     project = Project(root)
     all_entries = [entry for entry in entries() if not entry.only_proxy]
@@ -89,4 +89,5 @@ def _run(entry: Entry, precision: str, gpu: str, nodes: int) -> list[Any] | str:
     return [
         recipe.local_batch, recipe.global_batch, recipe.seq_len, round(memory.peak / _GIB, 1), state,
         largest_batch(recipe, available) if nodes == 1 else None, round(recipe.knows.memory_error * 100),
+        recipe.steps,
     ]  # fmt: skip

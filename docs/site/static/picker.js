@@ -64,11 +64,12 @@
     const way = ways(3)[0], run = way.runs[`${precision} ${gpu} ${machines}`], about = data.gpus[gpu];
     if (typeof run === "string")
       return [element("p", `${model} cannot be trained this way on ${machines} × 8 GPUs: ${run}; ${remedy()}.`, { className: "bad" })];
-    const [batch, all, length, gib, state, largest, error] = run;
+    const [batch, all, length, gib, state, largest, error, steps] = run;
     const facts = [
       ["Model", data.models[model]],
       ["Step", length ? `${amount(batch, "sequence")} of ${length.toLocaleString("en")} tokens per GPU at a time, ${all.toLocaleString("en")} per step`
         : `${amount(batch, "image")} per GPU at a time, ${all.toLocaleString("en")} per step`],
+      ["Length", rich("dd", `${amount(steps, "step")}. Add \`steps=N\`${length ? ", or \`epochs=N\` for your own text," : ""} to train longer, and \`checkpoint=N\` to save a checkpoint every N steps.`)],
       ["Memory", `${gib} GiB of ${about.gib} per GPU predicted, ± ${error} %: ${state}` + (largest ? `; the largest batch that fits is ${largest}` : "")],
       ["Measured", measured()],
       ["Validated", (way.judged ? "A small model of the same code passes every check on a CPU." : "No recorded run.")

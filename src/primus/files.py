@@ -89,10 +89,14 @@ def _regular(status: os.stat_result, shown: str) -> None:
         raise InputError("this is not a regular file", where=shown)
 
 
-def text_if_readable(path: Path) -> str:
-    """Return the text of the file, or "" if it cannot be read. Bytes that are not UTF-8 are replaced."""
+def text_if_readable(path: Path, last: int | None = None) -> str:
+    """Return the text of the file, or of its ``last`` bytes; "" if it cannot be read. Bytes that are not UTF-8 are
+    replaced.
+    """
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            file.seek(0 if last is None else max(0, path.stat().st_size - last))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from primus.files import read_bytes
 from primus.recipes.schema import backends
 from primus.schema import build, build_typed, parse_json, read_json
 from primus.training.checks import Verdict
-from primus.training.metrics import Summary
+from primus.training.metrics import Summary, of_rows
 from primus.training.outcome import RESULT_FILE, RunResult
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
@@ -59,7 +59,7 @@ class Run:
 
 
 class NoResult(InputError):
-    """The folder of a run that has not ended, was interrupted, or failed before its first step."""
+    """The folder of a run without a step."""
 
 
 def read_all(paths: Sequence[Path]) -> tuple[tuple[Run, ...], tuple[NoResult, ...]]:
@@ -85,18 +85,16 @@ def read_all(paths: Sequence[Path]) -> tuple[tuple[Run, ...], tuple[NoResult, ..
 
 
 def read(path: Path) -> Run:
-    """Read one run. Raises InputError if it does not exist, is not a run of primus, has not ended, or has no step."""
+    """Read one run. If it has not ended, these are its steps so far, and no check has passed.
+
+    Raises InputError if it does not exist, is not a run of primus, or has no step.
+    """
     if not path.exists():
         raise InputError(f"there is no {path}", hint=_NOT_OURS)
     if path.is_dir() and (path / "record.json").is_file():
         path = path / "record.json"
     if path.is_dir() and not (path / "job.json").is_file():
         raise InputError(f"{path} contains no job.json", hint=_NOT_OURS)
-    if path.is_dir() and not (path / RESULT_FILE).is_file():
-        raise NoResult(
-            f"{path} contains no {RESULT_FILE}: the run has not ended, or was interrupted",
-            hint="wait until the run has ended, or leave it out",
-        )
     try:
         data = _job(path) if path.is_dir() else _record(_json(path).data)
         run = build_typed(Run, data, str(path))
@@ -111,20 +109,33 @@ def read(path: Path) -> Run:
 
 
 def _job(folder: Path) -> dict[str, Any]:
-    job, result = _json(folder / "job.json").data, _json(folder / RESULT_FILE)
-    if (ended := build(RunResult, result)).passed is None or ended.summary is None:
-        raise KeyError("passed")
+    job, ended = _json(folder / "job.json").data, (folder / RESULT_FILE).is_file()
     facts = _json(folder / "facts.json").data if (folder / "facts.json").is_file() else {}
     metrics = folder / "metrics.jsonl"
-    lines = read_bytes(metrics).splitlines() if metrics.is_file() else []
+    text = read_bytes(metrics) if metrics.is_file() else b""
+    # Without an end, the last line may be incomplete.
+    lines = (text if ended else text[: text.rfind(b"\n") + 1]).splitlines()
     steps = [_readable(parse_json(line, f"{metrics}:{number}").data) for number, line in enumerate(lines, 1)]
     recipe = job["recipe"]
+    if ended:
+        result = _json(folder / RESULT_FILE)
+        if (whole := build(RunResult, result)).passed is None or whole.summary is None:
+            raise KeyError("passed")
+        outcome = {key: result.data[key] for key in ("passed", "seconds", "verdicts", "summary")}
+    else:
+        verdict = Verdict("exit code", False, "the run has not ended, or was interrupted")
+        summary = of_rows(steps, job["settings"]["validation.warmup_steps"]["value"])
+        until = (metrics if steps else folder / "job.json").stat().st_mtime
+        outcome = {
+            "passed": False, "verdicts": [asdict(verdict)], "summary": asdict(summary),
+            "seconds": max(0.0, until - (folder / "job.json").stat().st_mtime),
+        }  # fmt: skip
     return {
         "label": str(_readable(folder.resolve().name)),
         "recipe": recipe["name"],
         "arguments": ["train", recipe["name"], *recipe["overrides"]],
         "ranks": job["world_size"],
-        **{key: result.data[key] for key in ("passed", "seconds", "verdicts", "summary")},
+        **outcome,
         **_common(job, {key: entry["value"] for key, entry in job["settings"].items()}, facts, steps),
     }
 

@@ -63,7 +63,7 @@ def run(
     log: Path,
     environment: Mapping[str, str],
     on_line: Callable[[str], None] | None = None,
-    patience: float = 0,
+    patience: Callable[[], float] = lambda: 0,
     on_silence: Callable[[int], None] = lambda _launcher: None,
     hopeless: Callable[[], bool] = lambda: False,
 ) -> Ended:
@@ -74,7 +74,7 @@ def run(
     reserved space. Raises OSError if that space is not free at the start, or if the log cannot be written at the end.
     If ``on_line`` raises, it is not called again, and the job goes on.
 
-    No process of the job outlives this call, even if the launcher was killed. After ``patience`` seconds without a
+    No process of the job outlives this call, even if the launcher was killed. After ``patience()`` seconds without a
     line (0: never), ``on_silence`` is called once with the launcher's process id and must end the ranks. The launcher
     is ended ``GRACE_SECONDS`` later, and as long after ``hopeless`` becomes true, as when another node has failed.
     """
@@ -109,7 +109,7 @@ def run(
         while process.poll() is None and not stop.is_set() and (end is None or time.monotonic() < end):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_LOOK_SECONDS)
-            silent = 0 < patience < time.monotonic() - last_line
+            silent = 0 < patience() < time.monotonic() - last_line
             # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
             if end is None and process.poll() is None and (silent or writer.full or hopeless()):
                 end = time.monotonic() + GRACE_SECONDS

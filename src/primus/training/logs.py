@@ -13,6 +13,8 @@ from pathlib import Path
 from primus.files import text_if_readable
 
 ENERGY_FILE = "energy.jsonl"
+# Holds the entries of several steps.
+_NEWEST_BYTES = 4096
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # torchtitan's format, which our own loop also uses. Loss and norm can be any word, so that NaN is read, too.
 _STEP = re.compile(
@@ -69,11 +71,16 @@ def step_in(line: str) -> Step | None:
     )
 
 
-def read_run(folder: Path) -> Series:
-    """Return the steps in the log of a run, with exact values, joules and evaluations where the run left them."""
-    exact, joules = _by_step(folder / "exact.jsonl", "loss", "grad_norm"), _by_step(folder / ENERGY_FILE, "joules")
-    series = with_exact(read_steps(text_if_readable(folder / "log.txt")), exact)
-    losses, none = _by_step(folder / "eval.jsonl", "eval_loss"), (None,)
+def read_run(folder: Path, newest: str | None = None) -> Series:
+    """Return the steps in the log of a run, with exact values, joules and evaluations where the run left them.
+
+    With ``newest``, only the steps of these lines, which have just been logged.
+    """
+    last = None if newest is None else _NEWEST_BYTES
+    exact = _by_step(folder / "exact.jsonl", last, "loss", "grad_norm")
+    series = with_exact(read_steps(text_if_readable(folder / "log.txt") if newest is None else newest), exact)
+    joules, losses = _by_step(folder / ENERGY_FILE, last, "joules"), _by_step(folder / "eval.jsonl", last, "eval_loss")
+    none = (None,)
     steps = [
         replace(step, joules=joules.get(step.step, none)[0], eval_loss=losses.get(step.step, none)[0])
         for step in series.steps
@@ -101,10 +108,10 @@ def read_steps(text: str) -> Series:
     return Series(steps=tuple(merged[number] for number in sorted(merged)), problems=tuple(problems))
 
 
-def _by_step(file: Path, *keys: str) -> dict[int, tuple[float, ...]]:
+def _by_step(file: Path, last: int | None, *keys: str) -> dict[int, tuple[float, ...]]:
     values: dict[int, tuple[float, ...]] = {}
-    for line in text_if_readable(file).splitlines():
-        # The last line of a run that was killed may be incomplete.
+    for line in text_if_readable(file, last).splitlines():
+        # The last line of a run that was killed may be incomplete, and so is the first of the last bytes.
         with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             values[int(entry["step"])] = tuple(float(entry[key]) for key in keys)
@@ -148,21 +155,34 @@ class Clock:
     """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic clock.
 
     ``meter`` reads the joules per GPU since a fixed time. What is used between two steps is written to ``energy_file``.
+    ``on_step`` gets the log's lines of each step when the next one begins, since every rank prints one.
     """
 
-    def __init__(self, energy_file: Path = Path(os.devnull), meter: Meter | None = None) -> None:
+    def __init__(
+        self, energy_file: Path = Path(os.devnull), meter: Meter | None = None,
+        on_step: Callable[[str], None] = lambda _lines: None,
+    ) -> None:  # fmt: skip
         self.arrivals: dict[int, float] = {}
-        self._file, self._meter = energy_file, meter
+        self._file, self._meter, self._on_step = energy_file, meter, on_step
         self._joules: float | None = None
+        self._lines = ""
 
     def line(self, text: str) -> None:
         """Handle a line of the job's log."""
         step = step_in(text)
         if step is None or step.step in self.arrivals:
+            self._lines += text if step and step.step == next(reversed(self.arrivals)) else ""
             return
+        self.end()
+        self._lines = text
         self.arrivals[step.step] = time.monotonic()
         now, before = self._meter() if self._meter else None, self._joules
         self._joules = now
         if now is not None and before is not None and now > before:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step.step, "joules": round(now - before, 3)}) + "\n")
+
+    def end(self) -> None:
+        """Handle the end of the newest step."""
+        if self._lines:
+            self._on_step(self._lines)

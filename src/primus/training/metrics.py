@@ -7,7 +7,7 @@ The span of attention is the sequence length in the non-causal convention (torch
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast, get_args
 
 from primus.gpus.table import Dtype, UnknownPeak, peak_for_mfu
@@ -72,25 +72,6 @@ def _rate(recipe: Recipe, step: Step) -> float:
     return step.tokens_per_second / (recipe.seq_len if recipe.architecture.of_images else 1)
 
 
-def _mfu(recipe: Recipe, facts: Mapping[str, Any], rates: Mapping[str, float]) -> Mfu:
-    gpu, units = facts.get("gpu"), facts.get("gpu_units")
-    if not rates:
-        raise UnknownPeak("no MFU: the run's FLOP/s are not known")
-    if facts.get("device") == "cpu":
-        raise UnknownPeak("no MFU: the run was on a CPU")
-    if gpu is None:
-        raise UnknownPeak("no MFU: the run did not report its GPU")
-    if recipe.precision not in get_args(Dtype):
-        raise UnknownPeak(f"no MFU: the table of GPUs holds no {recipe.precision.upper()} peak")
-    generation, peak, source = peak_for_mfu(gpu, cast("Dtype", recipe.precision))
-    if units != generation.compute_units:
-        raise UnknownPeak(f"no MFU: {units} of the {generation.compute_units} compute units of {generation.title}")
-    return Mfu(
-        causal=rates["tflops_causal"] / peak, non_causal=rates["tflops_non_causal"] / peak, peak_tflops=peak,
-        dtype=recipe.precision, gpu=generation.title, source=source,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """Aggregates of one run, described in docs/metrics.md. Every rate is that of one rank, which is one GPU if any.
@@ -128,42 +109,66 @@ def rows(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> list[dict[
     lines, flops = [], of_run(recipe, facts)
     for step in series.steps:
         rate = _rate(recipe, step)
-        rates = flops.tera(rate) if flops else {"tflops_causal": None, "tflops_non_causal": None}
-        line = asdict(step) | rates
+        line = asdict(step) | (flops.tera(rate) if flops else {"tflops_causal": None, "tflops_non_causal": None})
         line["images_per_second"] = rate if recipe.architecture.of_images else None
         lines.append({key: plain(value) for key, value in line.items()})
     return lines
 
 
 def summarize(series: Series, recipe: Recipe, facts: Mapping[str, Any]) -> Summary:
-    """Aggregate the steps of a run. If there are no more than its warm-up has, the last one is used."""
-    warmup_steps = recipe.get("validation.warmup_steps", int)
-    steps = series.steps
-    measured = steps[warmup_steps:] or steps[-1:]
-    tokens = [step.tokens_per_second for step in measured]
-    joules = [step.joules for step in measured if step.joules is not None]
-    rate = statistics.median(_rate(recipe, step) for step in measured) if measured else None
-    flops = of_run(recipe, facts)
-    rates = flops.tera(rate) if flops and rate is not None else {}
-    losses = [(loss, step.step) for step in steps if (loss := plain(step.eval_loss)) is not None]
-    least, best = min(losses, default=(None, None))
-    utilization, why = None, None
+    """Aggregate the steps of a run."""
+    summary = of_rows(rows(series, recipe, facts), recipe.get("validation.warmup_steps", int))
     try:
-        utilization = _mfu(recipe, facts, rates)
+        return replace(summary, mfu=_mfu(recipe, facts, summary), no_mfu=None)
     except UnknownPeak as error:
-        why = error.message
+        return replace(summary, no_mfu=error.message)
+
+
+def _mfu(recipe: Recipe, facts: Mapping[str, Any], summary: Summary) -> Mfu:
+    gpu, units = facts.get("gpu"), facts.get("gpu_units")
+    if summary.tflops_causal is None or summary.tflops_non_causal is None:
+        raise UnknownPeak("no MFU: the run's FLOP/s are not known")
+    if facts.get("device") == "cpu":
+        raise UnknownPeak("no MFU: the run was on a CPU")
+    if gpu is None:
+        raise UnknownPeak("no MFU: the run did not report its GPU")
+    if recipe.precision not in get_args(Dtype):
+        raise UnknownPeak(f"no MFU: the table of GPUs holds no {recipe.precision.upper()} peak")
+    generation, peak, source = peak_for_mfu(gpu, cast("Dtype", recipe.precision))
+    if units != generation.compute_units:
+        raise UnknownPeak(f"no MFU: {units} of the {generation.compute_units} compute units of {generation.title}")
+    return Mfu(
+        causal=summary.tflops_causal / peak, non_causal=summary.tflops_non_causal / peak, peak_tflops=peak,
+        dtype=recipe.precision, gpu=generation.title, source=source,
+    )  # fmt: skip
+
+
+def of_rows(lines: Sequence[Mapping[str, Any]], warmup_steps: int) -> Summary:
+    """Aggregate :func:`rows`, of a run that may go on. If there are no more than its warm-up has, the last is used."""
+    measured = lines[warmup_steps:] or lines[-1:]
+
+    def values(key: str, of: Sequence[Mapping[str, Any]] = measured) -> list[float]:
+        return [line[key] for line in of if line.get(key) is not None]
+
+    def median(key: str) -> float | None:
+        return statistics.median(each) if (each := values(key)) else None
+
+    joules = values("joules")
+    least, best = min(
+        ((line["eval_loss"], line["step"]) for line in lines if line.get("eval_loss") is not None), default=(None, None)
+    )
     return Summary(
-        first_loss=plain(steps[0].loss) if steps else None,
-        last_loss=plain(steps[-1].loss) if steps else None,
-        tokens_per_second=statistics.median(tokens) if tokens else None,
-        spread=_spread(tokens),
-        memory_gib=max((step.memory_gib for step in steps), default=None),
+        tokens_per_second=median("tokens_per_second"),
+        images_per_second=median("images_per_second"),
+        tflops_causal=median("tflops_causal"),
+        tflops_non_causal=median("tflops_non_causal"),
+        first_loss=lines[0]["loss"] if lines else None,
+        last_loss=lines[-1]["loss"] if lines else None,
+        spread=_spread(values("tokens_per_second")),
+        memory_gib=max(values("memory_gib", lines), default=None),
         warmup_steps=warmup_steps,
-        steps=len(steps),
-        images_per_second=rate if recipe.architecture.of_images else None,
-        **rates,
-        mfu=utilization,
-        no_mfu=why,
+        steps=len(lines),
+        no_mfu="no MFU: the run has not ended",
         joules_per_step=statistics.fmean(joules) if joules else None,
         eval_loss=least,
         eval_perplexity=None if least is None else perplexity(least),

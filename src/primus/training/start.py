@@ -9,21 +9,24 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import primus
 from primus.errors import HostError, InputError
-from primus.files import write_file
+from primus.files import json_if_readable, write_file
 from primus.training import checks, failure, launch, machine, metrics, outcome, ranks
 from primus.training.backend import backend_of
 from primus.training.job import Job
-from primus.training.logs import ENERGY_FILE, Clock
+from primus.training.logs import ENERGY_FILE, Clock, Series, read_run
 from primus.training.outcome import Outcome, RunResult, write_result
 from primus.turbo.optimizations import importable
 from primus.turbo.trial import decide
 
+# The least silence that counts as a hang before the first step.
+STARTING_SECONDS = 1800.0
 # Seconds that a node whose ranks only wait for another's, or only lost them, gives the others to name the cause.
 _OTHERS_NAME_IT, _OTHERS_SAY_WHY = 5.0, 15.0
 
@@ -100,35 +103,53 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
     """Run a job after :func:`prepare`, and apply the checks for any run; on another node than 0, only the exit code's.
 
     After ``patience`` seconds without a line from any rank (0: never), they are ended, and the one that hangs is named.
+    Before the first step, which imports and compilation precede, these are at least ``STARTING_SECONDS``.
     """
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
     folder = ranks.folder_of_node(job, os.environ)
     meter = machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
-    clock = Clock(folder / ENERGY_FILE, meter)
+    metrics_file = folder / "metrics.jsonl"
+
+    def lines_of(series: Series, facts: Mapping[str, Any]) -> str:
+        return "".join(json.dumps(row) + "\n" for row in metrics.rows(series, job.recipe, facts))
+
+    def add_step(log: str) -> None:
+        series = read_run(folder, log)
+        newest = replace(series, steps=series.steps[-1:])
+        with contextlib.suppress(OSError), metrics_file.open("a", encoding="utf-8") as file:
+            file.write(lines_of(newest, json_if_readable(job.output / "facts.json")))
+
+    clock = Clock(folder / ENERGY_FILE, meter, add_step)
 
     def line(text: str) -> None:
         clock.line(text)
         on_line(text)
 
+    def patient() -> float:
+        return patience if clock.arrivals or not patience else max(patience, STARTING_SECONDS)
+
     # What is called at a stall: the commands of the ranks that were ended.
     stalls: list[dict[int, str]] = []
 
     def silent(launcher: int) -> None:
-        stalls.append(failure.end_ranks(launcher, job.output, patience))
+        stalls.append(failure.end_ranks(launcher, job.output, patient()))
 
     several = job.recipe.get("nodes", int) > 1
-    ended = launch.run(
-        argv, log=folder / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent,
-        hopeless=lambda: several and failure.known(job.output),
-    )  # fmt: skip
-    stalled = [f"primus: no progress for {patience:g} s, so the ranks were ended\n"] * len(stalls)
+    try:
+        ended = launch.run(
+            argv, log=folder / "log.txt", environment=environment, on_line=line, patience=patient, on_silence=silent,
+            hopeless=lambda: several and failure.known(job.output),
+        )  # fmt: skip
+    finally:
+        clock.end()
+    stalled = [f"primus: no progress for {patient():g} s, so the ranks were ended\n"] * len(stalls)
     stacks = failure.stacks(job.output).items()
     for text in [*stalled, *(f"[rank{rank}]: {line}\n" for rank, stack in stacks for line in stack.splitlines())]:
         with (folder / "log.txt").open("a", encoding="utf-8") as file:
             file.write(text)
         on_line(text)
-    if stalls and not failure.name_hung(job.output, patience, stalls[0]) and several:
+    if stalls and not failure.name_hung(job.output, patient(), stalls[0]) and several:
         time.sleep(_OTHERS_NAME_IT)
     elif ended.exit_code and several:
         failure.share(job.output, folder / "log.txt", _OTHERS_SAY_WHY)
@@ -149,8 +170,7 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
     reason = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
     result = outcome.read(job, ended.exit_code, folder, reason)
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
-    lines = metrics.rows(result.series, job.recipe, result.facts)
-    write_file(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    write_file(metrics_file, lines_of(result.series, result.facts))
     passed = all(verdict.passed for verdict in verdicts)
     run = replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=result.summary)
     write_result(run, folder)

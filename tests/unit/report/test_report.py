@@ -181,19 +181,21 @@ def test_a_broken_run_is_a_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_of_several_runs_those_without_a_result_are_left_out(
+def test_of_several_runs_those_without_a_step_are_left_out(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, failed, running = make("good"), make("failed"), make("running")
     (failed / "metrics.jsonl").write_text("")
     (running / "result.json").unlink()
+    (running / "metrics.jsonl").write_text((running / "metrics.jsonl").read_text() + '{"step": 16, "lo')
     words = ["report", str(failed), str(good), str(running), "--out", str(tmp_path / "out")]
     assert main(words) == 0
     said = capsys.readouterr()
     assert "✓ good" in said.out
     assert f"left out: {failed}: the run logged no step" in said.err
-    assert f"left out: {running} contains no result.json" in said.err
-    assert main([*words[:2], *words[3:]]) == 2, "nothing is left"
+    assert "✗ running" in said.out
+    assert (read(running).summary.steps, read(running).summary.last_loss) == (15, 5.0)
+    assert main([*words[:2], *words[-2:]]) == 2, "nothing is left"
 
 
 def test_a_report_inside_a_container_says_how_to_keep_it(

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.training import failure, launch
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+from primus.training import failure, launch, start
+from primus.training.job import Job
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -44,6 +48,29 @@ def test_the_exit_code_is_the_processes_own_and_the_log_holds_both_streams(tmp_p
     assert ended.exit_code == 7
     assert sorted((tmp_path / "log.txt").read_text().split()) == ["err", "out"]
     assert sorted(lines) == ["err\n", "out\n"]
+
+
+def test_steps_are_in_the_metrics_before_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at an interrupt. Each step once, although each rank logs it; start-up is no silence of a step."""
+    step = "step: {}  loss: {}  grad_norm: 1.0  memory: 1.0GiB(1%)  tps: 9  tflops: 1  mfu: N/A"
+    code = f"import time; time.sleep(2)\nfor n in (1, 1, 2, 1, 2, 3): print({step!r}.format(n, n), flush=True)\n"
+    monkeypatch.setattr("primus.training.ranks.argv", lambda *_: [sys.executable, "-c", f"{code}time.sleep(60)"])
+    job = Job(name="job", recipe=resolve("llama3-proxy", ["ranks=2"], Choices(gpu="cpu")), output=tmp_path / "job")
+    job.output.mkdir()
+    before: list[int] = []
+
+    def written() -> list[int]:
+        file = job.output / "metrics.jsonl"
+        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def follow(line: str) -> None:
+        if "step: 3" in line:
+            before.extend(written())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        start.start(job, follow, patience=1)
+    assert (before, written()) == ([1, 2], [1, 2, 3])
 
 
 def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +117,7 @@ def test_a_job_goes_on_when_its_lines_cannot_be_shown(tmp_path: Path) -> None:
 
     ended = launch.run(
         [sys.executable, "-c", TALK], log=tmp_path / "log.txt", environment=os.environ, on_line=show,
-        patience=5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
+        patience=lambda: 5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
     )  # fmt: skip
     assert ended.exit_code == 0
     assert shown == ["0\n"]
@@ -128,7 +155,7 @@ def test_a_job_goes_on_when_its_log_cannot_be_written(tmp_path: Path, monkeypatc
     lines: list[str] = []
     ended = launch.run(
         [sys.executable, "-c", TALK], log=tmp_path / "log.txt", environment=os.environ, on_line=lines.append,
-        patience=5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
+        patience=lambda: 5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
     )  # fmt: skip
     assert (ended.exit_code, ended.disk_full, len(lines)) == (0, False, 50000)
     text = (tmp_path / "log.txt").read_text()

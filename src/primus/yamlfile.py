@@ -294,8 +294,11 @@ class _Builder:
         mapping: dict[str, Tree] = {}
         while not isinstance(self._events[at], yaml.CollectionEndEvent):
             event = self._events[self._begin(at)]
-            if not isinstance(event, yaml.ScalarEvent) or event.tag not in (None, "!") or event.value == "<<":
+            if not isinstance(event, yaml.ScalarEvent) or event.tag not in (None, "!"):
                 raise self._error("a key must be plain text", _place(event))
+            if event.value == "<<" and not event.style:
+                hint = "write the keys out, or put a whole mapping behind an anchor (&name) and use it (*name)"
+                raise self._error("merge keys (<<) are not part of YAML 1.2, and are not read", _place(event), hint)
             word = self._text(event)
             if word in mapping:
                 raise self._error(f"duplicate key {word!r}", _place(event), "keep one of the two")

@@ -84,7 +84,7 @@ def resolve(
     _settle_steps(settings, overriding, knows)
     sizes = _listed(settings, "local_batch", knows)
     keeping = _listed(settings, "resharding", knows) if "resharding" in knows.keys else []
-    _check_keys(settings, path, knows)
+    _check_keys(settings, source, knows)
     if not chosen["gpu"].origin.startswith("--gpu"):
         # With these choices, the recipe is the same on any machine.
         choices = replace(choices, gpu=facts["gpu"])
@@ -264,13 +264,13 @@ def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
     return f"{key}={text}", f"{knows.name}.{key}" if native and not whole else key, setting
 
 
-def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> None:
+def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Backend) -> None:
     needed = ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family")
     for key in (*needed, *map(knows.key, ("steps", "seq_len", "local_batch"))):
         if key not in settings:
             more = ", or add `uses: [shared/data.yaml]`, which sets it" if key.startswith(("ranks", "assets.")) else ""
             hint = f"set {key}" + (f" to one of {', '.join(families())}" if key == "model.family" else more)
-            raise InputError(f"{key} is missing", where=f"{path}:1:1", hint=hint)
+            raise InputError(f"{key} is missing", where=f"{source.files[0]}:1:1", hint=hint)
     head = f"{knows.name}."
     sections = {"": schema.recipe_rules(), "model.": schema.model_rules(), head: schema.backend_rules(knows.name)}
     rules = {prefix + key: rule for prefix, section in sections.items() for key, rule in section.items()}
@@ -283,6 +283,12 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
         if (rule := rules.get(key)) is None:
             raise _unknown(key, setting, rules, knows)
         if (objection := rule.objection(setting.value)) is not None:
+            raise InputError(f"{key} {objection}", where=setting.origin)
+    # What a case or an override replaces has its type, too. Of two settings, a list holds values to try.
+    tried = {knows.key(what) for what in ("local_batch", "resharding") if what in knows.keys}
+    for key, setting in chain(source.settings.items(), *(case.settings.items() for case in source.cases)):
+        listed = key in tried and isinstance(setting.value, list)
+        if key in rules and not listed and (objection := rules[key].objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
     if "epochs" in settings:  # nothing exceeds the steps before they are counted
         steps = knows.key("steps")

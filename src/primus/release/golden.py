@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from primus.errors import InputError
 from primus.files import write_file
 from primus.schema import read_json
 from primus.training.checks import Verdict, relative_gap
+from primus.versions.lock import LockedFile
 
 FOLDER = "benchmarks/golden"
 _WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
@@ -116,10 +117,8 @@ def record(
     With ``keep``, its other curves stay. Raises InputError if other versions recorded them.
     """
     versions = records[0]["versions"] if records else {}
-    old = load(root, release) if keep and records else None
-    if old and (changed := sorted(name for name in versions if old["versions"].get(name) != versions[name])):
-        why = f"the curves of other recipes were recorded with {changed[0]} {old['versions'].get(changed[0])}"
-        raise InputError(why, where=f"{FOLDER}/{release}.json", hint="record all of them anew: without --recipe")
+    if old := load(root, release) if keep and records else None:
+        _refuse_others(old, versions)
     curves = dict(old["curves"]) if old else {}
     new = curves_of(records, cpu)
     curves |= new
@@ -134,6 +133,20 @@ def record(
     path = root / FOLDER / f"{release}.json"
     write_file(path, json.dumps(content, indent=1) + "\n")
     return len(new)
+
+
+def check_locked(root: Path, release: str, files: Iterable[LockedFile]) -> None:
+    """Raise InputError, before a run, if curves of ``release`` were recorded with other versions than ``files``."""
+    locked = {file.name: file.version for file in files if file.kind == "wheel" and file.base is None}
+    if old := load(root, release):
+        _refuse_others(old, {name: locked[name] for name in old["versions"] if name in locked})
+
+
+def _refuse_others(old: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+    if changed := sorted(name for name in versions if old["versions"].get(name) != versions[name]):
+        why = f"the curves of other recipes were recorded with {changed[0]} {old['versions'].get(changed[0])}"
+        where = f"{FOLDER}/{old['release']}.json"
+        raise InputError(why, where=where, hint="record all of them anew: without --recipe")
 
 
 def curves_of(records: Sequence[Mapping[str, Any]], cpu: str) -> dict[str, Any]:

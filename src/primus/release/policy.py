@@ -253,6 +253,10 @@ def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> l
     return sorted(set(findings), key=lambda finding: (finding.package, finding.id))
 
 
+NOT_A_BILL = "not an SPDX document in JSON"
+A_BILL = "name a target, or a file that `primus sbom TARGET --json` wrote"
+
+
 def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
     try:
         tools = {r["spdxElementId"] for r in bill["relationships"] if r["relationshipType"] == "BUILD_TOOL_OF"}
@@ -265,7 +269,7 @@ def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str
                 name, version = source.groups() if source else (package["name"], package["versionInfo"])
                 yield name, "Debian", version, package["name"], purl
     except (KeyError, TypeError, AttributeError):
-        raise InputError("not an SPDX document of `primus sbom --json`") from None
+        raise InputError(NOT_A_BILL, hint=A_BILL) from None
 
 
 def _entries(osv: Path) -> Iterator[dict[str, Any]]:

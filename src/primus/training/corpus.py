@@ -406,7 +406,8 @@ def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
             for turn in value
         ]
     for turn in value:
-        if not isinstance(turn.get("role"), str) or (turn.get("content") is None and not turn.get("tool_calls")):
+        calls = turn.get("tool_calls") or turn.get("function_call")
+        if not isinstance(turn.get("role"), str) or (turn.get("content") is None and not calls):
             raise _neither(value, name, where)
     return [dict(turn) for turn in value]
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from primus.files import text_if_readable
 
-ENERGY_FILE = "energy.jsonl"
+METRICS = "metrics.jsonl"
 # Holds the entries of several steps.
 _NEWEST_BYTES = 4096
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -74,12 +73,12 @@ def step_in(line: str) -> Step | None:
 def read_run(folder: Path, newest: str | None = None) -> Series:
     """Return the steps in the log of a run, with exact values, joules and evaluations where the run left them.
 
-    With ``newest``, only the steps of these lines, which have just been logged.
+    With ``newest``, only those of these lines, which have just been logged.
     """
     last = None if newest is None else _NEWEST_BYTES
     exact = _by_step(folder / "exact.jsonl", last, "loss", "grad_norm")
     series = with_exact(read_steps(text_if_readable(folder / "log.txt") if newest is None else newest), exact)
-    joules, losses = _by_step(folder / ENERGY_FILE, last, "joules"), _by_step(folder / "eval.jsonl", last, "eval_loss")
+    joules, losses = _by_step(folder / METRICS, last, "joules"), _by_step(folder / "eval.jsonl", last, "eval_loss")
     none = (None,)
     steps = [
         replace(step, joules=joules.get(step.step, none)[0], eval_loss=losses.get(step.step, none)[0])
@@ -154,17 +153,17 @@ Meter = Callable[[], float | None]
 class Clock:
     """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic clock.
 
-    ``meter`` reads the joules per GPU since a fixed time. What is used between two steps is written to ``energy_file``.
-    ``on_step`` gets the log's lines of each step when the next one begins, since every rank prints one.
+    ``meter`` reads the joules per GPU since a fixed time. When the next step begins, or at :meth:`close`, ``on_step``
+    gets all lines of a step, since every rank prints one, and the joules that were used since the step before.
     """
 
     def __init__(
-        self, energy_file: Path = Path(os.devnull), meter: Meter | None = None,
-        on_step: Callable[[str], None] = lambda _lines: None,
-    ) -> None:  # fmt: skip
+        self, meter: Meter | None = None, on_step: Callable[[str, float | None], None] = lambda _lines, _joules: None
+    ) -> None:
         self.arrivals: dict[int, float] = {}
-        self._file, self._meter, self._on_step = energy_file, meter, on_step
+        self._meter, self._on_step = meter, on_step
         self._joules: float | None = None
+        self._used: float | None = None
         self._lines = ""
 
     def line(self, text: str) -> None:
@@ -173,16 +172,14 @@ class Clock:
         if step is None or step.step in self.arrivals:
             self._lines += text if step and step.step == next(reversed(self.arrivals)) else ""
             return
-        self.end()
+        self.close()
         self._lines = text
         self.arrivals[step.step] = time.monotonic()
         now, before = self._meter() if self._meter else None, self._joules
         self._joules = now
-        if now is not None and before is not None and now > before:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step.step, "joules": round(now - before, 3)}) + "\n")
+        self._used = round(now - before, 3) if now is not None and before is not None and now > before else None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Handle the end of the newest step."""
         if self._lines:
-            self._on_step(self._lines)
+            self._on_step(self._lines, self._used)

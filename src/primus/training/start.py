@@ -9,10 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import primus
 from primus.errors import HostError, InputError
@@ -20,7 +19,7 @@ from primus.files import json_if_readable, write_file
 from primus.training import checks, failure, launch, machine, metrics, outcome, ranks
 from primus.training.backend import backend_of
 from primus.training.job import Job
-from primus.training.logs import ENERGY_FILE, Clock, Series, read_run
+from primus.training.logs import METRICS, Clock, read_run
 from primus.training.outcome import Outcome, RunResult, write_result
 from primus.turbo.optimizations import importable
 from primus.turbo.trial import decide
@@ -109,18 +108,13 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
     environment = ranks.environment(job, os.environ)
     folder = ranks.folder_of_node(job, os.environ)
     meter = machine.energy_meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
-    metrics_file = folder / "metrics.jsonl"
 
-    def lines_of(series: Series, facts: Mapping[str, Any]) -> str:
-        return "".join(json.dumps(row) + "\n" for row in metrics.rows(series, job.recipe, facts))
+    def add_step(log: str, joules: float | None) -> None:
+        rows = metrics.rows(read_run(folder, log), job.recipe, json_if_readable(job.output / "facts.json"))
+        with contextlib.suppress(OSError), (folder / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1] | {"joules": joules}) + "\n")
 
-    def add_step(log: str) -> None:
-        series = read_run(folder, log)
-        newest = replace(series, steps=series.steps[-1:])
-        with contextlib.suppress(OSError), metrics_file.open("a", encoding="utf-8") as file:
-            file.write(lines_of(newest, json_if_readable(job.output / "facts.json")))
-
-    clock = Clock(folder / ENERGY_FILE, meter, add_step)
+    clock = Clock(meter, add_step)
 
     def line(text: str) -> None:
         clock.line(text)
@@ -136,13 +130,11 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
         stalls.append(failure.end_ranks(launcher, job.output, patient()))
 
     several = job.recipe.get("nodes", int) > 1
-    try:
+    with contextlib.closing(clock):
         ended = launch.run(
             argv, log=folder / "log.txt", environment=environment, on_line=line, patience=patient, on_silence=silent,
             hopeless=lambda: several and failure.known(job.output),
         )  # fmt: skip
-    finally:
-        clock.end()
     stalled = [f"primus: no progress for {patient():g} s, so the ranks were ended\n"] * len(stalls)
     stacks = failure.stacks(job.output).items()
     for text in [*stalled, *(f"[rank{rank}]: {line}\n" for rank, stack in stacks for line in stack.splitlines())]:
@@ -170,7 +162,8 @@ def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outc
     reason = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
     result = outcome.read(job, ended.exit_code, folder, reason)
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
-    write_file(metrics_file, lines_of(result.series, result.facts))
+    lines = metrics.rows(result.series, job.recipe, result.facts)
+    write_file(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
     passed = all(verdict.passed for verdict in verdicts)
     run = replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=result.summary)
     write_result(run, folder)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import signal
 import sys
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain, count, groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -37,6 +40,8 @@ _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _VOCABULARIES = ("*.model", "*.tiktoken", "tokenizer.json", "tekken.json", "vocab*")
 # Characters that are tokenized in one call.
 _BATCH = 1 << 20
+# Processor time that a template may take for a chat.
+_MOST_SECONDS = 10.0
 _EVERY = 1_000_000
 
 
@@ -162,8 +167,8 @@ class Encoder:
             if reserved := sorted(self._arguments & {*document.options}):
                 raise ValueError(f"chat_template_kwargs has {reserved[0]}, which is no variable of a template")
             text: str = self._rendered([messages], options)[0]
-            _refuse_dropped(document, text)
-            self._refuse_dropped_tools(text, messages, options)
+            _refuse_lost(messages, text)
+            self._refuse_dropped(text, messages, options)
             marks = None
             if completions and _MARKED.search(template) and not document.first:
                 encoded = self.tokenizer.apply_chat_template(
@@ -187,33 +192,28 @@ class Encoder:
         return tokens, [*map(min, mask, marks)] if marks else mask
 
     def _rendered(self, chats: Sequence[Any], options: Mapping[str, Any], **more: Any) -> list[str]:
-        texts: list[str] = self.tokenizer.apply_chat_template(list(chats), tokenize=False, **options, **more)
+        with _limited(_MOST_SECONDS * len(chats)):
+            texts: list[str] = self.tokenizer.apply_chat_template(list(chats), tokenize=False, **options, **more)
         return texts
 
-    def _refuse_dropped_tools(self, text: str, messages: Sequence[Any], options: Mapping[str, Any]) -> None:
-        def varied(removed: int | None = None) -> str:
-            numbers = count()
-
-            def each(tools: Iterable[Any]) -> list[Any]:
-                parts = zip(tools, numbers, strict=False)
-                return [_renamed(tool, n) if removed is None else tool for tool, n in parts if n != removed]
-
-            tools = each(options["tools"] or ()) or None
-            turns = [
-                {**turn, "tool_calls": each(turn["tool_calls"])} if turn.get("tool_calls") else turn
-                for turn in messages
-            ]
-            try:
-                return self._rendered([turns], {**options, "tools": tools})[0]
-            except Exception:  # noqa: BLE001, a template that refuses other tools has read them
-                return ""
-
-        every = [*(options["tools"] or ()), *chain(*(turn.get("tool_calls") or () for turn in messages))]
-        # A short name may be part of any text, and some templates write the ids of calls only.
-        others = varied() if every else ""
-        for number, tool in enumerate(every):
-            if f"_qz{number}_" not in others and varied(number) == text:
-                raise ValueError(f"it leaves out the tool {tool.get('function', tool).get('name')!r}")
+    def _refuse_dropped(self, text: str, messages: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Raise ValueError for a part of a chat that the template leaves out of its ``text``."""
+        chat, marks = deepcopy([messages, options["tools"] or ()]), dict[str, str]()
+        parts = list(_parts(*chat))
+        if all(key == "content" and holder[key].strip() in text for _, holder, key, _ in parts):
+            return
+        # A short name may be part of any text.
+        for number, (name, holder, key, identity) in enumerate(parts):
+            mark, value = f"_qz{number}_", holder[key]
+            holder[key] = dict.fromkeys(value, mark) if isinstance(value, dict) else f"{value}{mark}"
+            # Some templates write the ids of calls only.
+            marks |= {} if identity and identity in text else {mark: name}
+        try:
+            marked = self._rendered(chat[:1], {**options, "tools": chat[1] or None})[0]
+        except Exception:  # noqa: BLE001, a template that refuses other values has read them
+            return
+        if dropped := [name for mark, name in marks.items() if mark not in marked]:
+            raise ValueError(f"it leaves out {dropped[0]}")
 
     def _answers(
         self, text: str, messages: Sequence[Mapping[str, Any]], first: int, options: Mapping[str, Any]
@@ -236,18 +236,26 @@ class Encoder:
         return spans
 
 
-def _renamed(tool: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    function = tool.get("function", tool)
-    function = {**function, "name": f"{function.get('name')}_qz{number}_"}
-    return {**tool, "function": function} if "function" in tool else function
+def _parts(messages: Sequence[Any], tools: Sequence[Any]) -> Iterator[tuple[str, Any, str, str | None]]:
+    """Yield what a template must write: a name for it, the object and the key that hold it, and the id of a call."""
+    calls = [call for turn in messages for call in [*(turn.get("tool_calls") or ()), turn.get("function_call")] if call]
+    for call in (*tools, *calls):
+        function = call.get("function", call)
+        for key, name in (("name", "the tool"), ("arguments", "the arguments of")):
+            if function.get(key) not in (None, "", "{}", {}):
+                yield f"{name} {function.get('name')!r}", function, key, call.get("id") if key == "name" else None
+    for turn in messages:
+        # Publishers leave out system prompts, and the thoughts of earlier answers.
+        content = "" if turn["role"] in ("system", "developer") else turn.get("content")
+        if isinstance(content, str) and _THOUGHT.sub("", content).strip():
+            yield f"a message of {turn['role']}, {content[:40]!r}", turn, "content", None
 
 
 def _trains(turn: Mapping[str, Any]) -> bool:
     return all(turn.get(key) in (None, 1) for key in corpora.WEIGHTS)
 
 
-def _refuse_dropped(document: Document, text: str) -> None:
-    messages = document.messages or ()
+def _refuse_lost(messages: Sequence[Mapping[str, Any]], text: str) -> None:
     for turn in messages[-1:]:
         inline = _THOUGHT.match(str(turn.get("content")))
         thoughts = [inline[1] if inline else "", *(str(turn.get(key) or "") for key in _THOUGHT_KEYS)]
@@ -256,6 +264,22 @@ def _refuse_dropped(document: Document, text: str) -> None:
     for turn in messages:
         if not isinstance(content := turn.get("content"), str | None) and str(content) in text:
             raise ValueError(f"it has no form for content that is no text, {str(content)[:40]}")
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after ``seconds`` of processor time: a template can loop forever."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"it has not ended after {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _agreed(text: str, *beginnings: str) -> int | None:

@@ -365,7 +365,7 @@ def check_nulls_of_a_table(_case: str, where: Path) -> None:
     """Parquet adds a null for every key that another message has; templates ask whether a key exists."""
     rows_of = [{"messages": CHATS["one turn"], "tools": None}, {"messages": CALLS, "tools": TOOLS}]
     write_table(pa.Table.from_pylist(rows_of), where / "rows.parquet")
-    text = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{{ m.tool_calls[0].id }}"
+    text = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{{ m.tool_calls | tojson }}"
     text += "{% else %}{{ m.content }}{{ '\\n' }}{% endif %}{% endfor %}{{ tools | tojson if tools else '' }}"
     folder = folder_of(where / "tokenizer", CONFIG | {"chat_template": text})
     plain = [{"messages": CHATS["one turn"]}, {"messages": CALLS, "tools": TOOLS}]

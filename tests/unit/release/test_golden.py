@@ -8,6 +8,7 @@ import pytest
 from primus.errors import InputError
 from primus.release import golden
 from primus.training.checks import Verdict
+from primus.versions.lock import LockedFile
 
 LOSSES = [6.0, 5.5, 5.0, 4.5]
 NAME = "mixtral-8x7b-megatron-pretrain"
@@ -95,14 +96,18 @@ def test_a_failed_run_leaves_no_curve(tmp_path: Path) -> None:
 
 
 def test_curves_of_one_recipe_join_the_others(tmp_path: Path) -> None:
-    kept(tmp_path, evidence())
-    more = [evidence(name="llama3.1-8b")]
+    versions = {"versions": {"torch": "8"}}
+    kept(tmp_path, evidence() | versions)
+    more = [evidence(name="llama3.1-8b") | versions]
     assert golden.record(tmp_path, "v26.11-cpu", more, date="2026-11-23", cpu="B", keep=True) == 1, "of this run"
     found = golden.load(tmp_path, "v26.11-cpu") or {}
     cpus = {name: curve["cpu"] for name, curve in found["curves"].items()}
     assert cpus == {"llama3.1-8b-megatron-pretrain": "B", NAME: "A"}
-    with pytest.raises(InputError, match="the curves of other recipes were recorded with torch"):
+    with pytest.raises(InputError, match="the curves of other recipes were recorded with torch 8"):
         golden.record(tmp_path, "v26.11-cpu", [{**more[0], "versions": {"torch": "9"}}], date="", cpu="B", keep=True)
+    torch = LockedFile(kind="wheel", name="torch", version="9", file="torch.whl", size=1, sha256="0" * 64)
+    with pytest.raises(InputError, match="the curves of other recipes were recorded with torch 8"):
+        golden.check_locked(tmp_path, "v26.11-cpu", [torch])
 
 
 @pytest.mark.parametrize(("cpu", "changed"), [("A", 1), ("B", 0)])

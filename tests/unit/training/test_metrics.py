@@ -116,25 +116,19 @@ def logged(number: int) -> str:
     return f"step: {number:2}  loss:  1.0  grad_norm:  1.0  memory:  1.0GiB(1%)  tps: 96  tflops: 1.0  mfu: N/A\n"
 
 
-def test_joules_are_the_difference_between_two_steps(tmp_path: Path) -> None:
-    counter = iter([1000.0, 1400.5, 2000.0])
-    log = logs.Clock(tmp_path / logs.ENERGY_FILE, lambda: next(counter))
-    # Each rank prints each step; the second line of one is no reading.
-    lines = ["hello\n", logged(1), logged(1), logged(2), logged(2), logged(3)]
-    for text in lines:
-        log.line(text)
-    (tmp_path / "log.txt").write_text("".join(lines))
-    with (tmp_path / logs.ENERGY_FILE).open("a") as file:
-        file.write('{"step": 4, "jou')
-    assert [step.joules for step in logs.read_run(tmp_path).steps] == [None, 400.5, 599.5]
-
-
-def test_a_counter_that_falls_or_fails_gives_no_figure(tmp_path: Path) -> None:
-    counter = iter([1000.0, 5.0, None, 7.0])
-    log = logs.Clock(tmp_path / "energy.jsonl", lambda: next(counter))
-    for number in (1, 2, 3, 4):
-        log.line(logged(number))
-    assert not (tmp_path / "energy.jsonl").exists()
+@pytest.mark.parametrize(
+    ("readings", "joules"),
+    [([1000.0, 1400.5, 2000.0], [None, 400.5, 599.5]), ([1000.0, 5.0, None, 7.0], [None] * 4)],
+)
+def test_joules_are_the_difference_between_two_steps(readings: list[float | None], joules: list[float | None]) -> None:
+    """A counter that falls or fails gives no figure; each rank prints each step, and only its first line counts."""
+    counter, steps = iter(readings), list[tuple[str, float | None]]()
+    clock = logs.Clock(lambda: next(counter), lambda *step: steps.append(step))
+    numbers = range(1, len(readings) + 1)
+    for text in ["hello\n", *(logged(number) for number in numbers for _ in range(2))]:
+        clock.line(text)
+    clock.close()
+    assert steps == [(logged(number) * 2, used) for number, used in zip(numbers, joules, strict=True)]
 
 
 def card(root: Path, number: int, joules: float | None, vendor: str = "0x1002") -> None:

@@ -68,8 +68,10 @@ def test_exact_figures_replace_rounded_ones(exact: dict[int, tuple[float, ...]],
 def test_a_half_written_exact_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text(line(1, "7.5", "0.5") + line(2, "7.0", "0.6"))
     (tmp_path / "exact.jsonl").write_text('{"step": 1, "loss": "7.500001", "grad_norm": "0.5"}\n[]\n\n{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "joules": null}\n{"step": 2, "joules": 5}\n{"step": 3, "jou')
     series = logs.read_run(tmp_path)
     assert (series.losses, series.exact) == ((7.500001, 7.0), False)
+    assert [step.joules for step in series.steps] == [None, 5.0]
 
 
 def test_the_summary_names_the_best_evaluation(tmp_path: Path) -> None:

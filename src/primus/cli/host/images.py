@@ -30,7 +30,7 @@ from primus.plan.resolve import ResolvedTarget
 from primus.progress import choose_progress
 from primus.release import policy
 from primus.release.documents import bill, checkout, cyclonedx, licences, listing
-from primus.release.policy import audit as look_up, load_accepted, openvex
+from primus.release.policy import A_BILL, NOT_A_BILL, audit as look_up, load_accepted, openvex
 from primus.release.publish import Ready, finish, move_tag, prepare, publish as upload
 from primus.release.registry import Repository, require_repository
 from primus.release.statement import Signer, Trust, requests
@@ -282,7 +282,10 @@ def audit(args: argparse.Namespace) -> int:
     """Look up the packages of an image in OSV data of PyPI and Debian, without a network."""
     file = Path(args.what)
     if file.is_file():
-        bom: Any = read_json(file).data
+        try:
+            bom: Any = read_json(file).data
+        except InputError as error:
+            raise InputError(f"{NOT_A_BILL}: {error.message}", where=error.where, hint=A_BILL) from None
     else:
         args.target = args.what
         resolved, examined = _examined_target(args)

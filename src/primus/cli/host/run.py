@@ -100,6 +100,8 @@ def validate(args: argparse.Namespace) -> int:
     if args.record_golden and not args.suite:
         raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
     resolved, workspace = resolved_target(args)
+    if args.record_golden and args.recipe:
+        golden.check_locked(resolved.root, resolved.ref, resolved.lock.files if resolved.lock else ())
     hardware = choose_gpus(args.gpus, resolved.gpu)
     if hardware.names or hardware.why:
         note(args, f"GPUs: {', '.join(hardware.names) or f'none ({hardware.why})'}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.gpus import detect
 from primus.gpus.table import arch_of, generation, load_table, words_for
+from primus.recipes.refusals import refusal
 from primus.recipes.schema import backends
 from primus.recipes.setting import CHOICES, Choices, Setting
 
@@ -28,8 +29,7 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, siz
     """
     cells = supported(settings)
     if not cells:
-        hint = "add a section such as supports: {torchtitan: {pretrain: [bf16]}}"
-        raise InputError("the recipe supports no backend", where=f"{path}:1:1", hint=hint)
+        raise refusal("no_backend", f"{path}:1:1")
     _check_defaults(settings, cells)
     proxy = settings.get("default.proxy") or Setting(value=False, origin="default")
     if choices.proxy is not None:
@@ -43,10 +43,7 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path, *, siz
     # A wrong word is named before a machine that lacks the GPU.
     gpu = _gpu(choices, settings)
     if gpu.value == CPU and proxy.value is not True and not sized:
-        raise InputError(
-            f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
-            hint="--proxy trains a small model; `primus show`, `primus fit` and --dry-run need only --gpu NAME",
-        )  # fmt: skip
+        raise refusal("too_large_for_a_cpu", gpu.origin, name=path.stem)
     offered, defaults = list(cells[str(backend.value), str(mode.value)]), settings
     if proxy.value is True or gpu.value == CPU:
         offered, defaults = list(dict.fromkeys([PROXY_PRECISION, *offered])), {}

@@ -7,10 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
-from primus.errors import InputError, nearest
+from primus.errors import InputError, PrimusError, nearest
 from primus.gpus.table import load_table, words_for
 from primus.recipes.architecture import Architecture, Size, architecture, size
 from primus.recipes.choose import check_choice, computes, supported
+from primus.recipes.refusals import refusal
 from primus.recipes.schema import backends
 from primus.recipes.setting import Setting, Value
 from primus.yamlfile import Document, Key, Tree, parse_values, read_text, section
@@ -65,10 +66,9 @@ def find(name: str, among: Path | None = None) -> Path:
     return path
 
 
-def no_recipes(among: Path) -> InputError:
+def no_recipes(among: Path) -> PrimusError:
     """Return the error for a folder without recipes."""
-    hint = "change to a project folder, or set PRIMUS_RECIPES to a folder of recipes"
-    return InputError(f"{among} has no recipes", hint=hint)
+    return refusal("no_recipes", folder=among)
 
 
 @dataclass(frozen=True, kw_only=True)

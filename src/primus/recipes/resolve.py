@@ -17,6 +17,7 @@ from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
 from primus.recipes.family import OTHER, families, family
 from primus.recipes.faults import Fault, batch_faults, data_faults, layout_faults, model_faults, rank_faults
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.rules import USABLE, gpu_bytes, holds, predict, rules_of
 from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
@@ -176,9 +177,7 @@ def _of_weights(
     described = model_of(folder, name)
     for key, setting in overriding.items():
         if setting.value != (theirs := described.get(key, setting)).value:
-            message = f"{key} is {setting.value}, and the weights have {theirs.value}"
-            hint = "leave it out: the sizes are those of the weights"
-            raise InputError(message, where=theirs.origin, hint=hint)
+            raise refusal("another_size", theirs.origin, key=key, mine=setting.value, theirs=theirs.value)
     kept = ("model.hf_repo", "model.moe.auxiliary_loss") if name != OTHER else ()
     settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
     lengths = (settings[knows.key("seq_len")], described["model.max_seq_len"])
@@ -206,8 +205,7 @@ def _listed(settings: dict[str, Setting], what: str, knows: Backend) -> list[Any
     rule = schema.backend_rules(knows.name)[knows.keys[what]]
     values = [v for v in setting.value if not rule.objection(v) and not (isinstance(v, int) and v < 1)]
     if not values or len(values) < len(setting.value):
-        message = f"{key} is {spell(setting.value)}"
-        raise InputError(message, where=setting.origin, hint="give one value, or a list of values to try in this order")
+        raise refusal("no_list", setting.origin, key=key, value=spell(setting.value))
     origin = f"{setting.origin}, the first of {', '.join(map(str, values))} that fits"
     settings[key] = replace(setting, value=values[-1], origin=origin)
     return values
@@ -376,5 +374,4 @@ def vocabulary(folder: Path) -> int:
         added = max((token["id"] for token in content.get("added_tokens") or ()), default=-1)
         return int(max(largest, added)) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        hint = "tokenizers of the transformers library have it: model.vocab and added_tokens"
-        raise InputError(f"not a tokenizer file: {error!r}"[:200], where=str(file), hint=hint) from None
+        raise refusal("no_tokenizer_file", file, error=repr(error)[:178]) from None

@@ -10,6 +10,7 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.files import open_regular, read_bytes, refuse_pointer
+from primus.recipes.refusals import refusal
 
 _LONGEST = 100 << 20
 OTHER_MODEL = "config.json describes another model than the tensors: take both from the same source"
@@ -46,12 +47,7 @@ def tensor_files(folder: Path) -> list[Path]:
             raise InputError(f"the weights {what}", where=str(index), hint="fetch them again")
         return [folder / name for name in named]
     pickles = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-    raise InputError(
-        f"{folder} contains no safetensors files that transformers would load (model.safetensors, or an index)",
-        hint=f"{pickles[0]} is a pickle, which can run code: load it where you trust it, and save_pretrained"
-        if pickles
-        else "name a folder that contains model.safetensors or model.safetensors.index.json",
-    )
+    raise refusal("pickles" if pickles else "no_tensors", folder=folder, pickle=next(iter(pickles), ""))
 
 
 _MIXTRALS = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}

@@ -18,6 +18,7 @@ from primus.recipes.family import OTHER, described, families_of, family, uncompu
 from primus.recipes.faults import Fault
 from primus.recipes.load import Entry, beside, entries
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.schema import backends, model_rules
 from primus.recipes.setting import Setting, Value
 from primus.recipes.tensors import header, plain_shapes, tensor_files
@@ -43,8 +44,7 @@ def downloaded(name: str, *patterns: str, offline: bool = False) -> Path:
             ignore_patterns=["consolidated*", "original/*"],  # copies of the same weights in the vendor's own format
         )  # fmt: skip
     except ImportError:
-        hint = "run this inside a primus image, or name a folder"
-        raise HostError(f"{name}: huggingface_hub is not installed", hint=hint) from None
+        raise refusal("no_hub", name=name) from None
     except Exception as error:
         why = str(error).strip().partition("\n")[0][:300]
         raise HostError(f"{name} cannot be downloaded: {type(error).__name__}: {why}") from error
@@ -57,23 +57,17 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     Raises InputError if there is none, or if it is not that of a whole, unquantized model. MXFP4 counts as unquantized.
     """
     if not folder.is_dir():
-        hint = "name a folder of safetensors files with their config.json, or hf:OWNER/NAME"
-        raise InputError(f"there is no folder {folder}", hint=hint)
+        raise refusal("no_weights", folder=folder)
     file, source = folder / "config.json", "copy it from the source of the weights"
     if (folder / "adapter_config.json").is_file():  # transformers would add them to their own base
-        hint = "merge them into their base weights with PEFT, and name the folder of the result"
-        raise InputError(f"{folder} contains LoRA adapters, not a whole model", hint=hint)
+        raise refusal("adapters", folder=folder)
     try:
         content = read_bytes(file)
         if content.startswith(b"\xef\xbb\xbf"):
-            why = "the file begins with a byte order mark, which transformers does not read"
-            raise InputError(why, where=str(file), hint="save it as UTF-8 without one")
+            raise refusal("byte_order_mark", file)
         config = json.loads(content)
     except FileNotFoundError:
-        why, hint = f"the weights in {folder} have no config.json, so their model is unknown", source
-        if (folder / "weights").is_dir():
-            why, hint = f"{folder} is a folder of a run, not of weights", f"name {folder / 'weights'}"
-        raise InputError(why, hint=hint) from None
+        raise refusal("run_as_weights" if (folder / "weights").is_dir() else "no_config", folder=folder) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError("config.json cannot be read, or is not JSON", where=str(file), hint=source) from error
     if not isinstance(config, dict):
@@ -87,9 +81,7 @@ def config_of(folder: Path) -> tuple[Path, dict[str, Any]]:
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else config[key]
             if method == "mxfp4":
                 continue  # its weights are dequantized as they are read
-            why = f"the weights are quantized ({method or key}), and only plain weights are trained"
-            hint = "name the weights that they were made from, or dequantize them"
-            raise InputError(why, where=f"{file}: {key}", hint=hint)
+            raise refusal("quantized_weights", f"{file}: {key}", method=method or key)
     return file, config
 
 
@@ -101,9 +93,7 @@ def model_of(folder: Path, name: str) -> dict[str, Setting]:
     file, config = config_of(folder)
     kind, known = config["model_type"], family(name)
     if name not in (*families_of(kind), *fitting_families(kind)):
-        why = f"the weights are of type {kind}, and the recipe's family is {name}"
-        hint = "`primus finetune WEIGHTS DATA` picks a recipe for the weights"
-        raise InputError(why, where=f"{file}: model_type", hint=hint)
+        raise refusal("another_family", f"{file}: model_type", kind=kind, name=name)
     for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
         if field not in {**known.defaults, **config}:
             raise InputError(f"config.json has no {field}", where=str(file), hint="copy it from the weights' source")
@@ -182,8 +172,7 @@ def facts_of(recipe: Recipe) -> Mapping[str, Any] | None:
         facts = json.loads(read_bytes(file))
         return {"parameters": int(facts["parameters"]), **facts}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "it holds the facts of config.json, and `parameters`"
-        raise InputError(f"not facts of a model: {error!r}"[:200], where=str(file), hint=hint) from None
+        raise refusal("no_facts", file, error=repr(error)[:178]) from None
 
 
 def differences(recipe: Recipe, facts: Mapping[str, Any]) -> Iterator[Difference]:

@@ -18,6 +18,7 @@ from debian.debian_support import NativeVersion
 from packaging.version import InvalidVersion, Version
 
 from primus.errors import CheckFailed, InputError
+from primus.recipes.refusals import refusal
 from primus.release.documents import GATES, IN_TOTO, SPDX, VALIDATION, form
 from primus.release.registry import Document
 from primus.schema import build
@@ -253,10 +254,6 @@ def audit(bill: Mapping[str, Any], osv: Path, accepted: Sequence[Accepted]) -> l
     return sorted(set(findings), key=lambda finding: (finding.package, finding.id))
 
 
-NOT_A_BILL = "not an SPDX document in JSON"
-A_BILL = "name a target, or a file that `primus sbom TARGET --json` wrote"
-
-
 def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
     try:
         tools = {r["spdxElementId"] for r in bill["relationships"] if r["relationshipType"] == "BUILD_TOOL_OF"}
@@ -269,7 +266,7 @@ def _packages(bill: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str, str
                 name, version = source.groups() if source else (package["name"], package["versionInfo"])
                 yield name, "Debian", version, package["name"], purl
     except (KeyError, TypeError, AttributeError):
-        raise InputError(NOT_A_BILL, hint=A_BILL) from None
+        raise refusal("no_bill", why="") from None
 
 
 def _entries(osv: Path) -> Iterator[dict[str, Any]]:

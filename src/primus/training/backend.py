@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from primus.errors import InputError
 from primus.files import read_sealed, sha256_of, write_sealed
 from primus.recipes.recipe import MOCK, Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.rules import rules_of
 from primus.recipes.weights import HUB, config_of
 from primus.terminal import counted
@@ -30,10 +31,7 @@ from primus.training.torchtitan import render as torchtitan
 def _check_text(recipe: Recipe) -> None:
     corpus = corpus_of(recipe)
     if corpus.tokenizer == MOCK and corpus.name != MOCK:
-        raise InputError(
-            "assets.tokenizer is mock, but the corpus is text", where=recipe.settings["assets.tokenizer"].origin,
-            hint="set assets.tokenizer=FOLDER to tokenize the corpus, or assets.corpus=mock for synthetic tokens",
-        )  # fmt: skip
+        raise refusal("mock_tokenizer", recipe.settings["assets.tokenizer"].origin)
     for each in (corpus, held_out_corpus_of(recipe)):
         if each and each.name != MOCK and not each.name.startswith(HUB):
             files_of(each)
@@ -57,8 +55,7 @@ def _tokenize(job: Job, shared: Path | None, progress: Callable[[str], None]) ->
                 _store(folder, cache, lines)
     for name, line in lines.items():
         progress(line)
-        for objection, hint in _objections(recipe, name, tokens.stored(cache, name)):
-            raise InputError(objection, where=(others if others and name == "eval" else corpus).name, hint=hint)
+        _check_tokens(recipe, name, tokens.stored(cache, name), (others if others and name == "eval" else corpus).name)
 
 
 def _written(job: Job, corpus: Corpus, others: Corpus | None, progress: Callable[[str], None]) -> dict[str, str]:
@@ -67,10 +64,7 @@ def _written(job: Job, corpus: Corpus, others: Corpus | None, progress: Callable
     made = texts(max(0, recipe.seed)) if corpus.name == MOCK else None
     reader = tokens.Reader(corpus, made)
     if reader.masked and rules_of(recipe).divides_documents:
-        raise InputError(
-            f"{recipe.backend} trains every token of a corpus, not only answers", where=corpus.name,
-            hint="--backend finetune trains answers only; data.train_on=all trains every token",
-        )  # fmt: skip
+        raise refusal("only_answers", corpus.name, backend=recipe.backend)
     tokens.write(reader, cache, held_out=recipe.find("eval.fraction", 0.0), progress=progress)
     readers = {"train": reader}
     if others:
@@ -115,27 +109,18 @@ def _copied(folder: Path, cache: Path) -> dict[str, str]:
     return dict(entry["lines"])
 
 
-def _objections(recipe: Recipe, name: str, written: tokens.Tokens) -> Iterator[tuple[str, str]]:
-    vocabulary, ranks = recipe.architecture.vocab_size, recipe.data_parallel
+def _check_tokens(recipe: Recipe, name: str, written: tokens.Tokens, where: str) -> None:
+    vocabulary, ranks, length = recipe.architecture.vocab_size, recipe.data_parallel, recipe.seq_len
     if (largest := int(written.tokens.max())) >= vocabulary:
-        yield (
-            f"the tokenizer produces token {largest}, but the model's vocabulary has {vocabulary} tokens",
-            "name the tokenizer of the model",
-        )
+        raise refusal("large_token", where, largest=largest, vocabulary=vocabulary)
     if rules_of(recipe).divides_documents:
         if (few := len(written.ends)) < ranks:
-            yield (
-                f"the corpus has {counted(few, 'document')}, and each of the {ranks} data-parallel ranks needs one",
-                f"add documents, or train on fewer ranks (--ranks {few})",
-            )
+            raise refusal("few_documents", where, documents=counted(few, "document"), ranks=ranks, few=few)
     elif name == "eval" or written.mask is not None or recipe.find(f"{recipe.backend}.packing", False):
-        if not len(written.pieces(recipe.seq_len)[0]):
-            yield "no document has an answer within seq_len tokens", "see `primus data`; raise seq_len"
-    elif len(written.tokens) <= recipe.seq_len:
-        yield (
-            f"the corpus has {len(written.tokens)} tokens, fewer than one sample of {recipe.seq_len} + 1",
-            "add text, or lower seq_len",
-        )
+        if not len(written.pieces(length)[0]):
+            raise refusal("no_answer", where)
+    elif len(written.tokens) <= length:
+        raise refusal("few_tokens", where, tokens=len(written.tokens), length=length)
 
 
 def _check_initial(recipe: Recipe) -> None:
@@ -148,8 +133,7 @@ def _check_initial(recipe: Recipe) -> None:
     finetune.check(folder, recipe.architecture)
     file, config = config_of(folder)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        why = f"{recipe.backend} computes SiLU, and hidden_act of the weights is {activation}"
-        raise InputError(why, where=f"{file}: hidden_act", hint="--backend finetune computes it")
+        raise refusal("other_activation", f"{file}: hidden_act", backend=recipe.backend, activation=activation)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,10 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import IO, Any
 
-from primus.errors import HostError, InputError, nearest
+from primus.errors import InputError, PrimusError, nearest
 from primus.files import below, refuse_pointer, refuse_special
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.weights import HUB, downloaded
 from primus.schema import distinct_keys
 from primus.yamlfile import read_values
@@ -99,7 +100,7 @@ def files_of(corpus: Corpus) -> Files:
     every = sorted(below(root, hidden=False))
     for file in every:
         if not file.exists():
-            raise InputError("the link leads nowhere", where=str(file), hint="remove it, or restore its file")
+            raise refusal("lost_link", file)
         refuse_special(file, str(file))
     # datasets reads no folder like __pycache__ either.
     data = [file for file in every if not any(part.startswith("__") for part in file.relative_to(root).parts[:-1])]
@@ -107,15 +108,9 @@ def files_of(corpus: Corpus) -> Files:
     chosen = corpus.split or (corpus.usual_split if len(splits) > 1 else next(iter(splits), None))
     names = ", ".join(sorted(split for split in splits if split))
     if len(splits) > 1 and None in splits and not corpus.split:
-        raise InputError(
-            f"{splits[None][0].relative_to(root)} belongs to no split, and other files do", where=str(root),
-            hint=f"data.split=NAME (eval.split=NAME) chooses one of {names}; or remove the file",
-        )  # fmt: skip
+        raise refusal("no_split_of_file", root, file=splits[None][0].relative_to(root), names=names)
     if splits and chosen not in splits:
-        raise InputError(
-            f"the folder has no split {chosen}, only {names}", where=str(root),
-            hint="data.split=NAME (eval.split=NAME) chooses one",
-        )  # fmt: skip
+        raise refusal("no_split", root, name=chosen, names=names)
     files = splits.get(chosen, [])
     forms = {_form(file) for file in files}
     if len(forms) != 1:
@@ -134,8 +129,7 @@ def _splits_of_card(root: Path, files: Sequence[Path]) -> dict[str | None, list[
     try:
         named = datasets.load_dataset_builder(str(root.resolve())).config.data_files or {}
     except Exception as error:  # noqa: BLE001, a card can be wrong in any way
-        why, hint = f"datasets cannot choose files: {first_line(error)}", "assets.corpus names one of its files"
-        raise InputError(why, where=f"{card}: configs", hint=hint) from None
+        raise refusal("card", f"{card}: configs", error=first_line(error)) from None
     return {str(split): [places.get(Path(name).resolve(), Path(name)) for name in named[split]] for split in named}
 
 
@@ -205,9 +199,7 @@ def _head(file: Path) -> bytes:
 
 def _open(file: Path, head: bytes) -> IO[bytes]:
     if head.startswith(b"PK\x03\x04"):
-        if file.suffix.lower() in (".xlsx", ".ods"):
-            raise InputError("expected text, found a spreadsheet", where=str(file), hint="save it as CSV")
-        raise InputError("expected text, found a zip archive", where=str(file), hint="unpack it")
+        raise refusal("sheet" if file.suffix.lower() in (".xlsx", ".ods") else "zip", file)
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         from pyarrow import input_stream
 
@@ -263,8 +255,7 @@ def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        why = f"datasets, which reads Parquet, CSV and Arrow, cannot be imported: {first_line(error)}"
-        raise HostError(why, hint="run this inside a primus image") from None
+        raise refusal("no_datasets", error=first_line(error)) from None
     # It would print an error beside the one that it raises.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     return datasets
@@ -329,8 +320,7 @@ def layout_of(row: Any, column: str | None, where: str) -> Layout:
     if columns is None or columns[0] not in row:
         raise _missing(row, columns or ("text",), where)
     if column is None and columns == ["text"] and isinstance(row.get("messages"), list):
-        why, hint = "there are both the text and the messages of a chat", "data.column=messages, or data.column=text"
-        raise InputError(why, where=where, hint=hint)
+        raise refusal("text_and_chat", where)
     # Messages that are stored as text would be trained as they are written.
     chat = columns[0] in ("messages", "conversations") or isinstance(row[columns[0]], list)
     beside = ("input", "history") if columns[0] == "instruction" else ()
@@ -338,14 +328,10 @@ def layout_of(row: Any, column: str | None, where: str) -> Layout:
     return Layout(columns=columns, chat=chat, unused=[str(name) for name in row if name not in used])
 
 
-def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> InputError:
+def _missing(row: Mapping[Any, Any], columns: Sequence[str], where: str) -> PrimusError:
     name = next((name for name in columns if name not in row), columns[0])
     keys = ", ".join(map(str, row)) or "no columns"
-    return InputError(
-        f"expected the column {name!r}, found {keys}{nearest(name, map(str, row))}", where=where,
-        hint="data.column=NAME names the column of the text or of the chat messages; also known are messages, "
-        "conversations, prompt and completion, instruction and output",
-    )  # fmt: skip
+    return refusal("no_column", where, name=name, keys=keys, nearest=nearest(name, map(str, row)))
 
 
 def _mapping(row: Any, where: str) -> Mapping[Any, Any]:

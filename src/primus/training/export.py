@@ -13,6 +13,7 @@ from primus.errors import InputError
 from primus.files import json_if_readable
 from primus.recipes.architecture import Architecture, architecture
 from primus.recipes.recipe import MOCK
+from primus.recipes.refusals import refusal
 from primus.training import identity
 from primus.training.corpus import tokenizer_folder
 from primus.training.finetune import models
@@ -40,8 +41,7 @@ def write_model(checkpoint: Path, folder: Path, dtype: str | None, tokenizer: Pa
         why = "transformers has no FLUX" if model.of_images else "a model of no family is exported by its own run"
         raise InputError(why, where=str(checkpoint))
     if fields["mode"] == "lora":
-        hint = "export=merged, or save_weights=true, of a run that resumes from it with more steps"
-        raise InputError("the checkpoint contains LoRA adapters, not a whole model", where=str(checkpoint), hint=hint)
+        raise refusal("adapters_in_checkpoint", checkpoint)
     tensors = to_canonical(backend, model, _weights(checkpoint, backend, model))
     logging.disable_progress_bar()
     whole = models.FineTuned(models.causal_model(model, "sdpa"), 1)

@@ -14,6 +14,7 @@ from typing import Any
 from primus.errors import InputError, nearest
 from primus.files import read_bytes, sha256_of, write_file
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.rules import rules_of
 from primus.recipes.schema import model_rules
 from primus.recipes.tensors import header, tensor_files
@@ -111,30 +112,19 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
     changeable = [field for field in current if not _fixed(field)]
     for name in accepted:
         if not any(_covers(name, field) for field in changeable):
-            raise InputError(
-                f"--accept-change {name}: there is no such field" + nearest(name, current),
-                hint=f"there are: {', '.join(changeable)}",
-            )
+            raise refusal("no_field", name=name, nearest=nearest(name, current), fields=", ".join(changeable))
     try:
         content = _content(folder)
     except _Damage as error:
         others = [path for path in steps(folder.parent) if path != folder and complete(path)]
-        raise InputError(
-            f"the checkpoint is damaged: {error}", where=str(folder),
-            hint=f"--resume-from {others[-1]} appears to be intact" if others else "start again without --resume-from",
-        ) from error  # fmt: skip
+        way = f"--resume-from {others[-1]} appears to be intact" if others else "start again without --resume-from"
+        raise refusal("damaged_checkpoint", folder, error=error, way=way) from error
     except FileNotFoundError:
         if ALL in accepted:
             return
-        raise InputError(
-            f"the checkpoint has no {FILE}, which says what it was trained from", where=str(folder),
-            hint=f"--accept-change {ALL} resumes from it anyway",
-        ) from None  # fmt: skip
+        raise refusal("no_seal", folder, file=FILE, all=ALL) from None
     if (step := content.get("step")) is not None and step != step_of(folder):
-        raise InputError(
-            f"the folder is named {folder.name}, but the checkpoint is of step {step}", where=str(folder),
-            hint=f"rename the folder to step-{step}",
-        )  # fmt: skip
+        raise refusal("renamed_checkpoint", folder, name=folder.name, step=step)
     # A field of a model that an older version did not have had its default.
     defaults = {f"model.{key}": rule.default for key, rule in model_rules().items()}
     saved: dict[str, Any] = {key: value for key, value in defaults.items() if key in current} | content["identity"]
@@ -192,10 +182,7 @@ def _content(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("identity", "files")):
         raise _Damage(f"{FILE} was not written by primus")
     if content.get("format") != FORMAT:
-        raise InputError(
-            f"the checkpoint has format {content.get('format')}, but this version of primus reads format {FORMAT}",
-            where=str(folder / FILE), hint="resume with the version of primus that wrote it",
-        )  # fmt: skip
+        raise refusal("another_format", folder / FILE, written=content.get("format"), format=FORMAT)
     for name, size in content["files"].items():
         if not isinstance(size, int):
             raise _Damage(f"{FILE} was not written by primus")

@@ -7,13 +7,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from primus.errors import HostError
 from primus.files import text_if_readable
 from primus.gpus.detect import Found, detect, memory_bytes
 from primus.gpus.table import arch_of, generation
 from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.rules import gpu_bytes, largest_batch, predict
 from primus.training.logs import Meter
 
@@ -55,27 +55,16 @@ def _check_gpus(recipe: Recipe, gpus: Found) -> None:
     expected = generation(recipe.gpu)
     if not gpus.names:
         if not recipe.get("proxy", bool):
-            raise HostError(
-                f"there is no GPU on this machine, and the job is for {expected.title}", hint=f"{_SMALL}, {_SHOW}"
-            )
+            raise refusal("no_gpu", title=expected.title)
         if recipe.precision not in _ON_CPU:
-            raise HostError(
-                f"there is no GPU on this machine, and a CPU does not compute {recipe.precision} as "
-                f"{expected.title} does",
-                hint="--gpu cpu resolves the proxy for the CPU",
-            )
+            raise refusal("no_gpu_for_precision", precision=recipe.precision, title=expected.title)
         return
     if gpus.vendor != arch_of(expected).vendor or (gpus.generation and gpus.generation != expected.name):
-        raise HostError(
-            f"the job is for {expected.title}, and this machine has {gpus.sentence()}",
-            hint=f"--gpu {gpus.generation} resolves the recipe for it" if gpus.generation else _SHOW,
-        )
+        way = f"--gpu {gpus.generation} resolves the recipe for it" if gpus.generation else _SHOW
+        raise refusal("another_gpu", title=expected.title, gpus=gpus.sentence(), way=way)
     ranks = recipe.get("ranks", int)
     if gpus.generation and ranks > len(gpus.names):
-        raise HostError(
-            f"the job starts {ranks} ranks on each machine, and this one has {gpus.sentence()}: a rank needs one GPU",
-            hint=f"ranks={len(gpus.names)}, or a machine with {ranks} GPUs",
-        )
+        raise refusal("few_gpus", ranks=ranks, gpus=gpus.sentence(), count=len(gpus.names))
 
 
 def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path = Path("/"), anyway: str = _SHOW) -> None:
@@ -85,14 +74,12 @@ def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path = Path("/"),
     else:
         needed, there, what = per_rank, gpu_has, _gpu_with(gpu_has, recipe)
     if there and needed > there:
-        count = readable(size(recipe.architecture).total)
-        raise HostError(
-            f"weights, gradients and optimizer states of {count} parameters need at least {needed / 2**30:,.0f} GiB "
-            f"{'per rank' if gpu_has is not None else 'on all ranks here'}, and {what} has {there / 2**30:,.0f} GiB",
-            hint=f"fewer model.layers, or more nodes; {anyway}"
-            if recipe.get("proxy", bool)
-            else f"more ranks or nodes share them; {_SMALL}, {anyway}",
-        )
+        proxy = recipe.get("proxy", bool)
+        way = "fewer model.layers, or more nodes; " if proxy else f"more ranks or nodes share them; {_SMALL}, "
+        raise refusal(
+            "small_memory", count=readable(size(recipe.architecture).total), needed=needed / 2**30, what=what,
+            ranks="per rank" if gpu_has is not None else "on all ranks here", there=there / 2**30, way=way + anyway,
+        )  # fmt: skip
 
 
 def _gpu_with(memory: float, recipe: Recipe) -> str:
@@ -105,12 +92,10 @@ def _check_activations(recipe: Recipe, there: float) -> None:
         return
     fits = largest_batch(recipe, there)
     batch = recipe.knows.keys["local_batch"]
-    raise HostError(
-        f"a micro batch of {recipe.local_batch} needs about {needed / 2**30:,.0f} GiB per rank, and "
-        f"{_gpu_with(there, recipe)} has {there / 2**30:,.0f} GiB",
-        hint=(f"{batch}={fits} fits" if fits else "more nodes, or recomputed activations, need less")
-        + "; `primus fit` shows every term; --force starts it anyway",
-    )
+    raise refusal(
+        "large_batch", batch=recipe.local_batch, needed=needed / 2**30, what=_gpu_with(there, recipe),
+        there=there / 2**30, way=f"{batch}={fits} fits" if fits else "more nodes, or recomputed activations, need less",
+    )  # fmt: skip
 
 
 def host_bytes(root: Path = Path("/")) -> float:

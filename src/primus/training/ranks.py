@@ -10,8 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from primus.errors import InputError
+from primus.errors import InputError, PrimusError
 from primus.recipes.choose import CPU
+from primus.recipes.refusals import refusal
 from primus.recipes.rules import rules_of
 from primus.system import fabric
 from primus.system.host import Host
@@ -94,13 +95,9 @@ def node_rank(job: Job, variables: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _not_set(job: Job, name: str) -> InputError:
-    return InputError(
-        f"{job.recipe.get('nodes', int)} nodes: {name} is not set on this machine",
-        where=job.recipe.settings["nodes"].origin,
-        hint="`primus launch slurm` starts all nodes; by hand, on each of them: "
-        "MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
-    )
+def _not_set(job: Job, name: str) -> PrimusError:
+    nodes = job.recipe.settings["nodes"]
+    return refusal("not_set", nodes.origin, nodes=nodes.value, name=name)
 
 
 def folder_of_node(job: Job, variables: Mapping[str, str]) -> Path:

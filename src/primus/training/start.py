@@ -16,6 +16,7 @@ from pathlib import Path
 import primus
 from primus.errors import HostError, InputError
 from primus.files import json_if_readable, write_file
+from primus.recipes.refusals import refusal
 from primus.training import checks, failure, launch, machine, metrics, outcome, ranks
 from primus.training.backend import backend_of
 from primus.training.job import Job
@@ -44,10 +45,7 @@ def check_backend(job: Job) -> None:
     optional = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
     missing = [name for name in (*knows.packages, *optional) if not importable(name)]
     if missing:
-        raise HostError(
-            f"{' and '.join(missing)} cannot be imported by {sys.executable}",
-            hint="run this inside a primus image, or install the missing packages",
-        )
+        raise refusal("no_package", names=" and ".join(missing), python=sys.executable)
 
 
 def shared_folder(job: Job) -> Path | None:

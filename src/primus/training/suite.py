@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from primus.errors import InputError
 from primus.recipes.choose import CPU, computes
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import checks, metrics, outcome, proof, reference
@@ -49,10 +49,7 @@ def plan(
         return (Job(name="base", recipe=whole, output=root / "base", judged=judged, wrap=wrap),)
     middle = whole.get("validation.resume_at", int)
     if middle >= whole.steps:
-        raise InputError(
-            f"validation.resume_at: {middle} leaves no step of {whole.steps} to resume",
-            where=whole.settings["validation.resume_at"].origin,
-        )
+        raise refusal("no_step_to_resume", whole.settings["validation.resume_at"].origin, at=middle, steps=whole.steps)
 
     def job(name: str, settings: Mapping[str, int], choices: Choices = whole.choices) -> Job:
         words = [f"{what}={value}" for what, value in settings.items()]

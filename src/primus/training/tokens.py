@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import primus
-from primus.errors import HostError, InputError
+from primus.errors import InputError
 from primus.files import json_if_readable, write_file
+from primus.recipes.refusals import refusal
 from primus.recipes.weights import HUB
 from primus.terminal import counted
 from primus.training import corpus as corpora
@@ -45,10 +46,6 @@ _MOST_SECONDS = 10.0
 _EVERY = 1_000_000
 
 
-def _not_installed(error: ImportError) -> HostError:
-    return HostError(f"transformers cannot be imported: {first_line(error)}", hint="run this inside a primus image")
-
-
 def without_torch() -> None:
     """Let transformers load tokenizers without torch, whose import takes seconds, in this process.
 
@@ -60,7 +57,7 @@ def without_torch() -> None:
         try:
             import transformers.utils
         except ImportError as error:
-            raise _not_installed(error) from None
+            raise refusal("no_transformers", error=first_line(error)) from None
         for module in (transformers.utils, transformers.utils.import_utils):
             module.is_torch_available = lambda: False
 
@@ -74,7 +71,7 @@ class Encoder:
             from transformers import AutoTokenizer
             from transformers.utils import logging
         except ImportError as error:
-            raise _not_installed(error) from None
+            raise refusal("no_transformers", error=first_line(error)) from None
         logging.set_verbosity_error()
         self.name = name
         folder = corpora.tokenizer_folder(name)
@@ -87,13 +84,11 @@ class Encoder:
                 why = "the tokenizer cannot be loaded: it needs custom code (auto_map), which primus does not run"
             elif not any(any(folder.glob(form)) for form in _VOCABULARIES):
                 why = "the folder has no tokenizer (tokenizer.json or tokenizer.model)"
-            hint = "set assets.tokenizer to a folder that AutoTokenizer can load"
-            raise InputError(why, where=name, hint=hint) from error
+            raise refusal("no_tokenizer", name, why=why) from error
         if not self.tokenizer.is_fast:
             raise InputError("the tokenizer has no fast form (tokenizer.json)", where=name)
         if getattr(self.tokenizer.backend_tokenizer.model, "dropout", None):
-            where, hint = f"{name}/tokenizer.json: model.dropout", "set it to null"
-            raise InputError("the tokenizer tokenizes the same text differently each time", where=where, hint=hint)
+            raise refusal("dropout", f"{name}/tokenizer.json: model.dropout")
         self._arguments = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
         # Some tokenizers have a BOS token, and say that text does not begin with it.
         begins = json_if_readable(folder / "tokenizer_config.json").get("add_bos_token") is not False
@@ -104,8 +99,7 @@ class Encoder:
             number = number[0] if isinstance(number, list) and number else number
             if self.end is None and isinstance(number, int) and number >= 0:
                 if number >= len(self.tokenizer):
-                    why = f"{number} is no token of the tokenizer, which has {len(self.tokenizer)}"
-                    raise InputError(why, where=f"{name}/{file}: eos_token_id", hint="correct it, or remove it")
+                    raise refusal("no_token", f"{name}/{file}: eos_token_id", number=number, count=len(self.tokenizer))
                 self.end = number
 
     def texts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -158,11 +152,7 @@ class Encoder:
         try:
             template = self.tokenizer.get_chat_template(None, document.tools)
         except ValueError:
-            raise InputError(
-                f"the corpus contains chat messages, but the tokenizer {self.name} has no chat template", where=where,
-                hint="assets.tokenizer=FOLDER of an instruction-tuned model: its tokenizer_config.json has "
-                "chat_template",
-            ) from None  # fmt: skip
+            raise refusal("no_template", where, name=self.name) from None
         try:
             if reserved := sorted(self._arguments & {*document.options}):
                 raise ValueError(f"chat_template_kwargs has {reserved[0]}, which is no variable of a template")
@@ -179,15 +169,9 @@ class Encoder:
                     return encoded["input_ids"], marks
             spans = self._answers(text, messages, document.first, options) if completions else [(0, len(text))]
         except Exception as error:  # noqa: BLE001, a template can fail in any way
-            sentence = f"the tokenizer's chat template refuses the messages: {first_line(error)}"
-            hint = "choose a template that takes them (chat_template.jinja, or tokenizer_config.json), or remove them"
-            raise InputError(sentence, where=where, hint=hint) from None
+            raise refusal("template", where, error=first_line(error)) from None
         if spans is None:
-            raise InputError(
-                "the tokenizer's chat template renders the beginning of this chat in another way than the whole, so "
-                "that the assistant's words cannot be told from the rest", where=where,
-                hint="data.train_on=all trains every token; or mark the words with {% generation %} in the template",
-            )  # fmt: skip
+            raise refusal("other_beginning", where)
         tokens, mask = self._masked(text, spans)
         return tokens, [*map(min, mask, marks)] if marks else mask
 
@@ -323,11 +307,7 @@ class Reader:
         if texts:
             yield from ((tokens, ()) for tokens in self.encoder.texts(texts))
         if roles and "assistant" not in roles and self.masked:
-            why = (
-                f"no message has the role assistant, whose words are trained; the roles are {', '.join(sorted(roles))}"
-            )
-            hint = "give the answers that role; or data.train_on=all trains every token"
-            raise InputError(why, where=self.corpus.name, hint=hint)
+            raise refusal("no_assistant", self.corpus.name, roles=", ".join(sorted(roles)))
 
     def sentence(self, figures: Mapping[str, Any], seq_len: int, head: str = "") -> str:
         """Return what was read, with the figures of :func:`figures_of`, in one line that begins with ``head``."""

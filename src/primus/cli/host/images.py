@@ -28,9 +28,10 @@ from primus.plan.layers import plan_image, plan_images
 from primus.plan.project import Workspace
 from primus.plan.resolve import ResolvedTarget
 from primus.progress import choose_progress
+from primus.recipes.refusals import refusal
 from primus.release import policy
 from primus.release.documents import bill, checkout, cyclonedx, licences, listing
-from primus.release.policy import A_BILL, NOT_A_BILL, audit as look_up, load_accepted, openvex
+from primus.release.policy import audit as look_up, load_accepted, openvex
 from primus.release.publish import Ready, finish, move_tag, prepare, publish as upload
 from primus.release.registry import Repository, require_repository
 from primus.release.statement import Signer, Trust, requests
@@ -285,7 +286,7 @@ def audit(args: argparse.Namespace) -> int:
         try:
             bom: Any = read_json(file).data
         except InputError as error:
-            raise InputError(f"{NOT_A_BILL}: {error.message}", where=error.where, hint=A_BILL) from None
+            raise refusal("no_bill", error.where, why=f": {error.message}") from None
     else:
         args.target = args.what
         resolved, examined = _examined_target(args)

@@ -11,8 +11,9 @@ from pathlib import Path
 from primus.cli.verb import answer, parser_of, parser_of_shared, run
 from primus.compat.commands import Request, requested
 from primus.compat.translate import read_experiment, recipe_text
-from primus.errors import HostError, InputError
+from primus.errors import InputError
 from primus.gpus.detect import detect
+from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.report import sheets
@@ -76,15 +77,12 @@ def _check_startable(command: str, request: Request, environment: Mapping[str, s
     name, *words = request.arguments()
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
         if request.stage:
-            hint = f"in the image, on a node with GPUs: primus {name} {shlex.join(words)}"
-            raise HostError("GEMMs are tuned on one node, and not by a job that is submitted", hint=hint)
+            raise refusal("tuning_submitted", name=name, words=shlex.join(words))
         image = environment.get("DOCKER_IMAGE")
         words += ["--image", image] if image else ["--container", "none"]
-        hint = f"on a login node: primus launch slurm {shlex.join(words)}"
-        raise HostError("the job is not submitted from here", hint=hint)
+        raise refusal("not_submitted", words=shlex.join(words))
     if command == "madengine":
-        hint = f"run it on the host; here: primus {name} {shlex.join(words)}"
-        raise HostError(f"{command} starts containers, which is not possible inside the image", hint=hint)
+        raise refusal("container_inside", command=command, name=name, words=shlex.join(words))
 
 
 def _write_csv(command: str, model: str, mode: str, output: Path) -> None:

@@ -23,6 +23,7 @@ from primus.recipes.architecture import readable, size
 from primus.recipes.choose import CPU, among, values_of
 from primus.recipes.load import Entry, entries, folder, names, no_recipes
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve, runs_on
 from primus.recipes.rules import USABLE, fits, gpu_bytes, holds, largest_batch, predict
 from primus.recipes.rules.loop import Memory
@@ -292,8 +293,7 @@ def project(options: argparse.Namespace) -> int:
         recipe = resolve(options.recipe, options.overrides, choices)
         total = gpu_bytes(recipe.gpu)
         if total is None or recipe.architecture.of_images or recipe.mode == "lora":
-            why = "throughput is projected for language models with all weights trained, on a GPU"
-            raise InputError(why, hint="name a GPU, as in --gpu mi355x, and a recipe that `primus list` shows with it")
+            raise refusal("not_projected")
         rows.append(_projection_row(recipe, next(_layouts(recipe, USABLE * total), None), options.tokens))
     return answer(options, rows, _projection_lines(rows, options.tokens), passed=any(row["layout"] for row in rows))
 
@@ -306,8 +306,8 @@ def projected(recipe: Recipe) -> Projection:
         row["gpu"]: row for row in _throughput()["shares"] if (row["precision"], row["experts"], row["turbo"]) == kind
     }
     if peak is None or not alike:
-        why = f"no run in {recipe.precision} is published from which {recipe.gpu} could be projected"
-        raise InputError(why, where=recipe.settings["precision"].origin, hint="--precision bf16")
+        origin = recipe.settings["precision"].origin
+        raise refusal("no_published_run", origin, precision=recipe.precision, gpu=recipe.gpu)
     rows = [alike[recipe.gpu]] if recipe.gpu in alike else [*alike.values()]
     share = median(row["share"] for row in rows)
     share *= _throughput()["per_doubling"] ** math.log2(max(1.0, recipe.world_size / 8))
@@ -325,8 +325,7 @@ def _nodes(word: str) -> list[int]:
     match = re.fullmatch(r"([1-9]\d{0,3})(?:\.\.([1-9]\d{0,3}))?", word)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if not first <= last <= _MOST_NODES:
-        hint = f"a number from 1 to {_MOST_NODES}, or a range such as 1..512"
-        raise InputError(f"no number of nodes: {word!r}", where=f"--nodes {word}", hint=hint)
+        raise refusal("no_nodes", f"--nodes {word}", word=word, most=_MOST_NODES)
     doubled = [first * 2**power for power in range(13) if first * 2**power < last]
     return [*doubled, last]
 

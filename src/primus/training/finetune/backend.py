@@ -14,6 +14,7 @@ from primus.files import read_bytes
 from primus.recipes import tensors
 from primus.recipes.architecture import Architecture, architecture, shapes
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.setting import bounded
 from primus.recipes.weights import FILES, HUB, config_of, downloaded, model_of
 from primus.training.launch import clean
@@ -94,22 +95,17 @@ def _check_headers(folder: Path, model: Architecture) -> None:
         head = tensors.header(part)
         for name, dtype in head.dtypes.items():
             if dtype not in tensors.PLAIN and not (dtype == "U8" and name.endswith(tensors.MXFP4)):
-                raise InputError(
-                    f"{name} is {dtype}, and only plain weights ({', '.join(tensors.PLAIN)}) are trained",
-                    where=str(part), hint="name the weights that these were quantized from, or dequantize them",
-                )  # fmt: skip
+                raise refusal("quantized", part, name=name, dtype=dtype, plain=", ".join(tensors.PLAIN))
             if not tensors.is_for_text(name):
                 continue
             plain = tensors.canonical_name(name)
             if plain not in expected:
                 strange |= {} if plain == _HEAD or plain.endswith(_BUFFERS) else {name: part}
             elif places.setdefault(plain, name) != name:
-                why = f"{name} and {places[plain]} are the same weight"
-                raise InputError(why, where=str(part), hint="remove one of them")
-            elif head.shapes[name] != expected[plain]:
-                in_model = f"{list(expected[plain])} in the model of config.json"
-                why = f"{name} is {list(head.shapes[name])} in the file, and {in_model}"
-                raise InputError(why, where=str(part), hint=tensors.OTHER_MODEL)
+                raise refusal("same_weight", part, name=name, other=places[plain])
+            elif (shape := head.shapes[name]) != expected[plain]:
+                sizes = {"shape": [*shape], "expected": [*expected[plain]]}
+                raise refusal("other_shape", part, name=name, **sizes, way=tensors.OTHER_MODEL)
     if not model.has_formula or (model.moe.experts and any(".experts." in name for name in strange)):
         return  # transformers stacks the matrices of all experts, also in files
     what = f"primus's model of the family {model.family} has no place for" if strange else "the weights lack"
@@ -132,6 +128,5 @@ def check_weights(recipe: Recipe) -> None:
     if source := source_of(recipe.find(f"{recipe.backend}.weights", "random"), offline=False):
         part = "text_config" in config_of(source)[1]
         if part and recipe.mode == "lora" and recipe.find(f"{recipe.backend}.export", "trained") != "merged":
-            why = "these weights have several parts, and adapters of the language model alone fit no such model"
-            raise InputError(why, where=str(source), hint="export=merged")
+            raise refusal("parts_of_a_model", source)
         check(source, recipe.architecture)

@@ -30,19 +30,8 @@ from primus.training import tokens
 from primus.training.corpus import Corpus, document_of, files_of, layout_of, rows
 from primus.training.reference.data import _tokenized as reference
 
-MARKS = [
-    "<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>",
-    "<|end_header_id|>", "[INST]", "[/INST]", "<|user|>", "<|assistant|>",
-    "<|system|>", "<|end|>", "<|endoftext|>", "<think>", "</think>", "<|Assistant|>", "<|User|>",
-]  # fmt: skip
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-TEXTS = [
-    "Hello world, says Ada.",
-    " two  spaces\n\nand lines\t",
-    "ünïcode 漢字 🙂",
-    "<s> inside </s> text",
-    " ".join(map(str, range(100))),
-]
+MARKS, TEXTS = TABLE["special tokens"], [*TABLE["texts"], " ".join(map(str, range(100)))]
 
 
 def trained(model: Any = None, **parts: Any) -> Tokenizer:

@@ -31,7 +31,7 @@ from primus.training.corpus import Corpus, document_of, files_of, layout_of, row
 from primus.training.reference.data import _tokenized as reference
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-MARKS, TEXTS = TABLE["special tokens"], [*TABLE["texts"], " ".join(map(str, range(100)))]
+MARKS, CONFIG, TEXTS = TABLE["special tokens"], TABLE["config"], [*TABLE["texts"], " ".join(map(str, range(100)))]
 
 
 def trained(model: Any = None, **parts: Any) -> Tokenizer:
@@ -48,7 +48,6 @@ def trained(model: Any = None, **parts: Any) -> Tokenizer:
 
 
 BASE = trained()
-CONFIG = TABLE["config"]
 
 
 def folder_of(

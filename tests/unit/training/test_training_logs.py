@@ -34,15 +34,6 @@ def test_leaves_validation_lines_and_chatter_out() -> None:
     assert logs.read_steps(text) == logs.Series()
 
 
-def test_ranks_are_merged_into_one_series_in_order() -> None:
-    text = line(2, "6.9", "0.7", "900") + line(1, "7.3", "0.6", "100") + line(1, "7.3", "0.6", "90", "0.70")
-    series = logs.read_steps(text)
-    assert [step.step for step in series.steps] == [1, 2]
-    assert series.steps[0].tokens_per_second == 90
-    assert series.steps[0].memory_gib == 0.70
-    assert series.problems == ()
-
-
 def test_a_step_logged_twice_with_other_values_is_a_problem() -> None:
     series = logs.read_steps(line(1, "7.3", "0.6") + line(1, "7.2", "0.6"))
     assert series.problems == ("step 1 is logged twice: loss 7.3 and 7.2, gradient norm 0.6 and 0.6",)
@@ -97,10 +88,14 @@ def test_any_interleaving_of_any_number_of_ranks_is_one_series(
     values: list[tuple[float, float]], ranks: int, order: random.Random
 ) -> None:
     rounded = [(f"{loss:8.5f}", f"{norm:7.4f}") for loss, norm in values]
-    lines = [line(n, loss, norm) for n, (loss, norm) in enumerate(rounded, 1)] * ranks
+    each = [*enumerate(rounded, 1)]
+    lines = [line(n, *pair, f"{90 + rank}", f"0.7{rank}") for n, pair in each for rank in range(ranks)]
     order.shuffle(lines)
     series = logs.read_steps("noise\n".join(lines))
     assert series.problems == ()
+    assert {(step.tokens_per_second, step.memory_gib) for step in series.steps} == {
+        (90.0, round(0.69 + ranks / 100, 2))
+    }
     assert [(step.step, step.loss, step.grad_norm) for step in series.steps] == [
         (n, float(loss), float(norm)) for n, (loss, norm) in enumerate(rounded, 1)
     ]

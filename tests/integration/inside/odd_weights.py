@@ -15,13 +15,7 @@ from cases import here, try_all
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Mxfp4Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, Mxfp4Config
 
 from primus.errors import InputError
 from primus.recipes.family import OTHER
@@ -31,15 +25,8 @@ from primus.recipes.weights import config_of, fitting_families, nearest_recipe
 from primus.training.finetune import backend, models
 from primus.training.loop import weights
 
-TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 Q, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
-OWN = """
-uses: [shared/data.yaml, shared/finetune.yaml]
-name: own
-description: a model of another family
-supports: {{finetune: {{full: [bf16]}}}}
-model: {{family: {family}, qkv_bias: {bias}}}
-"""
 Tensors = dict[str, Any]
 
 
@@ -77,7 +64,7 @@ def ours(folder: Path) -> Any:
     kind = config_of(folder)[1]["model_type"]
     # No recipe of these families fine-tunes all weights yet; the backend does.
     own = folder.parent / "own.yaml"
-    own.write_text(OWN.format(family=kind, bias=str(kind == "qwen2").lower()))
+    own.write_text(TABLE["own recipe"].format(family=kind, bias=str(kind == "qwen2").lower()))
     name = str(own) if kind in ("mistral", "qwen2") else nearest_recipe(folder).recipe
     words += [f"model.family={OTHER}"] if fitting_families(kind) == [OTHER] else []
     recipe = resolve(name, words, Choices(backend="finetune", mode="full", gpu="cpu"))

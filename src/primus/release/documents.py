@@ -26,7 +26,7 @@ from primus.gates.examined import LayerFacts
 from primus.oci.store import canonical_json, digest_of
 from primus.plan.action import Composed
 from primus.release.registry import Document
-from primus.terminal import PLAIN
+from primus.terminal import Screen
 from primus.versions.lock import LockedFile
 from primus.yamlfile import filled, read_values
 
@@ -200,7 +200,7 @@ def listing(document: Mapping[str, Any]) -> str:
         package = packages[other]
         licence = package["licenseDeclared"].replace(_UNKNOWN, "licence not declared")
         rows.append((package["name"], package["versionInfo"], _WORDS[relation["relationshipType"]], licence))
-    return "\n".join(PLAIN.table(rows))
+    return "\n".join(Screen.of().table(rows))
 
 
 def purl(file: LockedFile) -> str:

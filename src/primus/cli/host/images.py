@@ -220,7 +220,8 @@ def publish(args: argparse.Namespace) -> int:
         if not refused and not args.dry_run:
             later = args.sign_later
             done = [upload(r, workspace.store, args.to, progress, signer=signer, later=later) for r in every]
-    lines = [line for ready in every if refused or args.dry_run for line in _judgement(ready, args.to)]
+    shown, screen = every if refused or args.dry_run else [], Screen.of()
+    lines = [screen.fit(line) for ready in shown for line in _judgement(ready, args.to)]
     for image in done:
         sizes = f"{image['bytes_sent'] / 1e6:.1f} of {image['bytes'] / 1e6:.1f} MB"
         sent = f"sent {sizes}" if image["new"] or image["bytes_sent"] else "already published"

@@ -28,8 +28,8 @@ from primus.gpucode.elf import read_elf
 from primus.oci.layer import walk, write_layer
 from primus.oci.store import MANIFEST_TYPE, Blob, Store
 from primus.oci.tar import Entry
-from primus.plan.project import StatIndex
 from primus.plan.skeleton import Prefix
+from primus.plan.stats import StatIndex
 from primus.recipes.load import parse
 from primus.recipes.resolve import vocabulary
 from primus.recipes.tensors import header

@@ -77,12 +77,12 @@ def remove(waste: Sequence[Waste]) -> None:
     """Remove the files. Raises OSError or HostError if one cannot be removed. An interrupt leaves a valid store."""
     for path in (path for kind in waste for path in kind.paths):
         if path.is_dir() and not path.is_symlink():
-            _remove_tree(path)
+            _remove_folder(path)
         else:
             path.unlink(missing_ok=True)
 
 
-def _remove_tree(path: Path) -> None:
+def _remove_folder(path: Path) -> None:
     if path.suffix != _PARTIAL:
         # What has this suffix never counts as complete.
         partial = path.with_name(f"{path.name}{_PARTIAL}")

@@ -155,7 +155,7 @@ class Workshop:
         self.progress.follow(action.key, log)
         return log
 
-    def run_isolated(
+    def run_with_tools(
         self,
         action: Action,
         argv: Sequence[str],

@@ -25,7 +25,7 @@ from primus.sandbox.container import LayerRef
 _FORMAT = 1
 _ZSTD_LEVEL = 3
 _CHUNK = 1 << 18
-KINDS: Mapping[bytes, Kind] = {
+MEMBER_KINDS: Mapping[bytes, Kind] = {
     tarfile.REGTYPE: "file",
     tarfile.AREGTYPE: "file",
     tarfile.LNKTYPE: "hardlink",
@@ -182,8 +182,8 @@ def members(archive: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo]]:
 
 
 def entry_of(path: str, member: tarfile.TarInfo, **more: Any) -> Entry:
-    """Return the entry of an archive's member, of one of :data:`KINDS`, with the fields ``more``, such as its bytes."""
-    kind = KINDS[member.type]
+    """Return the entry of an archive's member, one of :data:`MEMBER_KINDS`. ``more`` are fields such as its bytes."""
+    kind = MEMBER_KINDS[member.type]
     link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
     return Entry(path=path, kind=kind, mode=member.mode, uid=member.uid, gid=member.gid, link=link, **more)
 
@@ -201,7 +201,7 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
                 for path, info in members(archive):
                     yield Member(
                         path=path,
-                        kind=KINDS.get(info.type, "other"),
+                        kind=MEMBER_KINDS.get(info.type, "other"),
                         size=info.size if info.isreg() else 0,
                         link=info.linkname,
                         chunks=chunks_of(cast("IO[bytes]", archive.extractfile(info))) if info.isreg() else (),
@@ -330,7 +330,7 @@ def _lines(plain: _Tee) -> Iterator[str]:
             if not path:
                 continue
             # A sparse file can claim more bytes than the layer has.
-            if member.type not in KINDS or member.issparse():
+            if member.type not in MEMBER_KINDS or member.issparse():
                 raise InputError(f"/{path} is not a plain file, folder or link")
             entry = entry_of(path, member)
             # A folder may appear twice, but of two files with one path, it is unclear which one counts.

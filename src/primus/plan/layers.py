@@ -15,8 +15,8 @@ from primus.oci.layer import assembler
 from primus.oci.store import key_of
 from primus.plan import skeleton
 from primus.plan.action import Action, ImagePlan, Input
-from primus.plan.project import StatIndex
 from primus.plan.resolve import ResolvedTarget, with_lock
+from primus.plan.stats import StatIndex
 from primus.plan.target import build_root, extra_root
 from primus.versions.components import Base, Build, Pin
 from primus.versions.lock import Lock, LockedFile, normalised, upstream

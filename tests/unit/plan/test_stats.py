@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.plan.project import StatIndex
+from primus.plan.stats import StatIndex
 
 
 def settle(path: Path) -> None:

@@ -53,8 +53,8 @@ def build(args: argparse.Namespace) -> int:
         return _print_plans(plans, workspace.store, args)
     rules, spent = rules_hash(), dict[str, float]()
     # With --rehash, the store may be damaged, and is mended first.
-    there = () if args.rehash else plans
-    images = [image for plan in there if (image := finished(workspace.store, plan, rules))]
+    trusted = () if args.rehash else plans
+    images = [image for plan in trusted if (image := finished(workspace.store, plan, rules))]
     if len(images) < len(plans):
         # Seam "pipeline": a build with nothing to do needs none of it, and would take twice the time.
         from primus.engine.pipeline import Options, build as build_images

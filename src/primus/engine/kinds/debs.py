@@ -29,7 +29,7 @@ from typing import IO, cast
 from primus.engine.workshop import Workshop, disk_is_full, log_tail
 from primus.errors import CheckFailed, HostError
 from primus.gpucode.bundles import keep_only
-from primus.oci.layer import KINDS, entry_of, members
+from primus.oci.layer import MEMBER_KINDS, entry_of, members
 from primus.oci.store import Layer, storage_error
 from primus.oci.tar import MTIME, Entry, part
 from primus.plan.action import Action
@@ -169,11 +169,11 @@ def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
         for path, member in members(archive):
             if not path or any(fnmatch.fnmatchcase(path, pattern) for pattern in left_out):
                 continue
-            if member.type not in KINDS:
+            if member.type not in MEMBER_KINDS:
                 raise CheckFailed(f"the base contains /{path}, which is not a file, folder or link")
             headers = ((key.partition("SCHILY.xattr.")[2], value) for key, value in member.pax_headers.items())
             xattrs = {name: value.encode("utf-8", "surrogateescape") for name, value in headers if name}
-            size = member.size if KINDS[member.type] == "file" else 0
+            size = member.size if MEMBER_KINDS[member.type] == "file" else 0
             source = functools.partial(part, tar, member.offset_data, size)
             yield entry_of(path, member, size=size, xattrs=xattrs, source=source)
 

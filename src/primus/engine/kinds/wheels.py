@@ -59,7 +59,7 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Layer:
     for wheel in shop.read_by(action):
         entries += wheel_entries(shop.file(wheel), wheel.file, prefix, without)
     words = [f"/usr/bin/python{python}", "-I", "/compile.py", f"/{prefix.site}"]
-    run = functools.partial(shop.run_isolated, action, words, what=f"compiling bytecode of {action.name}")
+    run = functools.partial(shop.run_with_tools, action, words, what=f"compiling bytecode of {action.name}")
     script = own_code(action, "bytecode", BYTECODE, scratch)
     return shop.write(action, [*entries, *bytecode_entries(entries, prefix.site, scratch, script, run)])
 
@@ -98,7 +98,7 @@ def build(action: Action, shop: Workshop, scratch: Path) -> Wheel:
     (source,) = action.files
     inside, out = f"/in/{source.file}", scratch / "out"
     order = own_code(action, "sorted folders", ORDER, scratch)
-    shop.run_isolated(
+    shop.run_with_tools(
         action,
         ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside, str(action.spec["python"])],
         inputs={inside: shop.file(source), "/in/order/sitecustomize.py": order},

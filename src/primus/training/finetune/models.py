@@ -312,7 +312,7 @@ def _same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, dict) and isinstance(theirs, dict):
         return all(_same(mine.get(key), theirs.get(key)) for key in mine.keys() | theirs.keys())
     if isinstance(mine, float) and isinstance(theirs, int | float):
-        return abs(mine - theirs) <= 1e-9 * max(abs(mine), abs(theirs))
+        return math.isclose(mine, theirs)
     return bool(mine == theirs)
 
 

@@ -42,7 +42,7 @@ def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
         )
         code = run_isolated(
             tiny, ["sh", "-c", script], inputs={"/in": tmp_path / "src"}, outputs=tmp_path / "out",
-            env={"MAX_JOBS": "2"}, log=tmp_path / "log/build.log",
+            env={"MAX_JOBS": "2"}, log=tmp_path / "build.log",
         )  # fmt: skip
     finally:
         del os.environ["SECRET_OF_THE_HOST"]

@@ -21,7 +21,7 @@ from primus.oci.tar import BLOCK, Entry, Member
 from primus.plan.action import Action
 from primus.plan.project import Workspace
 from primus.progress import Progress
-from primus.sandbox.container import GIB, Command, LayerRef, Mount, RootFs
+from primus.sandbox.container import Command, LayerRef, Mount, RootFs
 from primus.sandbox.engines import Engine, choose
 from primus.schema import build_typed
 from primus.terminal import bytes_text
@@ -262,7 +262,6 @@ def run_isolated(
     machine cannot isolate the script.
     """
     outputs.mkdir(parents=True, exist_ok=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
     command = Command(
         argv=("/bin/sh", "-c", _PRELUDE, "build", *argv),
         env={**ENVIRONMENT["every"], **env},
@@ -271,11 +270,9 @@ def run_isolated(
             *(Mount(source=source, target=target) for target, source in sorted(inputs.items())),
             Mount(source=outputs, target="/out", read_only=False),
         ),
-        tty=False,
         user="0",
         entrypoint=False,
         hostname="build",
-        shm_bytes=8 * GIB,
     )
     with log.open("wb") as out, Path(os.devnull).open("rb") as nothing:
         return (engine or choose("auto")).run(root, command, stdin=nothing, stdout=out, stderr=out)

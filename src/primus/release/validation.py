@@ -151,7 +151,6 @@ def _runner(
             env={"PRIMUS_NO_BANNER": "1"},
             mounts=(Mount(source=folder, target=str(_INSIDE), read_only=False),),
             devices=devices,
-            tty=False,
         )
         console = folder / f"{job.name}.console.txt"
         with console.open("wb") as log:

@@ -106,9 +106,8 @@ class Command:
 
     If ``argv`` is empty, the image's Cmd runs. ``env`` adds to the image's Env. ``cwd`` and ``user`` (``name``,
     ``uid`` or either with ``:group``) replace the image's. ``entrypoint`` False skips the image's Entrypoint.
-    ``network`` False creates a network with loopback only; True uses the host's. ``tty`` None requests a terminal
-    if stdin and stdout are inherited terminals. ``memory_bytes`` is a limit; None means none.
-    ``shm_bytes`` is the size of /dev/shm.
+    ``network`` False creates a network with loopback only; True uses the host's. ``memory_bytes`` is a limit; None
+    means none. ``shm_bytes`` is the size of /dev/shm.
     """
 
     argv: tuple[str, ...] = ()
@@ -118,7 +117,6 @@ class Command:
     devices: Devices = field(default_factory=Devices)
     memory_bytes: int | None = None
     network: bool = False
-    tty: bool | None = None
     user: str | None = None
     entrypoint: bool = True
     hostname: str | None = None

@@ -70,7 +70,8 @@ class Engine:
         """Run ``command`` in a new container and return its exit code.
 
         The code is 128+n for a command ended by signal n, 127 if it is not found, 126 if it cannot be executed. Signals
-        are forwarded. The container is removed afterwards, even if this process is killed.
+        are forwarded. The command has a terminal if stdin and stdout are inherited ones. The container is removed
+        afterwards, even if this process is killed.
 
         Raises InputError for an invalid mount, user or option, and HostError if the machine cannot run it.
         """
@@ -80,8 +81,7 @@ class Engine:
         # The shell says which program is missing, with the exit code for it, whereas an init ends with 1.
         arguments = ["-c", 'exec "$@"', "primus", *command.argv]
         own_options = self._own_options(command)
-        inherited = stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
-        terminal = inherited if command.tty is None else command.tty
+        terminal = stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
         variables, values = _variables(command, terminal)
         name = f"primus-{uuid.uuid4().hex[:12]}"
         for stream in (stdout, stderr):

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import pytest
 import zstandard
+from test_ship_release import ready as prepared
 
 from amd_channel import registry, restore
 from host_tools import needs
@@ -31,8 +32,7 @@ from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import Progress
-from primus.release.policy import Policy
-from primus.release.publish import Ready, prepare, publish
+from primus.release.publish import Ready, publish
 from primus.release.registry import EMPTY, Document, Repository, artifact, digest_tag
 from primus.release.statement import BUNDLE, Signer, Trust, payload
 from primus.release.verification import verify_image
@@ -129,13 +129,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ready, Store]:
     kit = make_project(tmp_path_factory.mktemp("publish") / "project", size=100_000)
-    kit.build("demo")
-    project = Project(kit.root)
-    plan = plan_image(resolve(project, "demo"), project.workspace.stats)
-    ready = prepare(
-        plan, project.workspace, records=kit.root / "none", policy=Policy(), preview=False, progress=Progress()
-    )
-    return replace(ready, objections=()), project.workspace.store
+    return prepared(kit), Project(kit.root).workspace.store
 
 
 @pytest.fixture(scope="module")
@@ -488,6 +482,17 @@ ANYWHERE: dict[str, Fault] = {
     **{str(status): say(status, b'{"errors": []}') for status in (401, 403, 404, 405, 500, 502, 503)},
 }  # fmt: skip
 FAULTS = SOURCE.parent / "benchmarks/results/registry-faults.json"
+
+
+@needs("cosign")
+def test_a_signed_publish_sets_each_tag_once_so_that_none_needs_to_move(
+    built: tuple[Ready, Store], whole: Cached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COSIGN_PASSWORD", "a word")
+    with Proxy(whole.port) as proxy:
+        publish(*built, repository(proxy), Progress(), signer=Signer(key=str(whole.root / "ours.key")))
+    tags = [line for line in proxy.seen if re.match("PUT .*/manifests/(?!sha256:)", line)]
+    assert len(tags) == len({*tags}) == 3, "the list of referrers, the announcement, the release"
 
 
 @needs("cosign")

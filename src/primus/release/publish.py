@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from primus.progress import Progress
 from primus.release.documents import VALIDATION, checkout, documents
 from primus.release.policy import Policy, evidence_in, forbidden_in, objections
 from primus.release.registry import Document, Repository, plain_http
-from primus.release.statement import RELEASE_TAG, Signer, attach_signed, statements, write_request
+from primus.release.statement import RELEASE_TAG, Signer, bundles, statements, write_request
 from primus.schema import read_json
 from primus.versions.remotes import skopeo
 
@@ -94,11 +94,12 @@ def publish(
     # A tag that names the image was answered with its manifest.
     if missing or (before != digest and there.digest(digest) is None):
         _push(ready, store, there, missing, sent, progress)
-    there.attach(ready.documents, ready.subject)
     ref, about = f"{repository}:{ready.tag}", statements(ready.documents, ready.tag, digest)
-    request = write_request(later, ref, ready.subject, about) if later else None
     if not later and (signer or before != digest):
-        finish(there, ready.tag, ready.subject, about, signer)
+        finish(there, ready.tag, ready.subject, about, signer, ready.documents)
+    else:
+        there.attach(ready.documents, ready.subject)
+    request = write_request(later, ref, ready.subject, about) if later else None
     return {
         "ref": ref,
         "digest": digest,
@@ -156,9 +157,11 @@ def move_tag(there: Repository, tag: str, release: str) -> tuple[str | None, str
 
 
 def finish(
-    there: Repository, tag: str, subject: Mapping[str, Any], about: list[dict[str, Any]], signer: Signer | None
-) -> int:
-    """Sign the statements ``about`` the pushed image ``subject``, attach them, and set its tag. Returns their number.
+    there: Repository, tag: str, subject: Mapping[str, Any], about: list[dict[str, Any]], signer: Signer | None,
+    documents: Sequence[Document] = (),
+) -> int:  # fmt: skip
+    """Sign the statements ``about`` the pushed image ``subject``, attach them and ``documents`` at once (the list of
+    referrers may be a tag that cannot be moved), and set its tag. Returns the number of statements.
 
     Raises CheckFailed if the image is missing, or if the tag of a release already names another one.
     """
@@ -166,7 +169,7 @@ def finish(
     before, manifest = _free(there, tag, digest), there.manifest(digest)
     if manifest is None or digest_of(manifest) != digest:
         raise CheckFailed(f"{there.name} does not have the image {digest}", hint="publish it again")
-    signed = attach_signed(there, subject, about, signer) if signer else 0
+    there.attach([*documents, *(bundles(there, digest, about, signer) if signer else ())], subject)
     if before is None and not tag.endswith("-preview"):
         _announce(there, tag, manifest)
     if before != digest:
@@ -175,7 +178,7 @@ def finish(
             raise HostError(f"{there.name}:{tag} names nothing after it was set to {digest}", hint="run it again")
         if now != digest:
             raise _lost(there, tag, now)
-    return signed
+    return len(about) if signer else 0
 
 
 def _free(there: Repository, tag: str, digest: str) -> str | None:

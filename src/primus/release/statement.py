@@ -169,16 +169,13 @@ def cosign(*words: str) -> str:
     return (errors[0].partition(": ")[2] or errors[0]) if errors else f"code {done.returncode}"
 
 
-def attach_signed(there: Repository, subject: Mapping[str, Any], about: Sequence[Mapping[str, Any]], by: Signer) -> int:
-    """Sign the statements ``about`` the image ``subject`` and attach the bundles. Returns their number.
-
-    A statement that is attached already, signed with the same key, is not attached again.
+def bundles(there: Repository, digest: str, about: Sequence[Mapping[str, Any]], by: Signer) -> list[Document]:
+    """Sign the statements ``about`` the image ``digest``. Returns them without those to which a signature of this key
+    is attached already.
     """
-    before = {_signed_by(bundle.data) for bundle in there.documents(str(subject["digest"]), BUNDLE)}
-    signed = [by.bundle(statement) for statement in about]
-    new = [Document(media_type=BUNDLE, name="", data=data) for data in signed if _signed_by(data) not in before]
-    there.attach(new, dict(subject))
-    return len(signed)
+    before = {_signed_by(bundle.data) for bundle in there.documents(digest, BUNDLE)}
+    signed = [Document(media_type=BUNDLE, name="", data=by.bundle(statement)) for statement in about]
+    return [bundle for bundle in signed if _signed_by(bundle.data) not in before]
 
 
 def payload(bundle: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sphinx.cmd.build import build_main
 
+from docs.site.curves import PAGE, curves_html, curves_page
 from docs.site.faults import faults
 from docs.site.models import gpu_page, models_page
 from docs.site.performance import performance
@@ -44,6 +45,7 @@ STANDS_FOR = {
     "images": "reference/images.md",
     "benchmarks/results/silent-faults.json": "measured/silent-faults.md",
     "src/primus/recipes/keys": "recipes.md",
+    "benchmarks/golden": f"{PAGE}.md",
 }
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]*)(#[^)\s]*)?(?=\))")
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
@@ -65,6 +67,7 @@ def assemble(source: Path) -> list[str]:
         "gpus.md": gpu_page(load_table()),
         "performance.md": performance(ROOT),
         "measured/silent-faults.md": faults(ROOT),
+        f"{PAGE}.md": curves_page(ROOT),
     }
     texts = {page: ((ROOT / page).read_text("utf-8"), target) for page, target in places.items()}
     texts |= {f"docs/{target}": (text, target) for target, text in made.items()}
@@ -128,7 +131,7 @@ def main(words: list[str]) -> int:
         return build_main([*settings, "-b", "linkcheck", str(source), str(out / "links")])
     if code := build_main([*settings, str(source), str(html)]):
         return code
-    for name, text in {**picker(ROOT), **rocm_data(ROOT)}.items():
+    for name, text in {**picker(ROOT), **rocm_data(ROOT), **curves_html(ROOT)}.items():
         (html / name).write_text(text, "utf-8")
     for_machines(source, html)
     print(html / "index.html")

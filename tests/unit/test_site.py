@@ -29,7 +29,7 @@ PAGE_BYTES = 500_000
 # The kinds of pages, and a report of runs.
 KINDS = (
     "index.html", "picker.html", "running.html", "reference/commands.html", "models.html", "gpus.html", "releases.html",
-    "measured/suite-2xh200-gpu.html", "report.html",
+    "measured/suite-2xh200-gpu.html", "measured/golden-curves.html", "report.html",
 )  # fmt: skip
 SCRIPT = (ROOT / "tests/fixtures/readable.js").read_text(encoding="utf-8")
 

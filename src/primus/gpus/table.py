@@ -175,14 +175,14 @@ class UnknownPeak(PrimusError):
 
 
 @cache
-def load_table(path: Path = TABLE_FILE) -> Table:
-    """The table that ships with this package, or that of another file in its form."""
-    return build(Table, read(path, f"{path.parent.name}/{path.name}"))
+def load_table() -> Table:
+    """Return the table that ships with this package."""
+    return build(Table, read(TABLE_FILE, f"gpus/{TABLE_FILE.name}"))
 
 
-def generation(name: str, table: Table | None = None) -> Generation:
+def generation(name: str) -> Generation:
     """Return the generation of target ``name``, such as ``mi300x``. Raises InputError for an unknown name."""
-    generations = {g.name: g for g in (table or load_table()).generations}
+    generations = {g.name: g for g in load_table().generations}
     if name not in generations:
         hint = did_you_mean(name, generations) or "known: " + ", ".join(generations)
         raise InputError(f"no GPU generation is called {name!r}", hint=hint)
@@ -229,8 +229,7 @@ def peak_for_mfu(text: str, dtype: Dtype) -> tuple[Generation, float, str]:
     return gpu, *published
 
 
-def environment(target: str, table: Table | None = None) -> tuple[Variable, ...]:
+def environment(target: str) -> tuple[Variable, ...]:
     """Return the variables that an image for ``target`` sets, sorted by name. InputError for an unknown generation."""
-    table = table or load_table()
-    variables = (v for v in table.of(generation(target, table)) if v.value is not None)
+    variables = (v for v in load_table().of(generation(target)) if v.value is not None)
     return tuple(sorted(variables, key=lambda v: v.name))

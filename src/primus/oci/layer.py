@@ -343,6 +343,6 @@ def _lines(plain: _Tee) -> Iterator[str]:
 
 
 def reference(layer: Layer) -> LayerRef:
-    """Return the layer as the gates refer to it."""
+    """Return the layer as readers of blobs and the sandbox name it: without its paths."""
     blob = layer.blob
     return LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from primus.errors import InputError, did_you_mean
-from primus.gpus.table import TABLE_FILE, Table
+from primus.gpus.table import load_table
 from primus.oci.store import Store
 from primus.plan.stats import StatIndex
 from primus.plan.target import Target
@@ -71,7 +71,7 @@ class Project:
             for index, pin in enumerate(about.pins):
                 for number, target in enumerate(pin.targets):
                     # A GPU, or a name that resembles no target, may be a target that this checkout does not contain.
-                    if target in names or target in (row.name for row in self.gpus.generations):
+                    if target in names or target in (gpu.name for gpu in load_table().generations):
                         continue
                     if hint := did_you_mean(target, names):
                         key = ("components", component, "pins", index, "targets", number)
@@ -95,7 +95,7 @@ class Project:
             names = self.target_names()
             if name not in names:
                 hint = did_you_mean(name, names) or f"targets: {', '.join(names) or 'none'}"
-                if reason := next((gpu.no_image for gpu in self.gpus.generations if gpu.name == name), None):
+                if reason := next((gpu.no_image for gpu in load_table().generations if gpu.name == name), None):
                     raise InputError(f"no image is built for {name}: {reason}", hint=f"targets: {', '.join(names)}")
                 raise InputError(f"no target is called {name!r}", hint=hint)
             if not _TARGET.fullmatch(name):
@@ -120,11 +120,6 @@ class Project:
             else:
                 yield name
 
-    @cached_property
-    def gpus(self) -> Table:
-        """The table of GPU generations."""
-        return build(Table, self._document(TABLE_FILE, f"{TABLE_FILE.parent.name}/{TABLE_FILE.name}"))
-
     def lock_path(self, name: str, channel: str) -> Path:
         """Return the path of the target's committed lock for the channel."""
         return self.root / "images" / "locks" / channel / f"{name}.json"
@@ -138,8 +133,8 @@ class Project:
         """Return the lock at ``path``, or None if there is none yet."""
         return load_lock(path, str(path.relative_to(self.root)))
 
-    def _document(self, path: Path, name: str | None = None) -> Document:
-        return read(path, name or str(path.relative_to(self.root)))
+    def _document(self, path: Path) -> Document:
+        return read(path, str(path.relative_to(self.root)))
 
 
 def _names(folder: Path) -> list[str]:

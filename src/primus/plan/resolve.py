@@ -172,10 +172,10 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         return document.where(key)
 
     try:
-        gpu = generation(target.gpu, project.gpus) if target.gpu is not None else None
+        gpu = generation(target.gpu) if target.gpu is not None else None
     except InputError as error:
         raise InputError(error.message, where=error.where or place("gpu"), hint=error.hint) from None
-    baked = environment(gpu.name, project.gpus) if gpu else ()
+    baked = environment(gpu.name) if gpu else ()
     where = {c: place("components", i) for i, c in enumerate(target.components)}
     where |= {c: place("more", choice.channel, i) for i, c in enumerate(target.more.get(choice.channel, ()))}
     pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else None, where)

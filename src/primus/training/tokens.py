@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import resource
 import signal
 import sys
 from array import array
@@ -41,8 +42,8 @@ _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _VOCABULARIES = ("*.model", "*.tiktoken", "tokenizer.json", "tekken.json", "vocab*")
 # Characters that are tokenized in one call.
 _BATCH = 1 << 20
-# Processor time that a template may take for a chat.
-_MOST_SECONDS = 10.0
+# Processor time that a template may take for a chat, and memory for those of a call.
+_MOST_SECONDS, _MOST_BYTES = 10.0, 2 << 30
 _EVERY = 1_000_000
 
 
@@ -188,7 +189,8 @@ class Encoder:
             return
         # A short name may be part of any text.
         for number, (name, holder, key, identity) in enumerate(parts):
-            mark, value = f"_qz{number}_", holder[key]
+            # Digits, which stay as they are in capital letters.
+            mark, value = f"90716{number}61709", holder[key]
             holder[key] = dict.fromkeys(value, mark) if isinstance(value, dict) else f"{value}{mark}"
             # Some templates write the ids of calls only.
             marks |= {} if identity and identity in text else {mark: name}
@@ -252,18 +254,23 @@ def _refuse_lost(messages: Sequence[Mapping[str, Any]], text: str) -> None:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after ``seconds`` of processor time: a template can loop forever."""
+    """Limit processor time and memory of the block, in which a template may loop forever. Raises ValueError."""
 
     def end(*_: object) -> None:
-        raise TimeoutError(f"it has not ended after {seconds:g} s")
+        raise ValueError(f"it has not ended after {seconds:g} s")
 
-    before = signal.signal(signal.SIGVTALRM, end)
+    before, memory = signal.signal(signal.SIGVTALRM, end), resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MOST_BYTES, memory[1]))
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
+    except MemoryError:
+        raise ValueError(f"it needs more than {_MOST_BYTES >> 30} GiB of memory") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
 
 
 def _agreed(text: str, *beginnings: str) -> int | None:

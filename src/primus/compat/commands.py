@@ -11,6 +11,7 @@ from primus.compat.translate import is_experiment, listed, options, read_experim
 from primus.errors import HostError, InputError, nearest
 from primus.gpus.table import load_table, words_for
 from primus.recipes.load import names
+from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve
 from primus.recipes.schema import backends
 from primus.recipes.setting import Choices
@@ -101,10 +102,7 @@ def documented(name: str) -> tuple[Request, Mapping[str, Any]]:
     start = next((i for i, part in enumerate(parts) if part in paths["frameworks"]), None)
     match = re.fullmatch(r"(.+?)(?:-(BF16|FP8|MXFP8))?(?:-pretrain)?\.(?:ya?ml|toml)", parts[-1] if parts else "")
     if start is None or match is None:
-        raise InputError(
-            f"there is no file {name}, and no document names it", where=f"EXP={name}",
-            hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml, or the name of a recipe",
-        )  # fmt: skip
+        raise refusal("no_experiment", f"EXP={name}", name=name)
     backend = paths["frameworks"][parts[start]]
     folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
     gpus = {gpu.upper(): gpu for gpu in load_table().imaged if "amd" in words_for(gpu)}
@@ -176,8 +174,8 @@ def _report(words: Sequence[str]) -> Request:
     mode, model = rows["modes"][_in_any_case(args.t, rows["modes"], "-t")], _in_any_case(args.m, rows["models"], "-m")
     precision, runs = listed(args.p.lower(), rows["precisions"], "-p"), rows["models"][model]["runs"]
     if mode not in runs:
-        hint = f"there are: {', '.join(word for word, kind in rows['modes'].items() if kind in runs)}"
-        raise InputError(f"{model} has no {args.t}", where=f"-t {args.t}", hint=hint)
+        having = ", ".join(word for word, kind in rows["modes"].items() if kind in runs)
+        raise refusal("no_mode", f"-t {args.t}", model=model, mode=args.t, modes=having)
     run = runs[mode]
     return Request(
         recipe=rows["models"][model]["recipe"],
@@ -197,8 +195,7 @@ def _fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     args, configs = parser.parse_args(words), table("commands")["configs"]
     row = configs[_in_any_case(args.config.removeprefix("./"), configs, parser.prog)]
     if args.family != row["family"]:
-        message = f"{args.config} is of the family {row['family']}, not {args.family!r}"
-        raise InputError(message, where=parser.prog)
+        raise refusal("other_family", parser.prog, config=args.config, family=row["family"], other=args.family)
     ranks, batch = _count(environment, "WORLD_SIZE") or 8, args.batch_size
     settings = {
         "ranks": ranks,

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from primus.errors import InputError, nearest
+from primus.recipes.refusals import refusal
 from primus.recipes.schema import backend_rules, backends
 from primus.recipes.setting import Value
 from primus.schema import build
@@ -92,8 +93,7 @@ def options(words: Sequence[str]) -> list[Option]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            hint = "write --key value or --key=value, as in --training.local_batch_size 6"
-            raise InputError(f"{word!r} belongs to no option", where="command line", hint=hint)
+            raise refusal("no_option", "command line", word=word)
         key, separator, text = word[2:].partition("=")
         if not re.fullmatch(r"[A-Za-z][\w.-]*", key):
             raise InputError(f"{word!r} is not an option", where="command line")
@@ -253,8 +253,7 @@ def read_experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     stem = listed(model.removesuffix("-fp8"), stems[backend], place, "there is no recipe for the model")
     if re.sub(r"\.ya?ml$", "", config := text("config")) != "pre_trainer":
         where = document.where((*_PLACE, "config"))
-        hint = "write what it sets under overrides"
-        raise InputError(f"{config} is not Primus's own pre_trainer.yaml", where=where, hint=hint)
+        raise refusal("own_trainer", where, config=config)
     recipe, settings = recipe_of(backend, stem)
     overrides = () if trainer.overrides is None else _flat(document, (), trainer.overrides, environment)
     return Experiment(

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from os.path import exists, isdir, isfile
+from os.path import exists, expanduser, isdir, isfile
 from pathlib import Path
 from typing import Any
 
-from primus.errors import InputError, nearest
+from primus.errors import InputError, PrimusError, nearest
 from primus.files import refuse_pointer
 from primus.recipes import load, schema
 from primus.recipes.choose import CPU, LENGTH, check_choice, choose, supported
@@ -22,7 +22,7 @@ from primus.recipes.rules import USABLE, gpu_bytes, holds, predict, rules_of
 from primus.recipes.schema import Backend, backends
 from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.recipes.weights import kind_faults, model_of, published_faults
-from primus.yamlfile import LARGEST, spell, value as typed_value
+from primus.yamlfile import LARGEST, read_values, spell, value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
 # Keys of weights to start from.
@@ -69,7 +69,7 @@ def resolve(
     for number, word in enumerate([*words, *replacing]):
         full, key, setting = _override(word, knows)
         if key in overriding and number < len(words):
-            raise _twice(key, spelled[key], full)
+            raise refusal("twice", "command line", key=key, first=spelled[key], second=full)
         spelled[key], overriding[key] = full, setting
     body = settings
     settings = _with_cases(body, source, facts, overriding, knows) | chosen
@@ -152,10 +152,17 @@ def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices,
     for word in overrides:
         key, _, text = word.partition("=")
         if key not in CHOICES:
-            words.append(word)
+            # The shell leaves ~ as it is after =.
+            words.append(f"{key}={expanduser(text)}" if text.startswith("~/") else word)
             continue
         if (before := getattr(choices, key)) is not None:
-            raise _twice(key, f"{key}={str(before).lower() if key == 'proxy' else before}", word)
+            raise refusal(
+                "twice",
+                "command line",
+                key=key,
+                first=f"{key}={str(before).lower() if key == 'proxy' else before}",
+                second=word,
+            )
         value: object = text
         if spelling := _SPELLINGS.get(key):
             where = f"command line: {key}"
@@ -182,10 +189,6 @@ def _of_weights(
     settings = {key: s for key, s in settings.items() if not key.startswith("model.") or key in kept} | described
     lengths = (settings[knows.key("seq_len")], described["model.max_seq_len"])
     return settings | {knows.key("seq_len"): min(lengths, key=lambda length: int(str(length.value)))}
-
-
-def _twice(key: str, first: str, second: str) -> InputError:
-    return InputError(f"{key} is set twice: {first} and {second}", where="command line", hint="keep one of the two")
 
 
 def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mapping[str, str], knows: Backend) -> None:
@@ -252,14 +255,18 @@ def _override(word: str, knows: Backend) -> tuple[str, str, Setting]:
         key = f"assets.{key}"
     elif native_key := knows.keys.get(key) or knows.degrees.get(key):
         key = f"{knows.name}.{native_key}"
-    value: Value = typed_value(text, f"command line: {key}") if text else ""
-    setting = Setting(value=value, origin=f"command line: {word}")
     section = key.partition(".")[0]
     # A size in the recipe's model section, from which primus sets the backend's key of the same name.
     sized = key in knows.owned and key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
-    native = key in knows.owned or key in schema.backend_rules(knows.name) or section not in _OWN_SECTIONS
+    own = schema.backend_rules(knows.name)
+    native = key in knows.owned or key in own or section not in _OWN_SECTIONS
     whole = section == knows.name or key in schema.recipe_rules() or sized
-    return f"{key}={text}", f"{knows.name}.{key}" if native and not whole else key, setting
+    place = f"{knows.name}.{key}" if native and not whole else key
+    # A path may look like a number, or contain what is a comment in YAML.
+    rule = schema.recipe_rules().get(place) or own.get(place.removeprefix(f"{knows.name}."))
+    plain = not text or (rule and rule.types == {"str"} and not rule.choices and text[0] not in "\"'")
+    value: Value = text if plain else typed_value(text, f"command line: {key}")
+    return f"{key}={text}", place, Setting(value=value, origin=f"command line: {word}")
 
 
 def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Backend) -> None:
@@ -299,8 +306,10 @@ def _check_keys(settings: Mapping[str, Setting], source: load.Source, knows: Bac
                 raise InputError(f"{key} {reason}", where=settings[key].origin, hint=remedy)
 
 
-def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows: Backend) -> InputError:
+def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows: Backend) -> PrimusError:
     native = key.removeprefix(f"{knows.name}.")
+    if native in (names := read_values(Path(__file__).with_name("other_names.yaml")).data):
+        return refusal("other_name", setting.origin, key=key, name=names[native])
     other = native.partition(".")[0]
     if other != knows.name and other in backends():
         message = f"{native} is not a key of the backend {knows.name}"
@@ -334,6 +343,8 @@ def _file_faults(recipe: Recipe, *, here: bool) -> Iterator[Fault]:
     names = [key for key in recipe.settings if key.startswith("assets.") or key == "eval.corpus"]
     for name in (key for key in names if here or not str(recipe.settings[key].value).startswith("/")):
         asset, kind = recipe.asset(name), "a folder" if name == "assets.tokenizer" else "a file or a folder"
+        if not re.fullmatch(r"(?!hf:).*|hf:[\w.-]+(/[\w.-]+)?", value := recipe.get(name, str)):
+            yield name, f"{value} names no data set or model on the hub", "as in hf:OWNER/NAME"
         if asset is not None and not (isdir(asset) or (kind != "a folder" and isfile(asset))):
             yield name, f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock"
     key = f"{recipe.backend}.weights"

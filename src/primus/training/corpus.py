@@ -246,7 +246,7 @@ def _parsed(text: str, file: Path, line: int, expected: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"{file}:{line + error.lineno - 1}:{error.colno}"
         rest = text[error.pos :].strip()[:40]
-        raise _unreadable(f"expected {expected}, found {repr(rest) if rest else 'its end'}", where) from None
+        raise _unreadable(f"expected {expected}, found {repr(rest) if rest else 'the end'}", where) from None
     except ValueError as error:  # a number with thousands of digits
         raise _unreadable(f"the JSON cannot be read: {error}", f"{file}:{line}") from None
 
@@ -266,6 +266,8 @@ def _table_rows(shown: str, name: str, **options: Any) -> Iterator[tuple[str, An
     try:
         for number, row in enumerate(load_dataset(name, streaming=True, **options), 1):
             yield f"{shown}: row {number}", {name: _without_nulls(value) for name, value in row.items()}
+    except ConnectionError as error:
+        raise refusal("unreachable", shown, error=first_line(error)) from None
     except Exception as error:  # noqa: BLE001, each reader has its own errors
         raise _unreadable(f"cannot be read after row {number}: {first_line(error)}", shown) from None
 
@@ -392,9 +394,10 @@ def _messages(value: Any, name: str, where: str) -> list[dict[str, Any]]:
             for turn in value
         ]
     for turn in value:
-        calls = turn.get("tool_calls") or turn.get("function_call")
-        if not isinstance(turn.get("role"), str) or (turn.get("content") is None and not calls):
-            raise _neither(value, name, where)
+        calls = [*(turn.get("tool_calls") or ()), *filter(None, [turn.get("function_call")])]
+        whole = all(isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping) for call in calls)
+        if not (isinstance(turn.get("role"), str) and whole) or (turn.get("content") is None and not calls):
+            raise _neither(turn, name, where)
     return [dict(turn) for turn in value]
 
 

@@ -32,8 +32,7 @@ def write_model(checkpoint: Path, folder: Path, dtype: str | None, tokenizer: Pa
     """
     fields = identity.saved(checkpoint)
     if not fields:
-        hint = f"--resume-from accepts it only if its {identity.FILE} and all its files are there"
-        raise InputError("the checkpoint is incomplete or damaged", where=str(checkpoint), hint=hint)
+        raise refusal("incomplete_checkpoint", checkpoint, file=identity.FILE)
     backend = str(fields["backend"])
     sizes = architecture({k[6:]: v for k, v in fields.items() if k.startswith("model.")})
     model = as_trained(sizes, backend, int(fields["seq_len"]))

@@ -4,6 +4,7 @@ import collections
 import ctypes
 import errno
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -39,9 +40,7 @@ class Ended:
 
 def dropped(inherited: Mapping[str, str]) -> list[str]:
     """Return the variables of another torchrun that :func:`clean` drops: torchrun reads them as its own arguments."""
-    return sorted(name for name in inherited if name.startswith("PET_") or (
-        name.startswith("TORCHELASTIC_") and name != "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-    ))  # fmt: skip
+    return sorted(filter(re.compile("PET_|TORCHELASTIC_(?!LOG_LINE_PREFIX_TEMPLATE$)").match, inherited))
 
 
 def clean(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import primus
-from primus.errors import HostError, InputError
+from primus.errors import HostError, InputError, PrimusError
 from primus.files import json_if_readable, write_file
 from primus.recipes.refusals import refusal
 from primus.training import checks, failure, launch, machine, metrics, outcome, ranks
@@ -29,12 +29,6 @@ from primus.turbo.trial import decide
 STARTING_SECONDS = 1800.0
 # Seconds that a node whose ranks only wait for another's, or only lost them, gives the others to name the cause.
 _OTHERS_NAME_IT, _OTHERS_SAY_WHY = 5.0, 15.0
-
-_WRITABLE = {
-    errno.EACCES: f"give user {os.geteuid()} the right to write to the folder, or choose another --output",
-    errno.EROFS: 'in a container, mount a folder with -v "$PWD/runs:/workspace/runs" (without :ro); '
-    "or choose another --output",
-}
 
 
 def check_backend(job: Job) -> None:
@@ -89,11 +83,11 @@ def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
     return job
 
 
-def _cannot_write(job: Job, folder: Path, error: OSError) -> HostError:
+def _cannot_write(job: Job, folder: Path, error: OSError) -> PrimusError:
     with contextlib.suppress(OSError):
         (folder / "log.txt").unlink(missing_ok=True)
-    hint = _WRITABLE.get(error.errno or 0, "choose another --output")
-    return HostError(f"cannot write to {job.output}: {error.strerror}", hint=hint)
+    name = {errno.EACCES: "no_right_to_write", errno.EROFS: "read_only"}.get(error.errno or 0, "cannot_write")
+    return refusal(name, output=job.output, error=error.strerror, user=os.geteuid())
 
 
 def start(job: Job, on_line: Callable[[str], None], patience: float = 0) -> Outcome:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primus.errors import CheckFailed, HostError, InputError
+from primus.errors import CheckFailed, InputError
 from primus.files import write_file
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.waits import holders
 
 _RECORDED = ("Gemm", "ScaledGemm")
@@ -91,8 +92,7 @@ def read_shapes(folder: Path) -> list[str]:
             if line.startswith(_RECORDED) and "," in line:
                 shapes[",".join(line.split(",")[:2])] = None
     if not shapes:
-        hint = "the stage dump records them: primus tune gemm RECIPE --stage dump"
-        raise InputError(f"no GEMM is recorded in {folder}", hint=hint)
+        raise refusal("no_gemm", folder=folder)
     return list(shapes)
 
 
@@ -182,8 +182,7 @@ def check(place: Place, key: Key) -> Mapping[str, str]:
             if stored.get(name) != value
         ]
     except (OSError, ValueError, AttributeError):
-        why = f"{tuned} has no valid key: {place.key} is missing or damaged"
-        raise InputError(why, hint="tune again") from None
+        raise refusal("no_key", tuned=tuned, key=place.key) from None
     if differences:
         raise InputError(f"{tuned} was measured with {', '.join(differences)}", hint="tune again")
     return {**_READING, "PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
@@ -207,6 +206,5 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            message = f"another process tunes in {folder}: {holders(lock.fileno(), path)}"
-            raise HostError(message, hint="run it again when that has ended, or choose another --folder") from error
+            raise refusal("tuned_now", folder=folder, holders=holders(lock.fileno(), path)) from error
         yield

@@ -21,6 +21,7 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.load import beside, is_path
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import predict
 from primus.recipes.setting import CHOICES
@@ -286,10 +287,7 @@ class Search:
             if code != HostError.exit_code:
                 write_sealed(output.with_suffix(".json"), asdict(result))
         except OSError as error:
-            raise HostError(
-                f"cannot write to {self._folder}: {error.strerror}",
-                hint="make room there, and run the same command again: finished runs are kept",
-            ) from error
+            raise refusal("no_room", folder=self._folder, error=error.strerror) from error
         return result
 
     def _output(self, recipe: Recipe, number: int) -> Path:

@@ -18,6 +18,7 @@ from primus.errors import HostError, InputError, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.rules import rules_of
 from primus.recipes.weights import another_model
 from primus.report import html, sheets
@@ -67,8 +68,7 @@ def _run(options: argparse.Namespace) -> int:
         verify_steps=options.verify_steps,
     )
     if job.first_step > job.last_step:
-        at = f"{checkpoint} is already at step {job.first_step - 1} of {job.last_step}"
-        raise InputError(at, hint="raise --steps")
+        raise refusal("last_step", path=checkpoint, step=job.first_step - 1, steps=job.last_step)
     if options.dry_run:
         print(ranks.job_file(job) if options.json else _plan(job), end="")
         return 0
@@ -198,19 +198,18 @@ def _preflight(job: Job, burn_in: float | None) -> None:
 
 def newest_checkpoint(path: Path) -> Path:
     """Return the checkpoint that ``path`` is, or the newest complete one of the run that it is, or else the newest."""
-    hint = "name a folder …/checkpoint/step-N, or the folder of a run"
     if not path.is_dir():
-        raise InputError(f"there is no checkpoint folder {path}", hint=hint)
+        raise refusal("no_checkpoint_folder", path=path)
     checkpoint = path.absolute()
     if not (checkpoint / ".metadata").is_file():
         saved = [step for step in steps(checkpoint / "checkpoint") if (step / ".metadata").is_file()]
         if not saved:
-            raise InputError(f"{path} contains no checkpoint", hint=hint)
+            raise refusal("no_checkpoint", path=path)
         checkpoint = next((step for step in reversed(saved) if identity.complete(step)), saved[-1])
         if incomplete := [step.name for step in saved[saved.index(checkpoint) + 1 :]]:
             print(f"primus: {checkpoint.name} is used; incomplete: {', '.join(incomplete)}", file=sys.stderr)
     if checkpoint not in steps(checkpoint.parent):
-        raise InputError(f"{checkpoint} is not named step-N", hint=hint)
+        raise refusal("no_step", path=checkpoint)
     return checkpoint
 
 

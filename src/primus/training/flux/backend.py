@@ -15,6 +15,7 @@ from primus.recipes import tensors
 from primus.recipes.architecture import Architecture
 from primus.recipes.family import family
 from primus.recipes.recipe import Recipe
+from primus.recipes.refusals import refusal
 from primus.recipes.setting import bounded
 
 
@@ -58,9 +59,8 @@ def check_data(recipe: Recipe) -> None:
             raise InputError(f"{_EXPECTED}; {', '.join(missing)} is missing", where=str(file))
         for key, shape in expected.items():
             if shapes[key][1:] != shape:
-                raise InputError(
-                    f"{key} is {_shown(shapes[key])}, but the model needs {_shown(('images', *shape))}", where=str(file)
-                )
+                needed = _shown(("images", *shape))
+                raise refusal("other_latents", file, key=key, shape=_shown(shapes[key]), needed=needed)
         if len({shapes[key][0] for key in KEYS}) > 1:
             raise InputError("latents, text and pooled have different numbers of images", where=str(file))
         images += shapes["latents"][0]

@@ -147,8 +147,8 @@ def _fetch_files(workshop: Workshop, plans: Sequence[ImagePlan], todo: Sequence[
 
     locks = [(plan.resolved.lock, plan.resolved.request) for plan in plans]
     requests = {file: request for lock, request in locks if lock for file in lock.files}
-    wanted = {file: requests[file] for file in absent}
-    fetch(wanted, workshop.workspace.files, offline=offline, progress=workshop.progress)
+    missing = {file: requests[file] for file in absent}
+    fetch(missing, workshop.workspace.files, offline=offline, progress=workshop.progress)
 
 
 def _run_actions(workshop: Workshop, actions: Sequence[Action]) -> dict[str, float]:

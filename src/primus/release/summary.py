@@ -29,9 +29,9 @@ def table(validated: Sequence[Validated]) -> str:
         failed = [v["name"] for v in record["verdicts"] if not v["passed"] and not v.get("skipped")]
         cause = next((f": {job['cause']}" for job in record["jobs"] if job.get("cause")), "")
         checks = f"✗ {', '.join(failed)}{cause}" if failed else f"{len(record['verdicts'])} checks"
-        runs, kept = f"{len(record['jobs'])} runs", "  (kept)" if cell.earlier else ""
+        runs, earlier = f"{len(record['jobs'])} runs", "  (kept)" if cell.earlier else ""
         name = f"{mark(record)} {cell.folder.name}"
-        rows.append((name, record["recipe"]["precision"], runs, curve, f"{checks}{kept}"))
+        rows.append((name, record["recipe"]["precision"], runs, curve, f"{checks}{earlier}"))
     passed = sum(cell.record["passed"] for cell in validated)
     faults = {v["name"] for cell in validated for v in cell.record["verdicts"] if not v["passed"]}
     # Gates concern the image and fail in every cell, which must not hide that the jobs passed.

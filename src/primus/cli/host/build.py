@@ -86,9 +86,9 @@ def _print_plans(plans: Sequence[ImagePlan], store: Store, args: argparse.Namesp
     texts = []
     for plan, rows in outlines:
         state = store.record("targets", plan.state)
-        known = [screen.wrap(f"known issue: {i}", "  ! ", "    ") for i in plan.resolved.known_issues if full]
+        issues = [screen.wrap(f"known issue: {i}", "  ! ", "    ") for i in plan.resolved.known_issues if full]
         shown = outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full)
-        texts.append("\n".join([shown, *(line for lines in known for line in lines)]))
+        texts.append("\n".join([shown, *(line for lines in issues for line in lines)]))
     return answer(args, document, [("\n\n" if full else "\n").join(texts)])
 
 

@@ -66,8 +66,8 @@ def diff(args: argparse.Namespace) -> int:
     if old.layers and new.layers and project is not None:
         pairs = ((old, new), (new, old))
         old, new = (
-            replace(one, parts={**one.parts, "files": files(one, other, project.workspace.store)})
-            for one, other in pairs
+            replace(side, parts={**side.parts, "files": files(side, other, project.workspace.store)})
+            for side, other in pairs
         )
     gpus = new.release.gpus or (target_of(args.new),)
     known_issues = issues({**new.parts.get("packages", {}), **new.release.components}, gpus)
@@ -259,7 +259,7 @@ def _trial(root: Path, tree: Path, commit: str, targets: tuple[str, ...], *, loc
             name = path.relative_to(tree).as_posix()
             if path.stem in targets and (text := git(root, "show", f"{commit}:./{name}")):
                 pairs[name] = (loads(text, name), loads(path.read_bytes(), name))
-        moved = {file.name for one, other in pairs.values() for file in {*one.files} ^ {*other.files}}
+        moved = {file.name for before, after in pairs.values() for file in {*before.files} ^ {*after.files}}
         if changes:
             raise InputError("--locks needs the same pins on both sides", hint="leave it out")
         changes = tuple((name,) for name in sorted(moved))

@@ -48,12 +48,12 @@ def _parsed(match: re.Match[str] | None) -> Version | None:
     return Version(match[1] + (match[2] or "")) if match else None
 
 
-def agree(one: Version, other: Version) -> bool:
+def agree(version: Version, other: Version) -> bool:
     """Whether both may be the same ROCm version: ``7.2`` leaves the patch open."""
-    shared = min(len(one.release), len(other.release))
-    if one.release[:shared] != other.release[:shared]:
+    shared = min(len(version.release), len(other.release))
+    if version.release[:shared] != other.release[:shared]:
         return False
-    return one.pre == other.pre or len(one.release) != len(other.release)
+    return version.pre == other.pre or len(version.release) != len(other.release)
 
 
 def judge(examined: Examined) -> GateReport:

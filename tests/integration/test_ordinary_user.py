@@ -57,6 +57,7 @@ def as_user(user: str, folder: Path, *words: str) -> subprocess.CompletedProcess
         capture_output=True,
         text=True,
         check=False,
+        umask=0o077,
     )
 
 
@@ -108,6 +109,7 @@ def run(user: str, place: Path, code: str) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
+        umask=0o077,
     )
     return done.returncode, done.stdout
 

@@ -293,8 +293,7 @@ def _end(log: Path, size: int) -> bytes:
 
 def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
     """Return a root file system of these layers, bottom first, without an image's settings."""
-    diff_ids = [layer.diff_id for layer in layers]
-    rootfs = {"type": "layers", "diff_ids": diff_ids}
+    rootfs = {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]}
     config = canonical_json({"architecture": "amd64", "os": "linux", "config": {}, "rootfs": rootfs})
     manifest = manifest_of(config, [layer.blob for layer in layers], {})
     return RootFs(name="layers", manifest=manifest, config_bytes=config, tar=_tar_of(store), cache=cache)

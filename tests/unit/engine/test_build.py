@@ -24,6 +24,7 @@ def blobs(kit: Kit, store: str = ".primus/store") -> list[Path]:
 
 
 def test_two_stores_two_folders_same_digest(kit: Kit, tmp_path: Path) -> None:
+    kit.write("parts/beta/größe", "1")
     digest = kit.build().digest
     copy = Kit(tmp_path / "elsewhere" / "deep")
     shutil.copytree(kit.root, copy.root, symlinks=True, ignore=shutil.ignore_patterns(".primus"))
@@ -36,6 +37,10 @@ def test_two_stores_two_folders_same_digest(kit: Kit, tmp_path: Path) -> None:
         assert copy.build("demo", "--store", str(tmp_path / "store")).digest == digest
     finally:
         os.umask(old)
+    ascii_locale = {**copy.env, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = copy.command("build", "demo", "--store", str(tmp_path / "ascii"))
+    built = subprocess.run(command, cwd=copy.root, env=ascii_locale, check=True, stdout=subprocess.PIPE)
+    assert built.stdout.decode().split()[-1] == digest
 
 
 def test_only_the_changed_component_is_built(kit: Kit) -> None:

@@ -12,7 +12,6 @@ A base is the same for every GPU. What its packages have for one architecture go
 for two GPUs share every byte that is not specific to one of them.
 """
 
-import contextlib
 import fnmatch
 import functools
 import os
@@ -22,6 +21,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, cast
@@ -68,13 +68,16 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
     mmdebstrap, log = need("mmdebstrap", "mmdebstrap"), shop.log(action)
     tar = scratch / "root.tar"
     mode = "root" if os.geteuid() == 0 else "unshare"
-    with _workplace(scratch) as place, log.open("wb") as out:
-        archive = place / "archive"
+    with _workplace(scratch) as name, log.open("wb") as out:
+        place, archive = Path(name), Path(name, "archive")
         archive.mkdir()
         paragraphs = [_publish(deb, shop.file(deb), archive) for deb in debs]
         (archive / "Packages").write_bytes(b"\n".join(paragraphs))
         # mmdebstrap finds the essential packages by this name.
         (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
+        # apt reads them as another user, whatever the umask.
+        for path in (place, archive, archive / "Packages", archive / "Release"):
+            path.chmod(0o755)
         apart = _own_processes()
         command = [
             *apart,
@@ -91,7 +94,7 @@ def root_entries(action: Action, shop: Workshop, scratch: Path) -> list[Entry]:
             str(tar),
             f"deb [trusted=yes] copy:{archive} ./",
         ]
-        env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(place)}
+        env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": name}
         # An interrupted base is discarded, so dpkg need not flush every file to the disk.
         env["DPKG_FORCE"] = "unsafe-io"
         # Bytecode that packages compile on purpose is reproducible; bytecode that imports leave behind is not.
@@ -129,15 +132,11 @@ def _own_processes() -> list[str]:
     return words if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0 else []
 
 
-@contextlib.contextmanager
-def _workplace(scratch: Path) -> Iterator[Path]:
-    # An ordinary user's mapped ids must be able to enter it, which a home folder usually prevents.
+def _workplace(scratch: Path) -> AbstractContextManager[str]:
     if os.geteuid() == 0:
-        yield scratch
-        return
-    with tempfile.TemporaryDirectory(prefix="primus-base-", ignore_cleanup_errors=True) as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
+        return nullcontext(str(scratch))
+    # An ordinary user's mapped ids must be able to enter it, which a home folder usually prevents.
+    return tempfile.TemporaryDirectory(prefix="primus-base-", ignore_cleanup_errors=True)
 
 
 def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
@@ -146,7 +145,7 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
         (archive / name).hardlink_to(path)
     except OSError:
         try:
-            shutil.copyfile(path, archive / name)
+            shutil.copy(path, archive / name)
         except OSError as error:
             raise storage_error(error, archive) from None
     fields = f"Filename: ./{name}\nSize: {deb.size}\nSHA256: {deb.sha256}\n"
